@@ -17,7 +17,8 @@ from plimsoll.artifacts.trace import Category, Trace
 from plimsoll.errors import InvalidLayout, InvalidOption
 from plimsoll.estimator.techniques import with_techniques
 from plimsoll.planning.costing.devices import find_device
-from plimsoll.planning.costing.roofline import HOST_LINK_SHARE, roofline_costs
+from plimsoll.planning.costing.host import HOST_LINK_SHARE
+from plimsoll.planning.costing.roofline import roofline_costs
 from plimsoll.planning.simulate import run_choices
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import choose_none, strategy_choices
@@ -41,7 +42,7 @@ def bytes_of(estimate: Estimate, name: str) -> int:
 
 
 def test_what_techniques_print_is_read_back():
-    text = "gradients=fp32,loss=fused-linear,optimizer-in-backward,tf32"
+    text = "gradients=fp32,loss=fused-linear,optimizer-in-backward,tf32,offload=parameters+activations,packed=512"
     assert str(read_techniques(f" {text.replace(',', ' , ')} ")) == text
     assert read_techniques("") == Techniques()
 
@@ -55,6 +56,9 @@ def test_what_techniques_print_is_read_back():
         ("gradient=fp32", "No technique is called 'gradient'.*\\n.*\\n.*try gradients"),
         ("tf32,tf32", "tf32 is given twice"),
         ("tf32,", "No technique is called ''"),
+        ("offload=optimizer+optimizer", "means nothing"),
+        ("offload=optimizer+weights", "means nothing"),
+        ("packed=0", "packed=0 means nothing.*\\n.*\\n.*packed=1024"),
     ],
 )
 def test_words_that_mean_nothing_are_refused(text: str, message: str):
@@ -74,6 +78,11 @@ def test_words_that_mean_nothing_are_refused(text: str, message: str):
         ({"techniques": "offload=optimizer,optimizer-in-backward"}, "when all gradients are there"),
         ({"techniques": "fp8=rowwise", "device": "A100"}, "fp8=rowwise on A100-80GB"),
         ({"techniques": "fp8=rowwise", "precision": "fp32"}, "no product that it would run"),
+        ({"techniques": "fp8=mxfp8", "precision": "bf16"}, "no such arithmetic"),
+        ({"techniques": "fp8=delayed", "precision": "bf16", "layout": "dp=8,zero=3"}, "how it shards them"),
+        ({"techniques": "offload=parameters", "layout": "dp=8,zero=2"}, "nothing is sharded"),
+        ({"techniques": "packed=256"}, "fewer tokens than a sample has"),
+        ({"techniques": "padded=100"}, "leaves no token"),
         ({"techniques": "loss=vocabulary-parallel"}, "without tensor parallelism"),
         ({"techniques": "optimizer-in-backward", "optimizer": "none"}, "there is no optimizer"),
         ({"techniques": "optimizer-in-backward", "layout": "micro-batches=2"}, "2 micro-batches"),
@@ -323,3 +332,77 @@ def test_an_optimizer_on_the_host_leaves_its_state_there_and_pays_for_the_way(gr
     link = device.host_link_bytes_per_second * HOST_LINK_SHARE
     sent = parameters * (3 if gradients else 2)
     assert there.stages[0].seconds.optimizer_seconds > sent / link
+
+
+@pytest.mark.parametrize(("recipe", "device", "byte"), [("delayed", "H100", 1.0), ("mxfp8", "B200", 1 + 1 / 32)])
+def test_transformer_engine_saves_inputs_of_products_in_fp8_and_holds_weights_so(recipe: str, device: str, byte: float):
+    layers = [
+        nn.Sequential(nn.Linear(64, 128, bias=False), nn.GELU(), nn.Linear(128, 64, bias=False)) for _ in range(3)
+    ]
+    batch = torch.randn(32, 64).bfloat16()
+    plain = trace(nn.Sequential(*layers).bfloat16(), batch, loss=lambda y: y.square().mean(), repeats=1)
+    cast = with_techniques(plain, Techniques(fp8=recipe))
+    held = {s.label: s.bytes for s in cast.storages if s.label.endswith("weight in fp8")}
+    assert set(held.values()) == {int(2 * byte * 64 * 128)}
+    before, after = (
+        [call.graph.values[slot.value].bytes for call in each.regions for slot in call.graph.slots if slot.is_managed]
+        for each in (plain, cast)
+    )
+    # What GELU makes only the second product saves; what GELU reads, it saves itself.
+    assert {new / old for old, new in zip(before, after, strict=True)} == {1.0, byte / 2}
+    casts = [op for op in cast.ops if op.name == "fp8_cast"]
+    assert len(casts) == 12 - 1, (
+        "both products of forward, the one of backward that is no weight's; the first needs none"
+    )
+
+
+def test_recipes_of_transformer_engine_hold_less_of_activations_and_more_of_weights():
+    how = {"sequence": 4096, "precision": "bf16"}
+    plain, kept = (on_gpu(**how, techniques=text) for text in ("fp8=tensorwise", "fp8=current"))
+    assert bytes_of(kept, "activations") < bytes_of(plain, "activations")
+    assert kept.throughput.step_seconds < plain.throughput.step_seconds, "each tensor is cast once"
+
+
+def test_parameters_on_the_host_leave_gathered_copies_and_pay_for_the_way():
+    how: dict[str, Any] = {"precision": "bf16", "layout": "dp=8,zero=3"}
+    here, there = (on_gpu(**how, techniques=text) for text in ("", "offload=parameters"))
+    assert bytes_of(there, "optimizer state") == 0
+    assert bytes_of(there, "parameters") < bytes_of(here, "parameters")
+    assert there.stages[0].allocated_bytes < here.stages[0].allocated_bytes
+    assert there.throughput.step_seconds > here.throughput.step_seconds
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("strategy", ["none", "full", "selective:torchtitan"])
+def test_activations_on_the_host_are_those_that_the_strategy_keeps(precision: str, strategy: str):
+    how: dict[str, Any] = {"precision": precision, "strategy": strategy, "sequence": 2048}
+    here, there = (
+        on_gpu(**how, techniques=f"loss=fused-linear{text}").stages[0] for text in ("", ",offload=activations")
+    )
+    assert there.allocated_bytes < here.allocated_bytes
+    assert there.seconds.recompute_seconds >= here.seconds.recompute_seconds
+
+
+def test_a_strategy_that_offloads_waits_for_the_link_of_the_catalogue():
+    slow, fast = (on_gpu(device=name, strategy="offload", sequence=2048) for name in ("H100", "GH200"))
+    assert 0 < fast.stages[0].seconds.recompute_seconds < slow.stages[0].seconds.recompute_seconds
+    within = on_gpu(techniques="offload=activations", sequence=2048, budget=slow.stages[0].allocated_bytes)
+    assert within.does_fit
+    with pytest.raises(InvalidLayout, match="its host"):
+        plimsoll.estimate("llama-tiny", 1, device="cpu", sequence=256, strategy="offload")
+
+
+def test_packed_documents_take_attention_off_and_padding_takes_tokens_off():
+    whole, packed, padded = (on_gpu(sequence=4096, techniques=text) for text in ("", "packed=512", "padded=25"))
+    speeds = [each.throughput.tokens_per_second or 0 for each in (whole, packed, padded)]
+    assert speeds[1] > speeds[0]
+    assert speeds[2] == pytest.approx(0.75 * speeds[0])
+    assert packed.stages[0].allocated_bytes == whole.stages[0].allocated_bytes
+    assert padded.throughput.mfu == whole.throughput.mfu
+
+
+def test_a_tpu_has_bytes_and_no_caching_allocator():
+    found = on_gpu(device="TPU-v5e", precision="bf16")
+    assert found.stages[0].reserved_bytes is None
+    assert found.device_bytes == int(15.75 * 2**30)
+    assert {item.name for item in found.stages[0].unsupported} == {"device context", "library workspaces"}

@@ -45,7 +45,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Basis(enum.StrEnum):
-    """How much a figure can be relied on; all but ``EXACT`` and ``UNSUPPORTED`` carry a relative error.
+    """How much a figure can be relied on; all but ``UNSUPPORTED`` carry a relative error.
 
     ``EXACT``: counted, and compared with torch. ``MODELLED``: computed with a model whose parts are known, such as a simulated
     allocator or a roofline. ``ASSUMED``: a figure that others measured, or a convention. ``UNSUPPORTED``: no figure at all.

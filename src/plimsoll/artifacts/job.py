@@ -200,7 +200,11 @@ class Techniques(msgspec.Struct, frozen=True, kw_only=True):
     pieces, ``plimsoll.chunked``), ``fused`` (one kernel that leaves the gradient in the place of the logits),
     ``fused-linear`` (both), ``vocabulary-parallel`` (what tensor parallelism does here anyway). ``lora``, ``qlora``: the rank
     of low-rank adapters, beside frozen weights or beside such in 4 bits, in the linear layers of ``lora_on`` (``qv``,
-    ``attention``, ``all``). ``adapters``: the width of bottlenecks behind attention and feed-forward modules.
+    ``attention``, ``all``). ``adapters``: the width of bottlenecks behind attention and feed-forward modules. ``fp8``: a
+    recipe of torchao (``tensorwise``, ``rowwise``) or Transformer Engine (``delayed``, ``current``, ``mxfp8``). ``offload``:
+    what is the host's, with ``+`` between them: ``optimizer``, ``parameters`` (with gradients and the optimizer),
+    ``activations``. ``packed``: tokens of a document, of which each sample holds several. ``padded``: percent of the tokens
+    that are padding.
     """
 
     gradients: str = ""
@@ -215,6 +219,14 @@ class Techniques(msgspec.Struct, frozen=True, kw_only=True):
     qlora: int = 0
     lora_on: str = ""
     adapters: int = 0
+    packed: int = 0
+    padded: int = 0
+
+    @property
+    def on_host(self) -> frozenset[str]:
+        """What is the host's; its parameters bring the optimizer along."""
+        words = frozenset(filter(None, self.offload.split("+")))
+        return words | {"optimizer"} if "parameters" in words else words
 
     @property
     def is_adapting(self) -> bool:
@@ -236,15 +248,17 @@ _VALUES = {
     "gradients": ("fp32",),
     "reduce": ("fp32", "bf16"),
     "loss": ("chunked", "fused", "fused-linear", "vocabulary-parallel"),
-    "fp8": ("tensorwise", "rowwise"),
-    "offload": ("optimizer",),
+    "fp8": ("tensorwise", "rowwise", "delayed", "current", "mxfp8"),
+    "offload": ("optimizer", "parameters", "activations"),
     "lora-on": ("qv", "attention", "all"),
 }
 """Keys that take one of these words."""
+_SETS = ("offload",)
+"""Keys that take several of their words."""
 _FLAGS = ("optimizer-in-backward", "tf32", "compile")
 """Keys that stand alone."""
-_COUNTS = ("lora", "qlora", "adapters")
-"""Keys that take a whole number above 0."""
+_COUNTS = {"lora": 16, "qlora": 16, "adapters": 64, "packed": 1024, "padded": 30}
+"""Keys that take a whole number above 0, such as this."""
 _KEYS = (*_VALUES, *_FLAGS, *_COUNTS)
 
 
@@ -275,8 +289,12 @@ def _entries(text: str) -> Iterator[tuple[str, str | int]]:
                 next=f"try {' or '.join(close)}" if close and key not in seen else "give each of them once",
             )
         seen.add(key)
-        wanted = "" if key in _FLAGS else "16" if key in _COUNTS else " or ".join(_VALUES[key])
-        is_good = not equals if key in _FLAGS else value.isdecimal() if key in _COUNTS else value in _VALUES[key]
+        wanted = "" if key in _FLAGS else str(_COUNTS[key]) if key in _COUNTS else " or ".join(_VALUES[key])
+        words = value.split("+") if key in _SETS else [value]
+        if key in _VALUES:
+            is_good = set(words) <= set(_VALUES[key]) and len(set(words)) == len(words)
+        else:
+            is_good = not equals if key in _FLAGS else value.isdecimal()
         if not is_good or value == "0":
             raise InvalidOption(
                 f"{part.strip()} means nothing.",

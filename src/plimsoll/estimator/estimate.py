@@ -108,7 +108,9 @@ def estimate(
     traced = _traced(request, spread, part_of(report, 0.0, 0.8))
     trace_seconds = time.monotonic() - started
     report("simulating every rank", 0.8)
-    job = EstimateJob(setting, traced, with_context_parallel(with_techniques(traced.trace, setting.how), spread.cp))
+    whole = None if traced.facts.sequence is None else traced.facts.sequence * spread.cp
+    step = with_techniques(traced.trace, setting.how, whole)
+    job = EstimateJob(setting, traced, with_context_parallel(step, spread.cp))
     switches = () if export is None or setting.budget_bytes is None else job.lower(export, setting.budget_bytes)
     found = job.run(target if isinstance(target, str) else type(target).__name__, trace_seconds, started)
     return msgspec.structs.replace(found, framework=export or "", switches=switches)

@@ -16,7 +16,7 @@ from plimsoll.artifacts.costs import Basis
 from plimsoll.artifacts.estimate import Estimate, StageEstimate, StageSeconds, SwitchSetting, Throughput
 from plimsoll.artifacts.memory_use import AllocatorUse
 from plimsoll.artifacts.naming import compress_names
-from plimsoll.artifacts.trace import Trace
+from plimsoll.artifacts.trace import Trace, runs_gpu_kernels
 from plimsoll.estimator.allocator_sim.allocator import AllocatorSettings, simulate_allocator
 from plimsoll.estimator.budget import RankMemory, budget_items, framework_items, kernel_items
 from plimsoll.estimator.lowering import SwitchedModel, lower
@@ -167,6 +167,7 @@ class EstimateJob:
             waiting_bytes=waiting_bytes(simulation) if is_waiting else 0,
             waiting_error=rank.waiting_error,
             allocator=use,
+            has_stand_ins=runs_gpu_kernels(setting.device.name),
         )
         names = [
             self.trace.regions[region].name or self.trace.model
@@ -236,14 +237,15 @@ class EstimateJob:
         layout, facts = self.layout, self.facts
         replicas = layout.dp * layout.micro_batches
         samples = (facts.batch or 1) * replicas
-        tokens = None if facts.tokens is None else facts.tokens * layout.cp * replicas
+        whole = None if facts.tokens is None else facts.tokens * layout.cp * replicas
+        tokens = None if whole is None else whole * (100 - self.setting.how.padded) // 100
         peak = layout.ranks * self._peak_flops_per_second()
         return Throughput(
             step_seconds=step_seconds,
             samples_per_second=samples / step_seconds,
             tokens_per_second=None if tokens is None else tokens / step_seconds,
             mfu=model_flops * replicas / (step_seconds * peak) if peak else None,
-            published_mfu=self._published_mfu(None if tokens is None else tokens / step_seconds),
+            published_mfu=self._published_mfu(None if whole is None else whole / step_seconds),
             relative_error=self._speed_error(),
             basis=Basis.MODELLED,
         )

@@ -26,6 +26,7 @@ from plimsoll.estimator.parallelism.stages import StageTrace
 from plimsoll.estimator.parallelism.units import HeldTypes, in_f32, rank_parameters
 from plimsoll.planning.choices import ChoiceSet
 from plimsoll.planning.costing.devices import Device
+from plimsoll.planning.costing.host import host_forms, host_link
 from plimsoll.planning.costing.links import Collective, collective_seconds
 from plimsoll.planning.costing.roofline import roofline_costs
 from plimsoll.planning.describe import held_bytes
@@ -37,10 +38,14 @@ from plimsoll.planning.strategies import (
     choose_min_cut,
     choose_none,
     codecs_of_strategy,
+    send_kept,
     strategy_choices,
     uses_link,
 )
 
+_WHOLLY_SHARDED = 3
+_ALL_PERCENT = 100
+_OF_TRANSFORMER_ENGINE = ("delayed", "current", "mxfp8")
 AUTO, NOTHING, EVERYTHING = "auto", "none", "full"
 """Strategies that are known by name here."""
 KnownChoices = dict[Hashable, ChoiceSet]
@@ -62,15 +67,21 @@ class Setting:
     @property
     def held(self) -> HeldTypes:
         """What a rank holds and reduces in another type than the model computes in."""
+        on_host = "parameters" in self.how.on_host
         if self.precision is Precision.FSDP_BF16:
-            return HeldTypes(shards=True, reduced=self.how.reduce != "bf16", gradients=True)
+            return HeldTypes(shards=True, reduced=self.how.reduce != "bf16", gradients=True, on_host=on_host)
         is_wide = self.how.gradients == "fp32"
-        return HeldTypes(reduced=is_wide, gradients=is_wide)
+        return HeldTypes(reduced=is_wide, gradients=is_wide, on_host=on_host)
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether what blocks save may go to the host."""
+        return "activations" in self.how.on_host or uses_link(self.strategy)
 
     @property
     def is_gpu(self) -> bool:
-        """Whether the device has a caching allocator and runs optimizers over all parameters at once."""
-        return runs_gpu_kernels(self.device.name)
+        """Whether the device has a caching allocator and runs optimizers over all parameters at once: what XLA has not."""
+        return runs_gpu_kernels(self.device.name) and not self.device.name.startswith("TPU")
 
 
 def check_setting(setting: Setting) -> None:
@@ -90,12 +101,14 @@ def check_setting(setting: Setting) -> None:
             next="name an optimizer, or leave master weights out",
         )
     _check_techniques(setting)
-    if codecs_of_strategy(setting.strategy) or uses_link(setting.strategy):
+    if codecs_of_strategy(setting.strategy):
         raise InvalidStrategy(
             f"unsupported: strategy {setting.strategy!r} in an estimate.",
-            why="it offloads or compresses, and seconds of links and codecs have to be measured on the device",
-            next="estimate none, full, every:k, sqrt, selective:… or auto, or plan on the device itself",
+            why="it compresses, and seconds of codecs have to be measured on the device",
+            next="estimate none, full, every:k, sqrt, selective:…, offload or auto, or plan on the device itself",
         )
+    if setting.is_sending:
+        host_link(setting.device)
     if setting.layout.ranks > 1:  # raises for a device without links
         collective_seconds(Collective.ALL_REDUCE, 1, setting.layout.ranks, setting.device)
 
@@ -125,15 +138,13 @@ def _check_techniques(setting: Setting) -> None:
         raise InvalidOption(
             f"tf32 on {setting.device.name}.", why="the device has no such arithmetic", next="leave tf32 out"
         )
-    if how.offload and (setting.optimizer is None or how.optimizer_in_backward or not setting.is_gpu):
+    _check_offload(setting)
+    _check_fp8(setting)
+    if how.padded >= _ALL_PERCENT:
         raise InvalidOption(
-            f"offload={how.offload} with {setting.optimizer or 'no optimizer'} on {setting.device.name}.",
-            why="a GPU's optimizer steps on the host when all gradients are there",
-            next="name an optimizer and a GPU, and leave optimizer-in-backward out",
-        )
-    if how.fp8 and "f8" not in setting.device.peak_flops_per_second:
-        raise InvalidOption(
-            f"fp8={how.fp8} on {setting.device.name}.", why="the device has no such arithmetic", next="leave fp8= out"
+            f"padded={how.padded} leaves no token.",
+            why="it is the share of padding in percent",
+            next="give a number below 100",
         )
     if how.loss == "vocabulary-parallel" and layout.tp == 1:
         raise InvalidOption(
@@ -141,6 +152,45 @@ def _check_techniques(setting: Setting) -> None:
             why="the vocabulary is divided among tensor-parallel ranks, and there is one",
             next="give tp=2 or more, or write loss=fused or loss=chunked",
         )
+    _check_adapters(setting)
+    if how.optimizer_in_backward:
+        _check_optimizer_in_backward(setting)
+
+
+def _check_offload(setting: Setting) -> None:
+    """Refuse what the host cannot have, or not alone."""
+    how, layout, reason, remedy = setting.how, setting.layout, "", ""
+    if "optimizer" in how.on_host and (setting.optimizer is None or how.optimizer_in_backward or not setting.is_gpu):
+        reason = "a GPU's optimizer steps on the host when all gradients are there"
+        remedy = "name an optimizer and a GPU, and leave optimizer-in-backward out"
+    elif "parameters" in how.on_host and (layout.zero != _WHOLLY_SHARDED or layout.shards == 1):
+        reason = "shards lie on the host until they are gathered, and nothing is sharded"
+        remedy = "give zero=3 and dp=2 or more, or write offload=optimizer"
+    if reason:
+        what = setting.optimizer or "no optimizer"
+        raise InvalidOption(
+            f"offload={how.offload} with {what} on {setting.device.name}, {layout}.", why=reason, next=remedy
+        )
+
+
+def _check_fp8(setting: Setting) -> None:
+    """Refuse recipes that the device has no arithmetic for, and weights in fp8 that nobody knows the holder of."""
+    how, device = setting.how, setting.device
+    wanted = "mxf8" if how.fp8 == "mxfp8" else "f8"
+    if how.fp8 and wanted not in device.peak_flops_per_second:
+        raise InvalidOption(
+            f"fp8={how.fp8} on {device.name}.", why="the device has no such arithmetic", next="leave fp8= out"
+        )
+    if how.fp8 in _OF_TRANSFORMER_ENGINE and setting.layout.zero == _WHOLLY_SHARDED:
+        raise InvalidOption(
+            f"unsupported: fp8={how.fp8} with zero=3.",
+            why="Transformer Engine holds weights in fp8 beside those in 16 bits, and how it shards them is not modelled",
+            next="take zero=2 or less, or fp8=tensorwise or fp8=rowwise",
+        )
+
+
+def _check_adapters(setting: Setting) -> None:
+    how, layout = setting.how, setting.layout
     is_low_rank = bool(how.lora or how.qlora)
     if is_low_rank + bool(how.adapters) > 1 or (how.lora and how.qlora) or (how.lora_on and not is_low_rank):
         raise InvalidOption(
@@ -154,8 +204,6 @@ def _check_techniques(setting: Setting) -> None:
             why="which rank holds which part of an adapter is not known here",
             next="take dp=, pp= and zero= alone",
         )
-    if how.optimizer_in_backward:
-        _check_optimizer_in_backward(setting)
 
 
 def _check_optimizer_in_backward(setting: Setting) -> None:
@@ -196,7 +244,7 @@ def optimizer_of(setting: Setting, parameters: Sequence[TraceParameter]) -> Opti
     if is_early and parameters:  # an optimizer per parameter: nothing is left of one while the next steps
         alone = use([max(parameters, key=lambda parameter: parameter.bytes * parameter.is_trainable)])
         found = replace(found, temporaries=alone.temporaries)
-    return _on_host(found, parameters, setting.held) if setting.how.offload else found
+    return _on_host(found, parameters, setting.held) if "optimizer" in setting.how.on_host else found
 
 
 def _on_host(use: OptimizerUse, parameters: Sequence[TraceParameter], held: HeldTypes) -> OptimizerUse:
@@ -212,10 +260,11 @@ def _on_host(use: OptimizerUse, parameters: Sequence[TraceParameter], held: Held
         moved_bytes=0,
         flops=0,
         host_bytes=use.moved_bytes,
-        link_bytes=use.link_bytes + gradients + sum(each.bytes for each in trained),
+        link_bytes=use.link_bytes + (0 if held.on_host else gradients + sum(each.bytes for each in trained)),
         notes=(
             *use.notes,
-            "state and step are the host's, which runs it for all ranks of a node; gradients stay until then",
+            "state and step are the host's, which runs it for all ranks of a node; "
+            + ("so are shards and their gradients" if held.on_host else "gradients stay until then"),
         ),
     )
 
@@ -263,7 +312,11 @@ class StageOfRank:
     @cached_property
     def index(self) -> StepIndex:
         """The step beside the micro-batches that wait."""
-        return StepIndex(self.trace, self.costs, in_flight=self.in_flight)
+        return self._indexed()
+
+    def _indexed(self) -> StepIndex:
+        forms = host_forms(self.trace, self.setting.device) if self.setting.is_sending else None
+        return StepIndex(self.trace, self.costs, forms, in_flight=self.in_flight)
 
     @cached_property
     def unmanaged(self) -> Simulation:
@@ -303,6 +356,10 @@ class StageOfRank:
         Raises:
             InvalidStrategy: no such strategy.
         """
+        if strategy != AUTO and "activations" in self.setting.how.on_host:
+            named = choose_min_cut if strategy == NOTHING and self.setting.how.compile else None
+            choices = named(self.index, "") if named else strategy_choices(self.index, strategy)
+            return Decided(run_choices(self.index, send_kept(self.index, choices)))
         if strategy == NOTHING:
             return Decided(self.unmanaged)
         if strategy == EVERYTHING:
@@ -311,7 +368,7 @@ class StageOfRank:
             return Decided(run_choices(self.index, strategy_choices(self.index, strategy)))
         if budget_bytes is None or self.unmanaged.peak_bytes <= budget_bytes:
             return Decided(self.unmanaged)
-        planner = Planner(StepIndex(self.trace, self.costs, in_flight=self.in_flight), known_choices=known)
+        planner = Planner(self._indexed(), known_choices=known)
         plan = solve(planner, budget_bytes=budget_bytes, raise_below_floor=False)
         return Decided(run_choices(planner.index, choices_of(planner.index, plan.regions)), plan)
 

@@ -6,13 +6,15 @@ What a technique changes in a rank's state, gradients and collectives is where t
 
 from __future__ import annotations
 
+import bisect
 import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from plimsoll.artifacts.job import Techniques
-from plimsoll.artifacts.trace import Category, OpSpec, Trace
+from plimsoll.artifacts.trace import Category, OpSpec, Phase, Trace
 from plimsoll.errors import InvalidOption
 from plimsoll.estimator.parallelism.editing import Edit
 from plimsoll.planning.costing.roofline import FUSED, is_product
@@ -24,8 +26,8 @@ _PASSES_OF_FUSED_LOSS = 3
 """A fused loss reads the logits for their largest and their sum, reads them again, and writes the gradient."""
 
 
-def with_techniques(trace: Trace, how: Techniques) -> Trace:
-    """The step of one micro-batch under techniques that change the model's own ops.
+def with_techniques(trace: Trace, how: Techniques, sequence: int | None = None) -> Trace:
+    """The step of one micro-batch under techniques that change the model's own ops; ``sequence`` are the tokens of a sample.
 
     Raises:
         InvalidOption: the loss is to be computed otherwise, and the step has none over classes.
@@ -38,6 +40,8 @@ def with_techniques(trace: Trace, how: Techniques) -> Trace:
         trace = replace(trace, specs=specs)
     if how.compile:
         trace = _with_compiled_blocks(trace)
+    if how.packed:
+        trace = _with_documents(trace, how.packed, sequence)
     if how.fp8:
         trace = _with_fp8(trace, how)
     if how.loss in ("chunked", "fused", "fused-linear"):
@@ -56,42 +60,134 @@ def with_techniques(trace: Trace, how: Techniques) -> Trace:
     return trace
 
 
-_FP8_MULTIPLE = 16
+def _with_documents(trace: Trace, tokens: int, sequence: int | None) -> Trace:
+    """Several documents in one sample: fused attention runs within each, as its kernels for varying lengths do."""
+    specs = {
+        key: replace(spec, flops=spec.flops * tokens // sequence)
+        for key, spec in trace.specs.items()
+        if sequence and sequence > tokens and "scaled_dot_product" in spec.name
+    }
+    if not specs:
+        raise InvalidOption(
+            f"packed={tokens}, but no attention of {trace.model} gets less to do.",
+            why=f"fused attention runs within documents of {tokens} tokens, and a sample has {sequence or 'none'}",
+            next="give fewer tokens than a sample has, and a model with fused attention (sdpa), or leave packed= out",
+        )
+    return replace(trace, specs=trace.specs | specs)
+
+
+class _Fp8(NamedTuple):
+    """A recipe: how often a tensor is read to be cast, bytes per element with its scales, and whether fp8 is what is held."""
+
+    reads: int
+    bytes: float
+    is_held: bool
+    multiple: int = 16
+    """Products of other sizes stay in 16 bits."""
+
+
+_FP8 = {
+    "tensorwise": _Fp8(2, 1, is_held=False),
+    "rowwise": _Fp8(2, 1, is_held=False),
+    "delayed": _Fp8(1, 1, is_held=True),
+    "current": _Fp8(2, 1, is_held=True),
+    "mxfp8": _Fp8(1, 1 + 1 / 32, is_held=True, multiple=32),
+}
 _NARROW = ("bf16", "f16")
+_BOTH_WAYS = 2
+"""Transformer Engine casts a tensor by rows and by columns at once: one for the product now, one for that of backward."""
 
 
 def _with_fp8(trace: Trace, how: Techniques) -> Trace:
-    """Products of blocks in fp8, both operands cast right before each; what is saved for backward stays as it is.
+    """Products of blocks in fp8.
 
-    Source: torchao's ``Float8Linear`` (dynamic scaling; inputs are saved in 16 bits; sizes that 16 does not divide are left).
-    A tensor's scale wants it read once before it is cast; a row's is found while it is, where that is compiled. Known
-    weakness: casts are counted where products first run, not where blocks run them again.
+    torchao's ``Float8Linear`` casts both operands right before each product, and saves inputs in 16 bits. Transformer Engine
+    casts an input, a weight and a gradient once, saves inputs in fp8, and holds weights in fp8 both ways beside those in 16
+    bits. A tensor's scale wants it read once before it is cast; a row's is found while it is, where that is compiled.
+
+    Source: torchao's ``Float8Linear``; NVIDIA/TransformerEngine issues 1261, 1764, 1880 and pull requests 2168 and 2343. Known
+    weakness: casts are counted where products first run, not where blocks run them again; weights in fp8 are counted for the
+    whole step, as with several micro-batches.
     """
-    edit = Edit(trace)
-    reads = 1 if how.fp8 == "rowwise" and how.compile else 2
-    specs = dict(trace.specs)
+    edit, recipe = Edit(trace), _FP8[how.fp8]
+    reads = 1 if how.fp8 == "rowwise" and how.compile else recipe.reads
+    weights = {s.born for s in trace.storages if s.category is Category.GRADIENT}
+    specs, ticks = dict(trace.specs), []
     for tick, op in enumerate(trace.ops):
         spec = trace.specs[op.cost_key]
         sizes = spec.product
         if op.region < 0 or spec.name not in ("mm", "addmm") or sizes is None or spec.dtype not in _NARROW:
             continue
         batch, rows, columns, inner = sizes
-        if any(size % _FP8_MULTIPLE for size in (rows, columns, inner)):
+        if any(size % recipe.multiple for size in (rows, columns, inner)):
             continue
+        ticks.append(tick)
         elements = batch * inner * (rows + columns)
-        moved_bytes = elements * (2 * reads + 1)
-        cast = OpSpec(name="fp8_cast", flops=0, moved_bytes=moved_bytes, dtype=spec.dtype)
-        made = edit.op(tick, op.module, f"fp8_cast({elements};{reads})", cast)
-        edit.add(elements, Category.TEMPORARY, f"{op.module}: operands in fp8", made, tick + 1)
         specs[op.cost_key] = replace(spec, dtype="float8_e4m3fn", moved_bytes=spec.moved_bytes - elements)
-    found = edit.finish(parameters=trace.parameters, notes=())
-    if len(found.ops) == len(trace.ops):
+        written, held = elements, elements
+        if recipe.is_held:
+            is_forward = op.phase is Phase.FORWARD
+            if tick in weights:
+                continue  # both operands were cast for the products before
+            elements -= 0 if is_forward else batch * inner * columns
+            written, held = _BOTH_WAYS * elements, batch * inner * rows * (1 if is_forward else _BOTH_WAYS)
+            if is_forward:
+                bytes_ = int(_BOTH_WAYS * recipe.bytes * batch * inner * columns)
+                edit.add(bytes_, Category.TEMPORARY, f"{op.module}: weight in fp8", -1, None)
+        moved_bytes = 2 * reads * elements + int(recipe.bytes * written)
+        cast = OpSpec(name="fp8_cast", flops=0, moved_bytes=moved_bytes, dtype=spec.dtype)
+        made = edit.op(tick, op.module, f"fp8_cast({moved_bytes})", cast)
+        edit.add(int(recipe.bytes * held), Category.TEMPORARY, f"{op.module}: operands in fp8", made, tick + 1)
+    if not ticks:
         raise InvalidOption(
             f"fp8={how.fp8}, but {trace.model} has no product that it would run.",
-            why="it runs 16-bit products of linear layers in blocks, of sizes that 16 divides",
+            why=f"it runs 16-bit products of linear layers in blocks, of sizes that {recipe.multiple} divides",
             next="take precision bf16, bf16-mixed or fsdp-bf16, or leave fp8= out",
         )
-    return replace(found, specs=found.specs | {key: specs[key] for key in trace.specs})
+    inputs = _saved_by_products(trace, ticks) if recipe.is_held else {}
+    for storage, last in inputs.items():
+        wide = trace.storages[storage]
+        rest = wide.bytes - int(wide.bytes * recipe.bytes / 2)
+        edit.add(rest, Category.TEMPORARY, f"{wide.label} until it is in fp8", wide.born, last + 1)
+    found = edit.finish(parameters=trace.parameters, notes=())
+    found = replace(found, specs=found.specs | {key: specs[key] for key in trace.specs})
+    return _narrowed(found, frozenset(inputs), recipe.bytes / 2)
+
+
+def _saved_by_products(trace: Trace, ticks: list[int]) -> dict[int, int]:
+    """Storages of 16 bits that only these products save, with the last of them in forward."""
+    products, found, others = frozenset(ticks), dict[int, int](), set[int]()
+    for call in trace.regions:
+        starts = [op.tick for op in call.graph.ops]
+        for slot in call.graph.slots:
+            if not slot.is_managed:
+                continue
+            value = call.graph.values[slot.value]
+            saver = call.graph.ops[min(bisect.bisect_left(starts, slot.packed), len(starts) - 1)]
+            if saver.tick in products and slot.value in saver.reads and value.producer >= 0:
+                found[value.storage] = max(found.get(value.storage, -1), saver.tick)
+            else:
+                others.add(value.storage)
+    return {storage: last for storage, last in found.items() if storage not in others}
+
+
+def _narrowed(trace: Trace, storages: frozenset[int], share: float) -> Trace:
+    """The trace with a share of these storages' bytes, wherever they stand."""
+    regions = tuple(
+        replace(
+            call,
+            graph=replace(
+                call.graph,
+                values=tuple(
+                    replace(value, bytes=int(value.bytes * share)) if value.storage in storages else value
+                    for value in call.graph.values
+                ),
+            ),
+        )
+        for call in trace.regions
+    )
+    sized = tuple(replace(s, bytes=int(s.bytes * share)) if s.id in storages else s for s in trace.storages)
+    return replace(trace, regions=regions, storages=sized)
 
 
 def _in_tf32(spec: OpSpec) -> OpSpec:

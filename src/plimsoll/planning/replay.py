@@ -215,7 +215,8 @@ class _Machine:
         for value, stop in stops.items():
             form = self._form(part, value)
             if form.decision is Decision.OFFLOAD:
-                first = min(slot.packed for slot in part.view.slots_of[value])
+                entry = part.view.call.forward[0]  # of an input that no slot holds
+                first = min((slot.packed for slot in part.view.slots_of.get(value, ())), default=entry)
                 self._hold(part, value, 2 * first, 2 * self._neighbour(part).forward[1])
             else:
                 self.out.payloads.append(((exit_, stop), form.held_bytes, self._label(part, value)))

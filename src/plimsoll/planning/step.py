@@ -352,7 +352,7 @@ def _view(
         droppable = _droppable(trace, call, saved, free | copied)
     entries: dict[int, ValueForms] = {}
     if not call.obstacle and call.backward[0] >= 0:
-        names = {value: graph.values[value].name for value in saved if value not in free}
+        names = {value: graph.values[value].name for value in (*saved, *copied) if value not in free}
         entries = {value: forms[name] for value, name in names.items() if name in forms}
     return RegionView(
         call=call,
@@ -361,7 +361,10 @@ def _view(
         movable=tuple(
             value
             for value, entry in entries.items()
-            if entry.forms and value not in droppable and graph.values[value].storage not in shared
+            if entry.forms
+            and value in slots_of
+            and value not in droppable
+            and graph.values[value].storage not in shared
         ),
         forms=entries,
         copied=copied,

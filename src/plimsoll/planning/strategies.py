@@ -206,6 +206,23 @@ def _hybrid_sizes(argument: str) -> tuple[int, int]:
     return int(first), int(size)
 
 
+def send_kept(index: StepIndex, choices: Sequence[Choice]) -> tuple[Choice, ...]:
+    """The same choices with what they keep at the other end of the link, inputs included from which they recompute."""
+    found = []
+    for view, choice in zip(index.views, choices, strict=True):
+        is_rebuilding = view.everything > choice.kept | choice.forms.keys()
+        held = choice.kept | (view.copied if is_rebuilding else frozenset())
+        sent = frozenset(
+            (value, form.name)
+            for value in held & view.forms.keys()
+            for form in view.forms[value].forms
+            if form.decision is Decision.OFFLOAD
+        )
+        kept = choice.kept - {value for value, _ in sent}
+        found.append(Choice(kept, choice.packed | sent, is_boundary_dropped=choice.is_boundary_dropped))
+    return tuple(found)
+
+
 def _in_form(view: RegionView, name: str) -> Choice:
     packed = set()
     for value in view.decided:

@@ -64,7 +64,16 @@ def test_one_rank_sends_nothing_and_a_device_without_links_has_no_price_for_two(
 )
 def test_links_are_slower_than_memory_and_faster_than_the_network(device):
     assert device.bandwidth_bytes_per_second > device.link_bytes_per_second >= device.network_bytes_per_second > 0
-    assert device.ranks_per_node == {"GH200-96GB": 1, "GB200": 72}.get(device.name, 8)
+    others = {
+        "GH200-96GB": 1,
+        "GB200": 72,
+        "GB300": 72,
+        "TPU-v4": 4096,
+        "TPU-v5e": 256,
+        "TPU-v5p": 8960,
+        "TPU-v6e": 256,
+    }
+    assert device.ranks_per_node == others.get(device.name, 8)
     assert device.bandwidth_bytes_per_second > device.host_link_bytes_per_second > 0
 
 

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from plimsoll.artifacts.region import Slot
 from plimsoll.artifacts.trace import Category, OpSpec, Phase, RegionCall, Storage, Trace, TraceOp, TraceParameter
-from plimsoll.planning.costing.roofline import HOST
+from plimsoll.planning.costing.host import HOST
 
 GROUP = "shards"
 """The group over which ZeRO shards and data-parallel ranks reduce: the dp and cp ranks together."""
@@ -65,6 +65,11 @@ class Edit:
         """Insert a collective over the data-parallel ranks; ``whole_bytes`` is the whole tensor's size on one rank."""
         spec = OpSpec(name=kind, flops=0, moved_bytes=whole_bytes, dtype=dtype, group=GROUP)
         return self.op(tick, unit, f"{kind}({GROUP};{dtype};{whole_bytes})", spec, phase)
+
+    def host_op(self, tick: int, name: str, unit: str, moved_bytes: int, phase: Phase | None = None) -> Inserted:
+        """Insert a copy between device and host, or what the host does itself."""
+        spec = OpSpec(name=name, flops=0, moved_bytes=moved_bytes, dtype="f32", group=HOST)
+        return self.op(tick, unit, f"{name}({moved_bytes})", spec, phase)
 
     def copy(self, tick: int, name: str, unit: str, moved_bytes: int, dtype: str) -> Inserted:
         """Insert an op that moves bytes on the device."""

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.trace import Category, Phase, Trace
 from plimsoll.estimator.parallelism.editing import BESIDE
-from plimsoll.planning.costing.roofline import HOST_COPY, is_product
+from plimsoll.planning.costing.host import HOST_COPY
+from plimsoll.planning.costing.roofline import is_product
 
 _COPY_OUT = "split_with_sizes_copy"
 _COPY_IN = "chunk_cat"

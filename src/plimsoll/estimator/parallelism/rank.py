@@ -23,7 +23,7 @@ start as well: a new gradient is copied to its place and freed. A bucket is redu
 25 MiB each, the first 1 MiB, in the order in which backward makes them (what DDP rebuilds them to after the first step).
 
 Source: torch/nn/parallel/distributed.py and torch/csrc/distributed/c10d/reducer.cpp, torch 2.13. Known weakness: the buffers
-are as the defaults have them; CPU offload and resharding to a smaller group are not modelled.
+are as the defaults have them; resharding to a smaller group is not modelled.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from plimsoll.estimator.parallelism.units import (
     shard_bytes,
     shard_of,
 )
-from plimsoll.planning.costing.roofline import HOST, HOST_COPY, HOST_STEP
+from plimsoll.planning.costing.host import HOST_COPY, HOST_STEP
 from plimsoll.units import MIB
 
 _FIRST_BUCKET_BYTES = MIB
@@ -148,7 +148,8 @@ class Sharding:
             shard = shard_of(parameter, ranks[parameter.name])
             shard = in_f32(shard) if self.held.shards else shard
             label = f"parameter:{parameter.name}"
-            found.append(replace(shard, storage=self.edit.add(shard.bytes, Category.PARAMETER, label, -1, None)))
+            held_bytes = 0 if self.held.on_host else shard.bytes
+            found.append(replace(shard, storage=self.edit.add(held_bytes, Category.PARAMETER, label, -1, None)))
         return tuple(found)
 
     def gather_in_forward(self) -> None:
@@ -170,7 +171,14 @@ class Sharding:
             self.edit.end(buffer, handover)
 
     def _gather(self, tick: int, unit: ShardedUnit) -> int:
+        if self.held.on_host:
+            shards = [shard_of(parameter, unit.ranks) for parameter in unit.parameters]
+            size = sum((in_f32(shard) if self.held.shards else shard).bytes for shard in shards)
+            sent = self.edit.host_op(tick, HOST_COPY, unit.label, size)
+            arrived = self.edit.add(size, Category.COMMUNICATION, f"shards of {unit.label}", sent, None)
         moment = self.edit.collective(tick, "all_gather", unit.label, unit.padded_bytes, unit.dtype)
+        if self.held.on_host:
+            self.edit.end(arrived, moment.done)
         label = f"all-gather buffer of {unit.label}"
         return self.edit.add(unit.padded_bytes, Category.COMMUNICATION, label, moment, None)
 
@@ -246,7 +254,10 @@ class Sharding:
         edit, label = self.edit, f"gradient shards of {unit.label}"
         size, kept = sizes
         is_adding = self.layout.micro_batches > 1
-        if is_adding or size != kept:
+        if self.held.on_host:  # which adds it there
+            sent = edit.host_op(tick, HOST_COPY, unit.label, size)
+            edit.add(size, Category.COMMUNICATION, f"reduced gradients of {unit.label}", reduced, sent.done)
+        elif is_adding or size != kept:
             added = edit.copy(
                 tick, "add_" if is_adding else "to", unit.label, size + kept * (1 + is_adding), unit.dtype
             )
@@ -338,8 +349,7 @@ def _step(edit: Edit, optimizer: OptimizerUse) -> None:
     step = edit.op(edit.last_tick, optimizer.name, key, spec, Phase.OPTIMIZER)
     for name, size in ((HOST_STEP, optimizer.host_bytes), (HOST_COPY, optimizer.link_bytes)):
         if size:
-            host = OpSpec(name=name, flops=0, moved_bytes=size, dtype="f32", group=HOST)
-            edit.op(edit.last_tick, optimizer.name, f"{name}({size})", host, Phase.OPTIMIZER)
+            edit.host_op(edit.last_tick, name, optimizer.name, size, Phase.OPTIMIZER)
     for temporary in optimizer.temporaries:
         edit.add(temporary.bytes, Category.TEMPORARY, f"{optimizer.name}: {temporary.label}", step, step.done)
 

@@ -24,11 +24,15 @@ ROOT = ""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldTypes:
-    """What a rank holds in f32 although the model computes in 16 bits: shards, what is reduced, gradients that last."""
+    """What a rank holds in f32 although the model computes in 16 bits: shards, what is reduced, gradients that last.
+
+    ``on_host``: shards and their gradients lie there (FSDP2's ``CPUOffloadPolicy``, ZeRO-Infinity).
+    """
 
     shards: bool = False
     reduced: bool = False
     gradients: bool = False
+    on_host: bool = False
 
 
 AS_COMPUTED = HeldTypes()

@@ -18,7 +18,7 @@ from plimsoll.artifacts.job import Layout, ModelFacts
 from plimsoll.artifacts.plan import Holder, Peak, Plan
 from plimsoll.artifacts.trace import Phase
 from plimsoll.errors import BudgetBelowFloor
-from plimsoll.estimator.budget import framework_items
+from plimsoll.estimator.budget import COUNTED_ERROR, framework_items
 from plimsoll.integrations.jax.call import JaxCall
 from plimsoll.integrations.jax.planning import Searched
 from plimsoll.integrations.jax.program import aval_bytes
@@ -136,7 +136,7 @@ def _stage(
     searched: Searched, sizes: FixedSizes, taken: tuple[int, int], plan: Plan | None, device: str
 ) -> StageEstimate:
     def exact(name: str, bytes_: int) -> BudgetItem:
-        return BudgetItem(name=name, bytes=bytes_, relative_error=0.0, basis=Basis.EXACT)
+        return BudgetItem(name=name, bytes=bytes_, relative_error=COUNTED_ERROR, basis=Basis.EXACT)
 
     note = f"compiled by XLA for {jax.default_backend()}; for another device XLA decides anew"
     items = (

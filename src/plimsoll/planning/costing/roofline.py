@@ -19,15 +19,12 @@ from plimsoll.artifacts.job import Layout
 from plimsoll.artifacts.trace import OpSpec, Phase, Trace
 from plimsoll.errors import InvalidLayout
 from plimsoll.planning.costing.devices import Device
+from plimsoll.planning.costing.host import HOST, host_seconds
 from plimsoll.planning.costing.links import Collective, collective_seconds, group_of
 
 _PRODUCTS = frozenset(["mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "linear"])
 FUSED = "fused_with_the_op_before"
 """What runs in the kernel of the op before it, and is not launched."""
-HOST, HOST_COPY, HOST_STEP = "host", "host_copy", "host_step"
-"""The group of ops that need the host, and the two of them."""
-HOST_LINK_SHARE = 0.8
-_HOST_STEP_BYTES_PER_SECOND = 56e9
 _HOST_SLOT_SECONDS = 4e-6
 """Pack, guard and unpack of one slot in Python, on a 2024 server core with warm caches; hidden where the device is behind."""
 _HOST_REPLAY_SECONDS = 0.5e-6
@@ -140,27 +137,6 @@ def _seconds(spec: OpSpec, device: Device, layout: Layout | None) -> float:
         )
     group = group_of(layout, spec.group)
     return collective_seconds(_kind(spec), spec.moved_bytes, group.ranks, device, stride=group.stride)
-
-
-def host_seconds(spec: OpSpec, device: Device, layout: Layout | None) -> float:
-    """Seconds of a copy between device and host, or of an optimizer's step that the host runs for all ranks of a node.
-
-    Source: Ren et al. 2021 (ZeRO-Offload), table 4: about half a second for a billion parameters, so that 28 bytes of
-    each pass at 56 GB/s; of the links four fifths are reached (25 of 32 GB/s for pinned memory over PCIe 4.0).
-
-    Raises:
-        InvalidLayout: the device has no link to a host in the catalogue.
-    """
-    if spec.name == HOST_STEP:
-        ranks = min(1 if layout is None else layout.ranks, device.ranks_per_node)
-        return spec.moved_bytes * ranks / _HOST_STEP_BYTES_PER_SECOND
-    if not device.host_link_bytes_per_second:
-        raise InvalidLayout(
-            f"unsupported: copies between {device.name} and its host.",
-            why="the catalogue knows no link between them",
-            next="take a GPU of the catalogue, or keep everything on the device",
-        )
-    return spec.moved_bytes / (device.host_link_bytes_per_second * HOST_LINK_SHARE) + device.launch_seconds
 
 
 def _kind(spec: OpSpec) -> Collective:

@@ -1,0 +1,82 @@
+"""What goes to a device's host: seconds of copies, of an optimizer's step there, and the forms of activations sent there."""
+
+from __future__ import annotations
+
+from plimsoll.artifacts.decision import Decision
+from plimsoll.artifacts.forms import Form, Forms, LinkCost, RegionForms, ValueForms
+from plimsoll.artifacts.job import Layout
+from plimsoll.artifacts.region import Origin
+from plimsoll.artifacts.trace import OpSpec, RegionCall, Trace
+from plimsoll.errors import InvalidLayout
+from plimsoll.planning.costing.devices import Device
+from plimsoll.units import MIB
+
+HOST, HOST_COPY, HOST_STEP = "host", "host_copy", "host_step"
+"""The group of ops that need the host, and the two of them."""
+HOST_LINK_SHARE = 0.8
+_HOST_STEP_BYTES_PER_SECOND = 56e9
+_LEAST_SENT_BYTES = MIB
+"""Smaller values are not worth a transfer."""
+
+
+def host_link(device: Device) -> LinkCost:
+    """The link between a device and its host.
+
+    Source: four fifths of a link are reached (25 of 32 GB/s for pinned memory over PCIe 4.0).
+
+    Raises:
+        InvalidLayout: the device has none in the catalogue.
+    """
+    if not device.host_link_bytes_per_second:
+        raise InvalidLayout(
+            f"unsupported: copies between {device.name} and its host.",
+            why="the catalogue knows no link between them",
+            next="take a GPU of the catalogue, or keep everything on the device",
+        )
+    speed = device.host_link_bytes_per_second * HOST_LINK_SHARE
+    return LinkCost(
+        name=HOST, out_bytes_per_second=speed, in_bytes_per_second=speed, latency_seconds=device.launch_seconds
+    )
+
+
+def host_seconds(spec: OpSpec, device: Device, layout: Layout | None) -> float:
+    """Seconds of a copy between device and host, or of an optimizer's step that the host runs for all ranks of a node.
+
+    Source: Ren et al. 2021 (ZeRO-Offload), table 4: about half a second for a billion parameters, so that 28 bytes of
+    each pass at 56 GB/s.
+
+    Raises:
+        InvalidLayout: the device has no link to a host in the catalogue.
+    """
+    if spec.name == HOST_STEP:
+        ranks = min(1 if layout is None else layout.ranks, device.ranks_per_node)
+        return spec.moved_bytes * ranks / _HOST_STEP_BYTES_PER_SECOND
+    link = host_link(device)
+    return spec.moved_bytes / link.in_bytes_per_second + link.latency_seconds
+
+
+def host_forms(trace: Trace, device: Device) -> Forms:
+    """What blocks save as the host may hold it; the last block has nothing to hide its transfers behind, and keeps.
+
+    Example:
+        >>> host_forms(trace, find_device("H100")).link.name  # doctest: +SKIP
+        'host'
+
+    Raises:
+        InvalidLayout: the device has no link to a host in the catalogue.
+    """
+    regions = (RegionForms(name=call.name, call=call.call, values=_sent(call)) for call in trace.regions[:-1])
+    return Forms(regions=tuple(regions), link=host_link(device))
+
+
+def _sent(call: RegionCall) -> tuple[ValueForms, ...]:
+    saved = {slot.value for slot in call.graph.slots if slot.is_managed}
+    values = (value for value in call.graph.values if value.id in saved or value.origin is Origin.INPUT)
+    return tuple(
+        ValueForms(
+            value=value.name,
+            forms=(Form(name=HOST, decision=Decision.OFFLOAD, held_bytes=0, link_bytes=value.bytes),),
+        )
+        for value in values
+        if value.bytes >= _LEAST_SENT_BYTES and value.origin not in (Origin.PARAMETER, Origin.BUFFER)
+    )
