@@ -210,6 +210,61 @@ def test_modules_of_equinox_and_nnx_are_planned_as_they_are():
     assert jnp.allclose(wanted[0], found[0], rtol=1e-6)
 
 
+def test_what_a_module_of_nnx_counts_and_averages_is_written_back():
+    nnx = pytest.importorskip("flax.nnx", reason="flax is no dependency")
+
+    class Net(nnx.Module):
+        def __init__(self) -> None:
+            rngs = nnx.Rngs(0)
+            self.up, self.drop = nnx.Linear(WIDTH, WIDTH, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+            self.average, self.tied = nnx.BatchNorm(WIDTH, rngs=rngs), self.up
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.tied(self.drop(jnp.tanh(self.average(self.up(x)))))
+
+    def loss(net: Any, x: jax.Array) -> jax.Array:
+        return jnp.mean(net(x) ** 2)
+
+    plain, managed = Net(), Net()
+    step = pj.wrap(loss, pj.plan(loss, managed, BATCH, budget=None, device=DEVICE))
+    for _ in range(2):
+        wanted, found = nnx.value_and_grad(loss)(plain, BATCH), nnx.value_and_grad(step)(managed, BATCH)
+        # Equal losses: dropout drew the same numbers, and others than in the step before.
+        for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
+            assert jnp.allclose(a, b, rtol=1e-5, atol=1e-7)
+    states = zip(jax.tree.leaves(nnx.state(plain)), jax.tree.leaves(nnx.state(managed)), strict=True)
+    assert all(jnp.allclose(a, b, rtol=1e-6) for a, b in states)
+    assert jnp.abs(managed.average.mean[...]).max() > 0
+
+
+def test_a_module_that_gets_new_variables_in_a_call_is_refused_in_words():
+    nnx = pytest.importorskip("flax.nnx", reason="flax is no dependency")
+
+    class Noting(nnx.Linear):
+        def __call__(self, x: jax.Array) -> jax.Array:
+            self.seen = nnx.Intermediate(x)
+            return super().__call__(x)
+
+    net = Noting(WIDTH, 3, rngs=nnx.Rngs(0))
+    with pytest.raises(InvalidOption, match="gives Noting other variables"):
+        pj.plan(lambda net, x: net(x).mean(), net, BATCH, budget="1MiB", device=DEVICE)
+
+
+def test_arguments_count_from_the_end_and_what_is_no_function_is_refused():
+    def turned(x: jax.Array, params: dict[str, Any]) -> jax.Array:
+        return scanned(params, x)
+
+    plan = pj.plan(turned, BATCH, parameters(), budget=None, argnums=-1, device=DEVICE)
+    assert_equal_gradients(
+        lambda params, x: turned(x, params),
+        lambda params, x: pj.wrap(turned, plan, argnums=-1)(x, params),
+        parameters(),
+        BATCH,
+    )
+    with pytest.raises(InvalidOption, match="A dict is no function"):
+        pj.plan(parameters(), scanned, budget="1MiB", device=DEVICE)
+
+
 def test_what_a_plan_offloads_goes_to_the_hosts_memory_in_the_jaxpr():
     """XLA for CPUs holds it all the same; the decision, its way into the policy and the gradients are tested."""
     plan = pj.plan(scanned, parameters(), BATCH, budget=None, device=DEVICE, offload=("*tanh", "*dot_general"))

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.plan import Plan, RegionPlan
 from plimsoll.errors import PlanMismatch
+from plimsoll.integrations.jax.arguments import Arguments
 from plimsoll.integrations.jax.names import evaluate, naming, run_nodes
-from plimsoll.integrations.jax.program import ArrayProgram, is_float, take, trace_program
+from plimsoll.integrations.jax.program import ArrayProgram, take, trace_program
 from plimsoll.integrations.jax.regions import Region, find_regions
 from plimsoll.integrations.jax.trace import fingerprint, value_name
 
@@ -42,31 +42,18 @@ class JaxCall:
         *,
         is_read: bool = True,
     ) -> None:
-        wanted = {argnums} if isinstance(argnums, int) else set(argnums)
         self.function = function
-        self.arrays: list[Any] = []
-        self.active: list[bool] = []
-        leaves: list[Any] = []
-        self._trees = []
-        for number, arg in enumerate((*args, dict(kwargs))):
-            found, tree = jax.tree.flatten(arg)
-            self._trees.append(tree)
-            for leaf in found:
-                is_array = isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
-                leaves.append((len(self.arrays), None) if is_array else (-1, leaf))
-                if is_array:
-                    self.arrays.append(leaf)
-                    self.active.append(number in wanted and number < len(args) and is_float(leaf))
-        self._leaves = leaves
+        self._given = Arguments(args, kwargs, argnums)
+        self.arrays, self.active = self._given.arrays, self._given.active
         if is_read:
             self.program, self._out = trace_program(self.flat, *self.arrays)
             self.regions = find_regions(self.program, self.active)
 
-    def flat(self, *arrays: Any) -> Any:
-        """The function of arrays alone."""
-        leaves = iter(arrays[at] if at >= 0 else leaf for at, leaf in self._leaves)
-        parts = [jax.tree.unflatten(tree, [next(leaves) for _ in range(tree.num_leaves)]) for tree in self._trees]
-        return self.function(*parts[:-1], **parts[-1])
+    def flat(self, *arrays: Any) -> tuple[Any, dict[int, Any]]:
+        """The function of arrays alone: its result, and what it changed in its arguments, by place among the arrays."""
+        positional, named, objects = self._given.rebuilt(arrays)
+        result = self.function(*positional, **named)
+        return result, self._given.changed(arrays, objects)
 
     def run(self, plan: Plan) -> Any:
         """Follow a plan."""
@@ -77,8 +64,9 @@ class JaxCall:
                 why="the jaxpr has other operations than the one that was planned, or argnums differ",
                 next="plan this function, or call it as it was planned",
             )
-        results = self.evaluate(plan.regions, *self.arrays)
-        return jax.tree.unflatten(self._out, results)
+        result, changed = jax.tree.unflatten(self._out, self.evaluate(plan.regions, *self.arrays))
+        self._given.write(changed)
+        return result
 
     def evaluate(self, plans: Sequence[RegionPlan], *arrays: Any) -> list[Any]:
         """The function's results, with the regions checkpointed as planned.

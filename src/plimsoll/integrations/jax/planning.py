@@ -36,7 +36,7 @@ def plan(
         function: returns a scalar, or anything that ``jax.vjp`` takes; traced, never run.
         args: its arguments, or ``jax.ShapeDtypeStruct`` in their place. Leaves that are no arrays are held fixed.
         budget: bytes of XLA's temporary memory for the gradient, such as ``"8GiB"``; ``None`` for the fastest plan.
-        argnums: the arguments of which gradients are taken.
+        argnums: the arguments of which gradients are taken; of an object of flax.nnx, those of its ``nnx.Param``.
         device: a name of the catalogue, whose roofline says what operations take; by default they are timed here.
         offload: patterns of values, as plans name them (``"*dot_general"``), that go to the host's pinned memory where the
             plan would hold them. XLA says what that gives; the model of time does not know the link.
@@ -69,6 +69,12 @@ class Searched:
         device: str | None,
         offload: Sequence[str] = (),
     ) -> None:
+        if not callable(function):
+            raise InvalidOption(
+                f"A {type(function).__name__} is no function.",
+                why="what is planned is a function of arrays",
+                next="pass the loss first, and its arguments after it",
+            )
         self.call = JaxCall(function, args, {}, argnums)
         if not any(self.call.active):
             raise InvalidOption(

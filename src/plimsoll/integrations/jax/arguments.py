@@ -1,0 +1,160 @@
+"""Arguments of a function as a list of arrays, and back again.
+
+Leaves that are no arrays stay as they are. An object of flax.nnx may be changed by the function that gets it: a dropout counts
+its calls, a normalisation moves its averages. Which of its variables a function changed is found, and written back.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from plimsoll.errors import InvalidOption
+from plimsoll.integrations.jax.program import is_float
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """One leaf of the arguments: its place among the arrays, or, at -1, the leaf itself."""
+
+    at: int
+    fixed: Any = None
+
+
+@dataclass(frozen=True)
+class _Variable:
+    """One variable of an object of flax.nnx."""
+
+    path: Any
+    tree: Any
+    leaves: tuple[_Leaf, ...]
+
+
+@dataclass(frozen=True)
+class _Object:
+    """An object of flax.nnx among the arguments: ``number`` counts them, ``graph`` is what nnx calls its definition."""
+
+    number: int
+    graph: Any
+    variables: tuple[_Variable, ...]
+
+
+class Arguments:
+    """What a function was called with: ``arrays`` are its arrays, ``active`` says of which gradients are taken."""
+
+    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any], argnums: int | Sequence[int]) -> None:
+        numbers = (argnums,) if isinstance(argnums, int) else argnums
+        wanted = {number + len(args) if isinstance(number, int) and number < 0 else number for number in numbers}
+        self.arrays: list[Any] = []
+        self.active: list[bool] = []
+        self._objects: list[Any] = []
+        parts = [self._read(arg, is_wanted=number in wanted) for number, arg in enumerate(args)]
+        self._parts, self._named = parts, self._read(dict(kwargs), is_wanted=False)
+
+    def rebuilt(self, arrays: Sequence[Any]) -> tuple[list[Any], dict[str, Any], list[Any]]:
+        """The arguments with other arrays in them: by position, by name, and the objects of flax.nnx that are in them."""
+        objects: list[Any] = []
+        parts = [_built(each, arrays, objects) for each in (*self._parts, self._named)]
+        return parts[:-1], parts[-1], objects
+
+    def changed(self, arrays: Sequence[Any], objects: Sequence[Any]) -> dict[int, Any]:
+        """By place among the arrays, what a function put into the objects in place of what it was given.
+
+        Raises:
+            InvalidOption: it put other variables there.
+        """
+        found: dict[int, Any] = {}
+        for each, after in zip(self._held(), objects, strict=True):
+            now = {path: jax.tree.flatten(variable) for path, variable in _variables(after)[1]}
+            if [(v.path, v.tree) for v in each.variables] != [(path, tree) for path, (_, tree) in now.items()]:
+                raise InvalidOption(
+                    f"The function gives {type(after).__name__} other variables than it came with.",
+                    why="what is planned has the same arrays before and after a call",
+                    next="return such values from the function, or make the variables before it is planned",
+                )
+            for variable in each.variables:
+                pairs = zip(variable.leaves, now[variable.path][0], strict=True)
+                found |= {leaf.at: value for leaf, value in pairs if leaf.at >= 0 and value is not arrays[leaf.at]}
+        return found
+
+    def write(self, values: Mapping[int, Any]) -> None:
+        """Put values, by place among the arrays, into the objects that were given."""
+        for each in self._held():
+            own = [v for v in each.variables if any(leaf.at in values for leaf in v.leaves)]
+            if own:
+                from flax import nnx
+
+                arrays = [values.get(at, array) for at, array in enumerate(self.arrays)]
+                state = nnx.from_flat_state([(v.path, _filled(v, arrays)) for v in own])
+                nnx.update(self._objects[each.number], state)
+
+    def _held(self) -> Iterator[_Object]:
+        parts = (*self._parts, self._named)
+        return (node for nodes, _ in parts for node in nodes if isinstance(node, _Object))
+
+    def _read(self, arg: Any, *, is_wanted: bool) -> tuple[list[_Leaf | _Object], Any]:
+        nodes, tree = jax.tree.flatten(arg, is_leaf=_is_object)
+        return [
+            self._read_object(node, is_wanted=is_wanted)
+            if _is_object(node)
+            else self._read_leaf(node, is_wanted=is_wanted)
+            for node in nodes
+        ], tree
+
+    def _read_object(self, node: Any, *, is_wanted: bool) -> _Object:
+        from flax import nnx
+
+        graph, variables = _variables(node)
+        found = []
+        for path, variable in variables:
+            leaves, tree = jax.tree.flatten(variable)
+            # nnx.grad asks for those alone, where nothing else is said.
+            is_parameter = is_wanted and isinstance(variable, nnx.Param)
+            found.append(_Variable(path, tree, tuple(self._read_leaf(leaf, is_wanted=is_parameter) for leaf in leaves)))
+        self._objects.append(node)
+        return _Object(len(self._objects) - 1, graph, tuple(found))
+
+    def _read_leaf(self, leaf: Any, *, is_wanted: bool) -> _Leaf:
+        if not isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+            return _Leaf(-1, leaf)
+        self.arrays.append(leaf)
+        self.active.append(is_wanted and is_float(leaf))
+        return _Leaf(len(self.arrays) - 1)
+
+
+def _is_object(node: Any) -> bool:
+    # Nobody has such an object who has not imported flax.nnx.
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(node, nnx.Pytree)
+
+
+def _variables(node: Any) -> tuple[Any, list[tuple[Any, Any]]]:
+    from flax import nnx
+
+    graph, state = nnx.split(node)
+    return graph, list(nnx.to_flat_state(state))
+
+
+def _filled(variable: _Variable, arrays: Sequence[Any]) -> Any:
+    leaves = [arrays[leaf.at] if leaf.at >= 0 else leaf.fixed for leaf in variable.leaves]
+    return jax.tree.unflatten(variable.tree, leaves)
+
+
+def _built(part: tuple[list[_Leaf | _Object], Any], arrays: Sequence[Any], objects: list[Any]) -> Any:
+    nodes, tree = part
+    found = []
+    for node in nodes:
+        if isinstance(node, _Leaf):
+            found.append(arrays[node.at] if node.at >= 0 else node.fixed)
+            continue
+        from flax import nnx
+
+        state = nnx.from_flat_state([(each.path, _filled(each, arrays)) for each in node.variables])
+        objects.append(nnx.merge(node.graph, state))
+        found.append(objects[-1])
+    return jax.tree.unflatten(tree, found)
