@@ -26,6 +26,7 @@ from benchmarks.page import format_table
 from plimsoll.errors import BudgetBelowFloor
 from plimsoll.integrations import jax as pj
 from plimsoll.integrations import keras as pk
+from plimsoll.integrations.keras.steps import constructed, jax_step
 from plimsoll.units import MIB
 
 _SHARES = (0.1, 0.25, 0.5, 0.75, 0.9)
@@ -114,10 +115,10 @@ def table(make: Any) -> list[str]:
     """Both kinds of plan at every share."""
     keras.utils.set_random_seed(0)
     model, batch = make()
-    loss, args = pk._jax_step(model, *batch)
+    loss, args = jax_step(model, *batch)
     unmanaged = pj.temporary_bytes(loss, *args)
     names = {each.name for each in model.layers if isinstance(each, Parts)}
-    least = pj.temporary_bytes(*_step(pk._constructed(model, names), batch))
+    least = pj.temporary_bytes(*_step(constructed(model, names), batch))
     rows = []
     for share in _SHARES:
         budget = int(least + share * (unmanaged - least))
@@ -145,7 +146,7 @@ def table(make: Any) -> list[str]:
 
 
 def _step(model: Any, batch: Any) -> tuple[Any, ...]:
-    loss, args = pk._jax_step(model, *batch)
+    loss, args = jax_step(model, *batch)
     return (loss, *args)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("jax", reason="JAX is an extra: pip install torch-plimsoll[jax]")
+jax = pytest.importorskip("jax", reason="JAX is an extra: pip install torch-plimsoll[jax]")
 os.environ.setdefault("KERAS_BACKEND", "jax")
 keras = pytest.importorskip("keras", reason="Keras is an extra: pip install torch-plimsoll[keras]")
 
@@ -73,6 +73,34 @@ def test_a_model_without_a_loss_is_refused():
     bare = keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(1)])
     with pytest.raises(InvalidOption, match="no step of jax"):
         pk.plan(bare, *batch(), budget="1MiB")
+
+
+def test_an_estimate_counts_variables_exactly_and_plans_within_a_budget():
+    model = network()
+    whole = pk.estimate(model, *batch(), device="laptop-CPU")
+    items = {item.name: item.bytes for item in whole.stages[0].items}
+    trainable, every = (
+        4 * sum(int(np.prod(v.shape)) for v in each) for each in (model.trainable_variables, model.variables)
+    )
+    assert items["gradients"] == trainable
+    assert every <= items["parameters"] <= every + 64  # the loss' own average is there as well
+    assert items["batch"] == sum(each.nbytes for each in batch())
+    assert whole.facts.batch == ROWS
+    limit = whole.stages[0].allocated_bytes * 3 // 4
+    planned = pk.estimate(model, *batch(), device="laptop-CPU", budget=limit)
+    assert planned.stages[0].allocated_bytes <= limit
+    assert planned.stages[0].plans[0].framework == "jax"
+    assert model.name in str(planned)
+
+
+def test_fit_finds_a_larger_batch_with_a_plan_than_without():
+    def shapes(rows: int) -> tuple[Any, Any]:
+        return tuple(jax.ShapeDtypeStruct((128 * rows, width), "float32") for width in (WIDTH, 1))
+
+    found = pk.fit(network(), shapes, "1100KiB", device="laptop-CPU", most_batch=2)
+    assert found.best_point is not None
+    assert found.best_point.predicted_peak_bytes <= found.budget_bytes < found.best_point.unmanaged_peak_bytes
+    assert str(found)
 
 
 ON_TORCH = """
@@ -175,6 +203,16 @@ def test_layer_plans_and_value_plans_are_refused_in_each_others_place(layer_plan
         pass
 
 
+def test_compare_measures_plans_for_values_and_for_layers(layer_plan: Any):
+    model = network_of_blocks()
+    values = pk.plan(model, *batch(), budget=None, device="laptop-CPU")
+    found = pk.compare(model, *batch(), plans={"values": values, "layers": layer_plan}, steps=1)
+    rows = {row.strategy: row for row in found.rows}
+    assert rows["layers"].measured_peak_bytes == layer_plan.predicted_peak_bytes < found.baseline_peak_bytes
+    assert rows["values"].measured_peak_bytes == values.predicted_peak_bytes
+    assert not any(row.is_wrong for row in found.rows)
+
+
 ON_TENSORFLOW = """
 import numpy as np, test_keras as t
 from plimsoll.integrations import keras as pk
@@ -183,6 +221,13 @@ model = t.network_of_blocks()
 everything = pk.plan_layers(model, *t.batch(), budget=None)
 plan = pk.plan_layers(model, *t.batch(), budget=int(0.7 * everything.predicted_peak_bytes))
 assert any(not region.is_untouched for region in plan.regions), plan
+[row] = pk.compare(model, *t.batch(), plans={"it": plan}, steps=1).rows
+assert row.is_bit_equal and row.measured_peak_bytes == plan.predicted_peak_bytes, row
+whole = pk.estimate(model, *t.batch(), device="laptop-CPU")
+limit = whole.stages[0].allocated_bytes * 4 // 5
+assert pk.estimate(model, *t.batch(), device="laptop-CPU", budget=limit).stages[0].allocated_bytes <= limit, str(whole)
+fits = pk.fit(model, lambda rows: tuple(each[: 512 * rows] for each in t.batch()), limit, device="laptop-CPU", most_batch=4)
+assert fits.best_point.predicted_peak_bytes <= limit, str(fits)
 managed = pk.rebuild(model, plan)
 for each in (model, managed):
     each.fit(*t.batch(), batch_size=t.ROWS, epochs=2, verbose=0, shuffle=False)

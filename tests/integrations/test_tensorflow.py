@@ -17,7 +17,7 @@ tf = pytest.importorskip("tensorflow", reason="TensorFlow is an extra: pip insta
 from plimsoll.artifacts.store import load_plan  # noqa: E402
 from plimsoll.errors import BudgetBelowFloor, InvalidOption, PlanMismatch  # noqa: E402
 from plimsoll.integrations import tensorflow as ptf  # noqa: E402
-from plimsoll.integrations.layers_in_graph import read_layers  # noqa: E402
+from plimsoll.integrations.layers_in_graph import rates_of, read_layers  # noqa: E402
 
 ROWS, WIDTH, WIDER, BLOCKS = 512, 64, 512, 6
 
@@ -72,7 +72,7 @@ def plan(unmanaged_bytes: int) -> Any:
 
 
 def test_the_graph_says_what_a_layer_holds_inside():
-    costs = read_layers(loss, (X,), LAYERS)
+    costs = read_layers(loss, (X,), LAYERS, rates_of(None)).layers
     assert [each.name for each in costs] == [layer.name for layer in LAYERS]
     # Of tanh and of the matrix product before it the gradient reads the result of tanh alone.
     assert {each.saved_bytes for each in costs} == {4 * ROWS * WIDER}
@@ -94,7 +94,7 @@ def test_afterwards_the_layers_are_what_they_were(plan: Any):
 
 def test_a_layer_that_draws_random_numbers_is_kept():
     noisy = Noisy(0)
-    [cost] = read_layers(lambda x: tf.reduce_sum(noisy(x)), (X,), [noisy])
+    [cost] = read_layers(lambda x: tf.reduce_sum(noisy(x)), (X,), [noisy], rates_of(None)).layers
     assert "twice" in cost.obstacle
 
 

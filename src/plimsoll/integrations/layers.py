@@ -18,7 +18,7 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.region import Origin, RegionGraph, RegionOp, Slot, Value
 from plimsoll.artifacts.trace import Category, Phase, RegionCall, Storage, Trace, TraceOp
 from plimsoll.errors import PlanMismatch
-from plimsoll.integrations.search import TracedStep
+from plimsoll.integrations.search import PlanMeter, PlanSearch, TracedStep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,28 +110,67 @@ def rerun_layers(plan: Plan) -> frozenset[str]:
     return frozenset(region.name for region in plan.regions if not region.is_untouched)
 
 
-def trace_layers(
-    layers: Sequence[RerunLayer], *, framework: str, model: str, signature: str, device: str, source: CostSource
-) -> TracedStep:
-    """Layers that run one after the other, then their derivatives in reverse, as a step to plan.
+@dataclass(frozen=True, kw_only=True)
+class LayeredStep:
+    """Layers in the order of the forward pass, and what the step takes beside them.
 
-    Args:
-        layers: in the order of the forward pass.
-        framework: whose layers these are.
-        model: what the model is called.
-        signature: shapes of the batch.
-        device: on which seconds were measured.
-        source: where they come from.
+    ``rest_seconds`` are those of forward and of backward; ``flops`` are the whole step's. ``device`` is where seconds were
+    measured, or for which they were computed, and ``source`` says which; ``signature`` has the shapes of the batch.
     """
-    last = 2 * len(layers) - 1
-    steps = [(Phase.FORWARD, "call", layers), (Phase.BACKWARD, "gradient", layers[::-1])]
-    ops = tuple(
-        TraceOp(name=name, module=each.name, phase=phase, cost_key=f"{each.name} {name}")
-        for phase, name, ordered in steps
-        for each in ordered
+
+    layers: tuple[RerunLayer, ...]
+    rest_seconds: tuple[float, float]
+    flops: int
+    device: str
+    source: CostSource
+    signature: str
+
+
+class LayerPlans:
+    """A step whose layers are kept or run again, with a search for its plans."""
+
+    dtype = "f32"
+
+    def __init__(self, step: LayeredStep, meter: PlanMeter, *, name: str) -> None:
+        self.name, self.flops, self._meter = name, step.flops, meter
+        self.search = PlanSearch(_traced(step, meter.framework, name), meter)
+        self.counted_by = f"as {meter.name} counts here"
+
+    def plan(self, budget_bytes: int | None) -> Plan:
+        """The fastest plan within a budget."""
+        return self.search.run(budget_bytes)
+
+    def unmanaged_taken(self) -> int:
+        """What the step takes with all layers kept."""
+        return self._meter.measure(())
+
+
+def rerun_meter(
+    framework: str, name: str, measure: Callable[[frozenset[str]], int], unmanaged_bytes: int | None = None
+) -> PlanMeter:
+    """A meter of plans by the names of the layers that run again; what is held without a plan is measured if need be."""
+    return PlanMeter(
+        framework=framework,
+        name=name,
+        measure=lambda plans: measure(frozenset(each.name for each in plans if not each.is_untouched)),
+        unmanaged_bytes=measure(frozenset()) if unmanaged_bytes is None else unmanaged_bytes,
     )
-    seconds = {f"{each.name} call": each.forward_seconds for each in layers}
-    seconds |= {f"{each.name} gradient": each.backward_seconds for each in layers}
+
+
+def _traced(step: LayeredStep, framework: str, model: str) -> TracedStep:
+    """The layers one after the other, what is beside them, then their derivatives in reverse."""
+    layers = step.layers
+    last = 2 * len(layers) + 1
+    named = [
+        *((Phase.FORWARD, each.name, "call", each.forward_seconds) for each in layers),
+        (Phase.FORWARD, "", "rest", step.rest_seconds[0]),
+        (Phase.BACKWARD, "", "rest gradient", step.rest_seconds[1]),
+        *((Phase.BACKWARD, each.name, "gradient", each.backward_seconds) for each in layers[::-1]),
+    ]
+    ops = tuple(
+        TraceOp(name=name, module=owner, phase=phase, cost_key=f"{owner} {name}") for phase, owner, name, _ in named
+    )
+    seconds = {f"{owner} {name}": taken for _, owner, name, taken in named}
     storages: list[Storage] = []
     calls: list[RegionCall] = []
     for at, layer in enumerate(layers):
@@ -140,8 +179,8 @@ def trace_layers(
     trace = Trace(
         model=model,
         fingerprint=fingerprint(framework, {each.name: each.kind for each in layers}),
-        signature=signature,
-        device=device,
+        signature=step.signature,
+        device=step.device,
         is_fake=True,
         ops=ops,
         specs={},
@@ -150,7 +189,9 @@ def trace_layers(
         timings={},
         workspaces={},
     )
-    costs = Costs(device=device, source=source, ops={key: OpCost(seconds=each) for key, each in seconds.items()})
+    costs = Costs(
+        device=step.device, source=step.source, ops={key: OpCost(seconds=each) for key, each in seconds.items()}
+    )
     return TracedStep(trace, costs, 0.0)
 
 

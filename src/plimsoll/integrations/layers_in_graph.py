@@ -10,14 +10,16 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
+from plimsoll.artifacts.costs import CostSource
 from plimsoll.errors import InvalidOption
-from plimsoll.integrations.layers import RerunLayer, calling, kinds_of
+from plimsoll.integrations.layers import LayeredStep, RerunLayer, calling, kinds_of
+from plimsoll.planning.costing.devices import find_device
 
 _SAME_BYTES = frozenset({"Identity", "Reshape", "Squeeze", "ExpandDims", "StopGradient"})
 _HARMLESS = frozenset({"ReadVariableOp", "VarHandleOp", "ResourceGather", "Placeholder", "PartitionedCall"})
@@ -38,7 +40,28 @@ class _Span:
     results: frozenset[int]
 
 
-def read_layers(step: Callable[..., Any], args: Sequence[Any], layers: Sequence[Any]) -> tuple[RerunLayer, ...]:
+@dataclass(frozen=True)
+class Rates:
+    """Seconds per unit of arithmetic and per byte that an operation makes, on a device."""
+
+    flop_seconds: float
+    byte_seconds: float
+    device: str
+    source: CostSource
+
+
+def rates_of(device: str | None) -> Rates:
+    """Those of a device of the catalogue; by default they are measured here."""
+    if device is None:
+        flop, byte = _measured_rates()
+        return Rates(flop, byte, "GPU" if tf.config.list_physical_devices("GPU") else "CPU", CostSource.MEASURED)
+    found = find_device(device)
+    flop = 1.0 / (found.flops_per_second("f32") * found.achieved_arithmetic)
+    byte = 2.0 / (found.bandwidth_bytes_per_second * found.achieved_bandwidth)
+    return Rates(flop, byte, found.name, CostSource.ROOFLINE)
+
+
+def read_layers(step: Callable[..., Any], args: Sequence[Any], layers: Sequence[Any], rates: Rates) -> LayeredStep:
     """What each layer costs, in the order of their calls, from the graph of the step and its gradient.
 
     Raises:
@@ -65,15 +88,19 @@ def read_layers(step: Callable[..., Any], args: Sequence[Any], layers: Sequence[
         return tape.gradient(loss, tape.watched_variables())
 
     kinds = kinds_of(layers)
-    graph = tf.function(gradient).get_concrete_function(*(tf.convert_to_tensor(each) for each in args)).graph
+    given = [tf.convert_to_tensor(each) for each in args]
+    graph = tf.function(gradient).get_concrete_function(*given).graph
     _check_calls([name for name in kinds if name not in spans], spans)
     operations = graph.get_operations()
     saved = _saved_bytes(operations, marks[-1], spans)
-    flop_seconds, byte_seconds = _rates()
+
+    def seconds_of(some: Iterable[Any]) -> float:
+        return sum(_flops(op) * rates.flop_seconds + _made_bytes(op) * rates.byte_seconds for op in some)
+
     found = []
     for name in sorted(spans, key=lambda each: spans[each][0].first):
         own = [op for span in spans[name] for op in operations[span.first : span.stop]]
-        seconds = sum(_flops(op) * flop_seconds + _made_bytes(op) * byte_seconds for op in own)
+        seconds = seconds_of(own)
         found.append(
             RerunLayer(
                 name=name,
@@ -84,7 +111,16 @@ def read_layers(step: Callable[..., Any], args: Sequence[Any], layers: Sequence[
                 obstacle=_obstacle(own),
             )
         )
-    return tuple(found)
+    inside = sum(each.forward_seconds for each in found)
+    forward, backward = seconds_of(operations[: marks[-1]]), seconds_of(operations[marks[-1] :])
+    return LayeredStep(
+        layers=tuple(found),
+        rest_seconds=(max(forward - inside, 0.0), max(backward - 2 * inside, 0.0)),
+        flops=sum(map(_flops, operations)),
+        device=rates.device,
+        source=rates.source,
+        signature=" ".join(f"{each.dtype.name}{each.shape.as_list()}" for each in given),
+    )
 
 
 def _check_calls(missing: Sequence[str], spans: Mapping[str, Sequence[_Span]]) -> None:
@@ -156,7 +192,7 @@ def _obstacle(operations: Sequence[Any]) -> str:
 
 
 @functools.cache
-def _rates() -> tuple[float, float]:
+def _measured_rates() -> tuple[float, float]:
     """Seconds per unit of arithmetic in a matrix product, and per byte that an operation makes, on this device."""
     square = tf.ones((_RATE_SIDE, _RATE_SIDE))
     wide = tf.ones((4 * _RATE_SIDE, _RATE_SIDE))

@@ -15,18 +15,18 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import tensorflow as tf
 
-from plimsoll.artifacts.costs import CostSource
-from plimsoll.artifacts.plan import Plan, RegionPlan
+from plimsoll.artifacts.comparison import Comparison
+from plimsoll.artifacts.plan import Plan
 from plimsoll.errors import InvalidOption
-from plimsoll.integrations.layers import RerunLayer, calling, check_fingerprint, kinds_of, rerun_layers, trace_layers
-from plimsoll.integrations.layers_in_graph import read_layers
-from plimsoll.integrations.search import PlanMeter, PlanSearch
+from plimsoll.integrations.comparing import Place, Way, compare_ways
+from plimsoll.integrations.layers import LayerPlans, calling, check_fingerprint, kinds_of, rerun_layers, rerun_meter
+from plimsoll.integrations.layers_in_graph import rates_of, read_layers
 from plimsoll.units import parse_bytes
 
 FRAMEWORK = "tensorflow"
@@ -51,43 +51,12 @@ def plan(step: Callable[..., Any], *args: Any, layers: Sequence[Any], budget: st
     Example:
         >>> plan = ptf.plan(loss, x, y, layers=blocks, budget="8GiB")  # doctest: +SKIP
     """
-    costs = read_layers(step, args, layers)
+    started = time.monotonic()
+    costs = read_layers(step, args, layers, rates_of(None))
     name = getattr(step, "__name__", type(step).__name__)
 
-    def measure(plans: Sequence[RegionPlan]) -> int:
-        names = {each.name for each in plans if not each.is_untouched}
-        return allocated_bytes(_rerunning(step, names, layers), *args)
-
-    return search_layers(costs, args, measure, framework=FRAMEWORK, model=name, budget=budget)
-
-
-def search_layers(
-    costs: Sequence[RerunLayer],
-    args: Sequence[Any],
-    measure: Callable[[Sequence[RegionPlan]], int],
-    *,
-    framework: str,
-    model: str,
-    budget: str | int | None,
-) -> Plan:
-    """The fastest plan for layers whose step was run and kept to the budget.
-
-    Args:
-        costs: from ``read_layers``.
-        args: what the step gets.
-        measure: says what the step allocates under the plans of regions.
-        framework: whose layers these are.
-        model: what the model is called.
-        budget: bytes, or ``None``.
-    """
-    started = time.monotonic()
-    shapes = " ".join(f"{each.dtype.name}{each.shape.as_list()}" for each in map(tf.convert_to_tensor, args))
-    step = trace_layers(
-        costs, framework=framework, model=model, signature=shapes, device=_device(), source=CostSource.MEASURED
-    )
-    meter = PlanMeter(framework=framework, name="TensorFlow", measure=measure, unmanaged_bytes=measure(()))
-    search = PlanSearch(step, meter)
-    found = search.run(None if budget is None else parse_bytes(budget))
+    meter = rerun_meter(FRAMEWORK, "TensorFlow", lambda names: allocated_bytes(_rerunning(step, names, layers), *args))
+    found = LayerPlans(costs, meter, name=name).plan(None if budget is None else parse_bytes(budget))
     return msgspec.structs.replace(found, solve_seconds=time.monotonic() - started)
 
 
@@ -147,6 +116,39 @@ def allocated_bytes(step: Callable[..., Any], *args: Any) -> int:
             next="plan with a batch of the size that is trained with",
         )
     return taken
+
+
+def compare(step: Callable[..., Any], *args: Any, ways: Mapping[str, Callable[..., Any]], steps: int = 5) -> Comparison:
+    """Measure ways to run one step side by side: bytes that a run allocates, seconds of a gradient, and the gradients.
+
+    Args:
+        step: the unmanaged one; returns a scalar.
+        args: tensors.
+        ways: the same step under plans (``ptf.wrap``) or written otherwise, by what you call them.
+        steps: timed rounds; in each, every way runs once.
+
+    Raises:
+        InvalidOption: TensorFlow does not count bytes on this device.
+
+    Example:
+        >>> print(ptf.compare(loss, x, y, ways={"plan": managed}))  # doctest: +SKIP
+    """
+    given = tuple(tf.convert_to_tensor(each) for each in args)
+
+    def way(each: Callable[..., Any]) -> Way:
+        run = tf.function(functools.partial(_gradient, each))
+        gradient = [tf.convert_to_tensor(part).numpy() for part in run(*given)[1] if part is not None]
+        return Way(run=lambda: run(*given)[0].numpy(), gradient=gradient, peak_bytes=allocated_bytes(each, *given))
+
+    place = Place(
+        clock=time.process_time if _device() == "CPU" else time.perf_counter,
+        device=_device(),
+        versions={"tensorflow": tf.__version__},
+        signature=" ".join(f"{each.dtype.name}{each.shape.as_list()}" for each in given),
+        note="peaks are what TensorFlow says that a run allocates, gradients included",
+    )
+    name = getattr(step, "__name__", type(step).__name__)
+    return compare_ways(way(step), {each: way(run) for each, run in ways.items()}, place, model=name, steps=steps)
 
 
 def _gradient(step: Callable[..., Any], *args: Any) -> Any:

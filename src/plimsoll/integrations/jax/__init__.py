@@ -26,8 +26,7 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.errors import PlanMismatch
 from plimsoll.integrations.jax.call import JaxCall, compiler_options
 from plimsoll.integrations.jax.comparing import compare
-from plimsoll.integrations.jax.estimates import estimate
-from plimsoll.integrations.jax.fitting import fit
+from plimsoll.integrations.jax.estimates import estimate, fit
 from plimsoll.integrations.jax.planning import FRAMEWORK, plan
 
 __all__ = ["compare", "compiler_options", "estimate", "fit", "plan", "temporary_bytes", "wrap"]

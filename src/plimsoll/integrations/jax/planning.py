@@ -7,16 +7,17 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import msgspec
 
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.plan import Plan, RegionPlan
 from plimsoll.errors import InvalidOption
 from plimsoll.integrations.jax.call import PINNED, JaxCall
-from plimsoll.integrations.jax.seconds import Clock, RooflineClock, key_of_shapes, timed_clock
+from plimsoll.integrations.jax.reading import flops_of
+from plimsoll.integrations.jax.seconds import clock_for, key_of_shapes
 from plimsoll.integrations.jax.trace import trace_step
 from plimsoll.integrations.search import PlanMeter, PlanSearch
-from plimsoll.planning.costing.devices import find_device
 from plimsoll.units import parse_bytes
 
 FRAMEWORK = "jax"
@@ -82,17 +83,17 @@ class Searched:
                 why=f"argnums={argnums} names no array of floats",
                 next="name the argument that holds the parameters with argnums=",
             )
-        self.clock: Clock = timed_clock() if device is None else RooflineClock(find_device(device))
+        clock = clock_for(device)
         self._offload = offload
         self.name = str(getattr(function, "__name__", type(function).__name__))
-        self.signature = key_of_shapes(self.call.arrays)
-        self.step = trace_step(
-            self.call.program, self.call.regions, self.clock, model=self.name, signature=self.signature
+        step = trace_step(
+            self.call.program, self.call.regions, clock, model=self.name, signature=key_of_shapes(self.call.arrays)
         )
         meter = PlanMeter(
             framework=FRAMEWORK, name="XLA", measure=self._taken, unmanaged_bytes=self.call.unmanaged_bytes
         )
-        self.search = PlanSearch(self.step, meter)
+        self.search = PlanSearch(step, meter)
+        self.counted_by = f"compiled by XLA for {jax.default_backend()}"
 
     def plan(self, budget_bytes: int | None) -> Plan:
         """The fastest plan within the budget."""
@@ -101,6 +102,26 @@ class Searched:
         away = [each.bytes for region in regions for each in region.decisions if each.decision is Decision.OFFLOAD]
         link = "host" if away else ""
         return msgspec.structs.replace(found, regions=regions, link=link, offloaded_bytes=sum(away))
+
+    def unmanaged_taken(self) -> int:
+        """Temporary bytes of the gradient as jax itself makes it."""
+        return self.call.measure(self.call.flat)
+
+    @property
+    def flops(self) -> int:
+        """Arithmetic of the function and of its derivative."""
+        total = 0
+        for region in self.call.regions:
+            own = [(node, region.part) for node in region.part.nodes]
+            own += [(node, region.reading.joint) for node in region.reading.backward]
+            total += region.repeats * sum(flops_of(node, program) for node, program in own)
+        return total
+
+    @property
+    def dtype(self) -> str:
+        """In which its products are, as the catalogue calls it."""
+        kinds = {str(each.dtype) for each, is_on in zip(self.call.arrays, self.call.active, strict=True) if is_on}
+        return "bf16" if kinds in ({"bfloat16"}, {"float16"}) else "f32"
 
     def _taken(self, plans: Sequence[RegionPlan]) -> int:
         return self.call.taken(self._moved(plans))

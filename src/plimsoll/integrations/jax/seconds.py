@@ -20,7 +20,7 @@ from plimsoll.artifacts.costs import CostSource
 from plimsoll.artifacts.trace import OpSpec
 from plimsoll.integrations.jax.program import ArrayProgram, FixedArray, Node, aval_bytes, shape_of
 from plimsoll.integrations.jax.reading import flops_of, is_fused, is_shape_only
-from plimsoll.planning.costing.devices import Device
+from plimsoll.planning.costing.devices import Device, find_device
 from plimsoll.planning.costing.roofline import roofline_seconds
 
 _LEAST_TIMED, _MOST_TIMED = 1e5, 6e9
@@ -117,6 +117,11 @@ class TimedClock:
 def timed_clock() -> TimedClock:
     """The clock of this process: what was measured for one plan is known for the next."""
     return TimedClock()
+
+
+def clock_for(device: str | None) -> Clock:
+    """The roofline's for a device of the catalogue; by default operations are timed here."""
+    return timed_clock() if device is None else RooflineClock(find_device(device))
 
 
 def spec_of(node: Node, program: ArrayProgram) -> OpSpec:

@@ -1,0 +1,84 @@
+"""Ways to run one step outside of PyTorch, measured side by side in turns."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from plimsoll.artifacts.comparison import Comparison, ComparisonRow
+
+_ROUNDING = 1e-6
+"""Differences of the gradient up to this share of it come from sums in another order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way: ``run`` returns when a gradient is there, ``gradient`` is one, ``peak_bytes`` what the framework counts."""
+
+    run: Callable[[], object]
+    gradient: Sequence[Any]
+    peak_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where ways are compared, and by which clock."""
+
+    clock: Callable[[], float]
+    device: str
+    versions: Mapping[str, str]
+    signature: str
+    note: str
+
+
+def compare_ways(plain: Way, ways: Mapping[str, Way], place: Place, *, model: str, steps: int) -> Comparison:
+    """One row per way beside the plain step; ratios are medians of rounds in which every way runs once."""
+    every = {"": plain, **ways}
+    seconds: dict[str, list[float]] = {name: [] for name in every}
+    for number in range(max(steps, 1)):
+        for name in list(every) if number % 2 else list(every)[::-1]:
+            started = place.clock()
+            every[name].run()
+            seconds[name].append(place.clock() - started)
+    rows = []
+    for name, way in ways.items():
+        apart = gradients_apart(plain.gradient, way.gradient)
+        rows.append(
+            ComparisonRow(
+                strategy=name,
+                measured_peak_bytes=way.peak_bytes,
+                measured_seconds=statistics.median(seconds[name]),
+                measured_ratio=statistics.median(a / b for a, b in zip(seconds[name], seconds[""], strict=True)),
+                is_bit_equal=apart == 0.0,
+                is_rounding=apart <= _ROUNDING,
+                gradient_error=apart,
+            )
+        )
+    return Comparison(
+        model=model,
+        signature=place.signature,
+        device=place.device,
+        versions=dict(place.versions),
+        steps=max(steps, 1),
+        baseline_peak_bytes=plain.peak_bytes,
+        measured_baseline_seconds=statistics.median(seconds[""]),
+        rows=tuple(rows),
+        notes=(place.note,),
+    )
+
+
+def gradients_apart(wanted: Sequence[Any], found: Sequence[Any]) -> float:
+    """‖Δg‖ / ‖g‖ of the whole gradient: of one array alone it says little where that is rounding, such as a key's bias."""
+    difference = length = 0.0
+    for a, b in zip(wanted, found, strict=True):
+        # Numpy's own functions know no bfloat16.
+        kind = np.complex128 if np.iscomplexobj(a) else np.float64
+        exact = np.asarray(a).astype(kind)
+        difference += float(np.sum(np.abs(exact - np.asarray(b).astype(kind)) ** 2))
+        length += float(np.sum(np.abs(exact) ** 2))
+    return math.sqrt(difference / max(length, 1e-60))

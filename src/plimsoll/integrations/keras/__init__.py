@@ -1,0 +1,271 @@
+"""Plans Keras 3 models: value by value for ``fit`` on the JAX backend, layer by layer under ``RematScope``.
+
+    plan = pk.plan(model, x, y, budget="8GiB")
+    with pk.apply(model, plan):
+        model.fit(x, y)
+
+    plan = pk.plan_layers(model, x, y, budget="8GiB")
+    managed = pk.rebuild(model, plan)
+
+Keras trains with one stateless function of variables and a batch, and ``plan`` plans that, as any other function of JAX.
+``keras.RematScope`` knows layers alone and has to be there when they are constructed: ``rebuild`` constructs them again. On the
+torch backend a Keras model is a module like any other: ``plimsoll.plan`` and ``plimsoll.apply`` take it as it is.
+
+Source: ``compute_loss_and_updates`` of Keras' JAX trainer, "stateless and intended for use with jax.grad". Known weakness:
+``RematScope`` hands ``training`` to ``jax.checkpoint`` as an array and to ``tf.recompute_grad`` by name, so layers that ask for
+its value (JAX) or take it at all (TensorFlow) are kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from plimsoll.artifacts.comparison import Comparison
+from plimsoll.artifacts.estimate import Estimate
+from plimsoll.artifacts.fit import Fit
+from plimsoll.artifacts.plan import Plan
+from plimsoll.errors import InvalidOption
+from plimsoll.integrations.estimates import FixedSizes, Plannable, estimate_step, fit_steps
+from plimsoll.integrations.keras.steps import (
+    FRAMEWORK,
+    bytes_of,
+    constructed,
+    jax_step,
+    layer_plans,
+    layers_of,
+    tensorflow_step,
+)
+from plimsoll.integrations.layers import check_fingerprint, kinds_of, rerun_layers
+from plimsoll.units import parse_bytes
+
+__all__ = ["apply", "compare", "estimate", "fit", "plan", "plan_layers", "rebuild"]
+
+
+def plan(model: Any, x: Any, y: Any = None, *, budget: str | int | None, device: str | None = None) -> Plan:
+    """Decide which values of a Keras model are held for the gradient of its training step.
+
+    Args:
+        model: built and compiled with a loss; its weights stay as they are, its optimizer is built.
+        x: one batch of inputs, as ``fit`` passes it to the model.
+        y: its targets.
+        budget: bytes of XLA's temporary memory for the gradient; ``None`` for the fastest plan.
+        device: a name of the catalogue, whose roofline says what operations take; by default they are timed here.
+
+    Raises:
+        BudgetBelowFloor: no plan that was compiled stays within the budget.
+        InvalidOption: Keras runs on another backend, or the model is not built or compiled.
+
+    Example:
+        >>> plan = pk.plan(model, x[:32], y[:32], budget="8GiB")  # doctest: +SKIP
+    """
+    _check(model, ("jax",))
+    from plimsoll.integrations import jax as pj
+
+    loss, args = jax_step(model, x, y)
+    return pj.plan(loss, *args, budget=budget, device=device)
+
+
+@contextlib.contextmanager
+def apply(model: Any, plan: Plan) -> Iterator[None]:
+    """While it lasts, ``fit`` and ``train_on_batch`` hold what the plan says; afterwards the model is as it was.
+
+    Raises:
+        InvalidOption: Keras runs on another backend, or the model is not built or compiled.
+        PlanMismatch: in the first step: the plan was made for another model.
+
+    Example:
+        >>> with pk.apply(model, plan):  # doctest: +SKIP
+        ...     model.fit(x, y)
+    """
+    _check(model, ("jax",))
+    from plimsoll.integrations import jax as pj
+
+    model.compute_loss_and_updates = pj.wrap(model.compute_loss_and_updates, plan)
+    model.train_function = None
+    try:
+        yield
+    finally:
+        del model.compute_loss_and_updates
+        model.train_function = None
+
+
+def plan_layers(model: Any, x: Any, y: Any = None, *, budget: str | int | None) -> Plan:
+    """Decide which layers of a Keras model run again for the gradient, for ``rebuild``.
+
+    Every plan that is looked at is rebuilt, and what its step takes is asked of XLA, or counted by TensorFlow in a run.
+
+    Args:
+        model: built and compiled with a loss; left as it is. Its own layers are decided about, and what is in them goes along.
+        x: one batch of inputs, as ``fit`` passes it to the model.
+        y: its targets.
+        budget: bytes: XLA's temporary memory on JAX, what a step allocates on TensorFlow; ``None`` for the fastest plan.
+
+    Returns:
+        A plan whose regions are layers. ``str`` shows which run again.
+
+    Raises:
+        BudgetBelowFloor: no plan that was measured stays within the budget.
+        InvalidOption: Keras runs on the torch backend, or the model is not built or compiled.
+
+    Example:
+        >>> plan = pk.plan_layers(model, x[:32], y[:32], budget="8GiB")  # doctest: +SKIP
+    """
+    _check(model, ("jax", "tensorflow"))
+    started = time.monotonic()
+    found = layer_plans(model, x, y).plan(None if budget is None else parse_bytes(budget))
+    return msgspec.structs.replace(found, solve_seconds=time.monotonic() - started)
+
+
+def rebuild(model: Any, plan: Plan) -> Any:
+    """The same model, constructed under ``RematScope`` so that the layers that the plan names run again in backward.
+
+    Variables, those of the optimizer and of random numbers among them, are copied; the given model stays as it is. Classes
+    of your own need ``get_config``, and losses and metrics of your own to be registered with Keras.
+
+    Args:
+        model: the one that was planned.
+        plan: from ``plan_layers``, or loaded from a file.
+
+    Raises:
+        PlanMismatch: the plan was made for other layers.
+        InvalidOption: Keras runs on the torch backend, or the model is not built or compiled.
+
+    Example:
+        >>> managed = pk.rebuild(model, pk.plan_layers(model, x[:32], y[:32], budget="8GiB"))  # doctest: +SKIP
+        >>> managed.fit(x, y)  # doctest: +SKIP
+    """
+    _check(model, ("jax", "tensorflow"))
+    check_fingerprint(plan, FRAMEWORK, kinds_of(layers_of(model)))
+    return constructed(model, rerun_layers(plan))
+
+
+def estimate(
+    model: Any, x: Any, y: Any = None, *, device: str = "H100-SXM", budget: str | int | None = None
+) -> Estimate:
+    """Say what training a Keras model takes on a device of the catalogue: memory item by item, and speed.
+
+    On JAX temporaries are what XLA compiles here, and x and y may be shapes. On TensorFlow a step is run here, and what it
+    allocates has the gradients in it.
+
+    Args:
+        model: as for ``plan`` and, on TensorFlow, ``plan_layers``.
+        x: one batch of inputs.
+        y: its targets.
+        device: from the catalogue of devices.
+        budget: bytes for everything, to plan within; by default nothing is planned.
+
+    Raises:
+        BudgetBelowFloor: what no plan changes takes the budget, or no plan that was measured leaves room for it.
+        InvalidOption: Keras runs on the torch backend, or the model is not built or compiled.
+
+    Example:
+        >>> print(pk.estimate(model, x[:32], y[:32], device="H100-SXM"))  # doctest: +SKIP
+    """
+    started = time.monotonic()
+    step, sizes = _plannable(model, x, y, device)
+    name = str(model.optimizer.name)
+    return estimate_step(step, sizes, device=device, optimizer=name, budget=budget, started=started)
+
+
+def fit(
+    model: Any,
+    batch_of: Callable[[int], tuple[Any, Any]],
+    budget: str | int,
+    *,
+    device: str | None = None,
+    most_batch: int = 1024,
+) -> Fit:
+    """Find the batch with the most samples per second whose training fits into a budget for everything.
+
+    Args:
+        model: as for ``estimate``.
+        batch_of: inputs and targets of so many samples; on JAX shapes will do.
+        budget: bytes of parameters, gradients, optimizer state, batch and temporaries together.
+        device: as for ``plan``.
+        most_batch: no larger batch is looked at.
+
+    Raises:
+        InvalidOption: ``most_batch`` is less than 1, or as for ``estimate``.
+
+    Example:
+        >>> print(pk.fit(model, lambda rows: (x[:rows], y[:rows]), "16GiB", device="H100-SXM"))  # doctest: +SKIP
+    """
+    return fit_steps(lambda rows: _plannable(model, *batch_of(rows), device), budget, most_batch=most_batch)
+
+
+def compare(model: Any, x: Any, y: Any = None, *, plans: Mapping[str, Plan], steps: int = 5) -> Comparison:
+    """Measure a Keras model under plans side by side: memory, seconds of a gradient, and the gradients.
+
+    Args:
+        model: as it was planned.
+        x: one batch of inputs.
+        y: its targets.
+        plans: from ``plan`` or ``plan_layers``, by what you call them.
+        steps: timed rounds; in each, every plan runs once.
+
+    Raises:
+        PlanMismatch: a plan was made for another model, or for another framework.
+        InvalidOption: Keras runs on the torch backend, or the model is not built or compiled.
+
+    Example:
+        >>> print(pk.compare(model, x[:32], y[:32], plans={"half": plan}))  # doctest: +SKIP
+    """
+    if _check(model, ("jax", "tensorflow")) == "tensorflow":
+        from plimsoll.integrations import tensorflow as ptf
+
+        ways = {name: tensorflow_step(rebuild(model, plan)) for name, plan in plans.items()}
+        return ptf.compare(tensorflow_step(model), x, y, ways=ways, steps=steps)
+    from plimsoll.integrations import jax as pj
+
+    loss, args = jax_step(model, x, y)
+
+    def way(plan: Plan) -> Callable[..., Any]:
+        return jax_step(rebuild(model, plan), x, y)[0] if plan.framework == FRAMEWORK else pj.wrap(loss, plan)
+
+    return pj.compare(loss, *args, ways={name: way(plan) for name, plan in plans.items()}, steps=steps)
+
+
+def _plannable(model: Any, x: Any, y: Any, device: str | None) -> tuple[Plannable, FixedSizes]:
+    if _check(model, ("jax", "tensorflow")) == "jax":
+        from plimsoll.integrations.jax.estimates import sizes_of
+        from plimsoll.integrations.jax.planning import Searched
+
+        loss, args = jax_step(model, x, y)
+        trainable, rest, metrics, optimizer, *batch = args
+        sizes = sizes_of(parameters=trainable, others=(rest, metrics), state=optimizer, batch=batch)
+        return Searched(loss, args, 0, device), sizes
+    if not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    sizes = FixedSizes(
+        parameters=bytes_of(model.variables),
+        gradients=0,
+        state=bytes_of(model.optimizer.variables),
+        batch=bytes_of([x, y]),
+        count=model.count_params(),
+        rows=len(x),
+    )
+    return layer_plans(model, x, y, device), sizes
+
+
+def _check(model: Any, backends: Sequence[str]) -> str:
+    """The backend, refusing what has no step to plan."""
+    import keras
+
+    backend = str(keras.backend.backend())
+    if backend in backends and model.built and model.compiled:
+        return backend
+    if backend in backends:
+        why, next_ = "the model has no variables or no loss yet", "call model.build(...), model.compile(loss=...) first"
+    elif backend == "torch":
+        why = "a Keras model is a module of torch there"
+        next_ = "call plimsoll.plan(model, batch, ...) and plimsoll.apply"
+    elif backend == "tensorflow":
+        why, next_ = "values are planned on the JAX backend alone", "call plan_layers and rebuild, which plan layers"
+    else:
+        why, next_ = f"the backend is {backend}", "start with KERAS_BACKEND=jax, =tensorflow or =torch"
+    raise InvalidOption(f"This Keras model has no step of {' or '.join(backends)} to plan.", why=why, next=next_)

@@ -1,0 +1,182 @@
+"""Keras' training step on the JAX and the TensorFlow backend, and its layers as what a plan decides about."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+from plimsoll.integrations.layers import LayeredStep, LayerPlans, RerunLayer, calling, kinds_of, rerun_meter
+
+FRAMEWORK = "keras"
+_STATE = "it writes state (moving averages, seeds), which must not leave jax.checkpoint"
+_TRAINING = "its call asks for the value of an argument, of which jax.checkpoint makes an array"
+_BY_NAME = "its call takes training, and tf.recompute_grad takes no arguments by name"
+
+
+def bytes_of(arrays: Iterable[Any]) -> int:
+    """Bytes of arrays or variables; nothing of ``None``."""
+    import keras
+    import numpy as np
+
+    kinds = [(each.shape, keras.backend.standardize_dtype(each.dtype)) for each in arrays if each is not None]
+    return sum(math.prod(shape) * (2 if kind == "bfloat16" else np.dtype(kind).itemsize) for shape, kind in kinds)
+
+
+def constructed(model: Any, names: Collection[str]) -> Any:
+    """The model once more, with these layers under ``jax.checkpoint`` or ``tf.recompute_grad``."""
+    import keras
+
+    with keras.RematScope(mode="list_of_layers", layer_names=sorted(names)):
+        copy = keras.models.clone_model(model)
+        if not copy.built:
+            copy.build_from_config(model.get_build_config())
+    copy.compile_from_config(model.get_compile_config())
+    sources, targets = model.variables, copy.variables
+    if model.optimizer.built:
+        copy.optimizer.build(copy.trainable_variables)
+        sources, targets = [*sources, *model.optimizer.variables], [*targets, *copy.optimizer.variables]
+    for source, target in zip(sources, targets, strict=True):
+        # Two models must not share arrays: a training step on JAX gives its own away.
+        target.assign(keras.ops.copy(source))
+    return copy
+
+
+def layers_of(model: Any) -> list[Any]:
+    """The model's own layers that compute."""
+    return [layer for layer in model.layers if type(layer).__name__ != "InputLayer"]
+
+
+def jax_step(model: Any, x: Any, y: Any) -> tuple[Callable[..., Any], list[Any]]:
+    """The function that Keras trains with on JAX, and its arguments."""
+
+    def loss(trainable: Any, rest: Any, metrics: Any, optimizer: Any, x: Any, y: Any) -> Any:
+        # Loss scaling reads the optimizer's variables.
+        options = {"training": True, "optimizer_variables": optimizer}
+        return model.compute_loss_and_updates(trainable, rest, metrics, x, y, None, **options)
+
+    # Plans and estimates are called as the model is.
+    loss.__name__ = model.name
+    if not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    found = (
+        model.trainable_variables,
+        model.non_trainable_variables,
+        model.metrics_variables,
+        model.optimizer.variables,
+    )
+    return loss, [*([variable.value for variable in each] for each in found), x, y]
+
+
+def tensorflow_step(model: Any) -> Callable[..., Any]:
+    def loss(x: Any, y: Any) -> Any:
+        return model.compute_loss(x=x, y=y, y_pred=model(x, training=True))
+
+    loss.__name__ = model.name
+    return loss
+
+
+def layer_plans(model: Any, x: Any, y: Any, device: str | None = None) -> LayerPlans:
+    """Plans of whole layers on JAX, where XLA says what they take, or on TensorFlow, where a run does."""
+    import keras
+
+    make = _plans_on_jax if keras.backend.backend() == "jax" else _plans_on_tensorflow
+    return make(model, x, y, device)
+
+
+def _plans_on_tensorflow(model: Any, x: Any, y: Any, device: str | None) -> LayerPlans:
+    from plimsoll.integrations import tensorflow as ptf
+    from plimsoll.integrations.layers_in_graph import rates_of, read_layers
+
+    layers = layers_of(model)
+    refused = {layer.name for layer in layers if "training" in inspect.signature(layer.call).parameters}
+    step = read_layers(tensorflow_step(model), (x, y), layers, rates_of(device))
+    costs = tuple(
+        dataclasses.replace(cost, obstacle=cost.obstacle or _BY_NAME) if cost.name in refused else cost
+        for cost in step.layers
+    )
+
+    def measure(names: frozenset[str]) -> int:
+        return ptf.allocated_bytes(tensorflow_step(constructed(model, names)), x, y)
+
+    meter = rerun_meter(FRAMEWORK, "TensorFlow", measure)
+    return LayerPlans(dataclasses.replace(step, layers=costs), meter, name=model.name)
+
+
+def _plans_on_jax(model: Any, x: Any, y: Any, device: str | None) -> LayerPlans:
+    from plimsoll.integrations.jax.call import JaxCall
+    from plimsoll.integrations.jax.seconds import clock_for
+
+    obstacles: dict[str, str] = {}
+    layers = layers_of(model)
+    loss, args = jax_step(model, x, y)
+    with calling(layers, _noting(obstacles, layers), "call"):
+        call = JaxCall(loss, args, {}, 0)
+    step = _read_on_jax(call, layers, obstacles, clock_for(device))
+
+    def measure(names: frozenset[str]) -> int:
+        function, given = jax_step(constructed(model, names), x, y)
+        found = JaxCall(function, given, {}, 0, is_read=False)
+        return found.measure(found.flat)
+
+    saved = sum(each.saved_bytes for each in step.layers)
+    return LayerPlans(step, rerun_meter(FRAMEWORK, "XLA", measure, saved), name=model.name)
+
+
+def _noting(obstacles: dict[str, str], layers: Sequence[Any]) -> Callable[..., Any]:
+    """Runs layers as they are, and notes those that ``RematScope`` cannot run again on JAX."""
+    import jax
+
+    stateful = {layer.name for layer in layers if any(not each.trainable for each in layer.variables)}
+
+    def around(name: str, call: Callable[..., Any], inputs: Any, options: Any) -> Any:
+        if name in stateful:
+            obstacles[name] = _STATE
+            return call(*inputs, **options)
+        try:
+            jax.eval_shape(jax.checkpoint(call), *inputs, **options)
+        except (jax.errors.ConcretizationTypeError, TypeError):
+            obstacles[name] = _TRAINING
+        return call(*inputs, **options)
+
+    return around
+
+
+def _read_on_jax(call: Any, layers: Sequence[Any], obstacles: dict[str, str], clock: Any) -> LayeredStep:
+    """What each layer costs: its operations are those in the scope of its name."""
+    from plimsoll.integrations.jax.program import active_values, part_of
+    from plimsoll.integrations.jax.reading import flops_of
+    from plimsoll.integrations.jax.regions import Region
+    from plimsoll.integrations.jax.seconds import key_of_shapes
+
+    program = call.program
+    moving = active_values(program, call.active)
+    found, rest = [], set(range(len(program.nodes)))
+    for name, kind in kinds_of(layers).items():
+        own = [at for at, node in enumerate(program.nodes) if name in node.scope.split("/")]
+        if not own:
+            continue
+        part, inputs, outputs = part_of(program, own[0], own[-1] + 1)
+        is_one = len(own) == own[-1] + 1 - own[0]
+        region = Region(name, own[0], own[-1] + 1, part, inputs, outputs, tuple(each in moving for each in inputs))
+        layer = RerunLayer(
+            name=name,
+            kind=kind,
+            saved_bytes=region.reading.residual_bytes if is_one else 0,
+            forward_seconds=sum(clock.seconds(node, part) for node in part.nodes),
+            backward_seconds=sum(clock.rough_seconds(node, region.reading.joint) for node in region.reading.backward),
+            obstacle=obstacles.get(name, "" if is_one else "it is called more than once"),
+        )
+        found.append((own[0], layer))
+        rest.difference_update(own)
+    beside = sum(clock.rough_seconds(program.nodes[at], program) for at in rest)
+    return LayeredStep(
+        layers=tuple(layer for _, layer in sorted(found, key=lambda pair: pair[0])),
+        rest_seconds=(beside, 2 * beside),
+        flops=3 * sum(flops_of(node, program) for node in program.nodes),
+        device=clock.device,
+        source=clock.source,
+        signature=key_of_shapes(call.arrays),
+    )
