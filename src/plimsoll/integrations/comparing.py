@@ -26,7 +26,7 @@ class Way:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class TimedOn:
     """Where ways are compared, and by which clock."""
 
     clock: Callable[[], float]
@@ -36,7 +36,7 @@ class Place:
     note: str
 
 
-def compare_ways(plain: Way, ways: Mapping[str, Way], place: Place, *, model: str, steps: int) -> Comparison:
+def compare_ways(plain: Way, ways: Mapping[str, Way], place: TimedOn, *, model: str, steps: int) -> Comparison:
     """One row per way beside the plain step; ratios are medians of rounds in which every way runs once."""
     every = {"": plain, **ways}
     seconds: dict[str, list[float]] = {name: [] for name in every}

@@ -24,7 +24,7 @@ import tensorflow as tf
 from plimsoll.artifacts.comparison import Comparison
 from plimsoll.artifacts.plan import Plan
 from plimsoll.errors import InvalidOption
-from plimsoll.integrations.comparing import Place, Way, compare_ways
+from plimsoll.integrations.comparing import TimedOn, Way, compare_ways
 from plimsoll.integrations.layers import LayerPlans, calling, check_fingerprint, kinds_of, rerun_layers, rerun_meter
 from plimsoll.integrations.layers_in_graph import rates_of, read_layers
 from plimsoll.units import parse_bytes
@@ -140,7 +140,7 @@ def compare(step: Callable[..., Any], *args: Any, ways: Mapping[str, Callable[..
         gradient = [tf.convert_to_tensor(part).numpy() for part in run(*given)[1] if part is not None]
         return Way(run=lambda: run(*given)[0].numpy(), gradient=gradient, peak_bytes=allocated_bytes(each, *given))
 
-    place = Place(
+    place = TimedOn(
         clock=time.process_time if _device() == "CPU" else time.perf_counter,
         device=_device(),
         versions={"tensorflow": tf.__version__},

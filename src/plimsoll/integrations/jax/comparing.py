@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from plimsoll.artifacts.comparison import Comparison
-from plimsoll.integrations.comparing import Place, Way, compare_ways
+from plimsoll.integrations.comparing import TimedOn, Way, compare_ways
 from plimsoll.integrations.jax.call import JaxCall, compiler_options
 from plimsoll.integrations.jax.program import is_float
 
@@ -49,7 +49,7 @@ def compare(
         )
 
     arrays = JaxCall(function, args, {}, argnums, is_read=False).arrays
-    place = Place(
+    place = TimedOn(
         clock=time.process_time if jax.default_backend() == "cpu" else time.perf_counter,
         device=jax.devices()[0].device_kind,
         versions={"jax": jax.__version__},
