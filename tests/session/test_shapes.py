@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -51,7 +51,7 @@ STREAMS: dict[str, tuple[Callable[[], nn.Module], Callable[[random.Random], Step
 }
 
 
-def _train(model: nn.Module, steps: list[Step]) -> list[list[np.ndarray]]:
+def _train(model: nn.Module, steps: Iterable[Step]) -> list[list[np.ndarray]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     made = []
     for number, step in enumerate(steps):
@@ -127,3 +127,54 @@ def test_a_batch_of_one_is_planned_for_although_its_step_is_like_that_of_two():
             model.zero_grad()
         assert attachment.plan is not None
         assert "pixel_values=f32[1x3x32x32]" in attachment.plan.signature
+
+
+class _Detector(nn.Module):
+    """Pictures and boxes come in lists; which of the rows its loss takes depends on what the boxes say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Stack(4, 32)
+
+    def forward(self, pictures: list[torch.Tensor], targets: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        rows = torch.stack([nn.functional.interpolate(each, size=(64, 32))[0, 0] for each in pictures])
+        found = self.body(rows.flatten(0, 1)).view_as(rows)
+        taken = (each[target["boxes"].sum(dim=1) > 0] for each, target in zip(found, targets, strict=True))
+        return {"loss": torch.stack([each.square().sum() for each in taken]).sum()}
+
+
+def _scenes(count: int) -> Iterator[Step]:
+    draw = random.Random(3)
+    for number in range(count):
+        torch.manual_seed(number)
+        sides = [(1, 1, draw.randrange(40, 90), draw.randrange(40, 90)) for _ in range(2)]
+        targets = [{"boxes": torch.randn(64, draw.randrange(2, 9))} for _ in range(2)]
+        yield [{"pictures": [torch.randn(side) for side in sides], "targets": targets}]
+
+
+def _detector() -> _Detector:
+    torch.manual_seed(0)
+    return _Detector()
+
+
+def test_lists_of_ragged_pictures_and_boxes_are_traced_a_few_times_only():
+    expected = _train(_detector(), _scenes(40))
+    known = plimsoll.plan(_detector(), next(_scenes(1))[0], budget="1GiB")
+    budget = known.floor_bytes + int(0.6 * (known.baseline_peak_bytes - known.floor_bytes))
+    traces, traced = [], StepPlanner.traced
+
+    def counted(*args: Any, **options: Any) -> Any:  # a mock would hold every batch
+        traces.append(options)
+        return traced(*args, **options)
+
+    with LiveStorages() as live, mock.patch.object(StepPlanner, "traced", counted):
+        model = _detector()
+        with plimsoll.attach(model, budget) as attachment:
+            live.watch(model)
+            found = _train(model, _scenes(40))
+            assert attachment.plan is not None
+            assert attachment.plan.regions
+    assert max(live.peaks) <= budget
+    assert len(traces) < 20
+    for one, other in zip(expected, found, strict=True):
+        assert all((a == b).all() for a, b in zip(one, other, strict=True))

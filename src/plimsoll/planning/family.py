@@ -61,10 +61,10 @@ class Family(Generic[S]):
         """Whether every size of a storage at a shape is exact."""
         return shape in self._traces or (self.covers(shape) and self.is_exact)
 
-    @property
+    @cached_property
     def is_exact(self) -> bool:
         """Whether every size of a storage follows from the dimensions."""
-        return not self._estimates
+        return all(each.is_known for each in self.storage_sizes())
 
     def traced(self, shape: S) -> Trace | None:
         """The trace that was made at this shape, if one was."""
@@ -142,6 +142,8 @@ class Family(Generic[S]):
 
     def _spec(self, keys: tuple[str, ...], shape: S) -> OpSpec:
         specs = [trace.specs[key] for trace, key in zip(self._members, keys, strict=True)]
+        if shape in self._shapes:
+            return specs[self._shapes.index(shape)]
         return msgspec.structs.replace(
             specs[0],
             flops=self._number((spec.flops for spec in specs), shape),

@@ -26,6 +26,7 @@ from torch import nn
 from plimsoll.artifacts.plan import Plan
 from plimsoll.errors import BudgetBelowFloor
 from plimsoll.session.agreement import Agreement
+from plimsoll.session.batch_shapes import Shapes, covers
 from plimsoll.session.calibration import (
     CallStanding,
     CountedState,
@@ -45,10 +46,8 @@ from plimsoll.session.shapes import ShapePlans, can_follow_shapes, told
 from plimsoll.session.step_planner import StepPlanner
 from plimsoll.session.step_watch import (
     MeteredSituations,
-    Shapes,
     Situation,
     StepWatch,
-    covers,
     taken_beside,
     warn,
     warn_of_floor,

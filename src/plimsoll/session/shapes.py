@@ -31,11 +31,12 @@ from plimsoll.planning.family import Family, stray_because
 from plimsoll.planning.ladder import Ladder
 from plimsoll.planning.peaks import Forecast, ShapedStep
 from plimsoll.session.agreement import Agreement
+from plimsoll.session.batch_shapes import Shapes, covers, standing_in
 from plimsoll.session.calibration import optimizer_in_view
 from plimsoll.session.options import PlanOptions
 from plimsoll.session.plans_at_work import decided
 from plimsoll.session.step_planner import CLOSE, StepPlanner
-from plimsoll.session.step_watch import Shapes, covers, warn, warn_of_floor
+from plimsoll.session.step_watch import warn, warn_of_floor
 from plimsoll.session.task import TrainingTask
 from plimsoll.session.training_step import gradients_as_if
 from plimsoll.units import format_bytes
@@ -136,10 +137,12 @@ class ShapePlans:
         return self._ladder_of(shapes) is not None
 
     def _covering(self, shapes: Shapes) -> Shapes | None:
-        """The smallest traced shape that is at least as large in every dimension."""
+        """The smallest traced shape that is as large in every dimension; where only lists differ, the largest to stand in."""
         kind, _ = _split(shapes)
         traced = [_joined(kind, sizes) for sizes in self._steps.get(kind, _Steps()).traces]
-        return min((each for each in traced if covers(each, shapes)), key=self._unmanaged_bytes, default=None)
+        if larger := [each for each in traced if covers(each, shapes)]:
+            return min(larger, key=self._unmanaged_bytes)
+        return max(standing_in(traced, shapes), key=self._unmanaged_bytes, default=None)
 
     def bounds(self, shapes: Shapes) -> bool:
         """Whether what plans take at a shape is known, or that at a larger one."""
@@ -201,6 +204,7 @@ class ShapePlans:
         if in_flight != self._in_flight:
             self._in_flight = in_flight
             for steps in self._steps.values():
+                steps.ladders = []
                 self._build(steps)
 
     def choose(self, shapes: Shapes, signature: Callable[[], str]) -> Plan:
@@ -328,16 +332,20 @@ class ShapePlans:
 
     def _build(self, steps: _Steps) -> None:
         """The ladders of all families among the traced steps; where a family cannot tell other shapes, each is its own."""
+        before = {each.step.family.shapes: each for each in steps.ladders}
         steps.ladders = []
         left = dict(steps.traces)
         while left:
             family = Family(left)
-            alone = [family] if family.is_exact else [Family({s: left[s]}) for s in family.shapes]
+            is_exact = len(steps.traces) <= _MOST_TRACES and family.is_exact
+            alone = [family] if is_exact else [Family({s: left[s]}) for s in family.shapes]
             known = {sizes: steps.costs[sizes] for sizes in family.shapes if sizes in steps.costs}
             for each in alone:
-                costs = {s: known[s] if s in known else family.seconds_at(s, known) for s in each.shapes}
-                step = ShapedStep(each, costs, may_recompute=self._options.may_recompute, in_flight=self._in_flight)
-                steps.ladders.append(Ladder(step, self._plans))
+                if each.shapes not in before:
+                    costs = {s: known[s] if s in known else family.seconds_at(s, known) for s in each.shapes}
+                    step = ShapedStep(each, costs, may_recompute=self._options.may_recompute, in_flight=self._in_flight)
+                    before[each.shapes] = Ladder(step, self._plans)
+                steps.ladders.append(before[each.shapes])
             left = {sizes: trace for sizes, trace in left.items() if sizes not in family.shapes}
 
     def _planner_at(self, shapes: Shapes) -> StepPlanner:

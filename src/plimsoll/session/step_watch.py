@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from plimsoll.artifacts.plan import Plan
 from plimsoll.engine.copies import ModelHook
 from plimsoll.errors import BudgetBelowFloor
+from plimsoll.session.batch_shapes import Shapes, covers, shapes_and_masks_of, shapes_of, shown, standing_in
 from plimsoll.session.calibration import (
     MeasuredStep,
     OptimizerWatch,
@@ -35,14 +35,11 @@ from plimsoll.tracing.ddp import is_without_reduction
 from plimsoll.tracing.fsdp2 import every_gradient, every_parameter, holds_gradients_back
 from plimsoll.tracing.meters.memory import RisingPeak
 from plimsoll.tracing.open_graphs import OpenGraphs, is_in_backward
-from plimsoll.tracing.recorder.calling import call_tensors
-from plimsoll.tracing.recorder.opkey import dtype_name
-from plimsoll.tracing.recorder.storages import is_plain
 from plimsoll.units import format_bytes
 
-Shapes = tuple[tuple[str, tuple[int, ...]], ...]
-"""Type and shape of every tensor of a call, in a fixed order."""
 _MOST_TRIES = 3
+_ENOUGH = 6
+"""So many calls with lists of other sizes tell what those between them take."""
 _TENSOR = re.compile(r"\b([a-z]+[0-9]*\w*)\[([0-9]+(?:x[0-9]+)*)?\]")
 
 
@@ -59,9 +56,12 @@ class Situation(NamedTuple):
 
     def is_within(self, other: Situation) -> bool:
         """Whether a step in the other situation takes no less."""
+        return covers(other.shapes, self.shapes) and self.is_alike(other)
+
+    def is_alike(self, other: Situation) -> bool:
+        """Whether a step in the other situation takes no less, but for its batch."""
         return (
-            covers(other.shapes, self.shapes)
-            and self.accumulates <= other.accumulates
+            self.accumulates <= other.accumulates
             and self.in_flight <= other.in_flight
             and self.reduces is other.reduces
             and self.thawed <= other.thawed
@@ -92,30 +92,7 @@ class Situation(NamedTuple):
     @property
     def shown(self) -> str:
         """``i64[2x512], i64[2x512]``."""
-        return ", ".join(f"{kind}[{'x'.join(map(str, shape))}]" for kind, shape in self.shapes) or "without tensors"
-
-
-def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
-    """The shapes of a call."""
-    return tuple((dtype_name(tensor.dtype), tuple(tensor.shape)) for tensor in call_tensors(args, kwargs))
-
-
-def shapes_and_masks_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
-    """As `shapes_of`; the type of a mask says besides whether it masks anything, as attention takes another kernel then.
-
-    Looking takes a wait for the device: models that choose their kernel by it wait there as well.
-    """
-    masks = {id(leaf) for name, value in kwargs.items() if "mask" in name for leaf in tree_leaves(value)}
-    return tuple(
-        (f"{dtype_name(tensor.dtype)}{_gaps(tensor) if id(tensor) in masks else ''}", tuple(tensor.shape))
-        for tensor in call_tensors(args, kwargs)
-    )
-
-
-def _gaps(mask: torch.Tensor) -> str:
-    if mask.is_floating_point() or mask.is_complex() or not is_plain(mask):
-        return ""
-    return " without gaps " if mask.all() else " with gaps "
+        return shown(self.shapes)
 
 
 def planned_situation(signature: str, in_flight: int) -> Situation:
@@ -123,16 +100,6 @@ def planned_situation(signature: str, in_flight: int) -> Situation:
     found = _TENSOR.findall(signature)
     shapes = tuple((kind, tuple(int(size) for size in sizes.split("x") if size)) for kind, sizes in found)
     return Situation(shapes, "accumulating" in signature, in_flight)
-
-
-def covers(known: Shapes, shapes: Shapes) -> bool:
-    """Whether no tensor of a call is larger in any dimension than the one in its place in a call that is known."""
-    return len(known) == len(shapes) and all(
-        one[0] == other[0]
-        and len(one[1]) == len(other[1])
-        and all(a >= b for a, b in zip(one[1], other[1], strict=True))
-        for one, other in zip(known, shapes, strict=True)
-    )
 
 
 class MeteredSituations:
@@ -154,13 +121,20 @@ class MeteredSituations:
     def begin(self, situation: Situation) -> bool:
         """Whether a step that begins like this is to be metered; not again where that has failed often."""
         self._current = None
-        is_known = situation in self._seen or any(map(situation.is_within, self._known))
+        is_known = (
+            situation in self._seen or any(map(situation.is_within, self._known)) or self._have_standing_in(situation)
+        )
         if (is_known and situation.turn not in self._due) or self._tries[situation] == _MOST_TRIES:
             self._seen.add(situation)
             return False
         self._tries[situation] += 1
         self._current = situation
         return True
+
+    def _have_standing_in(self, situation: Situation) -> bool:
+        """Whether enough steps were metered to tell what one takes whose lists of tensors are of other sizes."""
+        alike = [each.shapes for each in self._known if situation.is_alike(each)]
+        return len(alike) >= _ENOUGH and len(standing_in(alike, situation.shapes)) >= _ENOUGH
 
     def know(self, situation: Situation) -> None:
         """What there is to say of it has been said."""

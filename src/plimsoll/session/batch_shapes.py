@@ -1,0 +1,99 @@
+"""Tells calls of a model apart by the shapes of their tensors, and which of them take no more than others that are known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from math import prod
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from plimsoll.tracing.recorder.calling import call_tensors
+from plimsoll.tracing.recorder.opkey import dtype_name
+from plimsoll.tracing.recorder.storages import is_plain
+
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+"""Type and shape of every tensor of a call, in a fixed order."""
+_IN_LIST = " in list "
+
+
+def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
+    """The shapes of a call."""
+    return tuple((dtype_name(tensor.dtype), tuple(tensor.shape)) for tensor in call_tensors(args, kwargs))
+
+
+def shapes_and_masks_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
+    """As `shapes_of`; the type of a mask says besides whether it masks anything, as attention takes another kernel then, and
+    that of a tensor in a list in which list it is, as those of one list can stand in for each other.
+
+    Looking takes a wait for the device: models that choose their kernel by it wait there as well.
+    """
+    masks = {id(leaf) for name, value in kwargs.items() if "mask" in name for leaf in tree_leaves(value)}
+    named = [*enumerate(args), *((name, kwargs[name]) for name in sorted(kwargs))]
+    return tuple(
+        (f"{dtype_name(tensor.dtype)}{_gaps(tensor) if id(tensor) in masks else ''}{place}", tuple(tensor.shape))
+        for name, value in named
+        for tensor, place in _placed(value, name)
+    )
+
+
+def _placed(value: Any, name: object, place: str = "") -> Iterator[tuple[torch.Tensor, str]]:
+    """The tensors of an argument, each with the list that it is in, whatever its place there; empty where it is in none."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield from _placed(each, f"{name}.{key}", place and f"{place}.{key}")
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _placed(each, name, f"{place or f'{_IN_LIST}{name}'}.*")
+    else:
+        yield from ((leaf, place) for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def _gaps(mask: torch.Tensor) -> str:
+    if mask.is_floating_point() or mask.is_complex() or not is_plain(mask):
+        return ""
+    return " without gaps " if mask.all() else " with gaps "
+
+
+def covers(known: Shapes, shapes: Shapes) -> bool:
+    """Whether no tensor of a call is larger in any dimension than the one in its place in a call that is known."""
+    return len(known) == len(shapes) and all(
+        one[0] == other[0]
+        and len(one[1]) == len(other[1])
+        and all(a >= b for a, b in zip(one[1], other[1], strict=True))
+        for one, other in zip(known, shapes, strict=True)
+    )
+
+
+def standing_in(known: Iterable[Shapes], shapes: Shapes) -> list[Shapes]:
+    """The known calls that together go as far as another one: the largest of them can stand in for it.
+
+    Pictures and boxes of a detector come in lists of any sizes, and hardly a call is as large as another in every place. So a
+    list counts as a whole: its elements in all, and its longest sides. Tensors that are in no list count each in its place.
+    """
+    alike = [each for each in known if covers(_single(each), _single(shapes))]
+    reached = [_extents(each) for each in alike]
+    goes_beyond = any(all(size > each.get(place, -1) for each in reached) for place, size in _extents(shapes).items())
+    return [] if goes_beyond else alike
+
+
+def shown(shapes: Shapes) -> str:
+    """``i64[2x512], i64[2x512]``."""
+    sizes = (f"{kind.partition(_IN_LIST)[0]}[{'x'.join(map(str, sizes))}]" for kind, sizes in shapes)
+    return ", ".join(sizes) or "without tensors"
+
+
+def _single(shapes: Shapes) -> Shapes:
+    return tuple(each for each in shapes if _IN_LIST not in each[0])
+
+
+def _extents(shapes: Shapes) -> dict[tuple[str, int, int], int]:
+    """Of the tensors of each list, by type and number of dimensions: the elements in all (at -1), the longest of every side."""
+    found: dict[tuple[str, int, int], int] = {}
+    for kind, sizes in shapes:
+        if _IN_LIST in kind:
+            for side, size in enumerate(sizes):
+                found[kind, len(sizes), side] = max(size, found.get((kind, len(sizes), side), 0))
+            found[kind, len(sizes), -1] = found.get((kind, len(sizes), -1), 0) + prod(sizes)
+    return found
