@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 from torch import nn
+from torch._inductor.exc import InvalidCxxCompiler
 
 import plimsoll
 import zoo
@@ -331,6 +332,7 @@ def _own_backend(module: torch.fx.GraphModule, _: Any) -> Any:
     ("options", "error", "says"),
     [
         ({"backend": "aot_eager"}, InvalidModel, "aot_eager"),
+        ({"backend": "cudagraphs"}, InvalidModel, "cudagraphs"),
         ({"backend": _own_backend}, InvalidModel, "_own_backend"),
         ({"options": {"custom_partitioner_fn": PlannedPartitioner({})}}, InvalidModel, "custom_partitioner_fn"),
     ],
@@ -375,6 +377,25 @@ def test_a_partitioner_of_the_whole_process_is_refused() -> None:
         pytest.raises(InvalidModel, match="custom_partitioner_fn"),
     ):
         plimsoll.plan(model, batch, "1GiB")
+
+
+def test_a_missing_compiler_is_named(blocks: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> str:
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", missing)
+    model, batch = blocks
+    with pytest.raises(InvalidModel, match=r"no C\+\+ compiler") as found:
+        plimsoll.plan(model, batch, "1GiB")
+    assert "CXX" in found.value.next
+
+
+def test_a_graph_that_may_not_break_and_does_is_named() -> None:
+    model = nn.Sequential(Halved(), Halved())
+    for block in model:
+        block.compile(fullgraph=True)
+    with pytest.raises(InvalidModel, match="fullgraph=True"):
+        plimsoll.plan(model, torch.randn(4, 32), "1GiB", loss=torch.sum)
 
 
 def test_a_compiler_that_is_switched_off_is_named(blocks: Model, plan: Plan) -> None:

@@ -119,6 +119,17 @@ def test_random_ops_collectives_and_writes_may_not_run_again():
         assert obstacle(graph.call_function(target, args)) == reason
 
 
+def test_a_mask_is_saved_and_what_it_is_applied_to_may_run_again():
+    graph = graph_of(0.1)
+    for block in BLOCKS:
+        (drawn,) = (kernel for kernel in graph.kernels if kernel.obstacle and kernel.region == block)
+        (mask,) = drawn.writes
+        assert mask in graph.read_by_backward()
+        assert node_bytes(mask) == VALUE // 4  # a byte for each element, no number
+        applied = [kernel for kernel in graph.kernels if mask in kernel.reads and not kernel.is_backward]
+        assert [kernel.obstacle for kernel in applied] == [""]
+
+
 @pytest.mark.parametrize("how", ["whole", "blocks"])
 def test_the_step_has_the_kernels_in_the_places_of_the_units_ops(how):
     _, _, eager, parts = caught(how)

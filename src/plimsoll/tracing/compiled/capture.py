@@ -16,12 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
+from torch._dynamo.exc import Unsupported
 from torch._functorch import config as functorch_config
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from plimsoll.artifacts.trace import Phase, RegionCall, Trace
+from plimsoll.errors import InvalidModel
 from plimsoll.tracing.compiled.joint import JointGraph, Kernel
 from plimsoll.tracing.compiled.units import Unit, in_place
 
@@ -161,8 +163,18 @@ def capture(
     """The joint graphs of every unit that ``run``, one training step, comes through.
 
     ``regions`` are the paths of each unit's regions, from the unit's module.
+
+    Raises:
+        InvalidModel: a graph breaks where ``fullgraph=True`` forbids it.
     """
     spies = {unit.path: _Spy(regions[unit.path]) for unit in units}
     with in_place(units, lambda unit: functools.partial(unit.call.captured(spies[unit.path]), unit.module)):
-        run()
+        try:
+            run()
+        except Unsupported as error:
+            raise InvalidModel(
+                "torch.compile(fullgraph=True) cannot compile this model as one graph.",
+                why=str(error).partition("\n")[0],
+                next="take out what breaks the graph, or leave out fullgraph=True: each graph is then planned",
+            ) from error
     return {path: CompiledPart(path, tuple(spy.graphs), tuple(spy.statics)) for path, spy in spies.items()}

@@ -49,7 +49,6 @@ _FUSED = frozenset(
         "index",
         "inductor_lookup_seed",
         "inductor_random",
-        "inductor_seeds",
         "iota",
         "lift_fresh_copy",
         "new_full",
@@ -140,6 +139,8 @@ class JointGraph:
         self._in_forward = _ancestors(n for n in flat[:forward_outputs] if n is not None)
         self._region_of: dict[fx.Node, str] = {}
         self._buffers: set[fx.Node] = set()
+        self._drawn: set[fx.Node] = set()
+        self._masks: set[fx.Node] = set()
         self._stage()
         self._find_buffers()
         self.kernels = self._kernels()
@@ -217,9 +218,12 @@ class JointGraph:
     def _stage(self) -> None:
         """Give every op a stage: fused ops of one stage that read each other are one kernel.
 
-        A stage begins behind every op that is called as it is. What only a later stage reads belongs there.
+        A stage begins behind every op that is called as it is. What only a later stage reads belongs there. A mask needs
+        nothing but its random numbers, so no stage waits for it.
         """
         stage: dict[fx.Node, int] = {}
+        users = self._readers()
+        self._find_masks(users)
         for node in self.nodes:
             self._region_of[node] = self._find_region(node)
             if node.op != "call_function":
@@ -227,10 +231,9 @@ class JointGraph:
                 continue
             before = 0
             for each in node.all_input_nodes:
-                splits = self._runs(each) and not (self._is_one(each, node))
+                splits = self._runs(each) and not self._is_one(each, node) and each not in self._masks
                 before = max(before, stage[each] + splits)
             stage[node] = before
-        users = self._readers()
         for node in reversed(self.nodes):
             may_wait = self._runs(node) and _is_fused(node) and users[node] and node not in self._outputs
             if may_wait and all(self._is_one(node, user) for user in users[node]):
@@ -253,9 +256,22 @@ class JointGraph:
     def _outputs(self) -> set[fx.Node]:
         return {*self.forward_outputs, *self.gradients}
 
+    def _find_masks(self, users: Mapping[fx.Node, Sequence[fx.Node]]) -> None:
+        """Note what is made of random numbers alone, and what backward reads of that: the masks of dropout."""
+        for node in self.nodes:
+            made = self.inputs(node) if self._runs(node) and _is_fused(node) else []
+            if _is_random(node) or (made and all(each in self._drawn for each in made)):
+                self._drawn.add(node)
+        of_forward = {node for node in self._drawn if not (self.is_backward(node) or _is_random(node))}
+        self._masks = {node for node in of_forward if any(self.is_backward(user) for user in users[node])}
+
     def _is_one(self, first: fx.Node, second: fx.Node) -> bool:
-        """Whether two ops, one of which reads the other, may be one kernel."""
-        if not (_is_fused(first) and (_is_fused(second) or not self._runs(second))):
+        """Whether two ops, one of which reads the other, may be one kernel.
+
+        Inductor draws a mask in the kernel that applies it. Here it is one of its own: the mask is saved, and what is made
+        with it can be made again.
+        """
+        if first in self._masks or not (_is_fused(first) and (_is_fused(second) or not self._runs(second))):
             return False
         return self.is_backward(first) is self.is_backward(second) and self.region_of(first) == self.region_of(second)
 
@@ -310,7 +326,8 @@ class JointGraph:
             return (node,)
         made = self.inputs(node)
         read_bytes = max((node_bytes(each) for each in made), default=0)
-        if _is_random(node) or any(_is_random(each) for each in made) or node_bytes(node) * _SMALL <= read_bytes:
+        is_drawn = node in self._drawn or any(_is_random(each) for each in made)
+        if is_drawn or node_bytes(node) * _SMALL <= read_bytes:
             self._buffers.add(node)
             return (node,)
         return tuple(dict.fromkeys(source for each in made for source in self.sources(each)))
