@@ -32,6 +32,8 @@ _PATIENCE_SECONDS = 1.5
 _MOST_PATIENCE_SECONDS = 60.0
 """So long a pipe that somebody writes to may stay silent."""
 _PIECE = MIB
+_MOST_DEVICE_BYTES = 64 * MIB
+"""A device such as ``/dev/zero`` may go on for ever."""
 _MOST_RATIO = 50
 """Traces and plans are packed to a tenth or a thirtieth; a file of zeros to a thousandth."""
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -84,6 +86,8 @@ def _pieces(file: io.FileIO, most_bytes: int) -> Iterator[bytes]:
     status = os.fstat(file.fileno())
     if stat.S_ISREG(status.st_mode) and status.st_size > most_bytes:
         raise _too_large(most_bytes)
+    if stat.S_ISCHR(status.st_mode):
+        most_bytes = min(most_bytes, _MOST_DEVICE_BYTES)
     is_pipe = not stat.S_ISREG(status.st_mode) and hasattr(select, "poll")
     return _limited((lambda: _wait_and_read(file)) if is_pipe else (lambda: file.read(_PIECE)), most_bytes)
 

@@ -156,6 +156,8 @@ def _refuse_twice(names: list[str], what: str) -> None:
         raise ValueError(f"two {what} are called {twice!r:.200}")
 
 
+LINK_NAMES = ("disk", "host")
+"""Where offloaded values may go."""
 COLLECTIVES = "collectives"
 """What ``allow`` says where recipes may run collectives again."""
 

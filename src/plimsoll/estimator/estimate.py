@@ -96,7 +96,7 @@ def estimate(
         layout=spread,
         optimizer=None if optimizer == "none" else optimizer,
         has_master_weights=has_master_weights,
-        strategy=strategy or (AUTO if budget is not None else NOTHING),
+        strategy=(AUTO if budget is not None else NOTHING) if strategy is None else strategy,
         budget_bytes=_budget_bytes(budget, asked, spread),
         precision=parse_precision(precision),
         how=read_techniques(techniques),

@@ -6,6 +6,7 @@ Everything behind the verb takes `PlanOptions`, and a budget in bytes.
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ import msgspec
 
 from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.decision import Decision
-from plimsoll.artifacts.plan import COLLECTIVES, Plan
+from plimsoll.artifacts.plan import COLLECTIVES, LINK_NAMES, Plan
 from plimsoll.artifacts.region import IS_COLLECTIVE
 from plimsoll.artifacts.trace import RegionCall, Trace
 from plimsoll.errors import BudgetAboveDevice, InvalidOption, InvalidRegions, InvalidStrategy
@@ -26,6 +27,8 @@ from plimsoll.units import format_bytes, parse_bytes
 AUTO_MARGIN = 0.08
 """``budget="auto"`` leaves this share of the device's memory free: allocator fragmentation, libraries' workspaces, others."""
 _ALLOWED = ("recompute", "compress", "offload", COLLECTIVES)
+MOST_COUNT = 2**63 - 1
+"""Of anything: what torch and JSON take for a whole number."""
 _WORD_OF = {Decision.RECOMPUTE: "recompute", Decision.COMPRESS: "compress", Decision.OFFLOAD: "offload"}
 
 
@@ -126,7 +129,7 @@ class PlanOptions:
             max_error=read_error(max_error),
             host_budget_bytes=None if host_budget is None else parse_bytes(host_budget),
             overrides=decided,
-            link=link or "",
+            link=_read_link(link),
         )
         options._refuse_contradictions()
         return options
@@ -139,6 +142,12 @@ class PlanOptions:
                 f"max_error={self.max_error:g} allows lossy codecs, but compression is not allowed.",
                 why=f"allow= is {words}",
                 next="allow=('recompute', 'compress'), or leave max_error out",
+            )
+        if (self.link or self.host_budget_bytes is not None) and not self.may_offload:
+            raise InvalidStrategy(
+                f"{'link' if self.link else 'host_budget'}= is about offloaded values, but offloading is not allowed.",
+                why=f"allow= is {words}",
+                next="allow=('recompute', 'offload'), or leave it out",
             )
         if self.may_repeat_collectives and not self.may_recompute:
             raise InvalidStrategy(
@@ -264,6 +273,17 @@ def read_error(max_error: float | str) -> float:
     return share
 
 
+def _read_link(link: str | None) -> str:
+    """The link's name; empty for the device's default."""
+    if link is None or link in LINK_NAMES:
+        return link or ""
+    raise InvalidOption(
+        f"There is no link {link!r}.",
+        why=f"links are {', '.join(LINK_NAMES)}",
+        next="name one of them, or leave it out for the device's default",
+    )
+
+
 def as_patterns(regions: Sequence[str] | str | None) -> tuple[str, ...] | None:
     """Region patterns as a tuple; one pattern may stand alone, and none at all would manage nothing."""
     if regions is None:
@@ -280,10 +300,10 @@ def as_patterns(regions: Sequence[str] | str | None) -> tuple[str, ...] | None:
 
 def check_count(name: str, count: object, *, least: int) -> None:
     """Refuse an option that counts steps or calls and is no whole number, or too small."""
-    if isinstance(count, int) and not isinstance(count, bool) and count >= least:
+    if isinstance(count, int) and not isinstance(count, bool) and least <= count <= MOST_COUNT:
         return
     raise InvalidOption(
-        f"{name}={count!r} is no count.",
-        why=f"it has to be a whole number, {least} or more",
+        f"{name}={reprlib.repr(count)} is no count.",
+        why=f"it has to be a whole number, {least} or more and at most 2**63 - 1",
         next=f"{name}={max(least, 1)}" + (f", or {name}=0 for never" if least == 0 else ""),
     )

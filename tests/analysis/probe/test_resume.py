@@ -19,7 +19,7 @@ import torch
 import plimsoll
 from analysis.probe.sample_job import WIDTH, make_batches, make_model, make_plan, read_log
 from plimsoll.artifacts.verdict import Verdict
-from plimsoll.errors import InvalidProbe, PlanMismatch, ProbeRunMismatch, ProbeRunUnusable
+from plimsoll.errors import InvalidOption, PlanMismatch, ProbeRunMismatch, ProbeRunUnusable
 from unchanged import unchanged
 
 STEPS, CHUNK = 18, 6
@@ -208,9 +208,10 @@ def test_an_error_in_training_leaves_the_model_alone():
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"steps": 0}, InvalidProbe, "no number of steps"),
-        ({"steps": -3}, InvalidProbe, "no number of steps"),
-        ({"chunk_steps": 0}, InvalidProbe, "no number of steps"),
+        ({"steps": 0}, InvalidOption, "is no count"),
+        ({"steps": -3}, InvalidOption, "is no count"),
+        ({"chunk_steps": 0}, InvalidOption, "is no count"),
+        ({"seed": -1}, InvalidOption, "is no count"),
         ({"model": torch.nn.Linear(2, 2), "batches": [torch.zeros(1, 2)]}, PlanMismatch, "another model"),
     ],
 )

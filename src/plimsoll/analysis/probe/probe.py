@@ -30,6 +30,7 @@ from plimsoll.artifacts.receipt import finite
 from plimsoll.artifacts.verdict import ArmSummary, Curves, Ruling, Verdict
 from plimsoll.errors import InvalidProbe, PlanNotUsable
 from plimsoll.session.manage import check_plan, refuse_other_model, refuse_other_signature
+from plimsoll.session.options import check_count
 from plimsoll.session.rendezvous.world import refuse_several_ranks
 from plimsoll.session.task import check_model, explained_loss, refuse_profiler
 from plimsoll.tracing.recorder.calling import Loss
@@ -86,7 +87,8 @@ def probe(
         the plan.
 
     Raises:
-        InvalidProbe: no steps, no batches, fewer than are to be held out, or a target loss that is not finite.
+        InvalidOption: no steps, or a seed that is none.
+        InvalidProbe: no batches, fewer than are to be held out, or a target loss that is not finite.
         ProbeRunMismatch: the run directory belongs to another probe, or the data has changed.
         ProbeRunUnusable: the run directory cannot be read or written.
         PlanMismatch: the plan was made for another model or step.
@@ -142,13 +144,8 @@ def probe(
 
 
 def _settings(steps: int, chunk_steps: int, seed: int, target_loss: float | None, *, is_early: bool) -> ProbeSettings:
-    for name, value in (("steps", steps), ("chunk_steps", chunk_steps)):
-        if value < 1:
-            raise InvalidProbe(
-                f"{name}={value} is no number of steps to take.",
-                why="each arm takes at least one",
-                next="take a thousand, or as many as you have time for",
-            )
+    for name, value, least in (("steps", steps, 1), ("chunk_steps", chunk_steps, 1), ("seed", seed, 0)):
+        check_count(name, value, least=least)
     if target_loss is not None and not math.isfinite(target_loss):
         raise InvalidProbe(
             f"target_loss={target_loss} is no loss that training can reach.",

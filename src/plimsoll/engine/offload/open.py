@@ -8,13 +8,13 @@ from collections import deque
 
 import torch
 
+from plimsoll.artifacts.plan import LINK_NAMES
 from plimsoll.engine.offload.device_links import PinnedLink
 from plimsoll.engine.offload.disk import DiskLink
 from plimsoll.engine.offload.protocol import CopyCpuSeconds, Link, Ticket
 from plimsoll.errors import OffloadFailed
 from plimsoll.units import MIB
 
-LINK_NAMES = ("disk", "host")
 _MOST_WAITING_BYTES = 256 * MIB
 
 

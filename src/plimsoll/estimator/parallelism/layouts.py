@@ -38,6 +38,7 @@ _SPELLINGS = {
 }
 """What people also write, as a hint in the error."""
 _HIGHEST_ZERO = 3
+_MOST = 10**9
 _Name = TypeVar("_Name", PipelineSchedule, StageRule)
 
 
@@ -145,12 +146,17 @@ def _named(kind: type[_Name], what: str, text: str) -> _Name:
 
 
 def _degree(key: str, text: str) -> int:
-    if not text.isdecimal():
-        raise InvalidLayout(
-            f"{key}={text} is no degree.", why="a degree is a whole number of ranks, stages or micro-batches",
-            next=f"write {key}=2, or leave it out",
-        )  # fmt: skip
+    if not text.isdecimal() or len(text) > len(str(_MOST)):
+        raise _no_degree(key, text[:20])
     return int(text)
+
+
+def _no_degree(key: str, found: str) -> InvalidLayout:
+    return InvalidLayout(
+        f"{key}={found} is no degree.",
+        why=f"a degree is a whole number of ranks, stages or micro-batches, {_MOST:,} at most",
+        next=f"write {key}=2, or leave it out",
+    )
 
 
 def _check(layout: Layout) -> None:
@@ -163,6 +169,8 @@ def _check(layout: Layout) -> None:
                 why=f"the least is {least}",
                 next=f"write {key}={least}, or leave it out",
             )
+        if value > _MOST:
+            raise _no_degree(key, f"{value:,}" if value < 10**18 else "…")
     _check_pipeline(layout)
     _check_sharding(layout)
 

@@ -12,6 +12,7 @@ import difflib
 import importlib
 import inspect
 import logging
+import math
 import re
 import socket
 import threading
@@ -24,6 +25,8 @@ from torch import nn
 
 from plimsoll.errors import InvalidTarget
 from plimsoll.estimator.targets.recipe import Recipe
+from plimsoll.session.device_costs import device_memory_bytes
+from plimsoll.units import format_bytes
 
 _AUTO_CLASSES = (
     "AutoModelForSeq2SeqLM",
@@ -194,6 +197,8 @@ _SEED = 0
 _PROMPT_TOKENS = 77
 """Of the text encoder that Stable Diffusion's denoisers listen to."""
 _TIMESTEPS = 1000
+_HOST = "cpu"
+"""Where integers are drawn, also those of a model without memory."""
 _FRAMES_PER_POSITION = 2
 """Whisper's second convolution halves the frames of its spectrogram."""
 _LEARNED_POSITIONS = re.compile(r"(^|\.)(wpe|position_embeddings?|embed_positions)\.weight$")
@@ -211,6 +216,21 @@ class BatchSize:
     is_asked: bool
     device: str
     is_meta: bool
+
+
+def refuse_too_large(what: str, needed_bytes: int, device: str) -> None:
+    """Refuse what alone is more than the device has: the system would end the process.
+
+    Raises:
+        InvalidTarget: names both sizes.
+    """
+    device_bytes = device_memory_bytes(device)
+    if device_bytes is not None and needed_bytes > device_bytes:
+        raise InvalidTarget(
+            f"{what} do not fit on {device}.",
+            why=f"they take {format_bytes(needed_bytes)}, and there are {format_bytes(device_bytes)}",
+            next="make it smaller, plan for a device that is not here with --device-profile, or use `plimsoll estimate`",
+        )
 
 
 def make_batch(model: nn.Module, size: BatchSize) -> dict[str, Any]:
@@ -299,10 +319,13 @@ class _Maker:
         sizes = (self._size.samples, *shape)
         if self._size.is_meta:
             return torch.empty(sizes, dtype=self._dtype, device="meta")
+        refuse_too_large("The numbers of the batch", math.prod(sizes) * self._dtype.itemsize, self._size.device)
         return torch.rand(sizes, generator=self._random).to(self._size.device, self._dtype)
 
     def _integers(self, below: int, *shape: int) -> torch.Tensor:
-        drawn = torch.randint(below, (self._size.samples, *shape), generator=self._random)
+        sizes = (self._size.samples, *shape)
+        refuse_too_large("The integers of the batch", math.prod(sizes) * torch.long.itemsize, _HOST)
+        drawn = torch.randint(below, sizes, generator=self._random)
         return drawn.to(self._size.device)
 
     def _sequence(self, longest: int | None) -> int:

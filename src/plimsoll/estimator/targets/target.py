@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from plimsoll.artifacts.job import Precision
 from plimsoll.errors import InvalidTarget
 from plimsoll.estimator.targets.recipe import Recipe, find_recipe
-from plimsoll.units import format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -208,7 +207,7 @@ def build(recipe: Recipe, options: TargetOptions) -> Target:
     """
     import torch
 
-    from plimsoll.estimator.targets.models import BatchSize, build_denoiser, build_model, make_batch
+    from plimsoll.estimator.targets.models import BatchSize, build_denoiser, build_model, make_batch, refuse_too_large
 
     if not options.is_meta:
         _refuse_absent(options.device)
@@ -216,7 +215,9 @@ def build(recipe: Recipe, options: TargetOptions) -> Target:
     make = build_denoiser if recipe.is_diffusers else build_model
     if not options.is_meta:
         with torch.device("meta"):
-            _refuse_too_large(make(recipe, dtype), options.device)
+            bare = make(recipe, dtype)
+        needed = sum(parameter.nbytes for parameter in bare.parameters())
+        refuse_too_large(f"The parameters of {type(bare).__name__}", needed, options.device)
     with torch.random.fork_rng(devices=[]), torch.device("meta" if options.is_meta else options.device):
         torch.manual_seed(_SEED)
         model = make(recipe, dtype)
@@ -236,32 +237,12 @@ def build(recipe: Recipe, options: TargetOptions) -> Target:
     )
 
 
-def _refuse_too_large(model: torch.nn.Module, device: str) -> None:
-    """Refuse a model whose parameters alone are more than the device has: the system would end the process."""
-    import torch
-
-    kind = torch.device(device).type
-    if kind == "cuda":
-        device_bytes = torch.cuda.get_device_properties(device).total_memory
-    else:
-        device_bytes = (
-            os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else sys.maxsize
-        )
-    parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    if parameter_bytes > device_bytes:
-        raise InvalidTarget(
-            f"The parameters of {type(model).__name__} do not fit on {device}.",
-            why=f"they take {format_bytes(parameter_bytes)}, and there are {format_bytes(device_bytes)}",
-            next="plan for a device that is not here with --device-profile, or use `plimsoll estimate`: neither needs memory",
-        )
-
-
 def _refuse_absent(device: str) -> None:
     """Refuse a device that torch cannot allocate on here."""
     import torch
 
     try:
-        torch.empty(1, device=device)
+        torch.zeros(1, device=device).item()  # of tensors without memory there are no values
     except Exception as error:  # torch raises AssertionError, RuntimeError or NotImplementedError, by kind of device
         raise InvalidTarget(
             f"There is no device {device!r} here.",

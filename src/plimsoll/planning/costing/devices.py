@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -167,7 +168,7 @@ def find_device(name: str) -> Device:
 def _changed(device: Device, change: str) -> Device:
     """The device under a power limit, or with another network."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(W|Gb/s)", change.strip())
-    if match is None:
+    if match is None or not 0 < float(match[1]) < math.inf:
         raise UnknownDevice(
             f"{change!r} is nothing that {device.name} can have.",
             why="behind an @ stands a power limit in watts, or the network to each device",

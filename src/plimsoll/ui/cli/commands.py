@@ -154,6 +154,7 @@ def command(function: Callable[..., R], *, plans_if_asked: bool = False) -> Call
     return run
 
 
+_LARGEST = 2**63 - 1
 _FILES = ("output", "save_plan", "revised_plan", "timeline", "export_sac", "save_device")
 _FOLDERS = ("plans", "run", "keep_traces")
 """Options that name a place to write to."""
@@ -167,6 +168,13 @@ def _refuse_early(typed: Mapping[str, Any], *, plans_if_asked: bool) -> None:
     """
     from plimsoll.artifacts.files import check_folder, check_place
 
+    for name, value in typed.items():
+        if isinstance(value, int) and abs(value) > _LARGEST:
+            raise InvalidOption(
+                f"--{name.replace('_', '-')} has {len(str(abs(value)))} digits.",
+                why="a whole number may be as large as 2**63 - 1",
+                next="give a smaller one, or leave it out",
+            )
     for names, check in ((_FILES, check_place), (_FOLDERS, check_folder)):
         for place in (typed[name] for name in names if typed.get(name) is not None):
             check(place)
@@ -176,7 +184,7 @@ def _refuse_early(typed: Mapping[str, Any], *, plans_if_asked: bool) -> None:
     from plimsoll.planning.strategies import is_memory_budget
     from plimsoll.session.options import Budget, PlanOptions, read_error
 
-    asked = typed.get("strategy") or "auto"
+    asked = "auto" if typed.get("strategy") in (None, []) else typed["strategy"]
     # Of several, beside --compile, some may be torch's own.
     strategies = (
         [asked] if isinstance(asked, str) else [s for s in asked if not (typed["compiled"] and is_memory_budget(s))]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from plimsoll.ui.cli import ranks, terminal
+from plimsoll.ui.cli import commands, ranks, terminal
 from plimsoll.ui.demo.story import BUDGET
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ DemoStepsOption = Annotated[int, typer.Option("--steps", min=1, help="Training s
 SeedOption = Annotated[int, typer.Option("--seed", help="Random seed of weights and batches.")]
 
 
+@commands.command
 def demo(*, budget: DemoBudgetOption = BUDGET, steps: DemoStepsOption = 30, seed: SeedOption = 0) -> None:
     """Train a small Llama on Python's own source text, plainly and under a memory budget, and compare.
 
