@@ -11,8 +11,7 @@ through ``.data`` is not noticed.
 from __future__ import annotations
 
 import weakref
-from collections import UserDict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -28,7 +27,14 @@ from plimsoll.tracing.ddp import begin_anew
 from plimsoll.tracing.fsdp2 import KeptWaiting, every_parameter, release_gathered
 from plimsoll.tracing.local_tensors import local_of, version_of
 from plimsoll.tracing.recorder.calling import output_tensors
-from plimsoll.tracing.recorder.untouched import REFILLS, KeptState, RandomState, attributes_of, contents_of
+from plimsoll.tracing.recorder.untouched import (
+    REFILLS,
+    KeptState,
+    RandomState,
+    attributes_of,
+    contents_of,
+    with_contents,
+)
 
 _SMALL_BYTES = 2**16
 
@@ -51,7 +57,7 @@ class StepSnapshot:
 
     def __init__(self, model: nn.Module, companions: Iterable[Any], given: Any) -> None:
         self._model = model
-        self._given = _KeptContents([given], with_tensors=False)
+        self._given = KeptContents([given], with_tensors=False)
         self._random, self._state = RandomState(), KeptState(model, kept_copy)
         self._flags = [(module, module.training) for module in model.modules()]
         self._parameters = [(parameter, version_of(parameter)) for parameter in every_parameter(model)]
@@ -59,12 +65,12 @@ class StepSnapshot:
         self._gradients = [(parameter, _KeptGradient(parameter.grad)) for parameter, _ in self._parameters]
         self._waiting = KeptWaiting(model)
         self._numbers = [_KeptGradient(gradient) for _, _, gradient in self._waiting.places]
-        self._companions = _KeptContents(map(vars, companions))
+        self._companions = KeptContents(map(vars, companions))
         # Buffers and parameters are kept above, whoever else holds them.
         parts = {id(tensor) for tensor in (*model.buffers(), *(parameter for parameter, _ in self._parameters))}
         values = [value for module in model.modules() for value in attributes_of(module).values()]
-        self._attributes = _KeptContents(values, left_out=parts)
-        self._optimizers: dict[int, tuple[Optimizer, _KeptContents]] = {}
+        self._attributes = KeptContents(values, left_out=parts)
+        self._optimizers: dict[int, tuple[Optimizer, KeptContents]] = {}
         self._stepping: Optimizer | None = None
         self._hooks: list[Any] = []
 
@@ -120,7 +126,7 @@ class StepSnapshot:
             return  # the stand-in of an optimizer whose step is traced
         self._stepping = optimizer
         if id(optimizer) not in self._optimizers:
-            self._optimizers[id(optimizer)] = (optimizer, _KeptContents([vars(optimizer)]))
+            self._optimizers[id(optimizer)] = (optimizer, KeptContents([vars(optimizer)]))
 
     def _ended(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._stepping = None
@@ -143,36 +149,14 @@ class _KeptGradient:
         return self._gradient
 
 
-class _KeptContents:
+class KeptContents:
     """What containers hold, to any depth, and the numbers of the tensors in them."""
 
     def __init__(self, roots: Iterable[Any], *, with_tensors: bool = True, left_out: Collection[int] = ()) -> None:
-        self._containers: list[tuple[Any, Any]] = []
-        self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._is_with_tensors = with_tensors
-        seen = set(left_out)
-        waiting = list(roots)
-        while waiting:
-            value = waiting.pop()
-            if id(value) not in seen:
-                seen.add(id(value))
-                waiting.extend(self._keep(value))
-
-    def _keep(self, value: Any) -> Iterator[Any]:
-        """Keep one value; what lies in it."""
-        if isinstance(value, torch.Tensor):
-            if self._is_with_tensors:
-                self._tensors[id(value)] = (local_of(value), kept_copy(value))
-        elif isinstance(value, UserDict):
-            yield value.data
-        elif type(value) in REFILLS:
-            self._containers.append((value, contents_of(value)))
-            if isinstance(value, dict):
-                yield from value.values()
-            elif isinstance(value, Iterable):
-                yield from value
-        elif isinstance(value, tuple):
-            yield from value
+        values = [value for known, value in with_contents(roots).items() if known not in left_out]
+        self._containers = [(value, contents_of(value)) for value in values if type(value) in REFILLS]
+        tensors = [value for value in values if isinstance(value, torch.Tensor)] if with_tensors else []
+        self._tensors = {id(value): (local_of(value), kept_copy(value)) for value in tensors}
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         return id(tensor) in self._tensors

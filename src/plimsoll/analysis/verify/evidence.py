@@ -13,7 +13,6 @@ lengths, and by the precision of the parameters.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import math
 import platform
@@ -35,6 +34,7 @@ from plimsoll.engine.apply import Handle
 from plimsoll.errors import InvalidModel, InvalidStrategy
 from plimsoll.planning.strategies import MEMORY_BUDGET, is_memory_budget
 from plimsoll.session.agreement import Agreement
+from plimsoll.session.step_snapshot import KeptContents
 from plimsoll.session.task import TrainingTask
 from plimsoll.session.training_step import TrainingStep, copies, relative_error
 from plimsoll.tracing.compiled.units import Unit, in_place, install
@@ -291,7 +291,8 @@ def run_curve(step: TrainingStep, depth: Depth) -> tuple[float | None, ...]:
     """
     if depth.curve_steps <= 0:
         return ()
-    with _put_back(step.model, depth.optimizer):
+    optimizer = {} if depth.optimizer is None else vars(depth.optimizer)
+    with _restored(*step.model.parameters(), optimizer):
         used = depth.optimizer or torch.optim.SGD([p for p in step.model.parameters() if p.requires_grad], lr=_RATE)
         step.rewind()
         losses = []
@@ -302,34 +303,14 @@ def run_curve(step: TrainingStep, depth: Depth) -> tuple[float | None, ...]:
 
 
 @contextlib.contextmanager
-def _put_back(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-    groups = [] if optimizer is None else optimizer.param_groups
-    stepped = dict.fromkeys((*model.parameters(), *(parameter for group in groups for parameter in group["params"])))
-    state = {} if optimizer is None else dict(optimizer.state)
-    settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-    if optimizer is not None:
-        optimizer.state.update({parameter: copy.deepcopy(of_one) for parameter, of_one in state.items()})
-    try:
-        with _restored(stepped):
-            yield
-    finally:
-        if optimizer is not None:
-            optimizer.state.clear()
-            optimizer.state.update(state)
-            for group, setting in zip(groups, settings, strict=True):
-                group.update(setting)
-
-
-@contextlib.contextmanager
-def _restored(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Tensors may be written inside; afterwards they have the bits that they had."""
-    kept = [(tensor, tensor.detach().clone()) for tensor in tensors]
+def _restored(*things: Any) -> Iterator[None]:
+    """Tensors, and what lies in containers, may be written inside; afterwards they are bit for bit what they were."""
+    kept = KeptContents(things)
     try:
         yield
     finally:
         with torch.no_grad():
-            for tensor, before in kept:
-                tensor.copy_(before)
+            kept.put_back()
 
 
 def measure_slope(step: TrainingStep, gradients: Mapping[str, torch.Tensor | None]) -> Slope | None:
@@ -368,7 +349,7 @@ def _shifted(step: TrainingStep, gradients: Mapping[str, torch.Tensor | None], f
     """Parameters moved along the gradient, and put back bit for bit."""
     named = step.model.named_parameters()
     moved = {parameter: found for name, parameter in named if (found := gradients.get(name)) is not None}
-    with _restored(moved):
+    with _restored(*moved):
         with torch.no_grad():
             for parameter, gradient in moved.items():
                 parameter.add_(gradient.to(parameter.dtype), alpha=factor)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import random
 import traceback
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -120,7 +120,7 @@ class KeptState:
     def __init__(self, model: nn.Module, copy: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> None:
         modules = list(model.modules())
         self._attributes = [(vars(module), attributes_of(module)) for module in modules]
-        values = _with_contents(value for _, kept in self._attributes for value in kept.values())
+        values = with_contents(value for _, kept in self._attributes for value in kept.values())
         in_buffers = {id(buffer) for buffer in model.buffers()}
         within = {str(key): value for key, value in values.items() if _is_kept(value) and key not in in_buffers}
         self._kept = [
@@ -190,27 +190,19 @@ def _refill_deque(value: deque[Any], contents: deque[Any]) -> None:
     value.extend(contents)
 
 
-def _rewind(value: torch.Generator, contents: torch.Tensor) -> None:
-    value.set_state(contents)
-
-
 def _reseed(value: np.random.Generator, contents: Any) -> None:
     value.bit_generator.state = contents
 
 
-def _rewrite(value: Any, contents: Any) -> None:
-    value[...] = contents
-
-
-REFILLS: Mapping[type, Callable[[Any, Any], None]] = MappingProxyType(
+REFILLS: Mapping[type, Callable[[Any, Any], object]] = MappingProxyType(
     {
         list: _refill_list,
         deque: _refill_deque,
         **dict.fromkeys((dict, OrderedDict, defaultdict, Counter, set), _refill),
-        torch.Generator: _rewind,
+        torch.Generator: torch.Generator.set_state,
         random.Random: random.Random.setstate,
         np.random.Generator: _reseed,
-        np.ndarray: _rewrite,
+        np.ndarray: np.copyto,
     }
 )
 """How the contents of an attribute are put back, by its very type: what subclasses do on a write is not known."""
@@ -230,8 +222,8 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in _OF_MODULES}
 
 
-def _with_contents(values: Iterable[Any]) -> dict[int, Any]:
-    """Values and what lies in them, in however many lists, tuples and dictionaries, each once."""
+def with_contents(values: Iterable[Any]) -> dict[int, Any]:
+    """Values and what lies in them, in however many lists, tuples, sets and dictionaries, each once, by ``id``."""
     found: dict[int, Any] = {}
     pending = list(values)
     while pending:
@@ -239,10 +231,12 @@ def _with_contents(values: Iterable[Any]) -> dict[int, Any]:
         if id(value) in found:
             continue
         found[id(value)] = value
-        if type(value) in (list, tuple, deque):
+        if isinstance(value, tuple) or type(value) in (list, deque, set):
             pending.extend(value)
         elif isinstance(value, dict) and type(value) in REFILLS:
             pending.extend(value.values())
+        elif isinstance(value, UserDict):
+            pending.append(value.data)
     return found
 
 
