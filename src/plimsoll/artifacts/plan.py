@@ -231,6 +231,11 @@ class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
         _refuse_twice([f"{region.name}, call {region.call}" for region in self.regions], "regions")
 
     @property
+    def effect(self) -> tuple[object, ...]:
+        """What the plan will do: those that are equal in this differ in predictions and reasons alone."""
+        return tuple((region.name, *region.effect) for region in self.regions)
+
+    @property
     def own_compilation(self) -> dict[str, bool | int | float | str | None] | None:
         """How the plan itself has the model compiled, as ``compile=`` of ``plimsoll.plan``; ``None``: it does not."""
         return next((unit.options for unit in self.compiled if unit.options is not None), None)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
@@ -31,18 +30,15 @@ from plimsoll.session.calibration import (
     CallStanding,
     CountedState,
     OptimizerWatch,
-    as_batch,
     optimizer_in_view,
     planned_state_bytes,
     predicted_before_optimizer,
-    stand_in_loss,
 )
 from plimsoll.session.joint_traces import JointTraces, facts_of
 from plimsoll.session.options import Budget, PlanOptions
-from plimsoll.session.plans_at_work import AttachedBudget, Decided, decided
+from plimsoll.session.plans_at_work import AttachedBudget
 from plimsoll.session.pressure import Pressure
-from plimsoll.session.retry import Retry, floor_of
-from plimsoll.session.shapes import ShapePlans, can_follow_shapes, told
+from plimsoll.session.shapes import can_follow_shapes, told
 from plimsoll.session.step_planner import StepPlanner
 from plimsoll.session.step_watch import (
     MeteredSituations,
@@ -57,7 +53,7 @@ from plimsoll.session.step_watch import (
     warn_of_unseen,
     warn_of_waiting,
 )
-from plimsoll.session.task import TrainingTask, detached
+from plimsoll.session.task import TrainingTask
 from plimsoll.session.tightest_rank import first_planner
 from plimsoll.tracing.fsdp2 import every_gradient, every_parameter
 from plimsoll.tracing.torch_internals import is_profiled
@@ -92,8 +88,6 @@ class Attachment(AttachedBudget):
         self._withheld_bytes = 0
         """Taken off the budget for now, as something else takes room on the device."""
         self._pressure = Pressure(room)
-        self._traces = JointTraces(agreement, model)
-        self._retry = Retry(model, self)
         self._know_nothing()
         self._steps = StepWatch(model, self._before_call, self._after_step)
         self._watch = OptimizerWatch(every_parameter(model), after_step=self._optimizer_stepped)
@@ -105,13 +99,12 @@ class Attachment(AttachedBudget):
         self._has_settled = self._accumulated = False
         self.is_calibrating = False
         """Whether the plan for the budget is still to come: the model runs at its lowest peak."""
-        self._planner: StepPlanner | None = None
-        self._shaped: ShapePlans | None = None
+        self._planner = self._shaped = None
         self._error_scale, self._tries = 1.0, 0
         self._counted, self._metered = CountedState(), MeteredSituations()
         self._excess_bytes = self._overrun_bytes = 0
-        self._decided: set[Decided] = set()
-        """What plans have decided that were at work before."""
+        self._seen: set[object] = set()
+        """Effects of plans that were at work before."""
 
     def remove(self) -> None:
         """Undo everything; harmless when called twice."""
@@ -121,30 +114,23 @@ class Attachment(AttachedBudget):
         self.is_calibrating = False
 
     def step(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run one training step; where it runs out of memory, put everything back, plan tighter and run it again.
-
-        As `plimsoll.engine.apply.Handle.step`.
-        """
+        """As `AttachedBudget.step`; where no training can be managed, everything is undone."""
         try:
-            return self._retry.run(function, *args, **kwargs)
+            return super().step(function, *args, **kwargs)
         except BaseException:
             if self._is_given_up:
                 self.remove()
             raise
 
     def tighten(self, *, is_own: bool) -> bool:
-        """The step has run out of memory: put a plan to work that takes less, here or where that was. Whether there is one."""
-        self._steps.forget()
-        self._calls, self._is_given_up = 0, False  # ranks stopped in different calls
-        self._traces.begin_anew()
-        if not self._watch.is_settled:
-            self._watch_optimizer()
+        """As `AttachedBudget.tighten`; without a ladder all ranks plan for a peak nearer to the lowest one."""
         if self._has_ladder:
-            tighter = self._shaped.tighten() if is_own and self._shaped is not None else None
-            if tighter is not None and self._shaped is not None:
-                self._pressure.lower((tighter.budget_bytes or 0) - self._shaped.withheld_bytes)
-                self._run(tighter)
-            return any(self.agreement.all_of("tighter", tighter is not None, bool))
+            before = self.plan
+            is_tighter = super().tighten(is_own=is_own)
+            if self._shaped is not None and self.plan is not None and self.plan is not before:
+                self._pressure.lower((self.plan.budget_bytes or 0) - self._shaped.withheld_bytes)
+            return is_tighter
+        self._forget_step()
         if self._planner is None or self.plan is None or self.is_calibrating:
             return False
         room_bytes = self._planner.halfway_bytes(self.plan, self._error_scale)
@@ -155,12 +141,11 @@ class Attachment(AttachedBudget):
         self._replan("the step ran out of memory")
         return True
 
-    def floor(self, *, is_optimizer: bool, is_own: bool) -> BudgetBelowFloor | None:
-        """What to say where nothing takes less; ``None`` before there is a plan, and where only other ranks lack memory."""
-        planner, excess_bytes = self._planner, self._excess_bytes
-        if self._shaped is not None:
-            planner, excess_bytes = self._shaped.current_planner() or (planner, excess_bytes) if is_own else (None, 0)
-        return None if planner is None else floor_of(planner, excess_bytes, is_optimizer=is_optimizer)
+    def _forget_step(self) -> None:
+        super()._forget_step()
+        self._is_given_up = False
+        if not self._watch.is_settled:
+            self._watch_optimizer()
 
     def _before_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
         """Before a training call: plan for it, or for what the one before it showed."""
@@ -180,8 +165,8 @@ class Attachment(AttachedBudget):
                 self._tighten(situation)
             elif self._counted.is_behind(self._watch):
                 self._count_state()
-            if self._shaped is not None and not self.is_calibrating:
-                self._choose(self._shaped, args, kwargs, situation)
+            if self._shaped is not None and self._planner is not None and not self.is_calibrating:
+                self._choose(self._shaped, args, kwargs, situation, self._planner.in_flight)
             if not (self.is_calibrating or situation.accumulates) and self._steps.is_between_steps:
                 self._heed_room(args, kwargs, situation)
         except BaseException:
@@ -269,13 +254,6 @@ class Attachment(AttachedBudget):
         self.is_calibrating, self._tries = True, 0
         self._measure(args, kwargs)
 
-    def _choose(self, plans: ShapePlans, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
-        """Put the cheapest plan to work that keeps a batch of this shape within the budget."""
-        assert self._planner is not None
-        plans.wait_for(self._planner.in_flight)
-        task = functools.partial(self._task, args, kwargs)
-        self._run(self._traces.plan_for(self._calls, situation.shapes, plans, task))
-
     def _heed_room(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
         """A step is about to begin: plan anew where there is less room than it takes, or has been more for a while."""
         assert self._planner is not None
@@ -298,11 +276,6 @@ class Attachment(AttachedBudget):
         takes_less = planner.extremes.unmanaged_peak_bytes <= self._planner.extremes.unmanaged_peak_bytes
         is_kept = takes_less and not self.is_calibrating and planner.is_kept_by(self.plan, self._excess_bytes)
         return self.agreement.every("enough", holds=is_kept)
-
-    def _task(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingTask:
-        """The step of this very call, whose loss is not known."""
-        batch = detached(as_batch(self.model, args, kwargs))
-        return TrainingTask(model=self.model, batch=batch, loss=stand_in_loss)
 
     def _measure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Measure the step that this call begins; within another one there is nothing to be measured."""
@@ -352,20 +325,13 @@ class Attachment(AttachedBudget):
             plan = msgspec.structs.replace(planner.lowest(self._error_scale), budget_bytes=planner.budget_bytes)
         if self._has_ladder:
             fixed_bytes = self._counted.bytes - planned_state_bytes(own) + taken.lasting_bytes
-            self._climb(planner.alone(), plan, (self._excess_bytes, fixed_bytes))
+            self._planner, measured_bytes = planner.alone(), (self._excess_bytes, fixed_bytes)
+            self._climb(self._planner, plan, self._traced, measured_bytes, accumulates=self._accumulated)
         self._run(plan)
         self.is_calibrating, self._has_settled = False, True
         if self._has_ladder or self.agreement.size == 1:
             self._pressure.watch(self._steps.device, self._steps.beside_bytes or 0)
         _LOG.info(told(plan, self._excess_bytes))
-
-    def _climb(self, planner: StepPlanner, plan: Plan, measured: tuple[int, int]) -> None:
-        """From now on this rank has a ladder of its own, and needs others only for traces that run collectives."""
-        self._planner, company = planner, self._traces.among(planner.trace)
-        how = {"accumulates": self._accumulated, "may_refuse": self.agreement.size == 1}
-        self._shaped = ShapePlans(self._options, self._optimizer, self._tracing, company, **how)
-        with self._traces.together():
-            self._shaped.begin(self._traced, planner, plan, measured)
 
     def _confirmed(self, task: TrainingTask | None, lasting_bytes: int) -> Plan:
         """The plan for the budget, run once: it is recorded then, beside the gradients that are among ``lasting_bytes``."""
@@ -387,11 +353,9 @@ class Attachment(AttachedBudget):
 
     @contextlib.contextmanager
     def _tracing(self) -> Iterator[None]:
-        """Trace steps like this call, without a plan at work and without a measurement that runs."""
         if is_profiled():
             warn("this training call is traced, which takes torch's profiler: yours records nothing of it")
-        self._steps.stop()
-        with self._steps.looking_away(), self._work.paused():
+        with super()._tracing():
             yield
 
     def _solve_for_budget(self) -> Plan:
@@ -462,9 +426,8 @@ class Attachment(AttachedBudget):
         self._run(plan)
 
     def _run(self, plan: Plan) -> None:
-        """Put a plan to work; decisions that have not run yet have to show that they keep to the budget."""
-        if self._work.run(plan) and decided(plan) not in self._decided:
-            self._decided.add(decided(plan))
+        if self._work.run(plan) and plan.effect not in self._seen:
+            self._seen.add(plan.effect)
             self._metered.expect()
 
     def _optimizer_stepped(self) -> None:

@@ -8,32 +8,27 @@ Steps that are unlike those before are measured, and what they take more than pr
 from __future__ import annotations
 
 import contextlib
-import functools
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from plimsoll.artifacts.plan import Plan
-from plimsoll.errors import BudgetBelowFloor
 from plimsoll.session.agreement import Agreement
-from plimsoll.session.calibration import as_batch, optimizer_in_view, planned_state_bytes, stand_in_loss
-from plimsoll.session.compiled import CompiledPlanner, compiled_planner
-from plimsoll.session.joint_traces import JointTraces, facts_of
+from plimsoll.session.calibration import optimizer_in_view, planned_state_bytes
+from plimsoll.session.compiled import compiled_planner
+from plimsoll.session.joint_traces import facts_of
 from plimsoll.session.options import Budget, PlanOptions
 from plimsoll.session.plans_at_work import AttachedBudget
-from plimsoll.session.retry import Retry, floor_of
-from plimsoll.session.shapes import ShapePlans, told
+from plimsoll.session.shapes import told
 from plimsoll.session.step_watch import MeteredSituations, Situation, StepWatch, planned_situation, warn_of_overrun
-from plimsoll.session.task import TrainingTask, detached
+from plimsoll.session.task import TrainingTask
 from plimsoll.session.training_step import gradients_as_if
 from plimsoll.tracing.compiled.units import PlannedCall, Unit, install
 from plimsoll.tracing.ddp import inner_module, is_without_reduction
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
 
@@ -54,9 +49,6 @@ class CompiledAttachment(AttachedBudget):
     ) -> None:
         super().__init__(model, budget, options, agreement, optimizer=optimizer, verify_every=verify_every)
         self._units = tuple(units)
-        self._shaped: ShapePlans | None = None
-        self._traces = JointTraces(agreement, model)
-        self._retry = Retry(model, self)
         whole = next((unit for unit in units if not unit.path), None)
         self._outside = None if whole is None else _Outside(whole)
         self._steps = StepWatch(self._outside or model, self._before_call, self._after_step)
@@ -66,10 +58,6 @@ class CompiledAttachment(AttachedBudget):
         """Whether the plan is still to come."""
         return self._work.plan is None
 
-    def step(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """As `plimsoll.engine.apply.Handle.step`."""
-        return self._retry.run(function, *args, **kwargs)
-
     def remove(self) -> None:
         """Undo everything; harmless when called twice."""
         self._steps.end_step()
@@ -77,21 +65,6 @@ class CompiledAttachment(AttachedBudget):
         if self._outside is not None:
             self._outside.take_out()
         self._work.remove()
-
-    def tighten(self, *, is_own: bool) -> bool:
-        """The step has run out of memory: put a plan to work that takes less, here or where that was. Whether there is one."""
-        self._steps.forget()
-        self._calls = 0  # ranks stopped in different calls
-        self._traces.begin_anew()
-        tighter = self._shaped.tighten() if is_own and self._shaped is not None else None
-        if tighter is not None:
-            self._run(tighter)
-        return any(self.agreement.all_of("tighter", tighter is not None, bool))
-
-    def floor(self, *, is_optimizer: bool, is_own: bool) -> BudgetBelowFloor | None:
-        """What to say where nothing takes less; ``None`` before there is a plan, and where only other ranks lack memory."""
-        known = self._shaped.current_planner() if is_own and self._shaped is not None else None
-        return None if known is None else floor_of(*known, is_optimizer=is_optimizer)
 
     def _before_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
         """Before a training call: plan for it, or choose among the plans that are there."""
@@ -104,21 +77,12 @@ class CompiledAttachment(AttachedBudget):
                     self.remove()
                 raise
         else:
-            self._shaped.wait_for(max(1, situation.in_flight))
-            task = functools.partial(self._task, args, kwargs)
-            self._run(self._traces.plan_for(self._calls, situation.shapes, self._shaped, task))
+            self._choose(self._shaped, args, kwargs, situation, max(1, situation.in_flight))
         self._steps.meter_if_new(args, kwargs, situation, self._metered)
 
     def _task(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingTask:
-        """The step of this very call, whose loss is not known."""
-        inner = inner_module(self.model)
-        return TrainingTask(
-            model=self.model,
-            batch=detached(as_batch(inner, args, kwargs)),
-            loss=stand_in_loss,
-            optimizer=self._optimizer or optimizer_in_view(inner),
-            units=self._units,
-        )
+        optimizer = self._optimizer or optimizer_in_view(inner_module(self.model))
+        return dataclasses.replace(super()._task(args, kwargs), optimizer=optimizer, units=self._units)
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
         """Plan for the call that comes, and put the plan to work."""
@@ -135,30 +99,22 @@ class CompiledAttachment(AttachedBudget):
         self._metered = MeteredSituations([planned_situation(plan.signature, plan.in_flight)])
         with self.agreement:
             self._run(plan)
-        self._climb(planner, plan, situation, accumulates=accumulates)
+        measured_bytes = (planner.unseen_bytes, 0)
+        self._climb(planner.alone(), plan, situation.shapes, measured_bytes, accumulates=accumulates)
         _LOG.info(told(plan, 0))
 
-    def _climb(self, planner: CompiledPlanner, plan: Plan, situation: Situation, *, accumulates: bool) -> None:
-        """From now on this rank has a ladder of its own, and needs others only for traces that run collectives."""
-        company = self._traces.among(planner.trace)
-        how = {"accumulates": accumulates, "may_refuse": self.agreement.size == 1}
-        self._shaped = ShapePlans(self._options, self._optimizer, self._tracing, company, **how)
-        with self._traces.together():
-            self._shaped.begin(situation.shapes, planner.alone(), plan, (planner.unseen_bytes, 0))
-
     def _run(self, plan: Plan) -> None:
-        """Put a plan to work; what is around the compilation of the model stays around it."""
-        with contextlib.nullcontext() if self._outside is None else self._outside.away():
-            if self._work.run(plan):
-                self._metered.expect()
+        with self._away():
+            super()._run(plan)
 
     @contextlib.contextmanager
     def _tracing(self) -> Iterator[None]:
-        """Trace steps like this call, without a plan at work and without a measurement that runs."""
-        self._steps.stop()
-        outside = contextlib.nullcontext() if self._outside is None else self._outside.away()
-        with self._steps.looking_away(), outside, self._work.paused():
+        with self._away(), super()._tracing():
             yield
+
+    def _away(self) -> contextlib.AbstractContextManager[None]:
+        """What is around the compilation of the model is not there while that changes."""
+        return contextlib.nullcontext() if self._outside is None else self._outside.away()
 
     def _after_step(self) -> None:
         """A step is over. Where it was measured, it has to have kept to the budget."""

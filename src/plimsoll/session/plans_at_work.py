@@ -1,9 +1,11 @@
-"""Puts one plan after another to work on a model, on all ranks alike."""
+"""Puts one plan after another to work on a model, on all ranks alike; and what every budget does that is at work on one."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -11,13 +13,21 @@ from torch import nn
 from plimsoll.artifacts.fault import Fault
 from plimsoll.artifacts.plan import COLLECTIVES, Plan
 from plimsoll.engine.apply import Handle, RemovedAtEnd
-from plimsoll.errors import PlanMismatch
+from plimsoll.errors import BudgetBelowFloor, PlanMismatch
 from plimsoll.session.agreement import Agreement
+from plimsoll.session.calibration import as_batch, stand_in_loss
+from plimsoll.session.joint_traces import JointTraces
 from plimsoll.session.manage import manage_together
 from plimsoll.session.options import Budget, PlanOptions
-from plimsoll.session.step_watch import MeteredSituations, StepWatch
+from plimsoll.session.retry import Retry, floor_of
+from plimsoll.session.shapes import ShapePlans
+from plimsoll.session.step_planner import StepPlanner
+from plimsoll.session.step_watch import MeteredSituations, Shapes, Situation, StepWatch
+from plimsoll.session.task import TrainingTask, detached
+from plimsoll.tracing.ddp import inner_module
 
-Decided = tuple[tuple[object, ...], ...]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class PlansAtWork:
@@ -40,7 +50,7 @@ class PlansAtWork:
         """Put a plan to work, on all ranks alike; whether it decides otherwise than the one before it."""
         before, self.plan = self.plan, plan
         if self._handle is not None and before is not None:
-            if before.regions is plan.regions or decided(before) == decided(plan):
+            if before.regions is plan.regions or before.effect == plan.effect:
                 return False
             try:
                 self._handle.switch(plan)
@@ -96,7 +106,12 @@ class AttachedBudget(RemovedAtEnd):
         self._budget, self._options, self._optimizer = budget, options, optimizer
         self._work = PlansAtWork(agreement, model, verify_every)
         self._metered = MeteredSituations()
-        self._calls = 0
+        self._calls = self._excess_bytes = 0
+        self._planner: StepPlanner | None = None
+        self._shaped: ShapePlans | None = None
+        """The plans among which every call chooses, once there is one for the first."""
+        self._traces = JointTraces(agreement, model)
+        self._retry = Retry(model, self)
 
     @property
     def plan(self) -> Plan | None:
@@ -118,15 +133,65 @@ class AttachedBudget(RemovedAtEnd):
         """What ``verify_every`` has shown so far, under every plan that was at work."""
         return self._work.faults
 
+    def step(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run one training step; where it runs out of memory, put everything back, plan tighter and run it again.
 
-def decided(plan: Plan) -> Decided:
-    """What a plan does to its regions, without what it says about that: prices and reasons change with the budget."""
-    return tuple(
-        (
-            region.name,
-            region.call,
-            region.is_boundary_dropped,
-            *((each.value, each.decision, each.form) for each in region.decisions),
-        )
-        for region in plan.regions
-    )
+        As `plimsoll.engine.apply.Handle.step`.
+        """
+        return self._retry.run(function, *args, **kwargs)
+
+    def tighten(self, *, is_own: bool) -> bool:
+        """The step has run out of memory: put a plan to work that takes less, here or where that was. Whether there is one."""
+        self._forget_step()
+        tighter = self._shaped.tighten() if is_own and self._shaped is not None else None
+        if tighter is not None:
+            self._run(tighter)
+        return any(self.agreement.all_of("tighter", tighter is not None, bool))
+
+    def floor(self, *, is_optimizer: bool, is_own: bool) -> BudgetBelowFloor | None:
+        """What to say where nothing takes less; ``None`` before there is a plan, and where only other ranks lack memory."""
+        planner, excess_bytes = self._planner, self._excess_bytes
+        if self._shaped is not None:
+            planner, excess_bytes = self._shaped.current_planner() or (planner, excess_bytes) if is_own else (None, 0)
+        return None if planner is None else floor_of(planner, excess_bytes, is_optimizer=is_optimizer)
+
+    def _forget_step(self) -> None:
+        """The step that failed is begun anew."""
+        self._steps.forget()
+        self._calls = 0  # ranks stopped in different calls
+        self._traces.begin_anew()
+
+    def _task(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingTask:
+        """The step of this very call, whose loss is not known."""
+        batch = detached(as_batch(inner_module(self.model), args, kwargs))
+        return TrainingTask(model=self.model, batch=batch, loss=stand_in_loss)
+
+    def _climb(
+        self, planner: StepPlanner, plan: Plan, shapes: Shapes, measured: tuple[int, int], *, accumulates: bool
+    ) -> None:
+        """From now on this rank has a ladder of its own, and needs others only for traces that run collectives."""
+        company = self._traces.among(planner.trace)
+        how = {"accumulates": accumulates, "may_refuse": self.agreement.size == 1}
+        self._shaped = ShapePlans(self._options, self._optimizer, self._tracing, company, **how)
+        with self._traces.together():
+            self._shaped.begin(shapes, planner, plan, measured)
+
+    def _choose(
+        self, plans: ShapePlans, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation, in_flight: int
+    ) -> None:
+        """Put the cheapest plan to work that keeps a batch of this shape within the budget."""
+        plans.wait_for(in_flight)
+        task = functools.partial(self._task, args, kwargs)
+        self._run(self._traces.plan_for(self._calls, situation.shapes, plans, task))
+
+    def _run(self, plan: Plan) -> None:
+        """Put a plan to work; what has not run yet has to show that it keeps to the budget."""
+        if self._work.run(plan):
+            self._metered.expect()
+
+    @contextlib.contextmanager
+    def _tracing(self) -> Iterator[None]:
+        """Trace steps like this call, without a plan at work and without a measurement that runs."""
+        self._steps.stop()
+        with self._steps.looking_away(), self._work.paused():
+            yield

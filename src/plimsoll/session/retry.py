@@ -47,19 +47,14 @@ _PATIENCE_SECONDS = 600.0
 class TighterPlans(Protocol):
     """A plan at work that can be exchanged for one that takes less."""
 
-    @property
-    def agreement(self) -> Agreement:
-        """The ranks that exchange it together."""
-        ...
+    agreement: Agreement
+    """The ranks that exchange it together."""
+    repeats_collectives: bool
+    """Whether recipes may talk to other ranks."""
 
     @property
     def plan(self) -> Plan | None:
         """The one at work; ``None`` before the first."""
-        ...
-
-    @property
-    def repeats_collectives(self) -> bool:
-        """Whether recipes may talk to other ranks."""
         ...
 
     def tighten(self, *, is_own: bool) -> bool:

@@ -34,7 +34,6 @@ from plimsoll.session.agreement import Agreement
 from plimsoll.session.batch_shapes import Shapes, covers, standing_in
 from plimsoll.session.calibration import optimizer_in_view
 from plimsoll.session.options import PlanOptions
-from plimsoll.session.plans_at_work import decided
 from plimsoll.session.step_planner import CLOSE, StepPlanner
 from plimsoll.session.step_watch import warn, warn_of_floor
 from plimsoll.session.task import TrainingTask
@@ -323,8 +322,8 @@ class ShapePlans:
         """More plans for every family."""
         if not plans:
             return
-        known = set(map(decided, self._plans))
-        new = [plan for plan in plans if decided(plan) not in known]
+        known = {plan.effect for plan in self._plans}
+        new = [plan for plan in plans if plan.effect not in known]
         self._plans += new
         for steps in self._steps.values():
             for ladder in steps.ladders:

@@ -12,7 +12,6 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 import torch
@@ -93,12 +92,9 @@ def run_trial(
     )
 
 
-class Resolving(Protocol):
-    """Solves again with so many bytes taken off the budget, and with errors expected so many times larger."""
-
-    def __call__(self, excess_bytes: int, error_scale: float, /) -> Plan:
-        """A plan, or ``BudgetBelowFloor`` where nothing fits any more."""
-        ...
+Resolving = Callable[[int, float], Plan]
+"""Solves again with so many bytes taken off the budget, and with errors expected so many times larger; or raises
+``BudgetBelowFloor`` where nothing fits any more."""
 
 
 def confirmed(
