@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from launching import Refusal, Told, on_ranks, refused
 from plimsoll.errors import InvalidOption, RankMissing
-from plimsoll.session.rendezvous.exchange import Meeting, exchange, together
+from plimsoll.session.rendezvous.conversation import Conversation
+from plimsoll.session.rendezvous.exchange import Meeting, exchange
 from plimsoll.session.rendezvous.world import World, current_world
 
 RANKS = 4
@@ -53,13 +54,16 @@ def _late(world: World) -> Refusal:
 
 
 def _divide(world: World) -> float:
-    with together(world, "dividing"):
-        return 1 // (world.rank - 1)
+    with Conversation(world, "dividing") as conversation:
+        found = 1 // (world.rank - 1)
+        conversation.ask("divided")
+    return found
 
 
 def _fine(world: World) -> int:
-    with together(world, "dividing"):
-        return 1 + world.rank
+    with Conversation(world, "dividing") as conversation:
+        conversation.ask("divided")
+    return 1 + world.rank
 
 
 def _subset(world: World) -> tuple[bytes, ...]:

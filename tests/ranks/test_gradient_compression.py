@@ -171,7 +171,7 @@ def test_removing_leaves_plain_gradients_the_very_hooks_and_no_thread_or_group(t
     [
         ("ddp", "twice", "InvalidOption", "compressed already"),
         ("ddp", "foreign", "InvalidOption", "_somebody_elses"),
-        ("ddp", "differ", "RanksDiffer", "method is topk:20% and topk:10%"),
+        ("ddp", "differ", "RanksDiffer", "method: rank 0 topk:20%; rank 1 topk:10%"),
         ("ddp", "bare", "InvalidModel", "Linear"),
         ("ddp", "pattern", "InvalidOption", "matches no parameter"),
         ("ddp", "group", "InvalidOption", "replicate_group="),

@@ -75,7 +75,7 @@ def test_ranks_that_would_repeat_other_collectives_all_get_the_same_error(ranks:
     first, second = (found["disagreement"] for found in ranks)
     assert first[:5] == second[:5]
     assert first.kind == "RanksDiffer"
-    assert "rank 1: recipe all_reduce" in first.why
+    assert "rank 1 recipe all_reduce" in first.found
 
 
 def test_all_ranks_of_one_layout_have_one_fingerprint(ranks: Told):

@@ -23,7 +23,7 @@ from plimsoll.artifacts.base import to_json
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.store import from_json
 from plimsoll.errors import BudgetBelowFloor, InvalidOption, PlimsollError, RankFailed
-from plimsoll.session.rendezvous.conversation import Conversation, differing
+from plimsoll.session.rendezvous.conversation import Conversation
 from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS
 from plimsoll.session.rendezvous.joint_step import JointStep
 from plimsoll.session.rendezvous.world import find_participants
@@ -168,16 +168,15 @@ class Agreement:
         """Go on if these facts, and the versions, are the same on all ranks; else ``RanksDiffer``, with a table, on
         all.
         """
-        if self._conversation is None:
-            return
-        mine = {**_versions(), **facts}
-        told = self.all_of(what, mine, dict[str, str])
-        names = dict.fromkeys(name for one in told for name in one)
-        table = {name: [one.get(name, "nothing") for one in told] for name in names}
-        odd = [name for name, values in table.items() if len(set(values)) > 1]
-        if odd:
-            self._conversation.end()
-            raise differing(table, self.ranks, _PAD if odd == [BATCH] else "")
+        if self._conversation is not None:
+            self._conversation.same(what, {**_versions(), **facts}, {BATCH: _PAD})
+
+    @contextlib.contextmanager
+    def together(self, what: str, *, more_seconds: float = 0.0) -> Iterator[None]:
+        """Run the block on every rank, and go on only if it went well on all; they wait for each other at its end."""
+        with self:
+            yield
+            self.meet(what, more_seconds=more_seconds)
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:

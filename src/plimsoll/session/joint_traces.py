@@ -13,7 +13,7 @@ times and no more.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import msgspec
 from torch import nn
@@ -93,15 +93,9 @@ class JointTraces:
         self._calm = 0 if is_due else self._calm + 1
         return is_due
 
-    @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self) -> contextlib.AbstractContextManager[None]:
         """Trace and plan in the block. One rank may plan for longer: the others wait, so that nobody waits in vain after it."""
-        if self._agreement.size == 1:
-            yield
-            return
-        with self._agreement:
-            yield
-            self._agreement.meet("planned", more_seconds=SOLVING_SECONDS)
+        return self._agreement.together("planned", more_seconds=SOLVING_SECONDS)
 
 
 def facts_of(task: TrainingTask) -> dict[str, str]:

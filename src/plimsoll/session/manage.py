@@ -8,8 +8,9 @@ from torch import nn
 
 from plimsoll.artifacts.plan import Plan
 from plimsoll.engine.apply import Handle, apply_plan
-from plimsoll.errors import PlanMismatch, PlanNotUsable, RanksDiffer
+from plimsoll.errors import PlanMismatch, PlanNotUsable
 from plimsoll.session.agreement import Agreement
+from plimsoll.session.rendezvous.conversation import differing
 from plimsoll.session.rendezvous.exchange import exchange
 from plimsoll.session.rendezvous.world import current_world
 from plimsoll.tracing.kernels import runs_gpu_kernels
@@ -56,16 +57,9 @@ def agree_on_service(region: str, peers: tuple[int, ...], service: str) -> None:
     if world is None:
         return
     answers = [answer.decode() for answer in exchange(world, f"collectives of {region}", service.encode())]
-    if len(set(answers)) == 1:
-        return
-    other = next(rank for rank, answer in zip(world.ranks, answers, strict=True) if answer != answers[0])
-    said = answers[world.ranks.index(other)]
-    raise RanksDiffer(
-        f"Region {region!r} would repeat other collectives on rank {other} than on rank {world.ranks[0]}.",
-        why=f"rank {world.ranks[0]}: {answers[0]}; rank {other}: {said}",
-        next="plan without 'collectives' in allow=",
-        ranks=(other,),
-    )
+    if len(set(answers)) > 1:
+        why = "one that keeps what the others rebuild would leave them waiting in a collective"
+        raise differing({f"region {region!r}": answers}, world.ranks, "plan without 'collectives' in allow=", why=why)
 
 
 def check_plan(plan: object) -> None:

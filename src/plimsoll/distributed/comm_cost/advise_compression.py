@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from statistics import median
@@ -31,7 +30,7 @@ from plimsoll.distributed.gradient_compression.method import CompressionSettings
 from plimsoll.distributed.gradient_compression.shards import ShardUnit, check_default, check_free, units_of
 from plimsoll.errors import InvalidModel, InvalidOption
 from plimsoll.session.options import check_count
-from plimsoll.session.rendezvous.conversation import Conversation, differing
+from plimsoll.session.rendezvous.conversation import Conversation
 from plimsoll.session.rendezvous.world import World, current_world, find_participants
 from plimsoll.session.task import check_model, explained_loss
 from plimsoll.tracing.fsdp2 import has_flat_parameters, reshard
@@ -210,11 +209,7 @@ def _agree(conversation: Conversation, metering: Metering, optimizer: str) -> No
         "optimizer": optimizer,
         "torch": torch.__version__,
     }
-    told = [json.loads(answer) for answer in conversation.ask("options", json.dumps(mine).encode())]
-    if any(theirs != mine for theirs in told):
-        conversation.end()
-        facts = {name: [theirs[name] for theirs in told] for name in mine}
-        raise differing(facts, conversation.world.ranks, _SAME, why="they measure in turns, and wait for each other")
+    conversation.same("options", mine, {"": _SAME}, why="they measure in turns, and wait for each other")
 
 
 def _try(conversation: Conversation, metering: Metering) -> int:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
-import json
 from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
@@ -25,11 +25,12 @@ from plimsoll.distributed.gradient_compression.shards import (
     units_of,
 )
 from plimsoll.distributed.gradient_compression.slots import Form, GradientSlot, make_slots
-from plimsoll.errors import InvalidModel, InvalidOption, RanksDiffer
-from plimsoll.session.rendezvous.exchange import exchange, together
+from plimsoll.errors import InvalidModel, InvalidOption
+from plimsoll.session.rendezvous.conversation import Conversation
 from plimsoll.session.rendezvous.world import current_world
 
 _TOPIC = "gradient compression"
+_SAME = "call compress_gradients() with the same model and the same arguments on every rank"
 
 
 def compress_gradients(
@@ -168,20 +169,10 @@ def _agreeing(settings: CompressionSettings, group: dist.ProcessGroup) -> Iterat
     if world is None:
         yield slots
         return
-    with together(world, _TOPIC):
+    with Conversation(world, _TOPIC) as conversation:
         yield slots
-    mine = {
-        **settings.as_text(),
-        "parameters": [[slot.name, list(slot.shape), str(slot.dtype), slot.reason] for slot in slots],
-    }
-    told = [json.loads(message) for message in exchange(world, _TOPIC, json.dumps(mine).encode())]
-    for rank, theirs in zip(world.ranks, told, strict=True):
-        if theirs != told[0]:
-            what = next(key for key in theirs if theirs[key] != told[0][key])
-            first, other = (told[0][what], theirs[what]) if what != "parameters" else ("one model", "another")
-            raise RanksDiffer(
-                f"Ranks {world.ranks[0]} and {rank} ask for different gradient compression: {what} is {first} and {other}.",
-                why="ranks that compress differently cannot read what the others send",
-                next="call compress_gradients() with the same model and the same arguments on every rank",
-                ranks=(world.ranks[0], rank),
-            )
+        parameters = [(slot.name, slot.shape, str(slot.dtype), slot.reason) for slot in slots]
+        digest = hashlib.blake2s(repr(parameters).encode(), digest_size=6).hexdigest()
+        mine = {**settings.as_text(), "parameters": f"{len(slots)}, {digest}"}
+        facts = {name: str(value) for name, value in mine.items()}
+        conversation.same("what is compressed", facts, {"": _SAME}, why="else they cannot read what the others send")

@@ -217,7 +217,7 @@ class ScheduleAttachment(RemovedAtEnd):
 
     def _agree_at_first(self) -> None:
         """All stages of all ranks are traced, and no micro-batch has run: refuse together, or go on."""
-        with self._agreement.together():
+        with self._agreement.together("traced"):
             for error in self._errors:
                 raise error
             budget_bytes = self._budget.bytes_on(next(iter(self._steps.values())).traced.costs)
@@ -225,7 +225,7 @@ class ScheduleAttachment(RemovedAtEnd):
         self._budget_bytes, self._excess_bytes = budget_bytes, self._state_bytes
         mine, _ = self._agreement.compare(self._standing(does_fit=False))
         planner = RankPlanner(self._steps, self._rank.actions, self._beside_bytes)
-        with self._agreement.together():
+        with self._agreement.together("lowest"):
             planner.solve(budget_bytes, budget_bytes - mine.room_bytes)  # below the floor this step must not begin
             made = planner.lowest()
         self._planner = planner
@@ -237,7 +237,7 @@ class ScheduleAttachment(RemovedAtEnd):
         self._stop_measuring()
         step, self._measured = self._measured, None
         self._steps_run += 1
-        with self._agreement.together():
+        with self._agreement.together("noted"):
             if step is not None:
                 self._note(step)
         fits = step is not None and self.measured_peak_bytes <= self._budget_bytes
@@ -245,7 +245,7 @@ class ScheduleAttachment(RemovedAtEnd):
         if all_fit or self._steps_run >= _MOST_STEPS:
             self._end_calibration(does_fit=fits)
             return
-        with self._agreement.together():
+        with self._agreement.together("solved"):
             made = self._planner.solve(self._budget_bytes, self._budget_bytes - mine.room_bytes)
         self._take(mine, made)
 

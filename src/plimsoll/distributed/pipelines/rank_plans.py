@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import msgspec
 
@@ -18,7 +16,8 @@ from plimsoll.estimator.pipeline_schedule.timeline import ActionSeconds
 from plimsoll.planning.describe import describe_peak
 from plimsoll.planning.explain import name_holders
 from plimsoll.planning.simulate import Simulation
-from plimsoll.session.rendezvous.exchange import exchange, together
+from plimsoll.session.agreement import Agreement
+from plimsoll.session.rendezvous.conversation import Conversation
 from plimsoll.session.rendezvous.world import World
 from plimsoll.units import budget_text, format_bytes
 
@@ -112,7 +111,6 @@ class RankPlanner:
 TIMEOUT_SECONDS = 300.0
 """Where torch infers shapes, ranks trace their stages one after the other: the first waits for the last."""
 _TOPIC = "planning pipeline stages"
-_T = TypeVar("_T", bound=msgspec.Struct)
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,12 +122,12 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     does_fit: bool
 
 
-class StageAgreement:
-    """The ranks of a job, seen from one of them. Without others (``world`` is ``None``) everything is as this rank has it."""
+class StageAgreement(Agreement):
+    """The ranks of a job, seen from one of them; without others (``world`` is ``None``) everything is as this rank has it."""
 
     def __init__(self, world: World | None, timeout_seconds: float) -> None:
-        self.world = world
-        self._timeout_seconds = timeout_seconds
+        conversation = None if world is None else Conversation(world, _TOPIC, timeout_seconds=timeout_seconds)
+        super().__init__(conversation, _TOPIC)
 
     def compare(self, mine: Standing) -> tuple[Standing, bool]:
         """This rank's standing with the room of its tightest replica, and whether all ranks fit.
@@ -138,40 +136,22 @@ class StageAgreement:
             RanksDiffer: replicas of a stage have different models.
             RankMissing: a rank did not come.
         """
-        everyone = self._exchange("standing", mine)
+        everyone = self.all_of("standing", mine, Standing)
         replicas = [other for other in everyone if other.stages == mine.stages]
         for other in everyone:
             _refuse_differing([one for one in everyone if one.stages == other.stages])
         room_bytes = min(other.room_bytes for other in replicas)
         return msgspec.structs.replace(mine, room_bytes=room_bytes), all(other.does_fit for other in everyone)
 
-    def together(self) -> contextlib.AbstractContextManager[None]:
-        """Around work that may fail on one rank alone: where it does, all ranks raise.
-
-        Raises:
-            RankFailed: on the others.
-        """
-        if self.world is None:
-            return contextlib.nullcontext()
-        return together(self.world, _TOPIC, timeout_seconds=self._timeout_seconds)
-
     def adopt(self, mine: Standing, made: RankPlan) -> tuple[dict[int, Plan], dict[int, ActionSeconds]]:
         """The plans of the first replica, and the seconds of every stage that some rank runs."""
-        offers = self._exchange("plans", _Offer(stages=mine.stages, seconds=made.seconds, plans=made.plans))
+        offers = self.all_of("plans", _Offer(stages=mine.stages, seconds=made.seconds, plans=made.plans), _Offer)
         first = next(offer for offer in offers if offer.stages == mine.stages)
         everyones: dict[int, ActionSeconds] = {}
         for offer in offers:
             for index, found in offer.seconds.items():
                 everyones.setdefault(index, found)
         return first.plans, everyones
-
-    def _exchange(self, what: str, mine: _T) -> Sequence[_T]:
-        if self.world is None:
-            return (mine,)
-        messages = exchange(
-            self.world, f"{_TOPIC}: {what}", msgspec.json.encode(mine), timeout_seconds=self._timeout_seconds
-        )
-        return [msgspec.json.decode(message, type=type(mine)) for message in messages]
 
 
 class _Offer(msgspec.Struct, frozen=True, kw_only=True):

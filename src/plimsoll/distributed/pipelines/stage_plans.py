@@ -75,14 +75,14 @@ def apply_stages(
     """
     check_count("verify_every", verify_every, least=0)
     agreement = StageAgreement(current_world(ranks), timeout_seconds)
-    with agreement.together():
+    with agreement.together("read"):
         rank = read_schedule(schedule)
         for stage in rank.stages.values():
             check_model(stage.submod)
         found = _assigned(rank, plans)
     handles: list[Handle] = []
     with contextlib.ExitStack() as undo:
-        with agreement.together():
+        with agreement.together("applied"):
             for index, plan in found.items():
                 module, splits = rank.stages[index].submod, rank.splits_backward(index)
                 handle = manage(module, plan, verify_every=verify_every, splits_backward=splits)

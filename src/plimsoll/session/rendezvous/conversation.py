@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 
 import msgspec
@@ -127,6 +127,20 @@ class Conversation:
             raise differing({"step": [turn.step for turn in turns]}, self.world.ranks)
         self._step = step
         return tuple(turn.message for turn in turns)
+
+    def same(self, step: str, facts: Mapping[str, str], next_: Mapping[str, str] = {}, *, why: str = _WHY) -> None:
+        """Go on if these facts are the same on all ranks; else ``RanksDiffer``, with a table, on all.
+
+        ``next_`` is what to do about a fact, by its name; under no name about any of them.
+        """
+        told = [msgspec.msgpack.decode(answer) for answer in self.ask(step, msgspec.msgpack.encode(facts))]
+        names = dict.fromkeys(name for one in told for name in one)
+        table = {name: [one.get(name, "nothing") for one in told] for name in names}
+        odd = [name for name, values in table.items() if len(set(values)) > 1]
+        if odd:
+            self.end()
+            known = odd[0] if len(odd) == 1 and odd[0] in next_ else ""
+            raise differing(table, self.world.ranks, next_.get(known, ""), why=why)
 
     def gather(self, occasion: str, message: bytes) -> tuple[bytes, ...] | None:
         """Outside of a conversation: everyone's message if all ranks come within a few seconds, else ``None``.

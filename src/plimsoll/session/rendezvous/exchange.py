@@ -9,14 +9,12 @@ Known weakness: a rank that dies between its message and its reading is not noti
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from plimsoll.errors import PlimsollError, RankFailed, RankMissing
+from plimsoll.errors import RankMissing
 from plimsoll.session.rendezvous.world import World
 
 TIMEOUT_SECONDS = 60.0
@@ -24,7 +22,6 @@ TIMEOUT_SECONDS = 60.0
 
 _COMPLETE = b"complete"
 _MISSING = b"missing "
-_FINE, _FAILED = b"+", b"-"
 
 
 def exchange(
@@ -39,37 +36,6 @@ def exchange(
     """
     meeting = Meeting.arrive(world, topic, message, timeout_seconds)
     return meeting.collect()
-
-
-@contextlib.contextmanager
-def together(world: World, topic: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> Iterator[None]:
-    """Run the block on every rank, and go on only if it went well on all; they wait for each other at its end.
-
-    A rank whose block raises tells the others and raises its own error at once.
-
-    Raises:
-        RankFailed: the block raised on another rank, which is named with what it found.
-        RankMissing: some rank did not come to the end of its block in time.
-    """
-    try:
-        yield
-    except Exception as error:
-        said = error.found if isinstance(error, PlimsollError) else f"{type(error).__name__}: {error}"
-        Meeting.arrive(world, topic, _FAILED + said.encode(), timeout_seconds)
-        raise
-    answers = exchange(world, topic, _FINE, timeout_seconds=timeout_seconds)
-    failed = {
-        rank: answer[1:].decode() for rank, answer in zip(world.ranks, answers, strict=True) if answer[:1] == _FAILED
-    }
-    if failed:
-        rank, said = next(iter(failed.items()))
-        others = "" if len(failed) == 1 else f" (and {len(failed) - 1} more)"
-        raise RankFailed(
-            f"Rank {rank}{others} failed in {topic!r}: {said}",
-            why="all ranks go on together or none does; nothing was changed on this one",
-            next=f"see the error of rank {rank}",
-            ranks=tuple(failed),
-        )
 
 
 @dataclass(frozen=True, slots=True)
