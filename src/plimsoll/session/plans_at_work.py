@@ -15,6 +15,7 @@ from plimsoll.artifacts.plan import COLLECTIVES, Plan
 from plimsoll.engine.apply import Handle, RemovedAtEnd
 from plimsoll.errors import BudgetBelowFloor, PlanMismatch
 from plimsoll.session.agreement import Agreement
+from plimsoll.session.batch_shapes import Shapes
 from plimsoll.session.calibration import as_batch, stand_in_loss
 from plimsoll.session.joint_traces import JointTraces
 from plimsoll.session.manage import manage_together
@@ -22,7 +23,7 @@ from plimsoll.session.options import Budget, PlanOptions
 from plimsoll.session.retry import Retry, floor_of
 from plimsoll.session.shapes import ShapePlans
 from plimsoll.session.step_planner import StepPlanner
-from plimsoll.session.step_watch import MeteredSituations, Shapes, Situation, StepWatch
+from plimsoll.session.step_watch import MeteredSituations, Situation, StepWatch
 from plimsoll.session.task import TrainingTask, detached
 from plimsoll.tracing.ddp import inner_module
 
