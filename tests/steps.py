@@ -15,6 +15,19 @@ import zoo
 Step = tuple[nn.Module, Any, Callable[[Any], torch.Tensor] | None]
 
 
+class Net(nn.Module):
+    """Parts and a function of them: ``Net(lambda net, x: net.line(x).tanh(), line=nn.Linear(8, 8))``."""
+
+    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self.function(self, *inputs, **named)
+
+
 class Block(nn.Module):
     """A residual MLP with dropout and a norm."""
 

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import steps
 import zoo
-from contracts.planted_faults import WIDTH, Autocast, Wrapped, checkpointed, dropping, exact
-from steps import Block, CheckpointedStack, Stack, Step, mean_square
+from contracts.planted_faults import WIDTH, Autocast, Wrapped, checkpointed, compiled, dropping, exact
+from steps import Block, CheckpointedStack, Net, Stack, Step, mean_square
 
 
 @dataclass(frozen=True)
@@ -61,42 +61,19 @@ class Nested(Wrapped):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cells = nn.ModuleList(nn.GRU(WIDTH, WIDTH, batch_first=True) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+def recurrent() -> Net:
+    def run(net: Net, x: torch.Tensor) -> torch.Tensor:
         x = x[None]
-        for cell in self.cells:
+        for cell in net.cells:
             x = checkpoint(lambda y, cell=cell: cell(y)[0], x, use_reentrant=False)
         return x
 
-
-class Sequential(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(Block(WIDTH) for _ in range(4)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint_sequential(self.blocks, 2, x, use_reentrant=False)
+    return Net(run, cells=nn.ModuleList(nn.GRU(WIDTH, WIDTH, batch_first=True) for _ in range(2)))
 
 
-class Compiled(nn.Module):
-    """Below torch.compile with a memory budget, without random numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([exact()])
-        self.run = torch.compile(self.plain, backend="aot_eager_decomp_partition")
-
-    def plain(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = torch.relu(block(x))
-        return x
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.run(x)
+def sequential() -> Net:
+    way = lambda net, x: checkpoint_sequential(net.blocks, 2, x, use_reentrant=False)  # noqa: E731
+    return Net(way, blocks=nn.Sequential(*(Block(WIDTH) for _ in range(4))))
 
 
 def selective(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -147,8 +124,8 @@ CLEAN = (
     Clean("checkpoint, selective", lambda: of(lambda: Wrapped(selective, dropping))),
     Clean("checkpoint, nested", lambda: of(lambda: Nested(checkpointed(), dropping))),
     Clean("checkpoint, under autocast", lambda: of(lambda: Autocast(checkpointed(), dropping))),
-    Clean("checkpoint of a recurrent net", lambda: of(Recurrent)),
-    Clean("checkpoint_sequential", lambda: of(Sequential)),
+    Clean("checkpoint of a recurrent net", lambda: of(recurrent)),
+    Clean("checkpoint_sequential", lambda: of(sequential)),
     Clean("Llama checkpoints its layers", lambda: checkpointing(steps.llama)),
     Clean("GPT-2 with dropout checkpoints its layers", lambda: checkpointing(steps.gpt2)),
     Clean("ViT with dropout checkpoints its layers", lambda: checkpointing(steps.vit)),
@@ -157,7 +134,7 @@ CLEAN = (
     Clean("save_on_cpu", lambda: of(stack), context=save_on_cpu),
     Clean("offloading hooks", lambda: of(lambda: Stack(3, WIDTH)), context=to_numpy),
     Clean("lossless hooks", lambda: steps.gpt2(), context=packed_masks),
-    Clean("compiled under a budget", lambda: of(Compiled), budget=0.2, hides_tensors=True),
+    Clean("compiled under a budget", lambda: of(lambda: compiled(exact, torch.relu)), budget=0.2, hides_tensors=True),
     Clean("Llama under a plan", steps.llama, strategy="full"),
     Clean("GPT-2 with dropout under a plan", steps.gpt2, strategy="full"),
     Clean("ViT with dropout under a plan", steps.vit, strategy="selective:mlp"),

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from plimsoll.artifacts.fault import Cause
 from plimsoll.artifacts.receipt import ReceiptVerdict
-from steps import Block, Stack, Step, mean_square, on
+from steps import Block, Net, Stack, Step, mean_square, on
 
 WIDTH = 32
 
@@ -82,16 +82,10 @@ def selective(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return checkpoint(block, x, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
 
-class Shifted(nn.Module):
+def shifted() -> Net:
     """Adds before it squares: backward saves the sum, recomputation needs the input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shift = nn.Parameter(torch.randn(WIDTH))
-        self.inner = Block(WIDTH, dropout=0.0)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh((x + self.shift) * 0.5) + self.inner(x + self.shift)
+    way = lambda net, x: torch.tanh((x + net.shift) * 0.5) + net.inner(x + net.shift)  # noqa: E731
+    return Net(way, shift=nn.Parameter(torch.randn(WIDTH)), inner=exact())
 
 
 def overwrites_its_input(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -101,16 +95,10 @@ def overwrites_its_input(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-class Counting(nn.Module):
+def counting() -> Net:
     """A buffer that moves with every call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("level", torch.ones(1))
-        self.inner = Block(WIDTH, dropout=0.0)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x) * torch.tanh(x + self.level.clone())
+    way = lambda net, x: net.inner(x) * torch.tanh(x + net.level.clone())  # noqa: E731
+    return Net(way, level=nn.Buffer(torch.ones(1)), inner=exact())
 
 
 class CountingStack(Wrapped):
@@ -122,54 +110,37 @@ class CountingStack(Wrapped):
         return x
 
 
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.relu(self.norm(self.linear(x)))
+def normed() -> Net:
+    way = lambda net, x: torch.relu(net.norm(net.linear(x)))  # noqa: E731
+    return Net(way, norm=nn.BatchNorm1d(WIDTH), linear=nn.Linear(WIDTH, WIDTH))
 
 
-class NumpyScaled(nn.Module):
+def scaled_by_numpy() -> Net:
     """A scale from a generator that torch does not know."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Block(WIDTH, dropout=0.0)
-        self._random = np.random.default_rng(0)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.inner(x) * float(self._random.uniform(0.5, 1.5)))
+    way = lambda net, x: torch.tanh(net.inner(x) * float(net.random.uniform(0.5, 1.5)))  # noqa: E731
+    return Net(way, inner=exact(), random=np.random.default_rng(0))
 
 
-class OwnGenerator(nn.Module):
+def of_its_own_generator() -> Net:
     """Noise from a generator of its own, which checkpointing does not put back."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Block(WIDTH, dropout=0.0)
-        self._generator = torch.Generator().manual_seed(1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def draw(net: Net, x: torch.Tensor) -> torch.Tensor:
         if torch._C._current_graph_task_id() == -1:
-            self._generator.manual_seed(1)
-        return self.inner(x) * torch.rand(x.shape, generator=self._generator).to(x.device)
+            net.generator.manual_seed(1)
+        return net.inner(x) * torch.rand(x.shape, generator=net.generator).to(x.device)
+
+    return Net(draw, inner=exact(), generator=torch.Generator().manual_seed(1))
 
 
-class Alternating(nn.Module):
-    """Takes the other branch every second call."""
+def alternating() -> Net:
+    """Takes the other branch in backward."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self._is_again = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def branch(net: Net, x: torch.Tensor) -> torch.Tensor:
         is_backward = torch._C._current_graph_task_id() != -1
-        y = torch.tanh(self.one(x)) if not is_backward else torch.sigmoid(self.other(x)) * 0.5 + self.one(x) * 0.1
+        y = torch.tanh(net.one(x)) if not is_backward else torch.sigmoid(net.other(x)) * 0.5 + net.one(x) * 0.1
         return torch.sin(y) * y
+
+    return Net(branch, one=nn.Linear(WIDTH, WIDTH), other=nn.Linear(WIDTH, WIDTH))
 
 
 class Evaluated(Wrapped):
@@ -217,13 +188,8 @@ def unsteady(x: torch.Tensor) -> torch.Tensor:
     return x * (1.0 if torch._C._current_graph_task_id() == -1 else 1.01)
 
 
-class Unsteady(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Block(WIDTH, dropout=0.0)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(Noisy.apply(self.inner(x)))
+def varying() -> Net:
+    return Net(lambda net, x: torch.tanh(Noisy.apply(net.inner(x))), inner=exact())
 
 
 def hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> Callable[[], Any]:
@@ -317,21 +283,11 @@ def same(packed: Any) -> Any:
     return packed
 
 
-class Compiled(nn.Module):
-    """Dropout below torch.compile with a memory budget: PyTorch's partitioner recomputes it with another mask."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([dropping()])
-        self.run = torch.compile(self.plain, backend="aot_eager_decomp_partition")
-
-    def plain(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = F.gelu(block(x))
-        return x
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.run(x)
+def compiled(block: Callable[[], nn.Module], activation: Callable[[torch.Tensor], torch.Tensor]) -> Net:
+    """A block and an activation below torch.compile with a memory budget."""
+    net = Net(lambda net, x: net.run(x), blocks=nn.ModuleList([block()]))
+    net.run = torch.compile(lambda x: activation(net.blocks[0](x)), backend="aot_eager_decomp_partition")
+    return net
 
 
 FAULTS = (
@@ -342,18 +298,18 @@ FAULTS = (
     ),
     Planted("random state not restored, re-entrant", lambda: Wrapped(reentrant, dropping), Cause.RANDOM_STATE),
     Planted("random state not restored, selective", lambda: Wrapped(selective, dropping), Cause.RANDOM_STATE),
-    Planted("a generator of its own", lambda: Wrapped(checkpointed(), OwnGenerator), Cause.RANDOM_STATE),
-    Planted("a scale drawn by numpy", lambda: Wrapped(checkpointed(), NumpyScaled), Cause.CHANGED_CONTROL_FLOW),
+    Planted("a generator of its own", lambda: Wrapped(checkpointed(), of_its_own_generator), Cause.RANDOM_STATE),
+    Planted("a scale drawn by numpy", lambda: Wrapped(checkpointed(), scaled_by_numpy), Cause.CHANGED_CONTROL_FLOW),
     Planted(
         "another branch",
-        lambda: Wrapped(checkpointed(determinism_check="none"), Alternating),
+        lambda: Wrapped(checkpointed(determinism_check="none"), alternating),
         Cause.CHANGED_CONTROL_FLOW,
     ),
-    Planted("an input written in place", lambda: Wrapped(overwrites_its_input, Shifted), Cause.IN_PLACE_WRITE),
-    Planted("a stale buffer", lambda: CountingStack(checkpointed(), Counting), Cause.CHANGED_BUFFER),
+    Planted("an input written in place", lambda: Wrapped(overwrites_its_input, shifted), Cause.IN_PLACE_WRITE),
+    Planted("a stale buffer", lambda: CountingStack(checkpointed(), counting), Cause.CHANGED_BUFFER),
     Planted(
         "running statistics moved twice",
-        lambda: Wrapped(checkpointed(), Normed),
+        lambda: Wrapped(checkpointed(), normed),
         Cause.CHANGED_BUFFER,
         ReceiptVerdict.BUFFERS_DIFFER,
     ),
@@ -364,7 +320,7 @@ FAULTS = (
         raises=True,
     ),
     Planted("autocast not restored", lambda: Autocast(without_autocast, exact), Cause.CHANGED_CONTEXT, raises=True),
-    Planted("an op that is not deterministic", lambda: Wrapped(checkpointed(), Unsteady), Cause.NON_DETERMINISTIC),
+    Planted("an op that is not deterministic", lambda: Wrapped(checkpointed(), varying), Cause.NON_DETERMINISTIC),
     Planted("no gradient for frozen inputs", lambda: Wrapped(frozen_inputs, exact), None),
     Planted("a detached recomputation", lambda: Wrapped(dropped_gradient, exact), None),
     Planted("an address used again", plain, Cause.TRANSFER, context=address_keyed),
@@ -379,5 +335,10 @@ FAULTS = (
     ),
     Planted("a shape that broadcasts", plain, Cause.CHANGED_LAYOUT, context=hooks(averaged, same)),
     Planted("a wrong stride", plain, Cause.TRANSFER, context=hooks(transposed, same)),
-    Planted("compiled dropout below a budget of 1", Compiled, Cause.COMPILED_RANDOMNESS, budget=0.0),
+    Planted(
+        "compiled dropout below a budget of 1",
+        lambda: compiled(dropping, F.gelu),
+        Cause.COMPILED_RANDOMNESS,
+        budget=0.0,
+    ),
 )

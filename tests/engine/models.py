@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from contracts.harness import Stack, batch, weigh
 from plimsoll.artifacts.plan import RegionPlan, ValueDecision
 from samples import filled
+from steps import Net
 
 
 @torch.jit.script
@@ -22,36 +23,38 @@ def scaled(x: torch.Tensor, scale: float) -> torch.Tensor:
     return x * scale
 
 
-class Inner(nn.Module):
-    """A function of one tensor as a module."""
+class Inner(Net):
+    """A function of tensors as a module, without parts."""
 
-    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.function(x)
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(*inputs)
 
 
-class Lined(nn.Module):
+def attention(width: int = 32, *, after: Callable[..., torch.Tensor] = torch.Tensor.mul, dropout: float = 0.0) -> Net:
+    """One head; ``after`` is given what it makes and its input."""
+
+    def attend(net: Net, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = net.qkv(x)[None].chunk(3, -1)
+        return after(net.out(nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout)[0]), x)
+
+    return Net(attend, qkv=nn.Linear(width, 3 * width), out=nn.Linear(width, width))
+
+
+class Lined(Net):
     """A linear layer that a function uses: ``function(line, *inputs)``."""
 
     def __init__(self, function: Callable[..., Any], width: int = 8) -> None:
-        super().__init__()
-        self.line = nn.Linear(width, width)
-        self.function = function
+        super().__init__(function, line=nn.Linear(width, width))
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         return self.function(self.line, *inputs, **named)
 
 
-class UpDown(nn.Module):
+class UpDown(Net):
     """Two linear layers that a function uses: ``function(up, down, x)``."""
 
     def __init__(self, function: Callable[..., torch.Tensor], inner: int = 32) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(16, inner), nn.Linear(inner, 16)
-        self.function = function
+        super().__init__(function, up=nn.Linear(16, inner), down=nn.Linear(inner, 16))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.function(self.up, self.down, x)
@@ -91,17 +94,15 @@ class Through(Stack):
         return self.head(self.way(self.blocks, self.entrance(x)))
 
 
-class Tied(nn.Module):
+def tied() -> Net:
     """Two layers that share their weight, which is read directly too."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(32, 32)
-        self.second = nn.Linear(32, 32)
-        self.second.weight = self.first.weight
+    def both(net: Net, x: torch.Tensor) -> torch.Tensor:
+        return net.second(net.first(x).exp().tanh()) * nn.functional.linear(x, net.first.weight.t())
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x).exp().tanh()) * nn.functional.linear(x, self.first.weight.t())
+    net = Net(both, first=nn.Linear(32, 32), second=nn.Linear(32, 32))
+    net.second.weight = net.first.weight
+    return net
 
 
 def step_on(data: Callable[[int], torch.Tensor] = batch, *, backwards: int = 1) -> Callable[..., torch.Tensor]:

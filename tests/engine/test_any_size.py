@@ -14,6 +14,7 @@ from torch import nn
 import plimsoll
 import zoo
 from contracts.harness import batch, differences, manage, stack_of, train, weigh
+from engine.models import Inner
 from plimsoll.artifacts.decision import Engine
 from plimsoll.engine import region as region_module
 from plimsoll.errors import PlanMismatch, ReplayMismatch
@@ -51,17 +52,6 @@ def drifting():
     library.impl("drift", lambda x: x * drift.factor, "CompositeExplicitAutograd")
     yield drift
     library._destroy()
-
-
-class Does(nn.Module):
-    """Does with (rows, tokens, width) what a function says."""
-
-    def __init__(self, does):
-        super().__init__()
-        self.does = does
-
-    def forward(self, x):
-        return self.does(x)
 
 
 def causal(x):
@@ -114,7 +104,7 @@ def step_of(sizes):
 def test_every_size_gives_the_gradients_of_the_model_alone(kind, recordings):
     torch.manual_seed(0)
     does = {**FOLLOWS, **IS_WATCHED}[kind]
-    plain = stack_of(lambda: Does(does))()
+    plain = stack_of(lambda: Inner(does))()
     model = copy.deepcopy(plain)
     step = step_of([(2, tokens) for tokens in TOKENS])
     with manage(model) as handle:
@@ -129,7 +119,7 @@ def test_several_sizes_that_vary_on_their_own_need_no_more_recordings(recordings
     draw = random.Random(3)
     sizes = [(draw.randrange(2, 9), draw.randrange(5, 40)) for _ in range(12)]
     torch.manual_seed(0)
-    plain = stack_of(lambda: Does(causal))()
+    plain = stack_of(lambda: Inner(causal))()
     model = copy.deepcopy(plain)
     with manage(model):
         found = train(model, step_of(sizes), len(sizes))
@@ -140,7 +130,7 @@ def test_several_sizes_that_vary_on_their_own_need_no_more_recordings(recordings
 def test_a_size_of_one_is_watched_as_it_selects_other_kernels(recordings):
     sizes = [(2, 12), (2, 20), (2, 17), (2, 1), (1, 15), (1, 1), (2, 1)]
     torch.manual_seed(0)
-    plain = stack_of(lambda: Does(causal))()
+    plain = stack_of(lambda: Inner(causal))()
     model = copy.deepcopy(plain)
     with manage(model):
         found = train(model, step_of(sizes), len(sizes))
@@ -220,7 +210,7 @@ def test_another_plan_is_served_by_what_was_recorded_under_the_first(recordings)
 def test_one_wrong_recipe_takes_back_the_trust_in_recordings(recordings, drifting):
     """A number that no torch call shows has changed before backward: the step stops, and every later size is watched."""
     torch.manual_seed(0)
-    model = stack_of(lambda: Does(lambda x: (x + drifting(x.detach())).sin()), count=1)()
+    model = stack_of(lambda: Inner(lambda x: (x + drifting(x.detach())).sin()), count=1)()
     sizes = [(2, tokens) for tokens in (12, 30, 18, 26, 22, 34)]
     step = step_of(sizes)
     with manage(model):
@@ -247,7 +237,7 @@ def scripted(x: torch.Tensor) -> torch.Tensor:
 def test_code_whose_torch_calls_are_not_seen_is_watched_at_every_size(recordings):
     sizes = [(2, tokens) for tokens in (10, 16, 20, 21, 22, 30)]
     torch.manual_seed(0)
-    plain = stack_of(lambda: Does(lambda x: scripted(x).exp()), count=1)()
+    plain = stack_of(lambda: Inner(lambda x: scripted(x).exp()), count=1)()
     model = copy.deepcopy(plain)
     with manage(model):
         found = train(model, step_of(sizes), len(sizes))

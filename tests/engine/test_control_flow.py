@@ -26,6 +26,7 @@ from engine.models import Inner, scaled, step_on
 from plimsoll.artifacts.decision import Engine
 from plimsoll.engine import region
 from plimsoll.errors import ReplayMismatch
+from steps import Net
 
 
 class Experts(nn.Module):
@@ -99,13 +100,8 @@ def test_a_global_flag_that_changes_the_ops_is_noticed_by_guards():
     assert_unchanged(stack_of(lambda: Inner(flagged)), step, steps=8, engine=None)
 
 
-class Scheduled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale = 1.0
-
-    def forward(self, x):
-        return (x * self.scale).exp().sigmoid() * self.scale
+def scheduled(net, x):
+    return (x * net.scale).exp().sigmoid() * net.scale
 
 
 def test_a_float_attribute_that_a_schedule_changes_is_watched_and_stays_right():
@@ -116,7 +112,7 @@ def test_a_float_attribute_that_a_schedule_changes_is_watched_and_stays_right():
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # no call keeps everything
-        assert_unchanged(stack_of(Scheduled), step, steps=12)
+        assert_unchanged(stack_of(lambda: Net(scheduled, scale=1.0)), step, steps=12)
 
 
 def closed(x):
@@ -245,16 +241,11 @@ def test_no_grad_sections_and_detached_parts_inside_a_region_keep_every_bit():
     assert_unchanged(stack_of(lambda: Inner(partly)), plain_step)
 
 
-class Fragile(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.is_broken = [False]
-
-    def forward(self, x):
-        y = F.dropout(x.exp(), 0.3)
-        if self.is_broken[0]:
-            raise LookupError("broken")
-        return y.tanh() * F.dropout(x, 0.2)
+def fragile(net, x):
+    y = F.dropout(x.exp(), 0.3)
+    if net.is_broken[0]:
+        raise LookupError("broken")
+    return y.tanh() * F.dropout(x, 0.2)
 
 
 @pytest.mark.parametrize("broken_steps", [(0,), (1, 2), (0, 2)])
@@ -270,20 +261,14 @@ def test_an_error_in_forward_leaves_everything_usable_and_the_generator_as_it_wo
             state = torch.get_rng_state()
         return plain_step(model, index), state
 
-    assert_unchanged(stack_of(Fragile), step, steps=4, boundaries=boundaries)
+    assert_unchanged(stack_of(lambda: Net(fragile, is_broken=[False])), step, steps=4, boundaries=boundaries)
 
 
 def test_an_error_that_the_region_itself_handles_stays_right():
-    class Handles(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = Fragile()
-            self.inner.is_broken[0] = True
+    def handled(net, x):
+        try:
+            return net.inner(x)
+        except LookupError:
+            return x.sigmoid() * x
 
-        def forward(self, x):
-            try:
-                return self.inner(x)
-            except LookupError:
-                return x.sigmoid() * x
-
-    assert_unchanged(stack_of(Handles), plain_step)
+    assert_unchanged(stack_of(lambda: Net(handled, inner=Net(fragile, is_broken=[True]))), plain_step)

@@ -21,7 +21,7 @@ from plimsoll.engine.inspection import PIECE_BYTES, ReferenceCopy
 from plimsoll.engine.replay import CallReplay
 from plimsoll.errors import OffloadFailed
 from plimsoll.tracing.recorder.storages import same_bits
-from steps import Block, Stack
+from steps import Block, Net, Stack
 
 
 class Dial:
@@ -31,17 +31,14 @@ class Dial:
         self.number = 2.0
 
 
-class Scaled(nn.Module):
+def scaled_block() -> Net:
     """A block whose op gets a constant that no guard sees."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Block(32, dropout=0.0)
-        self.dial = Dial()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = scaled(torch.sin(self.inner(x)), self.dial.number)
+    def scale(net: Net, x: torch.Tensor) -> torch.Tensor:
+        y = scaled(torch.sin(net.inner(x)), net.dial.number)
         return torch.tanh(y) * torch.cos(y)
+
+    return Net(scale, inner=Block(32, dropout=0.0), dial=Dial())
 
 
 def model_of(*blocks: nn.Module) -> Stack:
@@ -87,7 +84,7 @@ def test_nothing_is_inspected_unless_asked_for_and_an_evaluation_in_between_is_n
 
 def test_a_changed_constant_is_named_and_training_goes_on_with_right_gradients():
     torch.manual_seed(0)
-    model = model_of(Scaled(), Scaled())
+    model = model_of(scaled_block(), scaled_block())
     with manage(model) as handle:
         gradients(model)
         model.blocks[1].dial.number = 3.0
@@ -105,17 +102,13 @@ def test_a_changed_constant_is_named_and_training_goes_on_with_right_gradients()
         assert (served["blocks.0"], served["blocks.1"]) == (Engine.RECIPE, Engine.KEEP)
 
 
-class Noisy(Block):
-    def __init__(self) -> None:
-        super().__init__(32, dropout=0.0)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(super().forward(x) * torch.rand(16, 32))
+def noisy() -> Net:
+    return Net(lambda net, x: torch.tanh(net.inner(x) * torch.rand(16, 32)), inner=Block(32, dropout=0.0))
 
 
 @pytest.mark.parametrize(
     ("build", "ops"),
-    [(lambda: Stack(1), ("bernoulli", "dropout", "div_")), (lambda: model_of(Noisy()), ("rand", "uniform_"))],
+    [(lambda: Stack(1), ("bernoulli", "dropout", "div_")), (lambda: model_of(noisy()), ("rand", "uniform_"))],
     ids=["dropout", "random numbers themselves, not what they are made into"],
 )
 def test_random_state_that_was_not_put_back_is_named(build, ops: tuple[str, ...], monkeypatch: pytest.MonkeyPatch):
@@ -158,7 +151,7 @@ def test_an_op_that_never_repeats_itself_is_named(monkeypatch: pytest.MonkeyPatc
 
 def test_a_write_behind_autograds_back_is_named():
     torch.manual_seed(0)
-    model = model_of(Scaled())
+    model = model_of(scaled_block())
     with manage(model, kept=("sin",), verify_every=1) as handle:
         gradients(model)
         torch.manual_seed(3)

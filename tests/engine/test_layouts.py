@@ -12,6 +12,7 @@ from contracts.harness import Block, Stack, assert_unchanged, batch, plain_step,
 from engine import functions
 from engine.models import Inner, Lined, Only, step_on, step_with_input
 from plimsoll.artifacts.decision import Engine
+from steps import Net
 
 FUNCTIONS = dict(inspect.getmembers(functions, inspect.isfunction))
 WITH_OBSTACLES = (
@@ -85,18 +86,15 @@ def test_channels_last_convolutions_keep_every_bit():
 
 
 def test_integer_inputs_and_embeddings_inside_a_region_keep_every_bit():
-    class Lookup(Lined):
-        def __init__(self):
-            super().__init__(None, width=16)
-            self.table = nn.Embedding(11, 16)
-
-        def forward(self, x, token):
-            return x + self.line(self.table(token).exp() * self.table(token + 1))
+    def look_up(net, x, token):
+        return x + net.line(net.table(token).exp() * net.table(token + 1))
 
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.blocks = nn.ModuleList([Lookup(), Lookup()])
+            self.blocks = nn.ModuleList(
+                Net(look_up, line=nn.Linear(16, 16), table=nn.Embedding(11, 16)) for _ in range(2)
+            )
             self.head = nn.Linear(16, 4)
 
         def forward(self, token):
@@ -221,15 +219,14 @@ def test_a_root_module_can_be_the_region():
 
 
 def test_a_sparse_tensor_that_autograd_saves_is_left_to_autograd():
-    class Weighted(Lined):
-        def __init__(self):
-            super().__init__(None)
-            self.weight = nn.Parameter(torch.randn(5, 5))
+    def weighted(net, x):
+        return net.line(torch.sparse.mm((net.weight * torch.eye(5)).to_sparse(), x.exp())).tanh()
 
-        def forward(self, x):
-            return self.line(torch.sparse.mm((self.weight * torch.eye(5)).to_sparse(), x.exp())).tanh()
-
-    report = assert_unchanged(lambda: Only(Weighted()), plain_step, regions=["block"])
+    report = assert_unchanged(
+        lambda: Only(Net(weighted, line=nn.Linear(8, 8), weight=nn.Parameter(torch.randn(5, 5)))),
+        plain_step,
+        regions=["block"],
+    )
     assert any("not a plain dense tensor" in why for why in report.obstacles["block"].values())
 
 

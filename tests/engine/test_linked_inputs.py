@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from contracts.harness import Block, Stack, assert_unchanged, batch, manage, plain_step, stack_of, weigh
-from engine.models import Lined, Through, Tied
+from engine.models import Lined, Through, tied
 
 
 def links_of(model, *, boundaries):
@@ -188,7 +188,7 @@ def test_parameters_tied_between_blocks_or_inside_a_block_keep_every_bit():
         return model
 
     assert_unchanged(build, plain_step)
-    assert_unchanged(stack_of(Tied, count=2), plain_step)
+    assert_unchanged(stack_of(tied, count=2), plain_step)
 
 
 def test_a_region_that_is_called_with_and_without_a_managed_caller_keeps_every_bit():

@@ -25,20 +25,14 @@ from contracts.harness import (
     train,
     weigh,
 )
-from engine.models import Inner, Through, Tied, step_on
+from engine.models import Inner, Through, attention, step_on, tied
 from plimsoll.engine.apply import apply_plan
 from plimsoll.errors import InvalidModel
+from steps import Net
 
 
-class Attention(nn.Module):
-    def __init__(self, width=32):
-        super().__init__()
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x)[None].chunk(3, -1)
-        return self.out(nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.1)[0]) * x.exp()
+def attending():
+    return attention(after=lambda y, x: y * x.exp(), dropout=0.1)
 
 
 def under_autocast(loss_of, cache_enabled=lambda index: True):
@@ -81,7 +75,7 @@ def backward_only(model, index):
 
 
 def test_autocast_keeps_every_bit_and_drops_weight_casts():
-    report = assert_unchanged(stack_of(Attention), under_autocast(once))
+    report = assert_unchanged(stack_of(attending), under_autocast(once))
     assert report.dropped_share > 0.9, report.obstacles
 
 
@@ -98,7 +92,7 @@ def test_autocast_keeps_every_bit_and_drops_weight_casts():
     ids=["two calls", "two linked calls", "a warm cache", "backward too", "linked, backward too", "backward only"],
 )
 def test_autocast_around_more_or_less_than_one_forward_keeps_every_bit(step, settings):
-    assert_unchanged(stack_of(Attention), step, **settings)
+    assert_unchanged(stack_of(attending), step, **settings)
 
 
 def test_autocast_without_a_cache_and_switched_off_inside_keeps_every_bit():
@@ -125,11 +119,11 @@ def test_scaled_gradients_keep_every_bit(dtype):
         scaler.update()
         return loss, torch.tensor(scaler.get_scale())
 
-    assert_unchanged(stack_of(Attention), step, steps=5)
+    assert_unchanged(stack_of(attending), step, steps=5)
 
 
 def test_a_bfloat16_model_keeps_every_bit():
-    assert_unchanged(lambda: stack_of(Attention)().bfloat16(), step_on(lambda index: batch(index).bfloat16()))
+    assert_unchanged(lambda: stack_of(attending)().bfloat16(), step_on(lambda index: batch(index).bfloat16()))
 
 
 @pytest.mark.parametrize("boundaries", [(), (1,)])
@@ -176,7 +170,7 @@ def test_untying_tied_parameters_in_a_functional_call_keeps_every_bit():
         untied = weigh(torch.func.functional_call(model, others, (batch(index),), tie_weights=False))
         return loss, untied, *torch.autograd.grad(untied, list(others.values()))
 
-    assert_unchanged(stack_of(Tied, count=2), step, engine=None)
+    assert_unchanged(stack_of(tied, count=2), step, engine=None)
 
 
 def test_parameters_that_are_replaced_between_steps_are_seen():
@@ -278,18 +272,13 @@ def test_an_outer_checkpoint_around_managed_blocks_keeps_every_bit(reentrant):
 
 
 def test_an_inner_checkpoint_and_a_selective_one_keep_every_bit():
-    class Checkpoints(nn.Module):
-        def __init__(self, **settings):
-            super().__init__()
-            self.inner = Attention()
-            self.settings = settings
+    def checkpoints(**settings):
+        way = lambda net, x: checkpoint(net.inner, x, use_reentrant=False, **settings).exp().tanh()  # noqa: E731
+        return Net(way, inner=attending())
 
-        def forward(self, x):
-            return checkpoint(self.inner, x, use_reentrant=False, **self.settings).exp().tanh()
-
-    assert_unchanged(stack_of(Checkpoints), plain_step, steps=4, engine=None)
+    assert_unchanged(stack_of(checkpoints), plain_step, steps=4, engine=None)
     contexts = lambda: create_selective_checkpoint_contexts([torch.ops.aten.addmm.default])  # noqa: E731
-    assert_unchanged(stack_of(lambda: Checkpoints(context_fn=contexts)), plain_step, steps=4, engine=None)
+    assert_unchanged(stack_of(lambda: checkpoints(context_fn=contexts)), plain_step, steps=4, engine=None)
 
 
 def test_a_checkpoint_around_the_whole_model_keeps_every_bit():

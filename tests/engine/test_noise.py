@@ -12,56 +12,40 @@ from contracts.harness import weigh
 from engine.models import Wrapped
 from engine.watching import CODECS, Watched, gradients_of, watch
 from plimsoll.engine import sensing
+from steps import Net
 
 WIDTH, ROWS = 64, 128
 
 
-class Mlp(nn.Module):
-    """A residual pair of linear layers around a function."""
-
-    def __init__(self, function, norm=None):
-        super().__init__()
-        self.norm = norm or nn.Identity()
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
-        self.function = function
-
-    def forward(self, x):
-        return x + self.down(self.function(self.up(self.norm(x))))
+def mlp(function, norm=None, *, residual=True):
+    """A pair of linear layers around a function, beside a residual connection or without one."""
+    way = lambda net, x: residual * x + net.down(function(net.up(net.norm(x))))  # noqa: E731
+    return Net(way, norm=norm or nn.Identity(), up=nn.Linear(WIDTH, 2 * WIDTH), down=nn.Linear(2 * WIDTH, WIDTH))
 
 
-class SwiGlu(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate = nn.Linear(WIDTH, 2 * WIDTH)
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(F.silu(self.gate(x)) * self.up(x))
+def swiglu():
+    gate, up, down = (nn.Linear(*sizes) for sizes in [(WIDTH, 2 * WIDTH)] * 2 + [(2 * WIDTH, WIDTH)])
+    return Net(lambda net, x: x + net.down(F.silu(net.gate(x)) * net.up(x)), gate=gate, up=up, down=down)
 
 
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        q, k, v = (t.reshape(2, -1, 4, WIDTH // 4).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+def attention():
+    def attend(net, x):
+        q, k, v = (t.reshape(2, -1, 4, WIDTH // 4).transpose(1, 2) for t in net.qkv(x).chunk(3, -1))
         seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return x + self.out(seen.transpose(1, 2).reshape(x.shape))
+        return x + net.out(seen.transpose(1, 2).reshape(x.shape))
+
+    return Net(attend, qkv=nn.Linear(WIDTH, 3 * WIDTH), out=nn.Linear(WIDTH, WIDTH))
 
 
 BLOCKS = {
-    "linear": lambda: Mlp(nn.Identity()),
-    "gelu": lambda: Mlp(F.gelu),
-    "silu": lambda: Mlp(F.silu),
-    "tanh": lambda: Mlp(torch.tanh),
-    "softmax": lambda: Mlp(lambda x: x.softmax(-1)),
-    "silu * up": SwiGlu,
-    "layer norm": lambda: Mlp(F.gelu, norm=nn.LayerNorm(WIDTH)),
-    "attention": Attention,
+    "linear": lambda: mlp(nn.Identity()),
+    "gelu": lambda: mlp(F.gelu),
+    "silu": lambda: mlp(F.silu),
+    "tanh": lambda: mlp(torch.tanh),
+    "softmax": lambda: mlp(lambda x: x.softmax(-1)),
+    "silu * up": swiglu,
+    "layer norm": lambda: mlp(F.gelu, norm=nn.LayerNorm(WIDTH)),
+    "attention": attention,
 }
 
 
@@ -120,7 +104,7 @@ class Exponent(torch.autograd.Function):
 
 def test_a_backward_of_the_user_s_own_is_run_once_and_what_it_reads_must_be_exact():
     torch.manual_seed(0)
-    model = Wrapped(Mlp(Exponent.apply), WIDTH)
+    model = Wrapped(mlp(Exponent.apply), WIDTH)
     gradients_of(model, step)
     Exponent.runs = 0
     watched = watch(model, ["block"], step)
@@ -142,7 +126,7 @@ def test_what_a_node_reads_that_refuses_to_run_twice_must_be_exact(monkeypatch):
 
     original = sensing._run
     monkeypatch.setattr(sensing, "_run", run)
-    watched = around(Mlp(F.gelu))
+    watched = around(mlp(F.gelu))
     assert all(torch.equal(watched.plain[name], watched.seen[name]) for name in watched.plain)
     found = {value: watched.sensitivity("block", entry) for value, entry in watched.values("block").items()}
     assert found.pop("up::addmm#0") == float("inf")
@@ -152,13 +136,9 @@ def test_what_a_node_reads_that_refuses_to_run_twice_must_be_exact(monkeypatch):
 def test_what_flows_past_a_branch_dilutes_its_noise():
     """The same block with and without its residual connection: less of the gradient that leaves is noise."""
 
-    class Straight(Mlp):
-        def forward(self, x):
-            return self.down(self.function(self.up(x)))
-
     flows = []
-    for kind in (Mlp, Straight):
-        watched = around(kind(F.gelu))
+    for residual in (True, False):
+        watched = around(mlp(F.gelu, residual=residual))
         flows.append(watched.values("block")["up::addmm#0"].flow_error)
     assert 0 < flows[0] < flows[1] / 2
 
@@ -166,7 +146,7 @@ def test_what_flows_past_a_branch_dilutes_its_noise():
 def test_a_value_whose_noise_reaches_nothing_costs_nothing():
     """A frozen layer's weight gradient is not computed, so what only that would read is not even saved."""
     torch.manual_seed(0)
-    model = Wrapped(Mlp(F.gelu), WIDTH)
+    model = Wrapped(mlp(F.gelu), WIDTH)
     model.block.down.weight.requires_grad_(False)
     watched = watch(model, ["block"], step)
     assert "gelu#0" not in watched.values("block")

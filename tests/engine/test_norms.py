@@ -7,23 +7,18 @@ import torch
 from torch import nn
 
 from contracts.harness import assert_unchanged, batch, plain_step
-from engine.models import Lined, Only, step_on
+from engine.models import Only, step_on
 from plimsoll.artifacts.decision import Engine
+from steps import Net
 
 
-class Residual(nn.Module):
-    def __init__(self, norm):
-        super().__init__()
-        self.first = nn.Conv2d(4, 8, 3, padding=1, bias=False)
-        self.norm = norm(8)
-        self.second = nn.Conv2d(8, 4, 1)
-
-    def forward(self, x):
-        return x + self.second(torch.relu(self.norm(self.first(x))))
+def residual(norm):
+    way = lambda net, x: x + net.second(torch.relu(net.norm(net.first(x))))  # noqa: E731
+    return Net(way, first=nn.Conv2d(4, 8, 3, padding=1, bias=False), norm=norm(8), second=nn.Conv2d(8, 4, 1))
 
 
 def network(norm):
-    return lambda: nn.Sequential(*(Residual(norm) for _ in range(2)))
+    return lambda: nn.Sequential(*(residual(norm) for _ in range(2)))
 
 
 def images(model, index, size=6, backwards=1):
@@ -72,29 +67,24 @@ def test_statistics_move_once_when_shapes_never_stop_changing():
 
 
 def test_statistics_move_once_when_control_flow_changes():
-    class Branching(Residual):
-        def __init__(self, norm):
-            super().__init__(norm)
-            self.switch = [0]
+    def branching(net, x):
+        net.switch[0] += 1
+        y = net.inner(x)
+        return y.exp().tanh() if net.switch[0] % 2 else y
 
-        def forward(self, x):
-            self.switch[0] += 1
-            y = super().forward(x)
-            return y.exp().tanh() if self.switch[0] % 2 else y
-
-    build = lambda: nn.Sequential(*(Branching(nn.BatchNorm2d) for _ in range(2)))  # noqa: E731
+    build = lambda: nn.Sequential(*(Net(branching, inner=residual(nn.BatchNorm2d), switch=[0]) for _ in range(2)))  # noqa: E731
     assert_unchanged(build, images, steps=10)
 
 
 def test_a_module_that_reads_the_statistics_that_it_updates_stays_right():
-    class Reading(Lined):
-        def __init__(self):
-            super().__init__(None)
-            self.norm = nn.BatchNorm1d(8)
+    def reading(net, x):
+        early = (x + net.norm.running_mean).exp().tanh()
+        y = net.norm(x)
+        return net.line(early * (y - net.norm.running_var).exp().sigmoid())
 
-        def forward(self, x):
-            early = (x + self.norm.running_mean).exp().tanh()
-            y = self.norm(x)
-            return self.line(early * (y - self.norm.running_var).exp().sigmoid())
-
-    assert_unchanged(lambda: Only(Reading()), plain_step, regions=["block"], engine=None)
+    assert_unchanged(
+        lambda: Only(Net(reading, line=nn.Linear(8, 8), norm=nn.BatchNorm1d(8))),
+        plain_step,
+        regions=["block"],
+        engine=None,
+    )

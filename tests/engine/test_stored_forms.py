@@ -26,6 +26,7 @@ from plimsoll.engine.stored_forms import Packer, Refused, Sent
 from plimsoll.errors import ReplayMismatch, SavedTensorModified
 from plimsoll.session.training_step import relative_error
 from samples import make_plan
+from steps import Net
 
 
 @dataclass
@@ -360,16 +361,10 @@ def test_a_write_to_a_value_that_is_away_does_not_matter(simulated):
     assert differences(train(untouched, plain_step, 2), found) == []
 
 
-class Outside(nn.Module):
+def outside():
     """Reads two tensors that are nobody's parameters: one and the same at first."""
-
-    def __init__(self):
-        super().__init__()
-        self.line = nn.Linear(16, 16)
-        self.scales = [torch.full((5, 16), 2.0)] * 2
-
-    def forward(self, x):
-        return x + (self.line(x) * self.scales[0]).tanh() * self.scales[1]
+    way = lambda net, x: x + (net.line(x) * net.scales[0]).tanh() * net.scales[1]  # noqa: E731
+    return Net(way, line=nn.Linear(16, 16), scales=[torch.full((5, 16), 2.0)] * 2)
 
 
 def test_tensors_from_outside_that_stop_being_one_tensor_are_not_taken_for_one(exact):
@@ -379,7 +374,7 @@ def test_tensors_from_outside_that_stop_being_one_tensor_are_not_taken_for_one(e
                 block.scales = [torch.full((5, 16), 2.0), torch.full((5, 16), 3.0)]
         return plain_step(subject, index)
 
-    assert_no_bit_changes(lambda: Stack(Outside(), Outside()), step, packs={"external": "exact"})
+    assert_no_bit_changes(lambda: Stack(outside(), outside()), step, packs={"external": "exact"})
     assert exact.encoded
 
 
@@ -455,28 +450,21 @@ def test_a_codec_that_does_not_take_the_dtype_leaves_the_value_as_it_is():
     assert_no_bit_changes(lambda: three(lambda: nn.Dropout(0.2)).double(), step, packs={"": "narrow"})
 
 
-class Rectified(nn.Module):
+def rectified(also=None):
     """Nobody but ReLU itself reads what ReLU makes, unless asked to."""
-
-    def __init__(self, also=None):
-        super().__init__()
-        self.up = nn.Linear(16, 16)
-        self.also = also
-
-    def forward(self, x):
-        y = torch.relu(self.up(x))
-        return x + (y if self.also is None else self.also(y))
+    read = also or nn.Identity()
+    return Net(lambda net, x: x + net.read(torch.relu(net.up(x))), up=nn.Linear(16, 16), read=read)
 
 
 @pytest.mark.parametrize("step", [plain_step, retained])
 def test_signs_are_exact_where_only_relu_reads(step, log):
-    assert_no_bit_changes(lambda: Stack(Rectified(), Rectified()), step, packs={"relu": "sign"})
+    assert_no_bit_changes(lambda: Stack(rectified(), rectified()), step, packs={"relu": "sign"})
     assert log.count("sign") == 6
 
 
 @pytest.mark.parametrize("also", [torch.square, nn.Linear(16, 16)])
 def test_signs_are_refused_to_a_node_that_reads_more(also):
-    model = Stack(Rectified(also), Rectified(also))
+    model = Stack(rectified(also), rectified(also))
     before = copy.deepcopy(model.state_dict())
     with manage(model, packs={"relu": "sign"}), pytest.raises(ReplayMismatch, match=r"relu.*signs alone.*Backward0"):
         plain_step(model, 0)
@@ -490,7 +478,7 @@ def test_signs_are_refused_to_thresholds_because_those_compare_with_another_numb
 
 
 def test_nothing_is_rebuilt_from_signs():
-    build = lambda: Stack(Rectified(torch.exp), Rectified(torch.exp))  # noqa: E731
+    build = lambda: Stack(rectified(torch.exp), rectified(torch.exp))  # noqa: E731
     obstacles = assert_no_bit_changes(build, plain_step, packs={"relu": "sign"})
     assert "sign" in obstacles["blocks.0"]["exp#0"]
 

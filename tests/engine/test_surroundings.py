@@ -23,7 +23,8 @@ from contracts.harness import (
     train,
     weigh,
 )
-from engine.models import Through, step_on
+from engine.models import Inner, Through, step_on
+from steps import Net
 
 
 class Cache:
@@ -68,15 +69,9 @@ def test_a_region_that_counts_its_calls_in_an_attribute_runs_once():
 
 
 def test_tensors_outside_that_were_one_while_recording_are_told_apart_later():
-    class Listed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.line = nn.Linear(32, 32)
-            self.scales = [torch.linspace(0, 1, 32)] * 2
-
-        def forward(self, x):
-            first, second = self.scales
-            return self.line((x * first).exp().tanh()) * (x * second).sigmoid().sin()
+    def listed(net, x):
+        first, second = net.scales
+        return net.line((x * first).exp().tanh()) * (x * second).sigmoid().sin()
 
     def step(model, index):
         if index == 1:
@@ -86,7 +81,12 @@ def test_tensors_outside_that_were_one_while_recording_are_told_apart_later():
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert_unchanged(stack_of(Listed), step, steps=5, engine=None)
+        assert_unchanged(
+            stack_of(lambda: Net(listed, line=nn.Linear(32, 32), scales=[torch.linspace(0, 1, 32)] * 2)),
+            step,
+            steps=5,
+            engine=None,
+        )
 
 
 @pytest.mark.parametrize("boundaries", [(), (1, 2, 3)])
@@ -225,12 +225,11 @@ def test_recurrent_layers_keep_every_bit(kind):
 
 
 def test_a_profile_and_marks_in_it_change_nothing_about_a_call():
-    class Marked(nn.Module):
-        def forward(self, x):
-            with torch.profiler.record_function("activation"):
-                return x.tanh()
+    def marked(x):
+        with torch.profiler.record_function("activation"):
+            return x.tanh()
 
-    model = stack_of(Marked)()
+    model = stack_of(lambda: Inner(marked))()
     with manage(model), warnings.catch_warnings():
         warnings.simplefilter("error")  # a call that is not the recorded one warns
         train(model, plain_step, 3)

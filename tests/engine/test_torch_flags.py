@@ -12,67 +12,60 @@ from torch import nn
 
 import plimsoll
 from plimsoll.engine.torch_flags import flags_for
+from steps import Net
 
 Around = Callable[[], contextlib.AbstractContextManager[object]]
 
 
-class Convolutions(nn.Module):
+def convolutions(within: Around = contextlib.nullcontext) -> Net:
     """Gives other bits with oneDNN and without."""
 
-    within: Around = contextlib.nullcontext
+    def convolve(net: Net, x: torch.Tensor) -> torch.Tensor:
+        with within():
+            hidden = net.first(x)
+        return x + net.second(F.gelu(hidden))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv1d(16, 16, 5, padding=2), nn.Conv1d(16, 16, 3, padding=1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with self.within():
-            hidden = self.first(x)
-        return x + self.second(F.gelu(hidden))
+    return Net(convolve, first=nn.Conv1d(16, 16, 5, padding=2), second=nn.Conv1d(16, 16, 3, padding=1))
 
 
-class Flagged(Convolutions):
+def flagged() -> Net:
     """Sets the flag itself."""
+    return convolutions(lambda: torch.backends.mkldnn.flags(enabled=False))
 
-    within = staticmethod(lambda: torch.backends.mkldnn.flags(enabled=False))
 
-
-class Noise(nn.Module):
+def noise() -> Net:
     """Draws numbers of the default type."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(32, 32)
+    def draw(net: Net, x: torch.Tensor) -> torch.Tensor:
+        return x + F.gelu(net.linear(x) * (torch.rand(32) > 0.3) * torch.full((32,), 0.7).to(x.dtype))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + F.gelu(self.linear(x) * (torch.rand(32) > 0.3) * torch.full((32,), 0.7).to(x.dtype))
+    return Net(draw, linear=nn.Linear(32, 32))
 
 
-class Gradient(nn.Module):
+class Transforming(Net):
+    """Has a class of its own: all regions of a class are left alone of which one runs a transform."""
+
+
+def between(function: Callable[[torch.Tensor], torch.Tensor], kind: type[Net] = Net) -> Net:
+    """Two linear layers around a function."""
+    way = lambda net, x: x + net.second(function(F.gelu(net.first(x))))  # noqa: E731
+    return kind(way, first=nn.Linear(32, 32), second=nn.Linear(32, 32))
+
+
+def gradient() -> Net:
     """Uses the gradient of a function of its values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = F.gelu(self.first(x))
-        steepness = torch.func.grad(lambda t: torch.tanh(t).square().sum())(hidden)
-        return x + self.second(F.gelu(hidden) * torch.sigmoid(steepness))
+    steepness = torch.func.grad(lambda t: torch.tanh(t).square().sum())
+    return between(lambda hidden: F.gelu(hidden) * torch.sigmoid(steepness(hidden)), Transforming)
 
 
-class Neighbours(nn.Module):
+def neighbours() -> Net:
     """Mixes its rows by a sparse matrix, made in every call."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = F.gelu(self.first(x))
+    def mix(hidden: torch.Tensor) -> torch.Tensor:
         rows = hidden.flatten(0, -2)
-        near = torch.eye(len(rows)).roll(1, 0).to_sparse()
-        return x + self.second(F.gelu(torch.sparse.mm(near, rows).view_as(hidden)))
+        return F.gelu(torch.sparse.mm(torch.eye(len(rows)).roll(1, 0).to_sparse(), rows).view_as(hidden))
+
+    return between(mix)
 
 
 @contextlib.contextmanager
@@ -110,12 +103,12 @@ def trained(model: nn.Module, around: Around, first: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("block", "around", "drops"),
     [
-        (Convolutions, lambda: torch.backends.mkldnn.flags(enabled=False), True),
-        (Convolutions, deterministic, True),
-        (Flagged, contextlib.nullcontext, True),
-        (Noise, doubles, True),
-        (Neighbours, contextlib.nullcontext, True),
-        (Gradient, contextlib.nullcontext, False),
+        (convolutions, lambda: torch.backends.mkldnn.flags(enabled=False), True),
+        (convolutions, deterministic, True),
+        (flagged, contextlib.nullcontext, True),
+        (noise, doubles, True),
+        (neighbours, contextlib.nullcontext, True),
+        (gradient, contextlib.nullcontext, False),
     ],
 )
 @pytest.mark.filterwarnings("ignore:TF32 acceleration", "ignore:.*Gradient:UserWarning", "ignore:plimsoll")
@@ -132,7 +125,7 @@ def test_gradients_are_right_whatever_torch_is_told_around_forward(block, around
 
 
 def test_regions_under_transforms_are_named_and_the_others_are_planned():
-    model = nn.Sequential(*[Noise() for _ in range(3)], Gradient())
+    model = nn.Sequential(*[noise() for _ in range(3)], gradient())
     batch = torch.randn(4, 16, 32)
     with pytest.warns(UserWarning, match="'3' keep what they save"):
         plan = plimsoll.plan(model, batch, strategy="full", loss=torch.sum, regions=["*"])

@@ -24,6 +24,7 @@ from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import choose_none, strategy_choices
 from plimsoll.tracing.meters.memory import PeakMeter
 from plimsoll.tracing.trace import trace
+from steps import Net
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -150,18 +151,14 @@ class _InPlaceLoss(torch.autograd.Function):
         return logits.mul_(gradient), None
 
 
-class _Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(3))
-        self.head = nn.Linear(32, 4000, bias=False)
-        self.is_fused = False
-
-    def forward(self, x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
+def _model() -> Net:
+    def run(net: Net, x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        for block in net.blocks:
             x = block(x)
-        logits = self.head(x)
-        return _InPlaceLoss.apply(logits, words) if self.is_fused else nn.functional.cross_entropy(logits, words)
+        return net.loss(net.head(x), words)
+
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(3))
+    return Net(run, blocks=blocks, head=nn.Linear(32, 4000, bias=False), loss=nn.functional.cross_entropy)
 
 
 BATCH = (torch.randn(64, 32), torch.arange(64))
@@ -184,10 +181,10 @@ def measured_peak(model: nn.Module) -> int:
 
 
 def test_a_fused_loss_holds_the_logits_once_and_is_faster():
-    model = _Model()
+    model = _model()
     step = trace(model, BATCH, repeats=1)
     assert peak_of(step) == pytest.approx(measured_peak(model), rel=0.01)
-    model.is_fused = True
+    model.loss = _InPlaceLoss.apply
     fused = with_techniques(step, Techniques(loss="fused"))
     assert peak_of(fused) == pytest.approx(measured_peak(model), rel=0.02)
     device = find_device("H100")
@@ -199,7 +196,7 @@ def test_a_fused_loss_holds_the_logits_once_and_is_faster():
 
 
 def test_a_fused_linear_loss_holds_one_chunk_of_logits():
-    step = trace(_Model(), BATCH, repeats=1)
+    step = trace(_model(), BATCH, repeats=1)
     chunked, both = (with_techniques(step, Techniques(loss=loss)) for loss in ("chunked", "fused-linear"))
     assert peak_of(both) == peak_of(chunked)
     assert peak_of(both) < 0.8 * peak_of(step)

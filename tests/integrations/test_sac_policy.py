@@ -21,35 +21,25 @@ from plimsoll.artifacts.decision import Decision, Status
 from plimsoll.artifacts.plan import CompiledUnit, Plan, ValueDecision
 from plimsoll.errors import InvalidOption, PlanNotUsable
 from samples import make_plan
+from steps import Net
 
 
-class Drawing(nn.Module):
+def draws() -> Net:
     """Draws twice, and moves a buffer that it has read."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
-        self.norm = nn.BatchNorm1d(32)
-        self.mean = nn.Buffer(torch.zeros(32))
+    def draw(net: Net, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(net.first(x) * torch.rand_like(x)) * net.mean.exp()
+        net.mean.lerp_(x.detach().mean(0), 0.1)
+        return torch.tanh(net.norm(net.second(x)) * torch.rand_like(x))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(self.first(x) * torch.rand_like(x)) * self.mean.exp()
-        self.mean.lerp_(x.detach().mean(0), 0.1)
-        return torch.tanh(self.norm(self.second(x)) * torch.rand_like(x))
-
-
-class Blocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*[Drawing() for _ in range(3)])
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"loss": self.blocks(x).square().mean()}
+    parts = {"first": nn.Linear(32, 32), "second": nn.Linear(32, 32), "norm": nn.BatchNorm1d(32)}
+    return Net(draw, **parts, mean=nn.Buffer(torch.zeros(32)))
 
 
 def drawing() -> nn.Module:
     torch.manual_seed(0)
-    return Blocks()
+    way = lambda net, x: {"loss": net.blocks(x).square().mean()}  # noqa: E731
+    return Net(way, blocks=nn.Sequential(*[draws() for _ in range(3)]))
 
 
 CASES = {

@@ -15,7 +15,7 @@ from plimsoll.planning.simulate import run_choices
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import choose_full, choose_none
 from plimsoll.tracing.trace import trace
-from steps import llama, mean_square
+from steps import Net, llama, mean_square
 
 TRACED = (Shape(2, 32), Shape(3, 32), Shape(4, 32))
 HELD_OUT = Shape(7, 32)
@@ -24,16 +24,14 @@ LONG = Shape(5, 80)
 NO_COSTS = Costs(device="cpu", source=CostSource.ROOFLINE, ops={})
 
 
-class Attention(nn.Module):
+def attention() -> Net:
     """Attention with its scores written out: sizes with the square of the sequence."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def attend(net: Net, x: torch.Tensor) -> torch.Tensor:
         mask = torch.ones(x.shape[1], x.shape[1]).tril().log()
-        return x + torch.softmax(self.q(x) @ self.k(x).transpose(1, 2) + mask, dim=-1) @ self.v(x)
+        return x + torch.softmax(net.q(x) @ net.k(x).transpose(1, 2) + mask, dim=-1) @ net.v(x)
+
+    return Net(attend, **{name: nn.Linear(8, 8) for name in "qkv"})
 
 
 def trace_at(model: torch.nn.Module, shape: Shape) -> Trace:
@@ -54,7 +52,7 @@ def family(traces: dict[Shape, Trace]) -> Family:
 
 @pytest.fixture(scope="module")
 def lengths() -> dict[Shape, Trace]:
-    model = nn.Sequential(Attention())
+    model = nn.Sequential(attention())
     return {
         shape: trace(model, torch.randn(*shape, 8), loss=mean_square, regions=["0"], device_name="laptop-CPU")
         for shape in (*LENGTHS, LONG)

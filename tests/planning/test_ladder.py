@@ -20,29 +20,26 @@ from plimsoll.planning.simulate import choices_of, run_choices
 from plimsoll.planning.solve import Planner
 from plimsoll.planning.step import StepIndex
 from plimsoll.tracing.trace import trace
+from steps import Net
 
 
-class Messages(nn.Module):
+def messages() -> Net:
     """One layer of a graph network: every node adds up what its neighbours send."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.send, self.take = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8)
+    def pass_on(net: Net, nodes: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        sent = torch.nn.functional.gelu(net.send(net.norm(nodes)))[edges[0]]
+        return nodes + torch.nn.functional.gelu(net.take(torch.zeros_like(nodes).index_add(0, edges[1], sent)))
 
-    def forward(self, nodes: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
-        sent = torch.nn.functional.gelu(self.send(self.norm(nodes)))[edges[0]]
-        return nodes + torch.nn.functional.gelu(self.take(torch.zeros_like(nodes).index_add(0, edges[1], sent)))
+    return Net(pass_on, norm=nn.LayerNorm(8), send=nn.Linear(8, 8), take=nn.Linear(8, 8))
 
 
-class Graph(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Messages() for _ in range(3))
-
-    def forward(self, nodes: torch.Tensor, edges: torch.Tensor) -> dict[str, torch.Tensor]:
-        for layer in self.layers:
+def graph() -> Net:
+    def run(net: Net, nodes: torch.Tensor, edges: torch.Tensor) -> dict[str, torch.Tensor]:
+        for layer in net.layers:
             nodes = layer(nodes, edges)
         return {"loss": nodes.square().mean()}
+
+    return Net(run, layers=nn.ModuleList(messages() for _ in range(3)))
 
 
 def _graph(nodes: int, edges: int) -> dict[str, torch.Tensor]:
@@ -58,7 +55,7 @@ STREAMS = {
         [(9, 30), (17, 12), (26, 20)],
         [(40, 33), (12, 50)],
     ),
-    "graph": (Graph, _graph, [(20, 50), (30, 240), (50, 150)], [(60, 400)]),
+    "graph": (graph, _graph, [(20, 50), (30, 240), (50, 150)], [(60, 400)]),
 }
 
 

@@ -19,7 +19,7 @@ from metering import LiveStorages
 from plimsoll.errors import BudgetBelowFloor
 from plimsoll.tracing.meters.memory import RisingPeak
 from plimsoll.units import KIB, MIB
-from steps import Stack, gpt2, mean_square
+from steps import Net, Stack, gpt2, mean_square
 
 ROWS, WIDTH = 1024, 32
 
@@ -162,15 +162,10 @@ def test_any_form_of_an_optimizer_is_seen_to_step(options: dict[str, Any]):
     assert_kept(training, plain)
 
 
-class Attention(nn.Module):
+def attention(width: int) -> Net:
     """Takes memory by the square of the sequence's length."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.to_queries = nn.Linear(width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.softmax(self.to_queries(x) @ x.transpose(1, 2), -1) @ x
+    way = lambda net, x: x + torch.softmax(net.to_queries(x) @ x.transpose(1, 2), -1) @ x  # noqa: E731
+    return Net(way, to_queries=nn.Linear(width, width))
 
 
 def sequences(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
@@ -181,7 +176,7 @@ def sequences(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -
 
 
 def test_longer_sequences_of_the_same_bytes_are_planned_for_before_they_run():
-    training = Training(lambda: nn.Sequential(*[Attention(WIDTH) for _ in range(4)]), torch.optim.SGD)
+    training = Training(lambda: nn.Sequential(*[attention(WIDTH) for _ in range(4)]), torch.optim.SGD)
     assert_kept(training, sequences, steps=5)
     assert "f32[2x512x32]" in training.attachment.plan.signature
 

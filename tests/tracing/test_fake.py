@@ -14,6 +14,7 @@ import zoo as shared_zoo
 from plimsoll.artifacts.trace import Trace
 from plimsoll.errors import TracingFailed
 from plimsoll.tracing.trace import trace
+from steps import Net
 from tracing import zoo
 
 
@@ -113,20 +114,18 @@ def test_gpu_target_takes_the_attention_kernel_of_its_dtype(dtype: torch.dtype, 
     assert names.count(kernel) == names.count(f"{kernel}_backward") == 3
 
 
-class _NarrowValues(nn.Module):
+def narrow_values() -> Net:
     """Attention of two heads whose values are narrower than its keys, as in multi-head latent attention."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.project = nn.Linear(8, 2 * (24 + 24 + 16))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        heads = self.project(x).unflatten(-1, (2, -1)).transpose(1, 2)
+    def attend(net: Net, x: torch.Tensor) -> torch.Tensor:
+        heads = net.project(x).unflatten(-1, (2, -1)).transpose(1, 2)
         return F.scaled_dot_product_attention(*heads.split((24, 24, 16), -1), is_causal=True)
+
+    return Net(attend, project=nn.Linear(8, 2 * (24 + 24 + 16)))
 
 
 def test_values_of_another_head_size_take_the_efficient_kernel():
-    step = trace(_NarrowValues().bfloat16(), torch.randn(1, 32, 8).bfloat16(), loss=torch.sum, device_name="H100")
+    step = trace(narrow_values().bfloat16(), torch.randn(1, 32, 8).bfloat16(), loss=torch.sum, device_name="H100")
     kernel = "_scaled_dot_product_efficient_attention"
     names = [op.name for op in step.ops]
     assert names.count(kernel) == names.count(f"{kernel}_backward") == 1
@@ -172,24 +171,14 @@ def test_mask_of_the_users_is_computed_for_real():
     assert len(padded.ops) > len(full.ops)
 
 
-class OneOutput(nn.Module):
-    """Takes its loss from the outputs of one layer by a function that looks at them."""
-
-    def __init__(self, choose: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 1)
-        self.choose = choose
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.choose(self.layer(x)).sum()
-
-
 @pytest.mark.parametrize(
     "choose", [lambda y: y if y.sum() > 0 else -y, lambda y: y[y > 0]], ids=["a branch", "a shape that depends on data"]
 )
 def test_what_depends_on_an_activation_needs_data(choose: Callable[[torch.Tensor], torch.Tensor]):
     with pytest.raises(TracingFailed, match="depends on values") as caught:
-        trace(OneOutput(choose), torch.randn(2, 4), device_name="H100")
+        trace(
+            Net(lambda net, x: choose(net.layer(x)).sum(), layer=nn.Linear(4, 1)), torch.randn(2, 4), device_name="H100"
+        )
     assert "real parameters" in caught.value.next
 
 

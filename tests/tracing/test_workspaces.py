@@ -12,6 +12,7 @@ from torch import nn
 from plimsoll.artifacts.trace import Trace
 from plimsoll.tracing.meters.workspaces import hidden_bytes
 from plimsoll.tracing.trace import trace
+from steps import Net
 from tracing import zoo
 
 
@@ -31,25 +32,18 @@ def test_convolution_unfolds_its_input():
     assert workspace_of(step, "convolution_backward") > 0
 
 
-class Weighted(nn.Module):
+def weighted(function: Callable[..., torch.Tensor], *shape: int) -> Net:
     """Runs a function of the input and one weight."""
-
-    def __init__(self, function: Callable[..., torch.Tensor], *shape: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(shape))
-        self.function = function
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.function(x, self.weight).sum()
+    return Net(lambda net, x: function(x, net.weight).sum(), weight=nn.Parameter(torch.ones(shape)))
 
 
 def test_batched_product_copies_operands_that_are_not_contiguous():
-    model = Weighted(lambda x, weight: torch.bmm(x[:, ::2, ::2], weight[:, ::2, ::2]), 4, 64, 128)
+    model = weighted(lambda x, weight: torch.bmm(x[:, ::2, ::2], weight[:, ::2, ::2]), 4, 64, 128)
     assert workspace_of(trace(model, torch.randn(4, 64, 64), repeats=1), "bmm") >= 32 * 32 * 4
 
 
 def test_attention_has_a_workspace():
-    model = Weighted(lambda x, scale: F.scaled_dot_product_attention(x * scale, x * scale, x * scale))
+    model = weighted(lambda x, scale: F.scaled_dot_product_attention(x * scale, x * scale, x * scale))
     step = trace(model, torch.randn(1, 2, 64, 16), repeats=1)
     assert workspace_of(step, "_scaled_dot_product_flash_attention_for_cpu") > 0
 

@@ -26,6 +26,7 @@ from plimsoll.planning.costing.devices import find_device
 from plimsoll.planning.costing.roofline import roofline_costs
 from plimsoll.planning.strategies import find_extremes
 from plimsoll.tracing.trace import trace
+from steps import Net
 from unchanged import unchanged
 
 VOCABULARY = 6000
@@ -98,19 +99,13 @@ def test_half_the_batch_takes_off_what_it_is_said_to(explanation: Explanation):
 
 
 def test_freeing_the_output_takes_off_what_it_is_said_to(explanation: Explanation):
-    class Alone(nn.Module):
-        """Returns the loss and nothing else."""
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = checkpointing()
-
-        def forward(self, **batch: torch.Tensor) -> torch.Tensor:
-            return self.inner(**batch).loss
-
+    alone = Net(
+        lambda net, **batch: net.inner(**batch).loss, inner=checkpointing()
+    )  # returns the loss and nothing else
     freed = change(explanation, "output freed before backward")
     assert freed.lowers_bytes > 0
-    assert freed.predicted_peak_bytes == pytest.approx(warm_peak(Alone(), tokens()), rel=WITHIN)
+    assert freed.predicted_peak_bytes == pytest.approx(warm_peak(alone, tokens()), rel=WITHIN)
 
 
 def test_a_peak_that_does_not_move_is_explained(explanation: Explanation):

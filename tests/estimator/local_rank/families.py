@@ -12,6 +12,7 @@ import transformers
 from torch import nn
 
 import zoo
+from steps import Net
 
 Sample = tuple[nn.Module, dict[str, Any]]
 
@@ -116,21 +117,16 @@ ENCODER_DECODERS = ("t5", "whisper")
 EXPERTS = ("mixtral", "qwen3-moe", "deepseek")
 
 
-class Block(nn.Module):
-    """An attention-free block with layers of any names."""
+def block(first: str, second: str, lay: Callable[..., torch.Tensor] = lambda x: x) -> Net:
+    """An attention-free block with layers of any names; ``lay`` may give its input another shape."""
 
-    def __init__(self, first: str, second: str) -> None:
-        super().__init__()
-        self.add_module(first, nn.Linear(8, 16))
-        self.add_module(second, nn.Linear(16, 8))
-        self._names = (first, second)
+    def run(net: Net, x: torch.Tensor) -> torch.Tensor:
+        x = lay(x)
+        return x + net.get_submodule(second)(net.get_submodule(first)(x).relu())
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first, second = (self.get_submodule(name) for name in self._names)
-        out: torch.Tensor = second(first(x).relu())
-        return x + out
+    return Net(run, **{first: nn.Linear(8, 16), second: nn.Linear(16, 8)})
 
 
 def plain(first: str = "fc1", second: str = "fc2") -> nn.Module:
     """A stack of blocks without configuration, embedding or head."""
-    return nn.Sequential(Block(first, second), Block(first, second))
+    return nn.Sequential(block(first, second), block(first, second))

@@ -241,15 +241,9 @@ def test_a_model_that_views_its_last_hidden_states_anew_keeps_all_its_samples():
         assert model(**batch).logits.shape == (2, 16, families.WORDS // 2)
 
 
-class _Flattening(families.Block):
-    """A block that takes the batch's shape for granted between its layers."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.reshape(-1, 16, 8))
-
-
 def test_a_model_that_reshapes_a_divided_sequence_is_refused():
-    model = nn.Sequential(_Flattening("fc1", "fc2"), _Flattening("fc1", "fc2"))
+    flat = {"lay": lambda x: x.reshape(-1, 16, 8)}  # takes the batch's shape for granted between its layers
+    model = nn.Sequential(*(families.block("fc1", "fc2", **flat) for _ in range(2)))
     with (
         pytest.raises(InvalidLayout, match="hidden states of the shape"),
         localised(model, tp=2, sequence_parallel=True),

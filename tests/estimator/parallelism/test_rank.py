@@ -31,6 +31,7 @@ from plimsoll.planning.simulate import Simulation, run_choices
 from plimsoll.planning.step import StepIndex
 from plimsoll.tracing.meters.memory import PeakMeter
 from plimsoll.tracing.trace import trace
+from steps import Net
 
 RANKS = 4
 
@@ -45,30 +46,22 @@ def static_bytes(step: Trace, *categories: Category) -> int:
     return sum(s.bytes for s in step.storages if s.born < 0 and s.dies == len(step.ops) and s.category in categories)
 
 
-class _Block(nn.Module):
+def _block(width: int) -> Net:
     """A residual block whose sizes no number of ranks divides."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 3 * width + 1), nn.Linear(3 * width + 1, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+    way = lambda net, x: x + net.down(nn.functional.gelu(net.up(net.norm(x))))  # noqa: E731
+    up, down = nn.Linear(width, 3 * width + 1), nn.Linear(3 * width + 1, width)
+    return Net(way, norm=nn.LayerNorm(width), up=up, down=down)
 
 
-class _Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(53, 30)
-        self.blocks = nn.ModuleList(_Block(30) for _ in range(3))
-        self.head = nn.Linear(30, 53)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(ids)
-        for block in self.blocks:
+def _model() -> Net:
+    def run(net: Net, ids: torch.Tensor) -> torch.Tensor:
+        x = net.embedding(ids)
+        for block in net.blocks:
             x = block(x)
-        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+        return nn.functional.cross_entropy(net.head(x).flatten(0, 1), ids.flatten())
+
+    blocks = nn.ModuleList(_block(30) for _ in range(3))
+    return Net(run, embedding=nn.Embedding(53, 30), blocks=blocks, head=nn.Linear(30, 53))
 
 
 IDS = torch.arange(40).view(2, 20)
@@ -76,7 +69,7 @@ IDS = torch.arange(40).view(2, 20)
 
 @pytest.fixture(scope="module")
 def plain() -> Trace:
-    return trace(_Model(), IDS, repeats=1)
+    return trace(_model(), IDS, repeats=1)
 
 
 @pytest.fixture
@@ -116,7 +109,7 @@ def predicted_peaks(step: Trace) -> tuple[int, int]:
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.usefixtures("process_group")
 def test_zero_3_holds_what_fsdp2_holds(plain: Trace, micro_batches: int):
-    model = _Model()
+    model = _model()
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
@@ -129,7 +122,7 @@ def test_zero_3_holds_what_fsdp2_holds(plain: Trace, micro_batches: int):
 
 @pytest.fixture(scope="module")
 def narrow() -> Trace:
-    return trace(_Model().bfloat16(), IDS, repeats=1)
+    return trace(_model().bfloat16(), IDS, repeats=1)
 
 
 @pytest.mark.parametrize("process_group", ["fake"], indirect=True)
@@ -137,7 +130,7 @@ def narrow() -> Trace:
 @pytest.mark.parametrize("reduced", [torch.float32, torch.bfloat16])
 @pytest.mark.usefixtures("process_group")
 def test_mixed_precision_shards_hold_what_fsdp2_holds(narrow: Trace, micro_batches: int, reduced: torch.dtype):
-    model = _Model()
+    model = _model()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduced)
     for block in model.blocks:
         fully_shard(block, mp_policy=policy)
@@ -155,7 +148,7 @@ def test_mixed_precision_shards_hold_what_fsdp2_holds(narrow: Trace, micro_batch
 @pytest.mark.parametrize("process_group", ["fake"], indirect=True)
 @pytest.mark.usefixtures("process_group")
 def test_replicas_of_sharded_ranks_hold_what_hsdp_holds(plain: Trace):
-    model = _Model()
+    model = _model()
     mesh = init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("replicas", "shards"))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
@@ -175,7 +168,7 @@ def test_replicas_of_sharded_ranks_hold_what_hsdp_holds(plain: Trace):
 
 
 def test_f32_gradients_of_a_bf16_model_are_there_from_the_start(narrow: Trace):
-    model = _Model().bfloat16()
+    model = _model().bfloat16()
     for parameter in model.parameters():
         parameter.main_gradient = torch.zeros_like(parameter, dtype=torch.float32)
 
@@ -193,7 +186,7 @@ def test_f32_gradients_of_a_bf16_model_are_there_from_the_start(narrow: Trace):
 
 
 def test_an_optimizer_in_backward_lets_every_gradient_go(plain: Trace):
-    model = _Model()
+    model = _model()
     for parameter in model.parameters():
         optimizer = torch.optim.AdamW([parameter], foreach=False)
 
@@ -217,7 +210,7 @@ def test_an_optimizer_in_backward_lets_every_gradient_go(plain: Trace):
 @pytest.mark.parametrize("process_group", ["gloo"], indirect=True)
 @pytest.mark.usefixtures("process_group")
 def test_replicated_ranks_hold_what_ddp_holds(plain: Trace):
-    model = nn.parallel.DistributedDataParallel(_Model(), gradient_as_bucket_view=True)
+    model = nn.parallel.DistributedDataParallel(_model(), gradient_as_bucket_view=True)
     measured = measured_peaks(model, forgets=False)
     rank = rank_trace(plain, Layout(dp=RANKS))
     assert predicted_peaks(rank) == pytest.approx(measured, rel=0.005)
@@ -226,7 +219,7 @@ def test_replicated_ranks_hold_what_ddp_holds(plain: Trace):
 
 def test_accumulated_gradients_are_there_from_the_start_and_new_ones_pass(plain: Trace):
     rank = rank_trace(plain, Layout(micro_batches=3))
-    assert predicted_peaks(rank) == pytest.approx(measured_peaks(_Model(), forgets=False), rel=0.005)
+    assert predicted_peaks(rank) == pytest.approx(measured_peaks(_model(), forgets=False), rel=0.005)
     assert static_bytes(rank, Category.GRADIENT) == sum(p.bytes for p in plain.parameters)
 
 
@@ -305,21 +298,18 @@ def test_the_optimizer_steps_once_at_the_end_with_its_state_and_temporaries(plai
     assert "a rule" in rank.notes
 
 
-class _Mixture(nn.Module):
+def _mixture() -> Net:
     """A block with routed experts in one tensor, and a shared one."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ParameterDict({"up": nn.Parameter(torch.randn(8, 12, 20))})
-        self.shared_experts = nn.Linear(12, 20)
-        self.down = nn.Linear(20, 12)
+    def run(net: Net, x: torch.Tensor) -> torch.Tensor:
+        return x + net.down(torch.einsum("bi,eij->bj", x, net.experts["up"]) + net.shared_experts(x))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.einsum("bi,eij->bj", x, self.experts["up"]) + self.shared_experts(x))
+    experts = nn.ParameterDict({"up": nn.Parameter(torch.randn(8, 12, 20))})
+    return Net(run, experts=experts, shared_experts=nn.Linear(12, 20), down=nn.Linear(20, 12))
 
 
 def test_experts_are_sharded_over_fewer_ranks_than_the_rest():
-    step = trace(nn.Sequential(*(_Mixture() for _ in range(2))), torch.ones(4, 12), loss=torch.sum, repeats=1)
+    step = trace(nn.Sequential(*(_mixture() for _ in range(2))), torch.ones(4, 12), loss=torch.sum, repeats=1)
     layout = Layout(dp=8, ep=2, zero=3)
     units = {(unit.name, unit.is_expert): unit for unit in find_units(step, layout)}
     assert {key: unit.ranks for key, unit in units.items()} == {

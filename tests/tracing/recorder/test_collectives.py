@@ -16,6 +16,7 @@ from plimsoll.tracing.recorder.collectives import (
     is_wait,
 )
 from plimsoll.tracing.recorder.recorder import OpRecorder
+from steps import Net
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
 
@@ -46,23 +47,19 @@ def test_a_mask_that_rows_are_taken_by_is_made_once():
     assert made["where"] == ""
 
 
-class _Choosing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(16, 32)
-        self.down = nn.Linear(32, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.up(x).sigmoid()
+def _choosing() -> Net:
+    def choose(net: Net, x: torch.Tensor) -> torch.Tensor:
+        hidden = net.up(x).sigmoid()
         weights, rows = hidden.mean(-1).topk(4, dim=0)
         weights /= weights.sum()  # in place, as routers do
-        out: torch.Tensor = x.index_add(0, rows, self.down(hidden[rows]) * weights[:, None])
-        return out
+        return x.index_add(0, rows, net.down(hidden[rows]) * weights[:, None])
+
+    return Net(choose, up=nn.Linear(16, 32), down=nn.Linear(32, 16))
 
 
 def test_what_was_chosen_in_forward_is_kept_by_every_plan():
     torch.manual_seed(0)
-    model = nn.Sequential(*(_Choosing() for _ in range(2)))
+    model = nn.Sequential(*(_choosing() for _ in range(2)))
     plan = plimsoll.plan(model, torch.randn(8, 16), strategy="full", loss=torch.sum)
     kept = {d.value: d.reason for region in plan.regions for d in region.decisions if d.decision is Decision.KEEP}
     assert any(IS_ROUTING in reason for name, reason in kept.items() if name.startswith("topk"))
