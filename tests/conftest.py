@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -16,6 +18,16 @@ _LONGEST = frozenset({"test_examples.py", "test_documentation.py", "ranks", "int
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files of few tests that take long come first, so that no worker ends with one of them while the others wait."""
     items.sort(key=lambda item: _LONGEST.isdisjoint(item.path.parts))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Traces for estimates are made once in a run, by whichever worker asks first, and the user's own are left alone."""
+    run = tmp_path_factory.getbasetemp()
+    directory = (run.parent if "PYTEST_XDIST_WORKER" in os.environ else run) / "cache-of-traces"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PLIMSOLL_CACHE_DIR", str(directory))
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Self
@@ -12,10 +13,17 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from plimsoll.artifacts.trace import Trace
+from plimsoll.planning.costing.devices import find_device
+from plimsoll.planning.costing.roofline import roofline_costs
+from plimsoll.planning.simulate import run_choices
+from plimsoll.planning.step import StepIndex
+from plimsoll.planning.strategies import choose_none
 from plimsoll.session import step_snapshot
 from plimsoll.session.training_step import TrainingStep
 from plimsoll.tracing import trace as tracing
 from plimsoll.tracing.local_tensors import dense_parts
+from plimsoll.tracing.meters.memory import PeakMeter
 from plimsoll.tracing.recorder.calling import output_tensors, split_batch
 from plimsoll.tracing.torch_internals import has_storage
 
@@ -28,6 +36,28 @@ def warm_peak(model: nn.Module, batch: Any) -> int:
     found = step.measure_peak().peak_bytes
     model.zero_grad(set_to_none=True)
     return found
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """What the step calls backward on."""
+    return getattr(output, "loss", output)
+
+
+def transient_peak(model: nn.Module, *inputs: Any, **named: Any) -> int:
+    """The measured peak of a warm step without an optimizer, above what was there before it."""
+    gc.collect()
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        with PeakMeter() as meter:
+            loss_of(model(*inputs, **named)).backward()
+    return meter.window("start").peak_bytes
+
+
+def simulated_transient_peak(step: Trace, device: str = "H100") -> int:
+    """The same of a traced step, as it is simulated for a device."""
+    index = StepIndex(step, roofline_costs(step, find_device(device)))
+    before = sum(storage.bytes for storage in step.storages if storage.born < 0)
+    return run_choices(index, choose_none(index, "")).peak_bytes - before
 
 
 class LiveStorages(TorchDispatchMode):

@@ -14,8 +14,7 @@ ALIKE = (
 
 
 @pytest.mark.parametrize("training", ALIKE, ids=str)
-def test_peak_and_every_category_are_those_of_a_real_step(training: Training, tmp_path, monkeypatch):
-    monkeypatch.setenv("PLIMSOLL_CACHE_DIR", str(tmp_path))
+def test_peak_and_every_category_are_those_of_a_real_step(training: Training):
     row = compare(training)
     assert abs(row.peak.error) <= PEAK_WITHIN
     assert {figure.name: figure.error for figure in row.figures if abs(figure.error) > CATEGORY_WITHIN} == {}
@@ -25,8 +24,7 @@ def test_peak_and_every_category_are_those_of_a_real_step(training: Training, tm
         assert exact[name].predicted == exact[name].measured
 
 
-def test_what_convolutions_allocate_for_themselves_is_called_unsupported(tmp_path, monkeypatch):
-    monkeypatch.setenv("PLIMSOLL_CACHE_DIR", str(tmp_path))
+def test_what_convolutions_allocate_for_themselves_is_called_unsupported():
     row = compare(Training(target="clip-tiny"))
     assert row.peak.predicted < row.peak.measured
     assert row.unsupported == "workspaces of convolutions"

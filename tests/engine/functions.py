@@ -8,53 +8,9 @@ import torch.nn.functional as F
 # What a slot is must not depend on how a tensor lies in memory.
 
 
-def shared_by_several_ops(x):
-    return x.sigmoid() * x + x.tanh() * x.exp().neg().exp()
-
-
-def views_of_one_storage(x):
-    first, second = x.chunk(2, -1)
-    return torch.cat([first * second, second * first.exp()], -1)
-
-
-def expanded(x):
-    scale = x.mean(-1, keepdim=True).expand_as(x)
-    return x * scale * scale
-
-
-def square_transposes(x):
-    square = x.T @ x
-    return x @ (square * square.T).softmax(-1)
-
-
 def saved_twice_through_different_views(x):
     folded = x.view(-1, 4, 8).transpose(0, 1)
     return (folded * folded.exp().reshape(folded.shape)).transpose(0, 1).reshape(x.shape)
-
-
-def base_with_offset(x):
-    padded = F.pad(x, (3, 5))
-    inside = padded[:, 3:-5]
-    return inside * inside.exp()
-
-
-def scans(x):
-    return x.cumsum(-1) * x.sigmoid().cumprod(-1) + x.logcumsumexp(0)
-
-
-def not_contiguous(x):
-    turned = x.t()
-    return (turned.exp() * turned).t().sigmoid()
-
-
-def double_precision(x):
-    wide = x.double()
-    return (wide * wide.exp()).sin().float()
-
-
-def complex_numbers(x):
-    number = torch.complex(x, x.sin())
-    return (number * number.exp()).abs()
 
 
 def conjugates(x):
@@ -63,37 +19,14 @@ def conjugates(x):
     return (number.conj() * other).real * (number.exp().conj() * other.conj()).imag
 
 
-def spectrum(x):
-    return torch.fft.irfft(torch.fft.rfft(x).exp().mul(0.1), n=x.shape[-1])
-
-
 def viewed_as_other_dtype(x):
     bits = x.detach().exp().view(torch.int32)
     return x * (bits >> 3).view(torch.float32).nan_to_num(0.0).sigmoid()
 
 
-def zero_size(x):
-    nothing = x[:0].exp()
-    return x.exp() + (nothing * nothing).sum() + x[:, :0].tanh().sum()
-
-
 def infinities_and_nans(x):
     wild = torch.where(x > 0.5, x / 0.0, x)
     return torch.nan_to_num(wild.exp() * wild, nan=0.5, posinf=1.0, neginf=-1.0) + x.sigmoid()
-
-
-def gathered(x):
-    order = x.argsort(-1)
-    return x.gather(-1, order) * x.exp() + x.topk(3, -1).values.sum(-1, keepdim=True)
-
-
-def scattered(x):
-    index = (x > 0).long()
-    return torch.zeros_like(x).scatter_add(0, index, x.exp()) * x
-
-
-def sorted_and_unfolded(x):
-    return x.sort(-1).values.unfold(-1, 4, 4).exp().flatten(-2) * x
 
 
 # Writes in place to memory of the region's own.
@@ -147,44 +80,13 @@ def saved_then_written_by_detached_alias(x):
     return z * w.exp()
 
 
-def leaky_in_place(x):
-    y = F.leaky_relu(x * 3, 0.1, inplace=True)
-    return y * F.relu(x + 1, inplace=True)
-
-
 # Random numbers, which are rebuilt from the generator's state.
-
-
-def dropout_in_several_places(x):
-    return F.dropout(F.dropout(x, 0.2).exp(), 0.3) * F.dropout(x, 0.1)
-
-
-def two_draws_without_a_saved_tensor_between(x):
-    noise = torch.rand_like(x) + torch.randn_like(x)
-    return (x + noise).exp() * noise.sigmoid()
-
-
-def alpha_and_feature_dropout(x):
-    return F.alpha_dropout(x, 0.2, training=True) * F.dropout1d(x[None], 0.3)[0]
-
-
-def randomised_leaky_relu(x):
-    return F.rrelu(x, 0.1, 0.4, training=True) * x.exp()
-
-
-def randomised_leaky_relu_in_place(x):
-    return F.rrelu(x * 2, 0.1, 0.4, training=True, inplace=True) * x.exp()
 
 
 def seeds_inside(x):
     y = F.dropout(x, 0.3)
     torch.manual_seed(7)
     return F.dropout(y.exp(), 0.3) * torch.rand_like(y)
-
-
-def attention_dropout(x):
-    q = x.view(1, 2, -1, 16)
-    return F.scaled_dot_product_attention(q, q, q, dropout_p=0.3).reshape(x.shape)
 
 
 def bernoulli_and_multinomial(x):
@@ -194,9 +96,47 @@ def bernoulli_and_multinomial(x):
     return x * mask + x.gather(-1, picked).exp().sum(-1, keepdim=True)
 
 
-def gumbel(x):
-    return F.gumbel_softmax(x, tau=0.7) * x
-
-
-def permuted(x):
-    return x[torch.randperm(x.shape[0])].exp() * x
+FUNCTIONS = {
+    "shared by several ops": lambda x: x.sigmoid() * x + x.tanh() * x.exp().neg().exp(),
+    "views of one storage": lambda x: torch.cat(
+        [(parts := x.chunk(2, -1))[0] * parts[1], parts[1] * parts[0].exp()], -1
+    ),
+    "expanded": lambda x: x * (scale := x.mean(-1, keepdim=True).expand_as(x)) * scale,
+    "square transposes": lambda x: x @ ((square := x.T @ x) * square.T).softmax(-1),
+    "base with offset": lambda x: (inside := F.pad(x, (3, 5))[:, 3:-5]) * inside.exp(),
+    "scans": lambda x: x.cumsum(-1) * x.sigmoid().cumprod(-1) + x.logcumsumexp(0),
+    "not contiguous": lambda x: ((turned := x.t()).exp() * turned).t().sigmoid(),
+    "double precision": lambda x: ((wide := x.double()) * wide.exp()).sin().float(),
+    "complex numbers": lambda x: ((number := torch.complex(x, x.sin())) * number.exp()).abs(),
+    "spectrum": lambda x: torch.fft.irfft(torch.fft.rfft(x).exp().mul(0.1), n=x.shape[-1]),
+    "zero size": lambda x: x.exp() + ((nothing := x[:0].exp()) * nothing).sum() + x[:, :0].tanh().sum(),
+    "gathered": lambda x: x.gather(-1, x.argsort(-1)) * x.exp() + x.topk(3, -1).values.sum(-1, keepdim=True),
+    "scattered": lambda x: torch.zeros_like(x).scatter_add(0, (x > 0).long(), x.exp()) * x,
+    "sorted and unfolded": lambda x: x.sort(-1).values.unfold(-1, 4, 4).exp().flatten(-2) * x,
+    "leaky in place": lambda x: F.leaky_relu(x * 3, 0.1, inplace=True) * F.relu(x + 1, inplace=True),
+    "dropout in several places": lambda x: F.dropout(F.dropout(x, 0.2).exp(), 0.3) * F.dropout(x, 0.1),
+    "two draws without a saved tensor between": lambda x: (
+        (x + (noise := torch.rand_like(x) + torch.randn_like(x))).exp() * noise.sigmoid()
+    ),
+    "alpha and feature dropout": lambda x: F.alpha_dropout(x, 0.2, training=True) * F.dropout1d(x[None], 0.3)[0],
+    "randomised leaky relu": lambda x: F.rrelu(x, 0.1, 0.4, training=True) * x.exp(),
+    "randomised leaky relu in place": lambda x: F.rrelu(x * 2, 0.1, 0.4, training=True, inplace=True) * x.exp(),
+    "attention dropout": lambda x: F.scaled_dot_product_attention(*[x.view(1, 2, -1, 16)] * 3, dropout_p=0.3).reshape(
+        x.shape
+    ),
+    "gumbel": lambda x: F.gumbel_softmax(x, tau=0.7) * x,
+    "permuted": lambda x: x[torch.randperm(x.shape[0])].exp() * x,
+    "saved twice through different views": saved_twice_through_different_views,
+    "conjugates": conjugates,
+    "viewed as other dtype": viewed_as_other_dtype,
+    "infinities and nans": infinities_and_nans,
+    "masked fill": masked_fill,
+    "slices of empty": slices_of_empty,
+    "zeros then slices": zeros_then_slices,
+    "chain of writes": chain_of_writes,
+    "out argument": out_argument,
+    "index put": index_put,
+    "saved then written by detached alias": saved_then_written_by_detached_alias,
+    "seeds inside": seeds_inside,
+    "bernoulli and multinomial": bernoulli_and_multinomial,
+}

@@ -35,14 +35,6 @@ from plimsoll.units import format_bytes
 SIZES: dict[str, Any] = {"sequence": 256}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A cache of its own for these tests, so that each question is traced once."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PLIMSOLL_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
 def on_gpu(**how: Any) -> Estimate:
     return plimsoll.estimate("llama-tiny", 1, **(SIZES | {"device": "H100"} | how))
 

@@ -49,13 +49,6 @@ def test_the_setting_with_the_least_time_within_the_budget_is_chosen(framework, 
     assert chosen not in neighbours
 
 
-@pytest.fixture(autouse=True, scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PLIMSOLL_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
 TINY: dict[str, Any] = {"sequence": 256, "device": "H100", "optimizer": "none"}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
@@ -11,27 +10,19 @@ from torch import nn
 
 import plimsoll
 import zoo
+from metering import simulated_transient_peak, transient_peak
 from plimsoll.artifacts.estimate import Estimate
 from plimsoll.artifacts.job import Techniques, read_techniques
-from plimsoll.artifacts.trace import Category, Trace
+from plimsoll.artifacts.trace import Category
 from plimsoll.errors import InvalidLayout, InvalidOption
 from plimsoll.estimator.techniques import with_techniques
 from plimsoll.planning.costing.devices import find_device
 from plimsoll.planning.costing.host import HOST_LINK_SHARE
 from plimsoll.planning.costing.roofline import roofline_costs
-from plimsoll.planning.simulate import run_choices
 from plimsoll.planning.step import StepIndex
-from plimsoll.planning.strategies import choose_none, strategy_choices
-from plimsoll.tracing.meters.memory import PeakMeter
+from plimsoll.planning.strategies import strategy_choices
 from plimsoll.tracing.trace import trace
 from steps import Net
-
-
-@pytest.fixture(autouse=True, scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PLIMSOLL_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 def on_gpu(**how: Any) -> Estimate:
@@ -164,29 +155,13 @@ def _model() -> Net:
 BATCH = (torch.randn(64, 32), torch.arange(64))
 
 
-def peak_of(step: Trace) -> int:
-    """The simulated peak above parameters and batch."""
-    index = StepIndex(step, roofline_costs(step, find_device("H100")))
-    before = sum(s.bytes for s in step.storages if s.born < 0)
-    return run_choices(index, choose_none(index, "")).peak_bytes - before
-
-
-def measured_peak(model: nn.Module) -> int:
-    gc.collect()
-    for _ in range(2):
-        model.zero_grad(set_to_none=True)
-        with PeakMeter() as meter:
-            model(*BATCH).backward()
-    return meter.window("start").peak_bytes
-
-
 def test_a_fused_loss_holds_the_logits_once_and_is_faster():
     model = _model()
     step = trace(model, BATCH, repeats=1)
-    assert peak_of(step) == pytest.approx(measured_peak(model), rel=0.01)
+    assert simulated_transient_peak(step) == pytest.approx(transient_peak(model, *BATCH), rel=0.01)
     model.loss = _InPlaceLoss.apply
     fused = with_techniques(step, Techniques(loss="fused"))
-    assert peak_of(fused) == pytest.approx(measured_peak(model), rel=0.02)
+    assert simulated_transient_peak(fused) == pytest.approx(transient_peak(model, *BATCH), rel=0.02)
     device = find_device("H100")
     seconds = [
         StepIndex(each, roofline_costs(each, device)).base_seconds - len(each.ops) * device.launch_seconds
@@ -198,8 +173,8 @@ def test_a_fused_loss_holds_the_logits_once_and_is_faster():
 def test_a_fused_linear_loss_holds_one_chunk_of_logits():
     step = trace(_model(), BATCH, repeats=1)
     chunked, both = (with_techniques(step, Techniques(loss=loss)) for loss in ("chunked", "fused-linear"))
-    assert peak_of(both) == peak_of(chunked)
-    assert peak_of(both) < 0.8 * peak_of(step)
+    assert simulated_transient_peak(both) == simulated_transient_peak(chunked)
+    assert simulated_transient_peak(both) < 0.8 * simulated_transient_peak(step)
     accumulated = [s for s in both.storages if s.category is Category.GRADIENT]
     assert sum(s.bytes for s in accumulated) == sum(p.bytes for p in both.parameters)
 

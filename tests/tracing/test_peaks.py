@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from metering import loss_of
 from plimsoll.artifacts.trace import Trace
 from plimsoll.tracing.meters.memory import PeakMeter
 from plimsoll.tracing.trace import trace
@@ -39,7 +40,7 @@ def measured_peak_bytes(
         model.zero_grad(set_to_none=True)
         with PeakMeter() as meter:
             output = model(**batch)
-            loss = zoo.loss_of(output)
+            loss = loss_of(output)
             loss.backward()
             del output, loss
             if optimizer is not None:
@@ -73,7 +74,7 @@ def test_peak_under_autocast_counts_the_cached_weight_casts():
 
 def test_peak_with_accumulated_gradients_adds_the_new_gradient_beside_the_old_one():
     model, batch = zoo.llama()
-    zoo.loss_of(model(**batch)).backward()
+    loss_of(model(**batch)).backward()
     step = trace(model, batch, repeats=1)
     fresh = max(predicted_bytes(step))
     model.zero_grad(set_to_none=True)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import plimsoll
+from metering import loss_of
 from plimsoll.artifacts.receipt import ReceiptVerdict
 from plimsoll.artifacts.trace import Category, Phase
 from plimsoll.errors import InvalidBatch, InvalidLoss, InvalidModel, TracingFailed
@@ -75,7 +76,7 @@ def test_tracing_leaves_model_gradients_buffers_and_random_state(
 ):
     model, batch = zoo.ALL[name]()
     if has_gradients:
-        zoo.loss_of(model(**batch)).backward()
+        loss_of(model(**batch)).backward()
     before = state_of(model)
     trace(model, batch, repeats=2, device_name=device_name)
     assert_same(before, state_of(model))
@@ -223,7 +224,7 @@ def test_region_that_branches_on_data_is_marked():
 def test_copy_of_a_traced_model_still_trains():
     model, batch = zoo.gpt2()
     trace(model, batch, repeats=1)
-    zoo.loss_of(copy.deepcopy(model)(**batch)).backward()
+    loss_of(copy.deepcopy(model)(**batch)).backward()
 
 
 def test_every_parameter_is_listed_with_shape_storage_and_whether_it_is_trained():

@@ -87,11 +87,6 @@ ALL: dict[str, Callable[[], Sample]] = {
 }
 
 
-def loss_of(output: Any) -> torch.Tensor:
-    """What the step calls backward on."""
-    return getattr(output, "loss", output)
-
-
 class Block(nn.Module):
     """A residual two-layer block."""
 

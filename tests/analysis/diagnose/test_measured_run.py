@@ -18,13 +18,6 @@ from plimsoll.planning.costing.devices import find_device
 from plimsoll.units import MIB
 
 
-@pytest.fixture(autouse=True, scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PLIMSOLL_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
 @pytest.fixture(scope="module")
 def estimated() -> Estimate:
     return plimsoll.estimate("llama-tiny", 4, sequence=256, device="H100")

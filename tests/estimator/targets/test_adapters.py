@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
@@ -11,26 +10,13 @@ from torch import nn
 
 import plimsoll
 import zoo
+from metering import simulated_transient_peak, transient_peak
 from plimsoll.artifacts.job import Techniques
-from plimsoll.artifacts.trace import Trace
 from plimsoll.errors import InvalidLayout, InvalidOption
 from plimsoll.estimator.targets.adapters import adapted
-from plimsoll.planning.costing.devices import find_device
-from plimsoll.planning.costing.roofline import roofline_costs
-from plimsoll.planning.simulate import run_choices
-from plimsoll.planning.step import StepIndex
-from plimsoll.planning.strategies import choose_none
-from plimsoll.tracing.meters.memory import PeakMeter
 from plimsoll.tracing.trace import trace
 
 SIZES = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "vocab_size": 67}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PLIMSOLL_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 def llama() -> nn.Module:
@@ -39,21 +25,6 @@ def llama() -> nn.Module:
 
 def batch() -> dict[str, torch.Tensor]:
     return {name: words % SIZES["vocab_size"] for name, words in zoo.words(2, 32).items()}
-
-
-def peak_of(step: Trace) -> int:
-    index = StepIndex(step, roofline_costs(step, find_device("cpu")))
-    before = sum(storage.bytes for storage in step.storages if storage.born < 0)
-    return run_choices(index, choose_none(index, "")).peak_bytes - before
-
-
-def measured_peak(model: nn.Module) -> int:
-    gc.collect()
-    for _ in range(2):
-        model.zero_grad(set_to_none=True)
-        with PeakMeter() as meter:
-            model(**batch()).loss.backward()
-    return meter.window("start").peak_bytes
 
 
 def trained(model: nn.Module) -> int:
@@ -94,7 +65,7 @@ def test_a_step_with_adapters_takes_what_pefts_takes(how: Techniques, targets: A
     with adapted(model, how):
         step = trace(model, batch(), repeats=1)
         assert trained(model) == trained(theirs)
-    assert peak_of(step) == pytest.approx(measured_peak(theirs), rel=0.02)
+    assert simulated_transient_peak(step) == pytest.approx(transient_peak(theirs, **batch()), rel=0.02)
 
 
 @pytest.mark.parametrize("how", [Techniques(lora=2), Techniques(qlora=2), Techniques(adapters=8)], ids=str)

@@ -31,16 +31,10 @@ class Ran(NamedTuple):
         return json.loads(self.out)
 
 
-@pytest.fixture(scope="session")
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of traces: estimates of one model share them."""
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.fixture
-def run(tmp_path: Path, _cache: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ran]:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ran]:
     """Runs a command in a directory of its own: it ends with ``code``, and never with a traceback."""
-    for name, value in {"NO_COLOR": "1", "COLUMNS": "100", "TERM": "dumb", "PLIMSOLL_CACHE_DIR": str(_cache)}.items():
+    for name, value in {"NO_COLOR": "1", "COLUMNS": "100", "TERM": "dumb"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
 
