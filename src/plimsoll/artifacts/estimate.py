@@ -121,6 +121,17 @@ class SwitchSetting(msgspec.Struct, frozen=True, kw_only=True):
     step_seconds: float
 
 
+class LayoutChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """One layout of a search, with the micro-batch and the strategy under which a step then takes so much."""
+
+    layout: Layout
+    batch: int
+    strategy: str
+    peak_bytes: int
+    """Of the rank that holds most, in tensors."""
+    step_seconds: float
+
+
 class MeasuredFigure(msgspec.Struct, frozen=True, kw_only=True):
     """One figure of a real run beside the estimate's own, ``None`` where it has none; ``unit`` is bytes, seconds or per second.
 
@@ -166,6 +177,8 @@ class Estimate(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     framework: str = ""
     """Whose switches were asked for; ``switches`` then has the chosen setting first, and its neighbours."""
     switches: tuple[SwitchSetting, ...] = ()
+    layouts: tuple[LayoutChoice, ...] = ()
+    """The fastest layouts, where they were searched; the estimate is of the first."""
     measured: tuple[MeasuredFigure, ...] = ()
     """What a real run measured of it; ``measured_source`` is where from."""
     measured_source: str = ""

@@ -21,7 +21,7 @@ from plimsoll.artifacts.costs import Basis
 from plimsoll.artifacts.estimate import BudgetItem
 from plimsoll.artifacts.job import Layout
 from plimsoll.artifacts.memory_use import AllocatorUse, OptimizerUse
-from plimsoll.artifacts.trace import Category
+from plimsoll.artifacts.trace import Category, runs_gpu_kernels
 from plimsoll.planning.costing.devices import Device
 from plimsoll.units import KIB, MIB
 
@@ -114,6 +114,23 @@ def _unaccounted(parts: Iterable[BudgetItem], has_pipeline: bool) -> BudgetItem:
     share, error, source = _UNACCOUNTED[has_pipeline]
     bytes_ = int(share * sum(part.bytes or 0 for part in parts))
     return _item("not accounted for", bytes_, error, Basis.ASSUMED, f"{source} (docs/claims.md)")
+
+
+def has_caching_allocator(device: Device) -> bool:
+    """Whether torch's caching allocator serves a device: not a CPU, nor what XLA compiles for.
+
+    Example:
+        >>> from plimsoll.planning.costing.devices import find_device
+        >>> [has_caching_allocator(find_device(name)) for name in ("H100", "laptop-CPU", "TPU-v5e")]
+        [True, False, False]
+    """
+    return runs_gpu_kernels(device.name) and not device.name.startswith("TPU")
+
+
+def tensor_room(device: Device, layout: Layout) -> int:
+    """Bytes that a device leaves to tensors beside the framework and what is not accounted for."""
+    share = _UNACCOUNTED[layout.pp > 1][0] if has_caching_allocator(device) else 0.0
+    return int(device.memory_bytes / (1 + share)) - sum(item.bytes or 0 for item in framework_items(device, layout))
 
 
 def kernel_items(op_names: Iterable[str]) -> tuple[BudgetItem, ...]:

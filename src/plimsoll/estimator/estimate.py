@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from plimsoll.artifacts.estimate import Estimate
+from plimsoll.artifacts.estimate import Estimate, LayoutChoice
 from plimsoll.artifacts.job import Layout, ModelFacts, Precision, Techniques, parse_precision, read_techniques
 from plimsoll.artifacts.progress import Progress, part_of, silent
+from plimsoll.artifacts.trace import Trace
 from plimsoll.errors import InvalidLayout, InvalidOption
-from plimsoll.estimator.budget import framework_items
+from plimsoll.estimator.budget import tensor_room
 from plimsoll.estimator.estimate_job import EstimateJob
+from plimsoll.estimator.layout_search import LayoutSearch, LayoutSpace, MakeJob
 from plimsoll.estimator.lowering import check_framework
 from plimsoll.estimator.parallelism.context import with_context_parallel
 from plimsoll.estimator.parallelism.layouts import check_layout, read_layout
@@ -28,6 +30,8 @@ from plimsoll.session.options import AUTO_MARGIN, Budget
 
 if TYPE_CHECKING:
     import torch
+
+TraceKey = tuple[int, int, int, bool, int | None]
 
 
 def estimate(
@@ -63,10 +67,13 @@ def estimate(
             model's own types.
         optimizer: by name (``"adamw"``, ``"adamw-8bit"``, ``"sgd"``, ``"adafactor"``, ``"muon"`` …), or ``"none"``.
         has_master_weights: the optimizer keeps a copy of narrow weights in float32.
-        layout: ``"dp=8,tp=8,sp,pp=16,zero=1,schedule=1f1b,micro-batches=64"``; by default one rank.
+        layout: ``"dp=8,tp=8,sp,pp=16,zero=1,schedule=1f1b,micro-batches=64"``; by default one rank. With
+            ``"ranks=64,samples=512"`` the fastest layout of so many ranks is chosen, and micro-batches where none are given;
+            ``layouts`` has the runners-up.
         strategy: ``none`` (the default), ``full``, ``every:k``, ``sqrt``, ``selective:…``, or ``auto``: the least time within
             ``budget`` (the default where there is one).
-        budget: bytes for the tensors of one rank, or ``"auto"``: the device's memory less its framework and 8%.
+        budget: bytes for the tensors of one rank, or ``"auto"``: the device's memory less its framework, what published
+            runs held unaccounted for, and 8%.
         export: the framework whose own switches are to keep to ``budget`` (by default ``"auto"``): ``megatron``, ``torchtitan``
             or ``transformers``. The estimate is then that of the best setting; ``switches`` has its neighbours too.
         techniques: what else the run does: ``"gradients=fp32,loss=fused,optimizer-in-backward"`` (``docs/estimate.md``).
@@ -89,8 +96,11 @@ def estimate(
     """
     started = time.monotonic()
     report = progress or silent
-    spread = read_layout(layout)
     asked = find_device(device)
+    space = LayoutSpace.read(layout)
+    spread = read_layout(layout) if space is None else Layout()
+    if budget is None and (space is not None or export is not None):
+        budget = AUTO
     setting = Setting(
         device=asked,
         layout=spread,
@@ -101,19 +111,57 @@ def estimate(
         precision=parse_precision(precision),
         how=read_techniques(techniques),
     )
-    request = _request(target, batch, sequence, loss, setting)
-    check_setting(setting)
+    traces: dict[TraceKey, tuple[TracedTarget, Trace]] = {}
+
+    def make(at: Layout, samples: Any) -> EstimateJob:
+        there = replace(setting, layout=at, budget_bytes=_budget_bytes(budget, asked, at))
+        request = _request(target, samples, sequence, loss, there)
+        check_setting(there)
+        return _job(request, there, traces, part_of(report, 0.0, 0.8))
+
     if export is not None:
-        setting = _without_strategy(setting, export, strategy, _budget_bytes(budget or AUTO, asked, spread))
-    traced = _traced(request, spread, part_of(report, 0.0, 0.8))
+        setting = _without_strategy(setting, export, strategy)
+    layouts: tuple[LayoutChoice, ...] = ()
+    if space is None:
+        job = make(spread, batch)
+    else:
+        asked_first = _request(target, batch, sequence, loss, setting)
+        job, layouts = _search(space, make, asked_first, batch, setting.strategy, part_of(report, 0.0, 0.9))
     trace_seconds = time.monotonic() - started
-    report("simulating every rank", 0.8)
-    whole = None if traced.facts.sequence is None else traced.facts.sequence * spread.cp
-    step = with_techniques(traced.trace, setting.how, whole)
-    job = EstimateJob(setting, traced, with_context_parallel(step, spread.cp))
-    switches = () if export is None or setting.budget_bytes is None else job.lower(export, setting.budget_bytes)
-    found = job.run(target if isinstance(target, str) else type(target).__name__, trace_seconds, started)
-    return msgspec.structs.replace(found, framework=export or "", switches=switches)
+    report("simulating every rank", 0.9)
+    switches = () if export is None or job.setting.budget_bytes is None else job.lower(export, job.setting.budget_bytes)
+    found = job.run(_name(target), trace_seconds, started)
+    return msgspec.structs.replace(found, framework=export or "", switches=switches, layouts=layouts)
+
+
+def _search(
+    space: LayoutSpace, make: MakeJob, first: TraceRequest, batch: Any, strategy: str, progress: Progress
+) -> tuple[EstimateJob, tuple[LayoutChoice, ...]]:
+    """The job of the fastest layout; a function's or a model's own batch stays what it is."""
+    facts = target_facts(first) if isinstance(first.target, str) else None
+    if facts is not None:
+        return LayoutSearch(space, make, strategy, facts).run(batch, progress)
+    facts = make(Layout(), batch).facts
+    return LayoutSearch(space, lambda at, _: make(at, batch), strategy, facts).run(facts.batch, progress)
+
+
+def _name(target: str | torch.nn.Module) -> str:
+    return target if isinstance(target, str) else type(target).__name__
+
+
+def _job(
+    request: TraceRequest, setting: Setting, traces: dict[TraceKey, tuple[TracedTarget, Trace]], progress: Progress
+) -> EstimateJob:
+    """The job of one layout; what is traced for one serves all that give a rank the same."""
+    layout = setting.layout
+    key = (layout.tp, layout.ep, layout.cp, layout.sequence_parallel, request.batch)
+    if key not in traces:
+        traced = _traced(request, layout, progress)
+        whole = None if traced.facts.sequence is None else traced.facts.sequence * layout.cp
+        step = with_techniques(traced.trace, setting.how, whole)
+        traces[key] = traced, with_context_parallel(step, layout.cp)
+    traced, step = traces[key]
+    return EstimateJob(setting, traced, step)
 
 
 def _request(
@@ -151,7 +199,7 @@ def _traced(request: TraceRequest, layout: Layout, progress: Progress) -> Traced
     return trace_target(request, cache=TraceCache(), progress=progress)
 
 
-def _without_strategy(setting: Setting, framework: str, strategy: str | None, budget_bytes: int | None) -> Setting:
+def _without_strategy(setting: Setting, framework: str, strategy: str | None) -> Setting:
     """The setting of an estimate that chooses switches: each setting of them is a strategy of its own."""
     check_framework(framework)
     if strategy is not None:
@@ -160,7 +208,7 @@ def _without_strategy(setting: Setting, framework: str, strategy: str | None, bu
             why="the switches are chosen, and each setting of them is a strategy of its own",
             next="leave one of them out",
         )
-    return replace(setting, strategy=NOTHING, budget_bytes=budget_bytes)
+    return replace(setting, strategy=NOTHING)
 
 
 def _given(
@@ -214,8 +262,7 @@ def _share(sequence: int, layout: Layout) -> int:
 
 
 def _budget_bytes(budget: int | str | None, device: Device, layout: Layout) -> int | None:
-    """What the tensors of one rank may take; ``auto``: what the device has beside the framework, less a margin."""
+    """What the tensors of one rank may take; ``auto``: what the device has beside all else, less a margin."""
     if budget == AUTO:
-        outside = sum(item.bytes or 0 for item in framework_items(device, layout))
-        return int((device.memory_bytes - outside) * (1 - AUTO_MARGIN))
+        return int(tensor_room(device, layout) * (1 - AUTO_MARGIN))
     return Budget.read(budget).asked_bytes

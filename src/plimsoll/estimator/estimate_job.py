@@ -85,15 +85,15 @@ class EstimateJob:
             total_seconds=time.monotonic() - started,
         )
 
+    def measure(self, strategy: str) -> tuple[int, float]:
+        """The peak of the fullest rank in tensors, and the seconds of a step, under a strategy."""
+        ranks = self._decided(strategy)
+        return max(rank.peak_bytes for rank in ranks), self._timed(ranks)[1]
+
     def lower(self, framework: str, budget_bytes: int) -> tuple[SwitchSetting, ...]:
         """The best of a framework's own switches within a budget, and its neighbours; the job is then of the best one."""
-
-        def measure(strategy: str) -> tuple[int, float]:
-            ranks = self._decided(strategy)
-            return max(rank.peak_bytes for rank in ranks), self._timed(ranks)[1]
-
         model = SwitchedModel.of(self.trace, stages=self.layout.stages, has_experts=bool(self.facts.experts))
-        found = lower(framework, model, budget_bytes, measure)
+        found = lower(framework, model, budget_bytes, self.measure)
         self.setting = replace(self.setting, strategy=found[0].strategy)
         return found
 

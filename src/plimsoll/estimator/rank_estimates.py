@@ -17,8 +17,9 @@ from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.job import Layout, Precision, Techniques
 from plimsoll.artifacts.memory_use import AllocationEvent, OptimizerUse, StepForm
 from plimsoll.artifacts.plan import Plan
-from plimsoll.artifacts.trace import Trace, TraceParameter, runs_gpu_kernels
+from plimsoll.artifacts.trace import Trace, TraceParameter
 from plimsoll.errors import InvalidLayout, InvalidOption, InvalidStrategy
+from plimsoll.estimator.budget import has_caching_allocator
 from plimsoll.estimator.optimizers import optimizer_use
 from plimsoll.estimator.parallelism.overlap import OverlappedSeconds, RankSeconds, measure_rank, overlapped_seconds
 from plimsoll.estimator.parallelism.rank import PARTLY_SHARDED, rank_trace
@@ -80,8 +81,8 @@ class Setting:
 
     @property
     def is_gpu(self) -> bool:
-        """Whether the device has a caching allocator and runs optimizers over all parameters at once: what XLA has not."""
-        return runs_gpu_kernels(self.device.name) and not self.device.name.startswith("TPU")
+        """Whether the device has a caching allocator and runs optimizers over all parameters at once."""
+        return has_caching_allocator(self.device)
 
 
 def check_setting(setting: Setting) -> None:

@@ -61,7 +61,7 @@ def read_layout(layout: str | Layout) -> Layout:
         _check(layout)
         return layout
     values: dict[str, int | bool | PipelineSchedule | StageRule | tuple[int, ...]] = {}
-    for key, text in _entries(layout):
+    for key, text in layout_entries(layout):
         if key == "sp":
             values["sequence_parallel"] = _flag(text)
         elif key == "schedule":
@@ -99,13 +99,22 @@ def layout_notes(layout: Layout) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _entries(text: str) -> Iterator[tuple[str, str]]:
+def layout_entries(text: str, also: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
+    """Keys and values of a layout in words, those of ``also`` besides.
+
+    Raises:
+        InvalidLayout: an unknown key, or one twice.
+
+    Example:
+        >>> dict(layout_entries("pp=4, stages=9,8,8,7, sp"))
+        {'pp': '4', 'stages': '9,8,8,7', 'sp': ''}
+    """
     seen: set[str] = set()
     for part in re.split(r",(?!\s*\d+\s*(?:,|$))", text):
         key, _, value = (re.sub(r"\s*,\s*", ",", piece.strip()) for piece in part.strip().partition("="))
         if not key and not value and not text.strip():
             return
-        if key not in _KEYS:
+        if key not in (*_KEYS, *also):
             raise _unknown_key(key)
         if key in seen:
             raise InvalidLayout(

@@ -39,7 +39,8 @@ LayoutOption = Annotated[
         "--layout",
         "-l",
         metavar="DEGREES",
-        help="How the step is spread over ranks: dp=8,tp=8,sp,pp=4,zero=1,micro-batches=64; also cp, ep, schedule, virtual.",
+        help="How the step is spread over ranks: dp=8,tp=8,sp,pp=4,zero=1,micro-batches=64; also cp, ep, schedule, virtual. "
+        "With ranks=64,samples=512 the fastest one is searched.",
     ),
 ]
 EstimateBudgetOption = Annotated[
@@ -71,7 +72,7 @@ TechniquesOption = Annotated[
         "--techniques",
         "-t",
         metavar="KEYS",
-        help="What else the run does: gradients=fp32, loss=chunked|fused|fused-linear, optimizer-in-backward, tf32 …",
+        help="What else the run does: gradients=fp32, loss=fused, fp8=rowwise, offload=parameters+activations, lora=16 …",
     ),
 ]
 CompareOption = Annotated[

@@ -30,6 +30,8 @@ def view_estimate(estimate: Estimate) -> Document:
         sections.append(Section(f"Stages of {shared}" if shared else "Stages", elements))
     if estimate.switches:
         sections.append(Section(f"Switches of {estimate.framework}", _switches(estimate)))
+    if estimate.layouts:
+        sections.append(Section(f"The fastest layouts of {ranks:,} ranks", [_layouts(estimate)]))
     sections.append(Section("Speed", [Paragraph(line) for line in _speed(estimate)]))
     device, lines = f"{f'{ranks:,} x ' if ranks > 1 else ''}{estimate.device}", _setting(estimate)
     if estimate.measured:
@@ -57,6 +59,21 @@ def _switches(estimate: Estimate) -> list[Element]:
     ]
     table = Table(header=("setting", "tensors at the peak", "step"), rows=rows, numbers=(1, 2))
     return [*[Paragraph(f"{name} = {value!r}") for name, value in best.values.items()], table]
+
+
+def _layouts(estimate: Estimate) -> Table:
+    """Layouts side by side, the fastest first."""
+    rows = [
+        (
+            str(each.layout),
+            str(each.batch),
+            format_bytes(each.peak_bytes),
+            format_seconds(each.step_seconds),
+            "planned" if each.strategy == "auto" else "keep all" if each.strategy == "none" else each.strategy,
+        )
+        for each in estimate.layouts
+    ]
+    return Table(header=("layout", "batch", "tensors at the peak", "step", ""), rows=rows, numbers=(1, 2, 3))
 
 
 def _values(setting: SwitchSetting) -> str:

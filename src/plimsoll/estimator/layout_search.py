@@ -1,0 +1,225 @@
+"""Finds the layout of a number of ranks that trains a number of samples per step fastest within a budget, by the estimator.
+
+``ranks=64,samples=512`` leaves open what is not given: tensor, pipeline and expert parallelism, how far ZeRO shards, and the
+micro-batch. Each layout is estimated twice, with everything kept and with everything recomputed: the first bounds the speed of
+every plan, the second says whether one can fit. Only layouts that could be the fastest are planned, the most promising
+first. The micro-batch of the fastest ones is doubled for as long as that makes a step faster.
+
+Known weakness: schedules are 1F1B, and context parallelism is off, unless they are given. How layouts compare depends on links
+and rates that may be off by 30%: the first few of the list are worth a try each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from plimsoll.artifacts.estimate import LayoutChoice
+from plimsoll.artifacts.job import Layout, ModelFacts
+from plimsoll.artifacts.progress import Progress, silent
+from plimsoll.errors import InvalidLayout, PlimsollError
+from plimsoll.estimator.estimate_job import EstimateJob
+from plimsoll.estimator.parallelism.layouts import check_layout, layout_entries, read_layout
+from plimsoll.estimator.rank_estimates import AUTO, EVERYTHING, NOTHING
+
+_OPEN = ("ranks", "samples")
+_LARGEST_TP = 8
+_LARGEST_BATCH = 64
+_DOUBLED = 2
+"""So many of the fastest layouts are tried with twice the micro-batch."""
+_SHOWN = 8
+MakeJob = Callable[[Layout, int], EstimateJob]
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutSpace:
+    """Layouts of so many ranks that run so many samples a step; ``given`` are the entries that are not open."""
+
+    ranks: int
+    samples: int
+    given: dict[str, str]
+
+    @staticmethod
+    def read(text: str | Layout) -> LayoutSpace | None:
+        """The space that a text opens; ``None`` where it names one layout.
+
+        Raises:
+            InvalidLayout: half of a space, or numbers that are none.
+
+        Example:
+            >>> LayoutSpace.read("ranks=64, samples=512, tp=8").given
+            {'tp': '8'}
+        """
+        given = {} if isinstance(text, Layout) else dict(layout_entries(text, also=_OPEN))
+        found = {key: given.pop(key) for key in _OPEN if key in given}
+        if not found:
+            return None
+        if len(found) < len(_OPEN) or not all(value.isdecimal() and int(value) for value in found.values()):
+            raise InvalidLayout(
+                f"{text!r} opens no space of layouts.",
+                why="layouts are compared by the seconds of a step, which trains so many samples on so many ranks",
+                next='write "ranks=64,samples=512", and the degrees that are not to be chosen behind it',
+            )
+        return LayoutSpace(int(found["ranks"]), int(found["samples"]), given)
+
+    def layouts(self, batch: int, facts: ModelFacts) -> Iterator[Layout]:
+        """Every layout of the space with micro-batches of so many samples that the model's sizes allow."""
+        cp = int(self.given.get("cp", "1"))
+        for tp in self._degrees("tp", self.ranks, most=_LARGEST_TP):
+            for pp in self._degrees("pp", self.ranks // tp):
+                dp, rest = divmod(self.ranks, tp * pp * cp)
+                if rest or dp * batch > self.samples or self.samples % (dp * batch):
+                    continue
+                for ep in self._degrees("ep", dp * cp if facts.experts else 1):
+                    for zero in [int(self.given["zero"])] if "zero" in self.given else _stages_of_zero(dp * cp, pp):
+                        degrees = {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "zero": zero}
+                        found = self._layout(degrees, batch)
+                        if found is not None and _is_possible(found, facts):
+                            yield found
+
+    def _degrees(self, key: str, whole: int, most: int | None = None) -> list[int]:
+        if key in self.given:
+            return [int(self.given[key])]
+        return [degree for degree in range(1, min(whole, most or whole) + 1) if whole % degree == 0]
+
+    def _layout(self, degrees: dict[str, int], batch: int) -> Layout | None:
+        entries = {key: str(value) for key, value in degrees.items()} | self.given
+        entries.setdefault("micro-batches", str(self.samples // (degrees["dp"] * batch)))
+        words = [f"{key}={value}" if value else key for key, value in entries.items()]
+        words += ["sp"] if degrees["tp"] > 1 and "sp" not in entries else []
+        try:
+            found = read_layout(",".join(words))
+        except InvalidLayout:  # a schedule without a pipeline, stages that have other numbers
+            return None
+        is_asked = found.ranks == self.ranks and found.dp * found.micro_batches * batch == self.samples
+        return found if is_asked else None
+
+
+def _stages_of_zero(shards: int, pp: int) -> list[int]:
+    """Nothing to shard on one rank; with a pipeline only the state, as every micro-batch would gather parameters again."""
+    return [0] if shards == 1 else [1] if pp > 1 else [1, 3]
+
+
+def _is_possible(layout: Layout, facts: ModelFacts) -> bool:
+    try:
+        check_layout(layout, facts)
+    except InvalidLayout:
+        return False
+    return True
+
+
+@dataclass(slots=True)
+class _Tried:
+    """One layout: the job, its step with everything kept, and what it can come down to."""
+
+    job: EstimateJob
+    batch: int
+    strategy: str
+    peak_bytes: int
+    seconds: float
+    floor_bytes: int
+
+    @property
+    def budget_bytes(self) -> int:
+        assert self.job.setting.budget_bytes is not None, "a search has a budget"
+        return self.job.setting.budget_bytes
+
+    @property
+    def does_fit(self) -> bool:
+        return self.peak_bytes <= self.budget_bytes
+
+    @property
+    def choice(self) -> LayoutChoice:
+        return LayoutChoice(
+            layout=self.job.layout,
+            batch=self.batch,
+            strategy=self.strategy,
+            peak_bytes=self.peak_bytes,
+            step_seconds=self.seconds,
+        )
+
+
+class LayoutSearch:
+    """One search. ``make`` makes the job of a layout and a micro-batch."""
+
+    def __init__(self, space: LayoutSpace, make: MakeJob, strategy: str, facts: ModelFacts) -> None:
+        self._space = space
+        self._make = make
+        self._strategy = strategy
+        self._facts = facts
+        self._tell: Progress = silent
+        self._settled: list[_Tried] = []
+        self._unfit: list[_Tried] = []
+
+    def run(self, batch: int | None, tell: Progress = silent) -> tuple[EstimateJob, tuple[LayoutChoice, ...]]:
+        """The job of the fastest layout that fits (or of the one that comes down lowest), and the fastest ones.
+
+        Raises:
+            InvalidLayout: no layout of the space suits the model.
+        """
+        self._tell = tell
+        first = batch or 1
+        tried = [each for layout in self._layouts(first) if (each := self._try(layout, first)) is not None]
+        if not tried:
+            raise InvalidLayout(
+                f"No layout of {self._space.ranks} ranks runs {self._space.samples} samples in micro-batches of {first}.",
+                why="degrees have to divide the ranks and the model's sizes, and data-parallel ranks the samples",
+                next="take other numbers, or give fewer degrees",
+            )
+        self._settle(tried)
+        while batch is None and first < _LARGEST_BATCH:
+            first *= 2
+            fastest = [each.job.layout for each in self._fastest()[:_DOUBLED]]
+            wider = [each for layout in fastest if (each := self._doubled(layout, first)) is not None]
+            before = self._fastest()[:1]
+            self._settle(wider)
+            if self._fastest()[:1] == before:
+                break
+        found = self._fastest() or sorted(self._unfit, key=lambda each: each.floor_bytes)
+        best = found[0]
+        best.job.setting = replace(best.job.setting, strategy=best.strategy)
+        shown: dict[Layout, LayoutChoice] = {}
+        for each in found:  # of every layout its best micro-batch
+            shown.setdefault(msgspec.structs.replace(each.job.layout, micro_batches=1), each.choice)
+        return best.job, tuple(shown.values())[:_SHOWN]
+
+    def _layouts(self, batch: int) -> Iterator[Layout]:
+        every = list(self._space.layouts(batch, self._facts))
+        for number, layout in enumerate(every):
+            self._tell(f"layout {number + 1} of {len(every)}: {layout}", number / len(every))
+            yield layout
+
+    def _try(self, layout: Layout, batch: int) -> _Tried | None:
+        """The step with everything kept, and the lowest peak; under a strategy that is given, under that."""
+        named = NOTHING if self._strategy == AUTO else self._strategy
+        try:
+            job = self._make(layout, batch)
+            peak_bytes, seconds = job.measure(named)
+            floor_bytes = job.measure(EVERYTHING)[0] if self._strategy == AUTO else peak_bytes
+        except PlimsollError:  # what a layout alone cannot be checked for: heads of a function's model, adapters
+            return None
+        return _Tried(job, batch, named, peak_bytes, seconds, floor_bytes)
+
+    def _doubled(self, layout: Layout, batch: int) -> _Tried | None:
+        count, rest = divmod(self._space.samples, layout.dp * batch)
+        if rest or not count or "micro-batches" in self._space.given:
+            return None
+        return self._try(msgspec.structs.replace(layout, micro_batches=count), batch)
+
+    def _settle(self, tried: list[_Tried]) -> None:
+        """Plan those that have to be and could be the fastest, in the order of what they could reach."""
+        for each in sorted(tried, key=lambda each: each.seconds):
+            if each.does_fit:
+                self._settled.append(each)
+            elif each.floor_bytes > each.budget_bytes:
+                self._unfit.append(each)
+            elif all(each.seconds < known.seconds for known in self._fastest()[:1]):
+                self._tell(f"planning {each.job.layout}", 0.9)
+                each.peak_bytes, each.seconds = each.job.measure(AUTO)
+                each.strategy = AUTO
+                (self._settled if each.does_fit else self._unfit).append(each)
+
+    def _fastest(self) -> list[_Tried]:
+        return sorted(self._settled, key=lambda each: each.seconds)

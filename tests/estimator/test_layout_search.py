@@ -1,0 +1,149 @@
+"""A search over layouts finds what trying all of them finds, and reads what it leaves open."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+import plimsoll
+from plimsoll.artifacts.job import Layout, ModelFacts
+from plimsoll.artifacts.store import load_any
+from plimsoll.errors import InvalidLayout
+from plimsoll.estimator.layout_search import LayoutSearch, LayoutSpace
+from plimsoll.estimator.rank_estimates import Setting
+from plimsoll.planning.costing.devices import find_device
+
+LLAMA = ModelFacts(name="m", architecture="Llama", layers=8, heads=8, kv_heads=8, intermediate=256, sequence=1024)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PLIMSOLL_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def space(text: str) -> LayoutSpace:
+    found = LayoutSpace.read(text)
+    assert found is not None
+    return found
+
+
+def test_a_space_has_every_layout_of_its_ranks_and_samples():
+    found = list(space("ranks=8,samples=32").layouts(2, LLAMA))
+    assert {(each.tp, each.pp, each.dp) for each in found} == {
+        (tp, pp, 8 // tp // pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4, 8) if tp * pp <= 8
+    }
+    assert all(each.ranks == 8 and each.dp * each.micro_batches * 2 == 32 for each in found)
+    assert all(each.sequence_parallel == (each.tp > 1) for each in found)
+    assert {each.zero for each in found if each.pp == 1 and each.dp > 1} == {1, 3}
+    assert {each.zero for each in found if each.pp > 1 and each.dp > 1} == {1}
+
+
+def test_what_is_given_stays_and_what_does_not_divide_is_left_out():
+    given = "tp=2,schedule=interleaved,virtual=2,stages=torchtitan"
+    found = list(space(f"ranks=8,samples=32,{given}").layouts(1, LLAMA))
+    assert {each.pp for each in found} == {2, 4}, (
+        "an interleaved schedule has a pipeline, and 8 blocks are 8 stages at most"
+    )
+    assert all(each.tp == each.virtual_stages == 2 for each in found)
+    assert not list(space("ranks=8,samples=32,tp=3").layouts(1, LLAMA))
+    experts = ModelFacts(name="m", architecture="M", layers=8, heads=8, kv_heads=8, experts=4)
+    assert {each.ep for each in space("ranks=8,samples=32,tp=1,pp=1").layouts(1, experts)} == {1, 2, 4}
+
+
+@pytest.mark.parametrize("text", ["ranks=8", "samples=8,tp=2", "ranks=0,samples=8", "ranks=8,samples=many"])
+def test_half_a_space_is_refused(text: str):
+    with pytest.raises(InvalidLayout, match="opens no space"):
+        LayoutSpace.read(text)
+
+
+def test_one_layout_is_no_space():
+    assert LayoutSpace.read("dp=8,zero=3") is LayoutSpace.read("") is None
+
+
+class _Job:
+    """A job whose seconds and bytes are formulas; ``measured`` lists what was asked of all of them."""
+
+    measured: ClassVar[list[tuple[Layout, str]]] = []
+
+    def __init__(self, layout: Layout, batch: int, budget_bytes: int) -> None:
+        self.layout = layout
+        self.batch = batch
+        self.setting = Setting(
+            device=find_device("H100"), layout=layout, optimizer=None, has_master_weights=False, strategy="auto",
+            budget_bytes=budget_bytes,
+        )  # fmt: skip
+
+    def measure(self, strategy: str) -> tuple[int, float]:
+        self.measured.append((self.layout, strategy))
+        kept = 100 * self.batch // (self.layout.tp * self.layout.pp) + 8 // self.layout.tp
+        seconds = (1 + self.layout.tp / 10 + self.layout.pp / 20) * (1 + 1 / self.batch)
+        budget_bytes = self.setting.budget_bytes or 0
+        peak = {"none": kept, "full": kept // 3}.get(strategy, max(kept // 3, min(kept, budget_bytes)))
+        return peak, seconds * (
+            1.0 if strategy == "none" or kept <= budget_bytes else 1.3 if strategy == "full" else 1.2
+        )
+
+
+@pytest.mark.parametrize("budget_bytes", [20, 60, 150, 1000])
+def test_the_search_finds_what_planning_everything_finds(budget_bytes: int):
+    def make(layout: Layout, batch: int) -> Any:
+        return _Job(layout, batch, budget_bytes)
+
+    _Job.measured.clear()
+    wanted = space("ranks=8,samples=64")
+    job, choices = LayoutSearch(wanted, make, "auto", LLAMA).run(None)
+    planned = sum(strategy == "auto" for _, strategy in _Job.measured)
+    every = [(_Job(layout, 1, budget_bytes), layout) for layout in wanted.layouts(1, LLAMA)]
+    fitting = [made.measure("auto")[1] for made, _ in every if made.measure("auto")[0] <= budget_bytes]
+    assert choices[0].step_seconds <= min(fitting)
+    assert choices[0].peak_bytes <= budget_bytes
+    assert choices[0].layout == job.layout
+    assert [each.step_seconds for each in choices] == sorted(each.step_seconds for each in choices)
+    assert planned < len(every)
+    if budget_bytes == 1000:
+        assert planned == 0
+        assert choices[0].batch > 1, "fixed costs are spread over more samples"
+
+
+def test_an_estimate_of_a_space_is_that_of_its_fastest_layout(tmp_path: Path):
+    how: dict[str, Any] = {"device": "H100", "precision": "bf16", "sequence": 256, "budget": "20MiB"}
+    found = plimsoll.estimate("llama-tiny", 1, layout="ranks=2,samples=4,tp=1", **how)
+    each = [
+        plimsoll.estimate("llama-tiny", 1, layout=layout, **how)
+        for layout in ("dp=2,zero=1,micro-batches=2", "dp=2,zero=3,micro-batches=2", "pp=2,micro-batches=4")
+    ]
+    assert found.throughput.step_seconds == min(one.throughput.step_seconds for one in each if one.does_fit)
+    assert found.layouts[0].layout == found.layout
+    assert "The fastest layouts of 2 ranks" in str(found)
+    found.save(tmp_path / "found.json")
+    assert load_any(tmp_path / "found.json") == found
+
+
+def test_where_nothing_fits_the_layout_that_comes_down_lowest_is_shown():
+    found = plimsoll.estimate(
+        "llama-tiny", 1, device="H100", precision="bf16", sequence=256, layout="ranks=2,samples=4,tp=1", budget="1MiB"
+    )
+    assert found.does_fit is False
+    lowest = min(each.peak_bytes for each in found.layouts)
+    assert found.layouts[0].peak_bytes <= 1.2 * lowest
+
+
+def test_a_model_of_ones_own_keeps_its_batch():
+    model = nn.ModuleList([nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)])
+    found = plimsoll.estimate(
+        nn.Sequential(*model), torch.ones(8, 64), loss=torch.sum, device="H100", layout="ranks=4,samples=64"
+    )
+    assert found.layout.ranks == 4
+    assert found.facts.batch == 8
+    assert found.layout.dp * found.layout.micro_batches * 8 == 64
+
+
+def test_numbers_that_leave_no_layout_are_refused():
+    with pytest.raises(InvalidLayout, match="No layout of 7 ranks"):
+        plimsoll.estimate("llama-tiny", 1, device="H100", layout="ranks=7,samples=8,pp=1")
