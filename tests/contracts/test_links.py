@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from contracts.harness import Block, Stack, batch, manage, weigh
+from plimsoll.artifacts.plan import LINK_NAMES
 from plimsoll.engine.offload.device_links import PinnedLink
 from plimsoll.engine.offload.measure import measure_link
-from plimsoll.artifacts.plan import LINK_NAMES
 from plimsoll.engine.offload.open import open_link
 from plimsoll.engine.offload.protocol import Link
 from plimsoll.errors import OffloadFailed

@@ -29,6 +29,7 @@ from plimsoll.planning.family import Family, S
 from plimsoll.planning.replay import Replay
 from plimsoll.planning.simulate import StepReplays, choices_of, replay_seconds
 from plimsoll.planning.step import StepIndex
+from plimsoll.planning.windows import undominated
 
 Floats = npt.NDArray[np.float64]
 _SNAP = 1e-3
@@ -170,11 +171,9 @@ def _levels(outcome: Replay) -> Iterator[tuple[int, int, list[int], int]]:
 
 def _undominated(rows: Floats) -> Floats:
     """The rows of which no other is at least as large in every column."""
-    kept: list[Floats] = []
-    for row in sorted(np.unique(rows, axis=0), key=lambda row: -float(row.sum())):
-        if not kept or not (np.array(kept) >= row).all(axis=1).any():
-            kept.append(row)
-    return np.array(kept).reshape(len(kept), rows.shape[1])
+    distinct = np.unique(rows, axis=0)
+    largest_first = np.argsort(-distinct.sum(axis=1), kind="stable")
+    return np.asarray(distinct[undominated(-distinct, largest_first.tolist())])
 
 
 def _spread(terms: Sequence[Term], points: Sequence[Sizes], unit: Sizes) -> list[Sizes]:

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from plimsoll.artifacts.decision import Decision
-from plimsoll.artifacts.forms import Form
 from plimsoll.errors import InvalidStrategy
 from plimsoll.planning.choice import Choice
 from plimsoll.planning.step import RegionView, StepIndex, boundary_values
@@ -130,18 +129,14 @@ def _pin(view: RegionView, value: int, name: str, override: Override) -> str:
         why = dict(entry.refused)[override.form]
     else:
         why = "it is not allowed, or its data do not take that form"
-    possible = ", ".join(["keep", *(["recompute"] if value in view.droppable else []), *map(_wish, forms)])
+    wishes = ("offload" if form.decision is Decision.OFFLOAD else f"compress:{form.name}" for form in forms)
+    possible = ", ".join(["keep", *(["recompute"] if value in view.droppable else []), *wishes])
     raise InvalidStrategy(
         f"{name!r} cannot be decided as {override.decision.value.lower()}{override.form and ':' + override.form}.",
         why=why,
         next=f"possible here: {possible} (allow= opens compress and offload, max_error= lossy codecs); a later override "
         f"exempts it: '{name}=keep'",
     )
-
-
-def _wish(form: Form) -> str:
-    """A form as an override asks for it."""
-    return "offload" if form.decision is Decision.OFFLOAD else f"compress:{form.name}"
 
 
 def pinned(view: RegionView, choice: Choice) -> Choice:

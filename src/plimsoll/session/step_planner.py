@@ -165,7 +165,9 @@ class StepPlanner:
             return confirmed(
                 solved,
                 functools.partial(self.run, step()),
-                functools.partial(self._solve_again, strategy),
+                lambda excess_bytes, error_scale: self.solve(
+                    self.budget_bytes, strategy, excess_bytes=excess_bytes, error_scale=error_scale
+                ),
                 max_error=self.options.most_error(strategy),
                 progress=progress,
             )
@@ -324,9 +326,6 @@ class StepPlanner:
         if self.options.wants_forms and not planner.index.forms.regions:
             notes = (*notes, "Nothing is compressed or offloaded although it was allowed: everything fits as it is.")
         return msgspec.structs.replace(self.options.written_into(made), notes=notes)
-
-    def _solve_again(self, strategy: str, excess_bytes: int, error_scale: float) -> Plan:
-        return self.solve(self.budget_bytes, strategy, excess_bytes=excess_bytes, error_scale=error_scale)
 
     def own(self, plan: Plan) -> Plan:
         """The plan as this process would run it: with the peak and the timeline of its own step."""

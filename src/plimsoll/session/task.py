@@ -23,10 +23,10 @@ from plimsoll.errors import (
     PlimsollError,
     TracingFailed,
 )
-from plimsoll.session.training_step import Context, TrainingStep
+from plimsoll.session.training_step import TrainingStep
 from plimsoll.tracing.compiled.units import CompileCall, Unit, find_units, in_place
 from plimsoll.tracing.ddp import inner_module
-from plimsoll.tracing.recorder.calling import Loss, split_batch
+from plimsoll.tracing.recorder.calling import Context, Loss, split_batch
 from plimsoll.tracing.recorder.fingerprint import fingerprint, signature
 from plimsoll.tracing.torch_internals import is_profiled
 

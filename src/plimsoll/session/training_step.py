@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,10 +28,8 @@ from plimsoll.tracing.fsdp2 import (
 )
 from plimsoll.tracing.local_tensors import densified
 from plimsoll.tracing.meters.memory import PeakMeter, storage_bytes
-from plimsoll.tracing.recorder.calling import Loss, output_tensors, scalar_loss
+from plimsoll.tracing.recorder.calling import Context, Loss, output_tensors, scalar_loss
 from plimsoll.tracing.recorder.untouched import KeptState, RandomState, forwards_kept, private_copy
-
-Context = Callable[[], contextlib.AbstractContextManager[object]]
 
 
 @contextlib.contextmanager

@@ -30,7 +30,15 @@ from plimsoll.tracing.meters.memory import free_bytes, release_free_memory
 from plimsoll.tracing.meters.timing import OpClock, clock_for, one_thread
 from plimsoll.tracing.meters.workspaces import WorkspaceMeter, meter_for
 from plimsoll.tracing.optimizer import trace_optimizer
-from plimsoll.tracing.recorder.calling import Call, Loss, ModuleStack, check_devices, output_tensors, split_batch
+from plimsoll.tracing.recorder.calling import (
+    Call,
+    Context,
+    Loss,
+    ModuleStack,
+    check_devices,
+    output_tensors,
+    split_batch,
+)
 from plimsoll.tracing.recorder.fingerprint import fingerprint, signature
 from plimsoll.tracing.recorder.untouched import private_copy, untouched
 from plimsoll.tracing.refusals import (
@@ -44,7 +52,6 @@ from plimsoll.tracing.regions import find_regions
 from plimsoll.tracing.torch_internals import current_autograd_node
 from plimsoll.tracing.tracer import OpTimer, StepTracer, register_statics
 
-Context = Callable[[], contextlib.AbstractContextManager[object]]
 _Timings = Mapping[str, Sequence[float]]
 _ROOM_TO_HOLD = 2
 """Timed runs hold what autograd saves, as training does, where that many times its bytes are free; memory that is given

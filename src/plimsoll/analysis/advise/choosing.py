@@ -117,7 +117,7 @@ def _reason(entry: Made, chosen: Made | None, made: Sequence[Made], limit_bytes:
         if _complexity(plan) == 0:
             return "fits as it is" if wish.budget_bytes is not None else "no plan frees enough to be worth its time"
         return "the least time within the budget" if wish.budget_bytes is not None else "the knee of the frontier"
-    if _is_same(plan, other):
+    if plan.effect == other.effect:
         return f"the same plan: {entry.refused}" if entry.refused else "the same plan"
     slower = f"{format_share((plan.predicted_seconds - other.predicted_seconds) / plan.baseline_seconds).lstrip('+')}"
     if _is_worse(plan, other) or wish.budget_bytes is not None:
@@ -139,13 +139,6 @@ def _is_worse(plan: Plan, other: Plan) -> bool:
     more_bytes = plan.predicted_peak_bytes - other.predicted_peak_bytes
     more_seconds = plan.predicted_seconds - other.predicted_seconds
     return more_bytes >= 0 and more_seconds >= 0 and (more_bytes > 0 or more_seconds > 0)
-
-
-def _is_same(plan: Plan, other: Plan) -> bool:
-    ours, theirs = (
-        [(r.name, r.call, r.dropped, r.packed, r.is_boundary_dropped) for r in each.regions] for each in (plan, other)
-    )
-    return ours == theirs
 
 
 def recommend(
@@ -225,7 +218,7 @@ def _alternatives(chosen: Made, made: Sequence[Made]) -> list[str]:
     for entry in made:
         if entry is chosen or not entry.budget_text:
             continue
-        if _is_same(entry.plan, chosen.plan):
+        if entry.plan.effect == chosen.plan.effect:
             why = f": {entry.refused}" if entry.refused else ""
             lines.append(f"{entry.name} comes to the same plan{why}")
         elif entry.plan.predicted_seconds > chosen.plan.predicted_seconds:

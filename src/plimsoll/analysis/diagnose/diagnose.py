@@ -16,16 +16,16 @@ from plimsoll.analysis.diagnose.comparison import compare_profiles
 from plimsoll.analysis.diagnose.nsys_reader import read_nsys
 from plimsoll.analysis.diagnose.profile import Profile
 from plimsoll.analysis.diagnose.profiling import TurnTraces, named_calls, profile_in_turns
-from plimsoll.analysis.verify.evidence import managed_run, versions
+from plimsoll.analysis.verify.evidence import managed_run, read_measurable, versions
 from plimsoll.artifacts.files import check_folder, make_folder
 from plimsoll.artifacts.finding import Finding, ProfileOrigin
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.progress import Progress, part_of, silent
-from plimsoll.errors import InvalidModel, InvalidOption, InvalidTrace, TracingFailed, UnknownDevice
+from plimsoll.errors import InvalidOption, InvalidTrace, TracingFailed, UnknownDevice
 from plimsoll.planning.costing.devices import find_device
 from plimsoll.session.manage import check_plan, manage, refuse_other_model, refuse_other_signature
 from plimsoll.session.rendezvous.world import refuse_several_ranks
-from plimsoll.session.task import TrainingTask, check_model
+from plimsoll.session.task import check_model
 from plimsoll.session.training_step import TrainingStep
 from plimsoll.tracing.compiled.units import find_units
 from plimsoll.tracing.meters.timing import one_thread, time_in_turns
@@ -182,7 +182,7 @@ def _of_model(
     _check(model)
     check_plan(plan)
     refuse_other_model(model, plan)
-    task = TrainingTask.read(model, batch, loss=loss, compile=plan.own_compilation)
+    task = read_measurable(model, batch, loss, None, compile=plan.own_compilation)
     check_devices(model, *task.call())
     refuse_other_signature(task.signature(), plan)
     with _folder(keep_traces) as folder, untouched(model, plan.written), task.compiled():
@@ -260,12 +260,6 @@ def _check(model: nn.Module) -> None:
             "A profiler is running.",
             why="there is one profiler, and diagnose needs it",
             next="call diagnose before the profiler starts, or export its traces and diagnose these",
-        )
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise InvalidModel(
-            f"{type(model).__name__} is on the meta device.",
-            why="its parameters have no memory, so no step can run and be profiled",
-            next="profile on the device itself",
         )
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import torch
+from msgspec.structs import replace
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from plimsoll.analysis.verify.saved_tensors import switched_off
@@ -31,8 +31,9 @@ from plimsoll.session.options import PlanOptions
 from plimsoll.session.task import TrainingTask
 from plimsoll.tracing.compiled.units import in_place
 from plimsoll.tracing.optimizer import with_options
-from plimsoll.tracing.trace import Context, watch
+from plimsoll.tracing.recorder.calling import Context
 from plimsoll.tracing.trace import trace as trace_step
+from plimsoll.tracing.trace import watch
 
 _REPLAYED, _MODELLED, _RUN_AGAIN, _PLANNED = "replayed", "modelled", "run again", "planned"
 Choose = Callable[[StepIndex], Sequence[Choice]]
@@ -161,14 +162,16 @@ class Changes:
         ends = self._in_subject(self._subject.watched.output_ends)
         if ends:
             how = "loss = model(...).loss before loss.backward(): keep no other reference to the output"
-            peak = self._peak(with_earlier_ends(self._subject.trace, ends))
+            trace = with_storages(self._subject.trace, lambda s: replace(s, dies=min(s.dies, ends.get(s.id, s.dies))))
+            peak = self._peak(trace)
             self._add("output freed before backward", how, peak, _REPLAYED)
 
     def _gradients_set_to_none(self) -> None:
         writes = self._in_subject(self._subject.watched.first_writes)
         if writes:
             births = {storage: tick + 1 for storage, tick in writes.items()}
-            peak = self._peak(with_later_births(self._subject.trace, births))
+            trace = with_storages(self._subject.trace, lambda s: replace(s, born=max(s.born, births.get(s.id, s.born))))
+            peak = self._peak(trace)
             how = "optimizer.zero_grad(set_to_none=True) before forward, where gradients are not accumulated"
             self._add("gradients set to None", how, peak, _REPLAYED)
 
@@ -268,7 +271,7 @@ _LEAST_STATE_BYTES = 4096 * 4
 
 def with_storages(trace: Trace, change: Callable[[Storage], Storage]) -> Trace:
     """The step with every storage changed by a function."""
-    return msgspec.structs.replace(trace, storages=tuple(map(change, trace.storages)))
+    return replace(trace, storages=tuple(map(change, trace.storages)))
 
 
 def with_eight_bit_state(trace: Trace) -> Trace:
@@ -277,16 +280,6 @@ def with_eight_bit_state(trace: Trace) -> Trace:
     def change(storage: Storage) -> Storage:
         if storage.category is not Category.OPTIMIZER_STATE or storage.bytes < _LEAST_STATE_BYTES:
             return storage
-        return msgspec.structs.replace(storage, bytes=int(storage.bytes * EIGHT_BIT_SHARE))
+        return replace(storage, bytes=int(storage.bytes * EIGHT_BIT_SHARE))
 
     return with_storages(trace, change)
-
-
-def with_earlier_ends(trace: Trace, ends: Mapping[int, int]) -> Trace:
-    """The step in which storages die earlier: by id, the tick at which they are gone."""
-    return with_storages(trace, lambda s: msgspec.structs.replace(s, dies=min(s.dies, ends.get(s.id, s.dies))))
-
-
-def with_later_births(trace: Trace, births: Mapping[int, int]) -> Trace:
-    """The step in which storages are made later: by id, the tick of the op that makes them."""
-    return with_storages(trace, lambda s: msgspec.structs.replace(s, born=max(s.born, births.get(s.id, s.born))))

@@ -22,7 +22,7 @@ from plimsoll.artifacts.naming import group_holders, name_largest, region_in_lab
 from plimsoll.artifacts.plan import Holder, Peak, Plan, TimelinePoint
 from plimsoll.artifacts.progress import Progress, silent
 from plimsoll.artifacts.trace import Storage, WatchedStep
-from plimsoll.errors import InvalidOption, InvalidStrategy
+from plimsoll.errors import InvalidStrategy
 from plimsoll.planning.choice import Choice
 from plimsoll.planning.costing.devices import find_device
 from plimsoll.planning.describe import (
@@ -41,8 +41,7 @@ from plimsoll.session.manage import refuse_other_model
 from plimsoll.session.options import PlanOptions, as_patterns
 from plimsoll.session.rendezvous.world import refuse_several_ranks
 from plimsoll.session.task import TrainingTask
-from plimsoll.tracing.recorder.calling import Loss
-from plimsoll.tracing.trace import Context
+from plimsoll.tracing.recorder.calling import Context, Loss, check_context
 from plimsoll.units import format_bytes, format_share
 
 _BETWEEN = "::"
@@ -211,7 +210,8 @@ def explain(
     Known weakness: memory that libraries take past torch's allocator is not seen.
     """
     refuse_several_ranks(model, "explain")
-    _check_kinds(strategy, context)
+    _check_kind(strategy)
+    check_context(context)
     task = TrainingTask.read(model, batch, loss=loss, optimizer=optimizer)
     device = None if device_profile is None else find_device(device_profile)
     step = ExplainedStep(task=task, regions=as_patterns(regions), device=device, context=context)
@@ -330,7 +330,7 @@ def _look(simulation: Simulation, end: int, regions: Sequence[str]) -> PeakView:
     )
 
 
-def _check_kinds(strategy: object, context: object) -> None:
+def _check_kind(strategy: object) -> None:
     if strategy is not None and not isinstance(strategy, str | Plan):
         raise InvalidStrategy(
             f"A {type(strategy).__name__} is not a strategy.",
@@ -339,12 +339,6 @@ def _check_kinds(strategy: object, context: object) -> None:
         )
     if isinstance(strategy, str):
         check_strategy(strategy)
-    if not callable(context):
-        raise InvalidOption(
-            f"context= is a {type(context).__name__}, which cannot be called.",
-            why="the step runs several times, each in a context of its own",
-            next="pass what makes one: context=torch.autograd.graph.save_on_cpu, or a lambda",
-        )
 
 
 def _refuse_forms(strategy: str | Plan) -> None:

@@ -134,7 +134,7 @@ def read_measurable(
         raise InvalidModel(
             f"{type(model).__name__} is on the meta device.",
             why="its parameters have no memory, so no step can run and nothing can be measured",
-            next="plimsoll.plan works on the meta device; verify and compare on the device itself",
+            next="plimsoll.plan works on the meta device; verify, compare and diagnose on the device itself",
         )
     return task
 

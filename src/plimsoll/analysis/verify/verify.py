@@ -37,9 +37,9 @@ from plimsoll.session.manage import check_plan, manage, refuse_other_device, ref
 from plimsoll.session.options import check_count, read_error
 from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS
 from plimsoll.session.task import TrainingTask
-from plimsoll.session.training_step import Context, TrainingStep
+from plimsoll.session.training_step import TrainingStep
 from plimsoll.tracing.compiled.units import find_units
-from plimsoll.tracing.recorder.calling import Loss, check_devices
+from plimsoll.tracing.recorder.calling import Context, Loss, check_context, check_devices
 from plimsoll.tracing.recorder.untouched import untouched
 from plimsoll.units import format_bytes, format_seconds
 
@@ -131,7 +131,7 @@ def verify(
         check_devices(model, *task.call())
         steps = max(1, steps)
         check_count("curve_steps", curve_steps, least=0)
-        _check_context(context)
+        check_context(context or contextlib.nullcontext)
         depth = Depth(intermediates=_as_names(intermediates), curve_steps=curve_steps, optimizer=optimizer)
         error = read_error(max_error)
         if plan is None:
@@ -196,15 +196,6 @@ def _refuse_without_effect(context: Context | None, max_error: float) -> None:
             f"{name} has no effect on a plan.",
             why="it belongs to verifying what a model does by itself; a plan carries its own limits",
             next=f"leave {name} out, or leave the plan out",
-        )
-
-
-def _check_context(context: object) -> None:
-    if context is not None and not callable(context):
-        raise InvalidOption(
-            f"context= is a {type(context).__name__}, which cannot be called.",
-            why="every step runs in a context of its own, and one that was left may not be entered again",
-            next="context=lambda: ..., or the class itself, as in context=torch.autograd.graph.save_on_cpu",
         )
 
 

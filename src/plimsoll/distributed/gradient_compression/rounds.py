@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -77,14 +77,6 @@ def draw_places(generator: torch.Generator, elements: int, sent: int) -> torch.T
     widths = starts[1:] - starts[:-1]
     steps = (torch.rand(sent, generator=generator, dtype=torch.float64) * widths).long()
     return starts[:-1] + torch.minimum(steps, widths - 1)
-
-
-class Round(Protocol):
-    """One compressed reduction of several parameters, an all-reduce or a reduce-scatter."""
-
-    def reduce(self, offers: Sequence[Offer], group: dist.ProcessGroup) -> list[FeedbackOutcome]:
-        """What came of each offer; the same call on every rank of the group."""
-        ...
 
 
 def round_of(settings: CompressionSettings, form: Form) -> Round | None:
@@ -317,3 +309,7 @@ class LowRankMean:
 
 def _matrix_of(slot: GradientSlot) -> tuple[int, int]:
     return slot.shape[0], math.prod(slot.shape[1:])
+
+
+Round: TypeAlias = LowRankMean | SharedPlaces | TwoPassMean | Payloads
+"""One compressed reduction of several parameters: the same call of its ``reduce`` on every rank of a group."""

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from plimsoll.artifacts.plan import Plan
 from plimsoll.distributed.pipelines.rank_plans import TIMEOUT_SECONDS, RankPlan, RankPlanner, StageAgreement, Standing
@@ -28,7 +27,6 @@ from plimsoll.distributed.pipelines.schedules import (
     added_seconds,
     first_input,
     initializer,
-    is_wrapped,
     loss_of,
     read_schedule,
     trains,
@@ -435,7 +433,7 @@ def attach_schedule(
     optimizers = (
         () if optimizer is None else (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
     )
-    if isinstance(schedule, PipelineScheduleSingle | PipelineScheduleMulti) and is_wrapped(schedule, "step"):
+    if isinstance(schedule, Schedule) and isinstance(vars(schedule).get("step"), Wrapped):
         raise InvalidModel(
             f"This {type(schedule).__name__} has a budget already.",
             why="two attachments cannot decide about the same stages",

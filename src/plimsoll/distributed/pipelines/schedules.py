@@ -224,11 +224,6 @@ class Wrapped:
             vars(self._owner)[self._name] = self._own
 
 
-def is_wrapped(owner: object, name: str) -> bool:
-    """Whether a function of ours stands in for the method."""
-    return isinstance(vars(owner).get(name), Wrapped)
-
-
 @dataclass(frozen=True, slots=True)
 class StageReport:
     """One stage of this rank. ``predicted_extra_seconds`` are those of recomputing one micro-batch."""

@@ -12,9 +12,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from plimsoll.errors import InvalidBatch, InvalidLoss
+from plimsoll.errors import InvalidBatch, InvalidLoss, InvalidOption
 
 Loss = Callable[[Any], torch.Tensor]
+Context = Callable[[], contextlib.AbstractContextManager[object]]
+"""Called before every step for a new context to run it in."""
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
 
@@ -48,6 +50,16 @@ def check_devices(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
                 why=f"a tensor of shape {tuple(tensor.shape)} would meet parameters of another device",
                 next=f"move the batch: batch.to({str(next(iter(homes)))!r})",
             )
+
+
+def check_context(context: object) -> None:
+    """Refuse a context itself: every step runs in one of its own."""
+    if not callable(context):
+        raise InvalidOption(
+            f"context= is a {type(context).__name__}, which cannot be called.",
+            why="every step runs in a context of its own, and one that was left may not be entered again",
+            next="context=lambda: ..., or the class itself, as in context=torch.autograd.graph.save_on_cpu",
+        )
 
 
 def scalar_loss(output: Any, loss: Loss | None) -> torch.Tensor:
