@@ -37,7 +37,7 @@ from plimsoll.session.rendezvous.world import refuse_several_ranks
 from plimsoll.session.step_planner import trace_and_cost
 from plimsoll.session.task import TrainingTask
 from plimsoll.tracing.meters.memory import free_bytes
-from plimsoll.tracing.recorder.calling import Loss, call_tensors
+from plimsoll.tracing.recorder.calling import Loss, count_items
 from plimsoll.tracing.recorder.fingerprint import fingerprint
 from plimsoll.units import format_bytes
 
@@ -173,7 +173,7 @@ class _Job:
         bottleneck = find_bottleneck(trace, unmanaged, chunked_peak_bytes=chunked_bytes)
         layers = measure_layers(trace, costs, unmanaged)
         capture = self._ask(unmanaged, compile_seconds, part_of(report, 0.7, 1.0))
-        items, items_name = _count_items(*self.task.call())
+        items, items_name = count_items(*self.task.call())
         evidence = StepEvidence(
             trace=trace,
             costs=costs,
@@ -300,15 +300,3 @@ def _refuse_other_step(trace: Trace, receipt: Receipt | None) -> None:
             why=f"this one is {trace.signature}",
             next="advise on the batch that was verified, or verify this one",
         )
-
-
-def _count_items(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, str]:
-    """Tokens of a batch of token ids, else examples."""
-    ids = kwargs.get("input_ids")
-    if isinstance(ids, torch.Tensor):
-        return ids.numel(), "tokens"
-    first = next((tensor for tensor in call_tensors(args, kwargs) if tensor.dim()), None)
-    if first is None:
-        return 1, "examples"
-    is_ids = first.dim() == 2 and not first.is_floating_point()
-    return (first.numel(), "tokens") if is_ids else (first.shape[0], "examples")

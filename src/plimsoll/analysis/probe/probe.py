@@ -33,7 +33,7 @@ from plimsoll.session.manage import check_plan, refuse_other_model, refuse_other
 from plimsoll.session.options import check_count
 from plimsoll.session.rendezvous.world import refuse_several_ranks
 from plimsoll.session.task import check_model, explained_loss, refuse_profiler
-from plimsoll.tracing.recorder.calling import Loss
+from plimsoll.tracing.recorder.calling import Loss, count_items
 from plimsoll.tracing.recorder.fingerprint import fingerprint, signature
 
 _MOST_EXPONENT = 700.0
@@ -179,9 +179,7 @@ def _about(
     first = stream.first()
     found = signature(model, first.args, first.kwargs, loss=loss)
     refuse_other_signature(found, plan)
-    tensors = [each for each in (*first.args, *first.kwargs.values()) if isinstance(each, torch.Tensor)]
-    tokens = first.kwargs.get("input_ids")
-    examples = tensors[0].shape[0] if tensors and tensors[0].dim() else 1
+    items_per_step, items = count_items(first.args, first.kwargs)
     notes: tuple[str, ...] = ()
     if stream.is_fixed and not held_out:
         notes = (
@@ -194,8 +192,8 @@ def _about(
         signature=found,
         optimizer=describe_optimizer(model, optimizer),
         data=data or stream.description,
-        items="tokens" if isinstance(tokens, torch.Tensor) else "examples",
-        items_per_step=tokens.numel() if isinstance(tokens, torch.Tensor) else examples,
+        items=items,
+        items_per_step=items_per_step,
         notes=notes,
     )
 

@@ -96,6 +96,18 @@ def call_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Te
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
+def count_items(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, str]:
+    """Tokens of a batch of token ids, else examples."""
+    ids = kwargs.get("input_ids")
+    if isinstance(ids, torch.Tensor):
+        return ids.numel(), "tokens"
+    first = next((tensor for tensor in call_tensors(args, kwargs) if tensor.dim()), None)
+    if first is None:
+        return 1, "examples"
+    is_ids = first.dim() == 2 and not first.is_floating_point()
+    return (first.numel(), "tokens") if is_ids else (first.shape[0], "examples")
+
+
 def output_tensors(output: Any) -> list[torch.Tensor]:
     """The tensors that a module returned, in a fixed order."""
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
