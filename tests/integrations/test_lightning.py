@@ -136,3 +136,30 @@ def test_two_callbacks_are_refused():
     )
     with pytest.raises(InvalidOption, match="2 PlimsollCallbacks"):
         fabric.setup(sized().model)
+
+
+def test_a_callback_of_fabric_is_for_one_module_at_a_time():
+    fabric = lightning.Fabric(accelerator="cpu", devices=1, callbacks=[PlimsollCallback("1GiB")])
+    first = fabric.setup(sized().model)
+    with pytest.raises(InvalidOption, match="two of _FabricModule"):
+        fabric.setup(sized().model)
+    del first
+    fabric.setup(sized().model)
+
+
+class _Within(lightning.Callback):
+    """Trains another module, with the same callback, while one is trained."""
+
+    def __init__(self, shared: PlimsollCallback) -> None:
+        self._shared = shared
+
+    def on_train_batch_end(self, *_: object) -> None:
+        fit(sized(), self._shared)
+
+
+def test_a_callback_serves_trainers_in_turn_but_not_one_within_another():
+    shared = PlimsollCallback("1GiB")
+    for _ in range(2):
+        fit(sized(), shared, max_steps=1)
+    with pytest.raises(InvalidOption, match="two of Trainer"):
+        fit(sized(), shared, _Within(shared))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
+import types
 from unittest import mock
 
 import pytest
 import torch
+import transformers
 from benchmarks.stack_setups.hugging_face import (
     dpo_trainer,
     grpo_trainer,
@@ -163,6 +166,33 @@ def test_a_version_that_was_not_tried_is_refused_with_those_that_were(found, is_
     ):
         tried.check()
     assert is_accepted or f"tried with {tried.name} {tried.oldest} to {tried.newest}" in caught.value.why
+
+
+def test_a_version_that_nothing_tells_is_refused_unless_the_module_does(monkeypatch):
+    module = types.ModuleType("from_sources")
+    monkeypatch.setitem(sys.modules, "from_sources", module)
+    with pytest.raises(UnsupportedFramework, match="Nothing tells the version of from-sources"):
+        Framework("from-sources", "1.0", "1.2").check()
+    module.__version__ = "1.1"
+    Framework("from-sources", "1.0", "1.2").check()
+
+
+class _Within(transformers.TrainerCallback):
+    """Trains another model, with the same callback, while one is trained."""
+
+    def __init__(self, folder: str, shared: PlimsollCallback) -> None:
+        self._make = functools.partial(plain_trainer, folder, [shared], max_steps=1)
+
+    def on_step_end(self, *args: object, **kwargs: object) -> None:
+        self._make().train()
+
+
+def test_a_callback_serves_trainers_in_turn_but_not_one_within_another(tmp_path):
+    shared = PlimsollCallback("1GiB")
+    for _ in range(2):
+        plain_trainer(str(tmp_path), [shared], max_steps=1).train()
+    with pytest.raises(InvalidOption, match="two of Trainer"):
+        plain_trainer(str(tmp_path), [shared, _Within(str(tmp_path), shared)], max_steps=1).train()
 
 
 def test_an_option_that_attach_does_not_know_is_refused_at_once():

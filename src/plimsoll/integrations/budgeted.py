@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -20,7 +22,7 @@ from torch import nn
 from torch.torch_version import TorchVersion
 
 from plimsoll.artifacts.plan import Plan
-from plimsoll.errors import InvalidModel, UnsupportedFramework
+from plimsoll.errors import InvalidModel, InvalidOption, UnsupportedFramework
 from plimsoll.integrations.own_checkpointing import switch_off
 from plimsoll.session.attach import attach
 from plimsoll.session.attachment import Attachment
@@ -31,14 +33,15 @@ from plimsoll.tracing.meters.memory import storage_bytes
 from plimsoll.units import format_bytes, parse_bytes
 
 
-def calling(kind: type) -> Any:
-    """The nearest object of a kind that has called, however indirectly; ``None`` if none has. Some frameworks pass their hooks
+def calling(kind: type) -> Iterator[Any]:
+    """The objects of a kind that have called, however indirectly, the nearest first. Some frameworks pass their hooks
     everything but the trainer.
     """
     frame = inspect.currentframe()
-    while frame is not None and not isinstance(frame.f_locals.get("self"), kind):
+    while frame is not None:
+        if isinstance(found := frame.f_locals.get("self"), kind):
+            yield found
         frame = frame.f_back
-    return None if frame is None else frame.f_locals["self"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +56,9 @@ class Framework:
         """Refuse a version that is older than the ones tried, or of a later major release (minor, before 1.0).
 
         Raises:
-            UnsupportedFramework: it is.
+            UnsupportedFramework: it is, or nothing tells its version.
         """
-        found = metadata.version(self.name)
+        found = self._found()
         is_newer = _line(found) > _line(self.newest)
         if not is_newer and TorchVersion(found) >= self.oldest:
             return
@@ -64,6 +67,19 @@ class Framework:
             why=f"it reaches into the framework's training loop; tried with {self.name} {self.oldest} to {self.newest}",
             next=f"install one of those, or call plimsoll.attach(model, budget) before the training loop of {self.name}",
         )
+
+    def _found(self) -> str:
+        try:
+            return metadata.version(self.name)
+        except metadata.PackageNotFoundError as error:  # run from its sources, or copied without its metadata
+            version = vars(sys.modules.get(self.name.replace("-", "_"), sys)).get("__version__")
+            if version is not None:
+                return str(version)
+            raise UnsupportedFramework(
+                f"Nothing tells the version of {self.name}.",
+                why=f"its metadata are not installed; this integration was tried with {self.oldest} to {self.newest}",
+                next=f"install {self.name} with pip, or call plimsoll.attach(model, budget) before its training loop",
+            ) from error
 
 
 def _line(version: str) -> tuple[int, int]:
@@ -90,6 +106,28 @@ class BudgetedTraining:
         self.is_at_work = False
         self._has_told = False
         self._beside_bytes = 0
+        self._owner: Callable[[], object] = _nobody
+
+    @property
+    def owner(self) -> object:
+        """Who has claimed the budget, until its training ends, and for as long as it lives."""
+        return self._owner()
+
+    def claim(self, owner: object, *, is_free: bool) -> None:
+        """A trainer, or a module that is set up, takes the budget over; what a failed training has left is undone.
+
+        Raises:
+            InvalidOption: another one has it, and it is not free to be taken.
+        """
+        if self.owner not in (None, owner) and not is_free:
+            raise InvalidOption(
+                f"One PlimsollCallback was given to two of {type(owner).__name__}, and the first is not through.",
+                why="a budget is at work on one model at a time: it would come off the first without a word",
+                next="make a callback for each trainer, with its share of the budget; in Fabric call plimsoll.attach(model, share) "
+                "after fabric.setup instead",
+            )
+        self.end()
+        self._owner = weakref.ref(owner)
 
     def begin(
         self,
@@ -154,6 +192,7 @@ class BudgetedTraining:
         """Training is over, or has failed: everything is as it was before. Harmless when called twice."""
         self.pause()
         self._undo.close()
+        self._owner = _nobody
 
     def tell(self) -> None:
         """Say in a line of the log what is planned, once it is; called after every step."""
@@ -179,6 +218,10 @@ class BudgetedTraining:
     def _plan(self) -> Plan | None:
         """The plan for the budget, once it is there."""
         return None if self.handle is None or self.handle.is_calibrating else self.handle.plan
+
+
+def _nobody() -> None:
+    """The owner of a budget that nobody has claimed."""
 
 
 def _bytes_beside(model: nn.Module, others: Iterable[nn.Module]) -> int:

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from plimsoll.errors import BudgetBelowFloor, InvalidModel, InvalidOption
-from plimsoll.integrations.budgeted import BudgetedTraining, Framework
+from plimsoll.integrations.budgeted import BudgetedTraining, Framework, calling
 from plimsoll.session.attachment import Attachment
 from plimsoll.session.compiled_attachment import CompiledAttachment
 
@@ -49,7 +49,7 @@ class PlimsollCallback(_Callback):
 
     Raises:
         UnsupportedFramework: Lightning is older or newer than what was tried.
-        InvalidOption: two of these callbacks; when training begins.
+        InvalidOption: two of these callbacks, or one for two trainers or modules at once; when training begins.
         InvalidModel: optimization by hand of several modules; in the first training step.
         BudgetBelowFloor: in the first training step, before anything has changed. ``BatchSizeFinder`` takes a smaller batch
             instead, as it does when it runs out of memory.
@@ -70,8 +70,8 @@ class PlimsollCallback(_Callback):
         """Stand around the training step; what is trained is known when it is called."""
         if stage != "fit":
             return
-        self._training.end()
         _refuse_twins(trainer.callbacks)
+        self._training.claim(trainer, is_free=self._training.owner not in list(calling(type(trainer))))
         self._training.replace(trainer.strategy, "training_step", functools.partial(self._step, trainer))
         self._training.replace(pl_module, "log", functools.partial(self._log_once, pl_module.log))
 
@@ -101,7 +101,7 @@ class PlimsollCallback(_Callback):
     def on_after_setup(self, fabric: Any, module: Any) -> None:
         """Fabric has set a module up: attach to what it calls, within its casts."""
         _refuse_twins(fabric._callbacks)  # seen in Lightning 2.4 to 2.6
-        self._training.end()
+        self._training.claim(module, is_free=False)
         self._training.begin(module._forward_module, None)
 
     def _step(self, trainer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -111,7 +111,7 @@ def _calling_trainer() -> Any:
     """
     from torchtitan.trainer import Trainer
 
-    if (found := calling(Trainer)) is not None:
+    if (found := next(calling(Trainer), None)) is not None:
         return found
     raise InvalidOption(
         "BudgetAC was applied outside of a torchtitan Trainer.",

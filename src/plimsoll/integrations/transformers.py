@@ -44,7 +44,7 @@ class PlimsollCallback(TrainerCallback):
 
     Raises:
         UnsupportedFramework: transformers is older or newer than what was tried.
-        InvalidOption: two of these callbacks; when training begins.
+        InvalidOption: two of these callbacks, or one for two trainers at once; when training begins.
         BudgetBelowFloor: in the first training step, before anything has changed. With ``auto_find_batch_size=True`` the
             trainer takes a smaller batch instead, as it does when it runs out of memory.
 
@@ -64,8 +64,8 @@ class PlimsollCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Put the budget to work, on the module that the trainer calls."""
-        trainer = _calling_trainer()
-        self._training.end()
+        trainer, *around = _calling_trainers()
+        self._training.claim(trainer, is_free=self._training.owner not in around)
         _refuse(trainer)
         offloads = not isinstance(vars(trainer).get(_OFFLOADING, contextlib.nullcontext()), contextlib.nullcontext)
         beside = [leaf for leaf in tree_leaves(list(vars(trainer).values())) if isinstance(leaf, nn.Module)]
@@ -108,10 +108,9 @@ class PlimsollCallback(TrainerCallback):
             raise
 
 
-def _calling_trainer() -> Trainer:
-    """The trainer in whose training loop this is: it passes its callbacks everything but itself."""
-    found: Trainer | None = calling(Trainer)
-    if found is not None:
+def _calling_trainers() -> list[Trainer]:
+    """The trainer in whose training loop this is, as it passes its callbacks everything but itself; then those around that."""
+    if found := list(calling(Trainer)):
         return found
     raise InvalidOption(
         "PlimsollCallback was called outside of a Trainer.",
