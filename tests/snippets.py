@@ -25,6 +25,8 @@ ROOT = Path(__file__).parent.parent
 PAGES = {str(page.relative_to(ROOT)): page for page in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])}
 SNIPPET = re.compile(r"^( *)```python\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
 BLOCK = re.compile(r"^```\w*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+HELP = "plimsoll --help"
+"""Stands for a page: the help texts of all commands."""
 Names = dict[str, Any]
 
 
@@ -34,10 +36,19 @@ def snippets_of(page: str) -> list[str]:
 
 
 def commands_of(page: str) -> list[str]:
-    """The commands of a page, in order, one line each: those of plimsoll, also as torchrun starts them."""
-    blocks = BLOCK.findall(PAGES[page].read_text(encoding="utf-8"))
+    """The commands of a page, or of all helps, in order, one line each: those of plimsoll, also as torchrun starts them."""
+    blocks = _shown_by_helps() if page == HELP else BLOCK.findall(PAGES[page].read_text(encoding="utf-8"))
     lines = [line.removeprefix("$ ") for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     return [line for line in lines if re.match(r"plimsoll [a-z]|torchrun .*-m plimsoll ", line) and "…" not in line]
+
+
+def _shown_by_helps() -> list[str]:
+    """The first steps of ``plimsoll --help``, and the example of every command."""
+    from plimsoll.ui.cli.app import app
+    from plimsoll.ui.cli.commands import FIRST_STEPS
+
+    texts = [(command.callback.__doc__ or "").partition("Example: ")[2] for command in app.registered_commands]
+    return [*FIRST_STEPS, *texts]
 
 
 @contextlib.contextmanager
@@ -334,6 +345,8 @@ def make_step():
     is_own = {"verify", "explain"} & set(sys.argv) and not {"--plan", "--strategy"} & set(sys.argv)
     torch.manual_seed(0)
     return (steps.CheckpointedStack if is_own else steps.Stack)(), torch.randn(16, 32), steps.mean_square
+
+make = make_step
 """
 PLANNED = "plimsoll plan llama-tiny --budget 90MiB --output plan.json"
 OWN_STEP = "my_project.training:make_step"
@@ -345,9 +358,30 @@ BEFORE = {
     "docs/diagnose.md": [PLANNED],
     "docs/explain.md": [f"plimsoll plan {OWN_STEP} --strategy full --output plan.json"],
     "docs/verify.md": [PLANNED],
+    HELP: [
+        PLANNED,
+        "plimsoll verify llama-tiny --plan plan.json --output receipt.json",
+        "plimsoll compare llama-tiny --budget 90MiB --output comparison.json",
+    ],
 }
 """Commands that make files which a page takes for granted."""
 WITHOUT = ("--device cuda", "which needs a GPU")
+LATER = {
+    WITHOUT[0]: WITHOUT[1],
+    "torchrun": "starts several processes",
+    "llama-3-": "minutes: a model of billions of parameters is traced and solved",
+    "verify llama-tiny": "half a minute: measures the step with and without the plan",
+    "report plan.json receipt.json": "is about the receipt of verify llama-tiny",
+    "show traffic.json": "is about what the ranks of compress-gradients write",
+    "advise llama-tiny": "ten seconds: plans and asks torch.compile",
+    "compare llama-tiny": "a minute: measures strategies against each other",
+    "diagnose llama-tiny": "half a minute: profiles two steps",
+    "probe llama-tiny": "minutes: trains a thousand steps, twice",
+    "fit llama-tiny": "a minute: traces and solves at many batches",
+    "plimsoll demo": "minutes: trains, twice",
+    "--compile": "a minute: the compiler's",
+}
+"""What the suite leaves to `make snippets`, by words of the command, and why."""
 
 
 def prepare(folder: Path) -> None:
@@ -357,8 +391,9 @@ def prepare(folder: Path) -> None:
     from analysis.diagnose.builders import NsysBuilder, recomputing_traces
 
     (folder / "sitecustomize.py").write_text(MACHINE)
-    (folder / "my_project").mkdir()
-    (folder / "my_project/training.py").write_text(PROJECT)
+    for file in ("my_project/training.py", "my/module.py"):
+        (folder / file).parent.mkdir()
+        (folder / file).write_text(PROJECT)
     (folder / "path/to").mkdir(parents=True)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128, **sizes}
@@ -399,8 +434,8 @@ def run_command(line: str, folder: Path) -> tuple[int, float, str]:
 def main(pages: list[str]) -> int:
     """Run everything on these pages, or on all; how much of it failed."""
     ran: Counter[str] = Counter()
-    for page in pages or PAGES:
-        if snippets := snippets_of(page):
+    for page in pages or [*PAGES, HELP]:
+        if page != HELP and (snippets := snippets_of(page)):
             ran[_try_snippets(page)] += len(snippets)
         commands = commands_of(page)
         with tempfile.TemporaryDirectory() as name:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import typer.main
+from typer.testing import CliRunner
 
 import plimsoll.distributed
 import snippets
@@ -65,7 +66,8 @@ def test_pages_name_the_oldest_versions_that_the_package_asks_for():
     assert f"PyTorch ({oldest['torch']} or newer)" in start
 
 
-COMMANDS = sorted({line for page in snippets.PAGES for line in snippets.commands_of(page)})
+BY_PAGE = {page: lines for page in [*snippets.PAGES, snippets.HELP] if (lines := snippets.commands_of(page))}
+COMMANDS = sorted({line for lines in BY_PAGE.values() for line in lines})
 
 
 @pytest.mark.parametrize("line", COMMANDS)
@@ -73,6 +75,50 @@ def test_a_command_on_a_page_is_one_that_plimsoll_takes(line: str):
     name, *typed = shlex.split(line.partition("plimsoll ")[2], comments=True)
     found = typer.main.get_command(app).commands[name]
     found.make_context(f"plimsoll {name}", typed)  # raises where an option is unknown or means nothing
+
+
+Written = dict[str, bytes]
+
+
+@pytest.fixture(scope="module")
+def ran() -> dict[str, Written]:
+    """What the commands that ran have written: one that stands on several pages, or elsewhere with more options, runs once."""
+    return {}
+
+
+def is_quick(line: str) -> bool:
+    return not any(words in line for words in snippets.LATER)
+
+
+def written(folder: Path) -> Written:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+@pytest.mark.parametrize("page", [page for page, lines in BY_PAGE.items() if any(map(is_quick, lines))])
+def test_the_commands_of_a_page_run_one_after_the_other_as_they_stand(
+    page: str, ran: dict[str, Written], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    pytest.importorskip("transformers", reason="llama-tiny needs it")
+    snippets.prepare(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PLIMSOLL_CACHE_DIR", str(tmp_path / "cache"))
+    for line in filter(is_quick, [*snippets.BEFORE.get(page, []), *BY_PAGE[page]]):
+        if not any(f"{done} ".startswith(f"{line} ") for done in ran):
+            before = written(tmp_path)
+            _, *words = shlex.split(line, comments=True)
+            monkeypatch.setattr(sys, "argv", ["plimsoll", *words])
+            with snippets.a_large_machine():
+                result = CliRunner().invoke(app, words, prog_name="plimsoll")
+            assert result.exit_code == 0, f"{line}\n{result.output}\n{result.exception!r}"
+            ran[line] = {name: content for name, content in written(tmp_path).items() if before.get(name) != content}
+        for name, content in ran.get(line, {}).items():
+            (tmp_path / name).write_bytes(content)
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("my", "my_project")]:
+        del sys.modules[name]
+
+
+def test_every_reason_to_run_a_command_later_is_about_a_command():
+    assert [words for words in snippets.LATER if not any(words in line for line in COMMANDS)] == []
 
 
 def test_the_site_builds_without_a_warning_and_fetches_nothing(tmp_path: Path):
