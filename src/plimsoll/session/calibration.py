@@ -26,7 +26,7 @@ from plimsoll.artifacts.trace import Category, Phase
 from plimsoll.errors import InvalidLoss
 from plimsoll.tracing.ddp import bucket_bytes, has_rebuilt_buckets, inner_module
 from plimsoll.tracing.fsdp2 import Gathered, every_gradient, every_parameter
-from plimsoll.tracing.meters.memory import MeasurementLost, PeakMeter, storage_bytes
+from plimsoll.tracing.meters.memory import MeasurementLost, PeakMeter, instances_of, storage_bytes
 from plimsoll.tracing.recorder.calling import output_tensors
 from plimsoll.tracing.torch_internals import is_profiled, is_profiler_on
 
@@ -154,6 +154,7 @@ def optimizer_in_view(model: nn.Module) -> Optimizer | None:
     before = _SEEN[model]() if model in _SEEN else None
     if before is not None and trains(before, parameters):
         return before
+    gc.collect()
     # Wrappers have no groups of their own.
     found = [thing for thing in instances_of(Optimizer) if "param_groups" in vars(thing)]
     ours: list[Optimizer] = [optimizer for optimizer in found if trains(optimizer, parameters)]
@@ -161,18 +162,6 @@ def optimizer_in_view(model: nn.Module) -> Optimizer | None:
         return None
     _SEEN[model] = weakref.ref(ours[0])
     return ours[0]
-
-
-def instances_of(*bases: type) -> list[Any]:
-    """All objects in this process that are of one of these types, or of one derived from it."""
-    gc.collect()
-    kinds = {kind for base in bases for kind in _subclasses(base)}
-    # Types are looked up, as `isinstance` would run the code of proxies.
-    return [thing for thing in gc.get_objects() if type(thing) in kinds]
-
-
-def _subclasses(kind: type) -> set[type]:
-    return {kind}.union(*map(_subclasses, kind.__subclasses__()))
 
 
 class MeasuredStep:

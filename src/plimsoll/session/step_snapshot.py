@@ -10,6 +10,7 @@ through ``.data`` is not noticed.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -22,10 +23,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from plimsoll.session.calibration import instances_of
 from plimsoll.tracing.ddp import begin_anew
 from plimsoll.tracing.fsdp2 import KeptWaiting, every_parameter, release_gathered
 from plimsoll.tracing.local_tensors import local_of, version_of
+from plimsoll.tracing.meters.memory import instances_of
 from plimsoll.tracing.recorder.calling import output_tensors
 from plimsoll.tracing.recorder.untouched import (
     REFILLS,
@@ -45,6 +46,7 @@ class Companions:
     """
 
     def __init__(self) -> None:
+        gc.collect()
         self._found = [weakref.ref(thing) for thing in instances_of(GradScaler, LRScheduler)]
 
     def alive(self) -> list[Any]:

@@ -8,6 +8,7 @@ step on; steps are measured until one keeps to the budget on every rank.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,6 +34,7 @@ from plimsoll.distributed.pipelines.schedules import (
 )
 from plimsoll.distributed.pipelines.stage_steps import StageStep, bytes_of, trace_stage
 from plimsoll.engine.apply import Handle, RemovedAtEnd
+from plimsoll.engine.copies import ModelHook
 from plimsoll.errors import InvalidModel, PlimsollError
 from plimsoll.estimator.pipeline_schedule.orders import most_in_flight
 from plimsoll.estimator.pipeline_schedule.timeline import ActionSeconds
@@ -97,7 +99,7 @@ class ScheduleAttachment(RemovedAtEnd):
         ]
         self._hooks = [
             stage.submod.register_forward_pre_hook(
-                _StageHook(index, self._before_forward), with_kwargs=True, prepend=True
+                ModelHook(stage.submod, functools.partial(self._before_forward, index)), with_kwargs=True, prepend=True
             )
             for index, stage in self._rank.stages.items()
         ]
@@ -170,7 +172,7 @@ class ScheduleAttachment(RemovedAtEnd):
         self._agree_at_first()
         self._measure()  # not before: tracing has a meter of its own, and on a CPU there is only one
 
-    def _before_forward(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_forward(self, index: int, stage: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A stage is about to run; where torch infers shapes, that is before anything else of the step."""
         if trains(self.schedule) and not self._is_tracing and index not in self._steps and not self._errors:
             self._begin_stage(index, args, kwargs)
@@ -349,24 +351,6 @@ class ScheduleAttachment(RemovedAtEnd):
     @property
     def _device(self) -> torch.device:
         return next(next(iter(self._rank.stages.values())).submod.parameters()).device
-
-
-class _StageHook:
-    """Tells an attachment that a stage is called. Copies and pickles of the stage get a hook that does nothing."""
-
-    def __init__(self, index: int, run: Callable[..., None] | None = None) -> None:
-        self._index = index
-        self._run = run
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._run is not None:
-            self._run(self._index, args, kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _StageHook:
-        return _StageHook(self._index)
-
-    def __reduce__(self) -> tuple[type[_StageHook], tuple[int]]:
-        return (_StageHook, (self._index,))
 
 
 def received_buffers(stage: Stage) -> list[torch.Tensor]:

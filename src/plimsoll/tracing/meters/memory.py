@@ -356,9 +356,7 @@ def _tell(note: Callable[[int], None], bytes_: int, _: object) -> None:
 def _live_tensors(device_type: str) -> list[torch.Tensor]:
     """Dense tensors with memory of their own on such a device that Python knows, and the gradients that hang on them."""
     found: list[torch.Tensor] = []
-    kinds = _with_subclasses(torch.Tensor)
-    # `isinstance` would run the code of proxy objects; looking types up costs less where objects are many.
-    for thing in [thing for thing in gc.get_objects() if type(thing) in kinds]:
+    for thing in instances_of(torch.Tensor):
         if not _has_memory(thing, device_type):
             continue
         found.append(thing)
@@ -373,6 +371,13 @@ def _gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
         return tensor.grad if tensor.requires_grad and tensor.is_leaf else None
     except RuntimeError:  # a view whose base was written in a way that autograd forbids (FSDP1): it may not be asked
         return None
+
+
+def instances_of(*bases: type) -> list[Any]:
+    """All objects in this process that are of one of these types, or of one derived from it."""
+    kinds = {kind for base in bases for kind in _with_subclasses(base)}
+    # `isinstance` would run the code of proxy objects; looking types up costs less where objects are many.
+    return [thing for thing in gc.get_objects() if type(thing) in kinds]
 
 
 def _with_subclasses(kind: type) -> set[type]:
