@@ -92,23 +92,6 @@ def _beyond(options: PlanOptions, strategy: str, room: object) -> str:
     )
 
 
-def plan_compiled(
-    agreement: Agreement,
-    task: TrainingTask,
-    options: PlanOptions,
-    budget: Budget,
-    strategy: str,
-    progress: Progress = silent,
-) -> Plan:
-    """The plan of a step with compiled parts, the same on all ranks; errors are those of `plimsoll.plan`."""
-    with task.compiled():
-        planner = compiled_planner(agreement, task, options, budget, part_of(progress, 0.0, 0.5))
-        made = planner.plan(strategy, task.step, part_of(progress, 0.5, 1.0))
-    agreement.same_plan(made)
-    progress("done", 1.0)
-    return made
-
-
 def compiled_planner(
     agreement: Agreement, task: TrainingTask, options: PlanOptions, budget: Budget, progress: Progress = silent
 ) -> CompiledPlanner:

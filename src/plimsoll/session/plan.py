@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,14 @@ from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.artifacts.store import load_plan
 from plimsoll.engine.apply import Handle
 from plimsoll.session.agreement import agreement_for, described
-from plimsoll.session.compiled import plan_compiled, plans_compiled
+from plimsoll.session.compiled import compiled_planner, plans_compiled
 from plimsoll.session.manage import check_plan, manage_together, refuse_other_model
 from plimsoll.session.options import Budget, PlanOptions, check_count
 from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS
 from plimsoll.session.retry import AppliedPlan, can_retry
-from plimsoll.session.step_planner import trace_and_cost
 from plimsoll.session.step_watch import BudgetWatch
 from plimsoll.session.task import TrainingTask, check_module
-from plimsoll.session.tightest_rank import planner_for
+from plimsoll.session.tightest_rank import eager_planner
 from plimsoll.tracing.recorder.calling import Loss
 
 
@@ -117,13 +117,12 @@ def plan(
         has_budget = described(has_budget=budget is not None)
         agreement.same("what to plan", {**task.facts(), **options.facts(), **has_budget})
         task = agreement.patient(task)
-        if plans_compiled(task.model, task.units, options, strategy):
-            return plan_compiled(agreement, task, options, limit, strategy, report)
-        with agreement.stepping():
-            traced = trace_and_cost(task, options, part_of(report, 0.0, 0.5))
-        planner = planner_for(agreement, traced, options, limit.bytes_on(traced[1]))
-        planner.try_forms(task.step, part_of(report, 0.5, 0.7))
-        made = planner.plan(strategy, task.step, part_of(report, 0.7, 1.0))
+        is_compiled = plans_compiled(task.model, task.units, options, strategy)
+        with task.compiled() if is_compiled else contextlib.nullcontext():
+            planner_of = compiled_planner if is_compiled else eager_planner
+            planner = planner_of(agreement, task, options, limit, part_of(report, 0.0, 0.5))
+            planner.try_forms(task.step, part_of(report, 0.5, 0.7))
+            made = planner.plan(strategy, task.step, part_of(report, 0.7, 1.0))
         agreement.same_plan(made)
         report("done", 1.0)
         return made

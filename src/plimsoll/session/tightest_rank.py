@@ -15,6 +15,7 @@ import msgspec
 
 from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.progress import Progress, silent
 from plimsoll.artifacts.trace import Trace
 from plimsoll.errors import BudgetBelowFloor
 from plimsoll.planning.describe import classes_at_peak, describe_timeline
@@ -211,15 +212,28 @@ def planner_for(
     return SharedPlanner(agreement, traced, options, budget_bytes)
 
 
+def eager_planner(
+    agreement: Agreement,
+    task: TrainingTask,
+    options: PlanOptions,
+    budget: Budget,
+    progress: Progress = silent,
+    *,
+    optimizer_is_optional: bool = False,
+) -> StepPlanner:
+    """The planner of a step, once it is traced and timed; errors are those of `plimsoll.plan`."""
+    with agreement.stepping():
+        traced = trace_and_cost(task, options, progress, optimizer_is_optional=optimizer_is_optional)
+    return planner_for(agreement, traced, options, budget.bytes_on(traced[1]))
+
+
 def first_planner(
     agreement: Agreement, task: TrainingTask, options: PlanOptions, budget: Budget, *, optimizer_is_optional: bool
 ) -> tuple[StepPlanner, float]:
     """Trace a step, look for other forms of its values where they are allowed; also how many times larger errors are than
     expected.
     """
-    with agreement.stepping():
-        traced = trace_and_cost(task, options, optimizer_is_optional=optimizer_is_optional)
-    planner = planner_for(agreement, traced, options, budget.bytes_on(traced[1]))
+    planner = eager_planner(agreement, task, options, budget, optimizer_is_optional=optimizer_is_optional)
     planner.try_forms(task.step)
     if planner.gradients is None:
         return planner, 1.0

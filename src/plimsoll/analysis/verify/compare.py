@@ -36,9 +36,9 @@ from plimsoll.session.compiled import compiled_planner, refuse_uncompilable
 from plimsoll.session.manage import manage
 from plimsoll.session.options import Budget, PlanOptions
 from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS
-from plimsoll.session.step_planner import StepPlanner, trace_and_cost
+from plimsoll.session.step_planner import StepPlanner
 from plimsoll.session.task import TrainingTask
-from plimsoll.session.tightest_rank import planner_for
+from plimsoll.session.tightest_rank import eager_planner
 from plimsoll.session.training_step import TrainingStep
 from plimsoll.tracing.meters.timing import Timing, paired_ratio, time_in_turns
 from plimsoll.tracing.recorder.calling import Loss
@@ -127,9 +127,12 @@ def compare(
         )
         asked = described(steps=steps, has_budget=budget is not None)
         agreement.same("what to compare", {**task.facts(), **options.facts(), **asked})
+        for name in options.strategies if task.units else ():
+            refuse_uncompilable(options, name)
         task = agreement.patient(task)
         with task.compiled():
-            planner = _planner(agreement, task, options, limit, part_of(report, 0.0, 0.35))
+            planner_of = compiled_planner if task.units else eager_planner
+            planner = planner_of(agreement, task, options, limit, part_of(report, 0.0, 0.35))
             plans = _plan_all(planner, task.step(), part_of(report, 0.35, 0.5))
             budgets = {name: MemoryBudget(task.units, share) for name, share in shares.items()}
             with agreement.stepping(), untouched(model, planner.trace.written):
@@ -154,19 +157,6 @@ def _named(strategies: Sequence[str] | str | None, task: TrainingTask, *, has_bu
     if strategies is None:
         strategies = (*(COMPILED_STRATEGIES if task.units else STRATEGIES), *(["auto"] if has_budget else []))
     return (strategies,) if isinstance(strategies, str) else tuple(dict.fromkeys(strategies))
-
-
-def _planner(
-    agreement: Agreement, task: TrainingTask, options: PlanOptions, budget: Budget, report: Progress
-) -> StepPlanner:
-    """The planner of a step, eager or compiled."""
-    if task.units:
-        for name in options.strategies:
-            refuse_uncompilable(options, name)
-        return compiled_planner(agreement, task, options, budget, report)
-    with agreement.stepping():
-        traced = trace_and_cost(task, options, report)
-    return planner_for(agreement, traced, options, budget.bytes_on(traced[1]))
 
 
 def _plan_all(planner: StepPlanner, step: TrainingStep, report: Progress) -> dict[str, Plan]:
