@@ -96,6 +96,8 @@ def compiled_planner(
     agreement: Agreement, task: TrainingTask, options: PlanOptions, budget: Budget, progress: Progress = silent
 ) -> CompiledPlanner:
     """The planner of a step with compiled parts, once it is read and timed; errors are those of `plimsoll.plan`."""
+    for name in options.strategies:
+        refuse_uncompilable(options, name)
     check_compiler(next(task.model.parameters()).device)
     with agreement.stepping():
         traced, costs = trace_compiled(task, options, progress)

@@ -32,7 +32,7 @@ from plimsoll.artifacts.receipt import finite
 from plimsoll.artifacts.trace import Category
 from plimsoll.planning.strategies import MEMORY_BUDGET
 from plimsoll.session.agreement import Agreement, agreement_for, described
-from plimsoll.session.compiled import compiled_planner, refuse_uncompilable
+from plimsoll.session.compiled import compiled_planner
 from plimsoll.session.manage import manage
 from plimsoll.session.options import Budget, PlanOptions
 from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS
@@ -127,8 +127,6 @@ def compare(
         )
         asked = described(steps=steps, has_budget=budget is not None)
         agreement.same("what to compare", {**task.facts(), **options.facts(), **asked})
-        for name in options.strategies if task.units else ():
-            refuse_uncompilable(options, name)
         task = agreement.patient(task)
         with task.compiled():
             planner_of = compiled_planner if task.units else eager_planner
