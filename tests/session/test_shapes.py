@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -155,6 +155,42 @@ def _scenes(count: int) -> Iterator[Step]:
 def _detector() -> _Detector:
     torch.manual_seed(0)
     return _Detector()
+
+
+class _PaddingDetector(nn.Module):
+    """Pictures of a batch are padded to the longest of every side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(Stack(1, 8) for _ in range(4)))
+
+    def forward(self, pictures: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        height, width = (max(each.shape[side] for each in pictures) for side in (-2, -1))
+        padded = [
+            nn.functional.pad(each, (0, -width % 8 + width - each.shape[-1], 0, height - each.shape[-2]))
+            for each in pictures
+        ]
+        return {"loss": self.body(torch.cat(padded).unflatten(-1, (-1, 8))).square().mean()}
+
+
+def _pages(sizes: Sequence[Sequence[tuple[int, int]]]) -> Iterator[Step]:
+    for pages in sizes:
+        yield [{"pictures": [torch.randn(1, 1, *size) for size in pages]}]
+
+
+def test_a_list_whose_padding_is_larger_is_not_taken_for_a_known_one():
+    """A broad picture beside a high one: fewer elements and no longer sides than before, but twice as much when padded."""
+    alike = [[(32 + n % 3, 120 - n), (32, 110)] if n % 2 else [(120 - n, 32 + n % 3), (110, 32)] for n in range(8)]
+    last = [(32, 104), (104, 32)]
+    torch.manual_seed(0)
+    with LiveStorages() as live:
+        model = _PaddingDetector()
+        known = plimsoll.plan(model, next(_pages([last]))[0], budget="1GiB")
+        budget = known.floor_bytes + (known.baseline_peak_bytes - known.floor_bytes) // 4
+        with plimsoll.attach(model, budget):
+            live.watch(model)
+            _train(model, _pages([*alike, last, last]))
+    assert max(live.peaks) <= budget
 
 
 def test_lists_of_ragged_pictures_and_boxes_are_traced_a_few_times_only():

@@ -70,7 +70,8 @@ def standing_in(known: Iterable[Shapes], shapes: Shapes) -> list[Shapes]:
     """The known calls that together go as far as another one: the largest of them can stand in for it.
 
     Pictures and boxes of a detector come in lists of any sizes, and hardly a call is as large as another in every place. So a
-    list counts as a whole: its elements in all, and its longest sides. Tensors that are in no list count each in its place.
+    list counts as a whole: its tensors, their elements in all, their longest sides, and what they come to when all are padded
+    to those. Tensors that are in no list count each in its place.
     """
     alike = [each for each in known if covers(_single(each), _single(shapes))]
     reached = [_extents(each) for each in alike]
@@ -88,12 +89,16 @@ def _single(shapes: Shapes) -> Shapes:
     return tuple(each for each in shapes if _IN_LIST not in each[0])
 
 
-def _extents(shapes: Shapes) -> dict[tuple[str, int, int], int]:
-    """Of the tensors of each list, by type and number of dimensions: the elements in all (at -1), the longest of every side."""
-    found: dict[tuple[str, int, int], int] = {}
+def _extents(shapes: Shapes) -> dict[tuple[str, int, str], int]:
+    """What the tensors of each list come to, by their type and number of dimensions."""
+    lists: dict[tuple[str, int], list[tuple[int, ...]]] = {}
     for kind, sizes in shapes:
         if _IN_LIST in kind:
-            for side, size in enumerate(sizes):
-                found[kind, len(sizes), side] = max(size, found.get((kind, len(sizes), side), 0))
-            found[kind, len(sizes), -1] = found.get((kind, len(sizes), -1), 0) + prod(sizes)
+            lists.setdefault((kind, len(sizes)), []).append(sizes)
+    found = {}
+    for place, members in lists.items():
+        longest = [max(sides) for sides in zip(*members, strict=True)]
+        whole = {"tensors": len(members), "elements": sum(map(prod, members)), "padded": len(members) * prod(longest)}
+        sides = {f"side {number}": side for number, side in enumerate(longest)}
+        found.update({(*place, what): size for what, size in (whole | sides).items()})
     return found
