@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from plimsoll.artifacts.fault import Cause, Fault
@@ -66,8 +67,10 @@ def test_what_is_not_finite_becomes_none():
 
 
 def test_a_comparison_fails_only_when_gradients_differ():
-    comparison = make_comparison()
-    assert comparison.exit_code == 0
+    first, second = make_comparison().rows
+    for is_equal, code in ((True, 0), (None, 0), (False, 1)):
+        rows = (msgspec.structs.replace(first, is_bit_equal=is_equal), second)
+        assert make_comparison(rows=rows).exit_code == code
 
 
 def test_a_lossy_plan_is_held_to_its_error_and_to_exact_buffers():

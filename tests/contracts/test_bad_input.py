@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -274,27 +272,6 @@ def test_a_managed_model_is_neither_planned_nor_managed_again(plan: Plan):
         ):
             with pytest.raises(errors.InvalidModel, match=r"handle\.remove"):
                 attempt()
-
-
-FILES = {
-    "truncated": lambda text: text[: len(text) // 2],
-    "empty": lambda text: "",
-    "no plan": lambda text: '{"model": "Stack"}',
-    "a list": lambda text: "[1, 2]",
-    "newer": lambda text: json.dumps(json.loads(text) | {"schema_version": 99}),
-    "damaged": lambda text: json.dumps(json.loads(text) | {"budget_bytes": "much"}),
-    "another artifact": lambda text: json.dumps(json.loads(text) | {"plimsoll": "receipt"}),
-}
-
-
-@pytest.mark.parametrize("what", FILES)
-def test_a_file_that_holds_no_plan_is_refused(what: str, plan: Plan, tmp_path: Path):
-    path = tmp_path / "plan.json"
-    plan.save(path)
-    path.write_text(FILES[what](path.read_text()))
-    with pytest.raises(errors.PlanFileError) as caught:
-        plimsoll.load(path)
-    assert_refused(caught.value, str(path))
 
 
 def test_planning_where_gradients_are_off_is_refused():

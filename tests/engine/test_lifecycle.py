@@ -276,12 +276,6 @@ def test_a_region_that_the_model_does_not_have_is_refused_and_nothing_is_install
     assert_same_dictionaries(before, snapshot(model))
 
 
-def test_two_plans_at_once_are_refused():
-    model = build()
-    with manage(model), pytest.raises(PlanMismatch, match="managed"):
-        apply_plan(model, make_plan(regions=(region_plan("blocks.0", is_boundary_dropped=True),)))
-
-
 def test_calls_of_one_region_follow_their_own_plans():
     """The k-th call within one forward of the model has the k-th plan, in every step."""
     torch.manual_seed(0)

@@ -244,8 +244,6 @@ def test_the_text_says_what_sharding_does_what_is_left_out_and_whose_sequence_it
     [
         ({"layout": "tp=3"}, InvalidLayout, "attention heads"),
         ({"layout": "pp=5,micro-batches=8"}, InvalidLayout, "4 blocks"),
-        ({"layout": "sp"}, InvalidLayout, "sp without tp"),
-        ({"layout": "xp=2"}, InvalidLayout, "'xp'"),
         ({"device": "H1000"}, UnknownDevice, "H100"),
         ({"optimizer": "adamv"}, UnknownOptimizer, "adamw"),
         ({"strategy": "everything"}, InvalidStrategy, "everything"),

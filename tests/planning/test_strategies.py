@@ -85,8 +85,3 @@ def test_unknown_strategies_name_the_closest_ones(name: str, closest: str) -> No
     with pytest.raises(InvalidStrategy) as raised:
         strategy_choices(StepIndex(*STEP), name)
     assert closest in raised.value.next
-
-
-def test_every_zero_is_refused() -> None:
-    with pytest.raises(InvalidStrategy):
-        strategy_choices(StepIndex(*STEP), "every:0")

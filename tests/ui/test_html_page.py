@@ -11,7 +11,6 @@ import msgspec
 import pytest
 
 from plimsoll.artifacts.decision import Status
-from plimsoll.artifacts.store import Artifact
 from plimsoll.artifacts.verdict import Ruling
 from plimsoll.errors import InvalidReport, PlanMismatch
 from plimsoll.ui.html.page import build_html
@@ -164,29 +163,6 @@ def test_names_from_a_model_are_text_and_nothing_else(page: Parsed):
     assert "onerror" not in {name for name, _ in page.attributes}
     assert len(page.programs) == 1
     assert "alert(" not in page.programs[0]
-
-
-@pytest.mark.parametrize(
-    "artifact",
-    [
-        make_plan(),
-        make_plan(regions=(), timeline=(), frontier=(), classes={}, budget_bytes=None),
-        make_plan(status=Status.INFEASIBLE),
-        make_plan(baseline_seconds=0.0),
-        make_receipt(measured_peak_bytes=None, regions=()),
-        make_receipt(baseline_losses=(None, 1.0), plan_losses=(None, 1.0)),
-        make_receipt(gradient_mismatches=(make_mismatch(difference=None),) * 60),
-        make_comparison(),
-        make_comparison(rows=()),
-        make_verdict(comparisons=(), gradients=()),
-        make_finding(parts=(), signs=(), layers=(), measured_baseline_seconds=0.1, measured_plan_seconds=0.11),
-        *full_page(),
-    ],
-    ids=lambda artifact: artifact.KIND,
-)
-def test_every_artifact_makes_a_page_of_its_own(artifact: Artifact):
-    page = Parsed(build_html([artifact]))
-    assert artifact.model in page.text
 
 
 def test_what_does_not_hold_is_said_first():

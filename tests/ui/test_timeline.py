@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-
 from plimsoll.artifacts.plan import TimelinePoint
-from plimsoll.errors import BudgetBelowFloor
-from plimsoll.ui.cli.terminal import render_error_json
 from plimsoll.ui.terminal import draw_bar, draw_timeline
 from plimsoll.units import MIB
 
@@ -51,15 +47,3 @@ def test_a_bar_stays_within_its_width():
     assert draw_bar(0.5, width=4) == "██░░"
     assert draw_bar(7.0, width=4) == "████"
     assert draw_bar(-1.0, width=4) == "░░░░"
-
-
-def test_an_error_as_json_has_all_its_parts():
-    fields = json.loads(render_error_json(BudgetBelowFloor("a", why="b", next="c")))
-    assert fields == {
-        "plimsoll": "error",
-        "error": "BudgetBelowFloor",
-        "found": "a",
-        "why": "b",
-        "next": "c",
-        "exit_code": 3,
-    }

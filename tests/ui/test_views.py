@@ -82,6 +82,7 @@ def test_everything_in_a_document_stands_in_every_rendering(artifact: Artifact):
         page = on_a_page(artifact)
         assert not missing_in(page, document, with_details=True, times=MANY_TIMES)
         assert words(document.statement) in words(page)
+        assert artifact.model in page
 
 
 @pytest.mark.parametrize("artifact", ARTIFACTS.values(), ids=ARTIFACTS)

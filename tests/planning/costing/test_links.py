@@ -96,8 +96,3 @@ def test_collectives_of_a_trace_go_by_their_group_and_other_ops_by_the_roofline(
     prices = roofline_costs(_trace_with(reduce, copy), H100, Layout(tp=4, dp=2)).ops
     assert prices["plimsoll.all_reduce_"].seconds == collective_seconds(Collective.ALL_REDUCE, GIB, 4, H100)
     assert prices["clone"] == roofline_costs(_trace_with(copy), H100).ops["clone"]
-
-
-def test_a_group_of_one_costs_nothing():
-    gather = OpSpec(name="plimsoll.all_gather", flops=0, moved_bytes=GIB, dtype="bf16", group="cp")
-    assert roofline_costs(_trace_with(gather), H100, Layout(tp=4)).ops["plimsoll.all_gather"].seconds == 0.0
