@@ -235,7 +235,7 @@ def test_any_configuration_is_a_recipe_or_refused(seed: int, tmp_path: Path):
 def test_any_run_directory_is_taken_up_or_refused(seed: int, tmp_path: Path):
     chance = random.Random(seed)
     identity = {"model": "m", "weights": "w"}
-    for name, document in {"run.json": identity, "verdict.json": PLAIN[10]}.items():
+    for name, document in {"run.json": identity, "verdict.json": json.loads(to_json(ARTIFACTS["verdict"]))}.items():
         (tmp_path / name).write_bytes(broken(document, chance))
     (tmp_path / "baseline.pt").write_bytes(chance.randbytes(chance.randint(0, 200)))
     directory = RunDirectory(tmp_path)
