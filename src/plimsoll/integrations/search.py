@@ -24,6 +24,8 @@ _TRIALS = 4
 """Plans that are measured at most; most searches take two."""
 _CLOSE = 0.03
 """A plan that leaves less than this share of the budget unused is not tried again."""
+_GAIN = 0.003
+"""Nor is one that would save less than this share of the step: what operations take is not known better."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ class PlanSearch:
         self.step, self.meter = step, meter
         self.planner = Planner(StepIndex(step.trace, step.costs))
         self.measured: dict[tuple[object, ...], int] = {}
+        self._seen: list[tuple[int, int]] = []
+        """What the model said of a plan and what was measured of it, in bytes."""
         self._at: dict[int, Plan] = {}
         """The fastest plan by the model at each peak that was asked."""
 
@@ -65,27 +69,42 @@ class PlanSearch:
         Raises:
             BudgetBelowFloor: none was.
         """
-        excess_bytes, fitting = 0, None
+        room, fitting = budget_bytes, None
         for _ in range(_TRIALS):
-            found = self._choose(budget_bytes, excess_bytes)
-            if _key(found) in self.measured:
+            found = self._choose(room)
+            if _key(found) in self.measured or not self._is_worth(found, fitting):
                 break
             taken = self._measure(found)
             if budget_bytes is None or taken <= budget_bytes:
                 if fitting is None or found.predicted_seconds < fitting.predicted_seconds:
                     fitting = self._told(found, taken, budget_bytes)
-                if budget_bytes is None or taken >= (1 - _CLOSE) * budget_bytes or self._is_fastest(found):
+                if budget_bytes is None or taken >= (1 - _CLOSE) * budget_bytes:
                     break
-            excess_bytes = taken - found.predicted_peak_bytes
+            self._seen.append((found.predicted_peak_bytes, taken))
+            room = self._room(budget_bytes)
         if fitting is None:
             assert budget_bytes is not None, "without a budget every plan fits"
             fitting = self._floor(budget_bytes)
         return fitting
 
-    def _choose(self, budget_bytes: int | None, excess_bytes: int) -> Plan:
+    def _room(self, budget_bytes: int) -> int:
+        """What the model may take for the meter to say the budget: between what was measured below and above it."""
+        below = max((each for each in self._seen if each[1] <= budget_bytes), default=None)
+        above = min((each for each in self._seen if each[1] > budget_bytes), default=None)
+        if below is not None and above is not None and below[0] < above[0]:
+            share = ((1 - _CLOSE / 2) * budget_bytes - below[1]) / (above[1] - below[1])
+            return int(below[0] + share * (above[0] - below[0]))
+        said, taken = self._seen[-1]
+        return budget_bytes - (taken - said)
+
+    def _is_worth(self, found: Plan, fitting: Plan | None) -> bool:
+        """Whether a plan saves enough beside the one that fits to be measured."""
+        return fitting is None or fitting.predicted_seconds - found.predicted_seconds > _GAIN * fitting.baseline_seconds
+
+    def _choose(self, room_bytes: int | None) -> Plan:
         """The fastest plan by the model: holding less may take less time, so smaller peaks are asked for as well."""
         planner = self.planner
-        room = planner.loosest.peak_bytes if budget_bytes is None else budget_bytes - excess_bytes
+        room = planner.loosest.peak_bytes if room_bytes is None else room_bytes
         peaks = {point.peak_bytes for point in planner.frontier() if point.peak_bytes <= room}
         for peak in {*peaks, room} - self._at.keys():
             self._at[peak] = self._timed(solve(planner, budget_bytes=peak, raise_below_floor=False))
@@ -93,9 +112,6 @@ class PlanSearch:
         if not usable:
             return self._timed(lowest_known(planner))
         return min(usable, key=lambda each: (each.predicted_seconds, each.predicted_peak_bytes))
-
-    def _is_fastest(self, found: Plan) -> bool:
-        return found.predicted_seconds <= self._choose(None, 0).predicted_seconds
 
     def _timed(self, found: Plan) -> Plan:
         """With what holding takes in time, for the plan and for the function as it is."""
