@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.trace import Category, Phase
 from plimsoll.errors import InvalidLoss
+from plimsoll.session.task import TrainingTask, detached
 from plimsoll.tracing.ddp import bucket_bytes, has_rebuilt_buckets, inner_module
 from plimsoll.tracing.fsdp2 import Gathered, every_gradient, every_parameter
 from plimsoll.tracing.meters.memory import MeasurementLost, PeakMeter, instances_of, storage_bytes
@@ -321,6 +322,11 @@ def as_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if args and kwargs:
         return dict(inspect.signature(inner_module(model).forward).bind(*args, **kwargs).arguments)
     return args if args else kwargs
+
+
+def task_of_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingTask:
+    """The step of a training call, whose loss is not known; a wrapper's arguments go by the names of the model inside."""
+    return TrainingTask(model=model, batch=detached(as_batch(inner_module(model), args, kwargs)), loss=stand_in_loss)
 
 
 def stand_in_loss(output: Any) -> torch.Tensor:

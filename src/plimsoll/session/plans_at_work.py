@@ -16,7 +16,7 @@ from plimsoll.engine.apply import Handle, RemovedAtEnd
 from plimsoll.errors import BudgetBelowFloor, PlanMismatch
 from plimsoll.session.agreement import Agreement
 from plimsoll.session.batch_shapes import Shapes
-from plimsoll.session.calibration import as_batch, stand_in_loss
+from plimsoll.session.calibration import task_of_call
 from plimsoll.session.joint_traces import JointTraces
 from plimsoll.session.manage import manage_together
 from plimsoll.session.options import Budget, PlanOptions
@@ -24,8 +24,7 @@ from plimsoll.session.retry import Retry, floor_of
 from plimsoll.session.shapes import ShapePlans
 from plimsoll.session.step_planner import StepPlanner
 from plimsoll.session.step_watch import MeteredSituations, Situation, StepWatch
-from plimsoll.session.task import TrainingTask, detached
-from plimsoll.tracing.ddp import inner_module
+from plimsoll.session.task import TrainingTask
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -163,9 +162,7 @@ class AttachedBudget(RemovedAtEnd):
         self._traces.begin_anew()
 
     def _task(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingTask:
-        """The step of this very call, whose loss is not known."""
-        batch = detached(as_batch(inner_module(self.model), args, kwargs))
-        return TrainingTask(model=self.model, batch=batch, loss=stand_in_loss)
+        return task_of_call(self.model, args, kwargs)
 
     def _climb(
         self, planner: StepPlanner, plan: Plan, shapes: Shapes, measured: tuple[int, int], *, accumulates: bool

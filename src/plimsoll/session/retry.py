@@ -24,14 +24,13 @@ from plimsoll.engine.apply import Handle
 from plimsoll.engine.copies import ModelHook
 from plimsoll.errors import BudgetBelowFloor, InvalidModel
 from plimsoll.session.agreement import Agreement
-from plimsoll.session.calibration import as_batch, optimizer_in_view, stand_in_loss
+from plimsoll.session.calibration import optimizer_in_view, task_of_call
 from plimsoll.session.compiled import compiled_planner
 from plimsoll.session.options import Budget, PlanOptions
 from plimsoll.session.rendezvous.joint_step import JointStep
 from plimsoll.session.rendezvous.world import find_participants
 from plimsoll.session.step_planner import StepPlanner
 from plimsoll.session.step_snapshot import Companions, StepSnapshot
-from plimsoll.session.task import TrainingTask, detached
 from plimsoll.session.tightest_rank import first_planner
 from plimsoll.tracing import ddp, fsdp2
 from plimsoll.tracing.ddp import inner_module
@@ -283,12 +282,8 @@ class AppliedPlan:
             host_budget_bytes=first.host_budget_bytes,
             link=first.link,
         )
-        task = TrainingTask(
-            model=self._model,
-            batch=detached(as_batch(inner_module(self._model), args, kwargs)),
-            loss=stand_in_loss,
-            optimizer=optimizer_in_view(inner_module(self._model)),
-        )
+        optimizer = optimizer_in_view(inner_module(self._model))
+        task = dataclasses.replace(task_of_call(self._model, args, kwargs), optimizer=optimizer)
         budget = Budget(own or first.budget_bytes or first.predicted_peak_bytes)
         if first.compiled:
             from plimsoll.engine.compiled.units import planned_units  # inductor is imported where something is compiled

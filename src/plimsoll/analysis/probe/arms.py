@@ -141,10 +141,8 @@ class Arms:
             gradients=known.gradients + fresh.gradients,
             held_out=known.held_out + fresh.held_out,
         )
-        weights = take_weights(model)
         state = ArmState(
-            parameters=weights.parameters,
-            buffers=weights.buffers,
+            **msgspec.structs.asdict(take_weights(model)),
             optimizer=optimizer.state_dict(),
             log=log,
             data_checksum=job.stream.checksum,
@@ -201,7 +199,7 @@ class Arms:
         """Put the arm's state into the model; its optimizer."""
         model = self._job.trainer.model
         state = self._job.directory.load(arm) if self._steps_of(arm) else None
-        put_weights(model, self._original if state is None else Weights(state.parameters, state.buffers))
+        put_weights(model, state or self._original)
         optimizer = self._job.make_optimizer([p for p in model.parameters() if p.requires_grad])
         if state is not None:
             optimizer.load_state_dict(state.optimizer)

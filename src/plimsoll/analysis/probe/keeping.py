@@ -10,7 +10,6 @@ import contextlib
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -52,8 +51,7 @@ def own_randomness() -> Iterator[None]:
         before.put_back()
 
 
-@dataclass(frozen=True, slots=True)
-class Weights:
+class Weights(msgspec.Struct, kw_only=True):
     """Parameters (of sharded ones this rank's shards) and buffers on the host."""
 
     parameters: list[torch.Tensor]
@@ -63,8 +61,8 @@ class Weights:
 def take_weights(model: nn.Module) -> Weights:
     """A copy of all parameters and buffers."""
     return Weights(
-        [parameter.detach().to("cpu", copy=True) for parameter in _parameters(model)],
-        [buffer.detach().to("cpu", copy=True) for buffer in model.buffers()],
+        parameters=[parameter.detach().to("cpu", copy=True) for parameter in _parameters(model)],
+        buffers=[buffer.detach().to("cpu", copy=True) for buffer in model.buffers()],
     )
 
 
@@ -98,11 +96,9 @@ def _parameters(model: nn.Module) -> list[torch.Tensor]:
     return [part for parameter in model.parameters() for part in dense_parts(parameter)]
 
 
-class ArmState(msgspec.Struct, kw_only=True):
+class ArmState(Weights, kw_only=True):
     """Where one arm stands: tensors on the host, the optimizer's state, the log so far, and what it has seen of the data."""
 
-    parameters: list[torch.Tensor]
-    buffers: list[torch.Tensor]
     optimizer: dict[str, Any]
     log: ArmLog
     data_checksum: int
