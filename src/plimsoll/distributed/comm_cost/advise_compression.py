@@ -207,7 +207,7 @@ def _agree(conversation: Conversation, metering: Metering, optimizer: str) -> No
         "bucket_bytes": str(metering.bucket_bytes),
         "seed": str(metering.seed),
         "optimizer": optimizer,
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
     }
     conversation.same("options", mine, {"": _SAME}, why="they measure in turns, and wait for each other")
 
