@@ -123,8 +123,8 @@ class BudgetedTraining:
             raise InvalidOption(
                 f"One PlimsollCallback was given to two of {type(owner).__name__}, and the first is not through.",
                 why="a budget is at work on one model at a time: it would come off the first without a word",
-                next="make a callback for each trainer, with its share of the budget; in Fabric call plimsoll.attach(model, share) "
-                "after fabric.setup instead",
+                next="make a callback for each trainer, with its share of the budget; in Fabric call "
+                "plimsoll.attach(model, share) after fabric.setup instead",
             )
         self.end()
         self._owner = weakref.ref(owner)
