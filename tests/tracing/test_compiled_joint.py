@@ -130,6 +130,29 @@ def test_a_mask_is_saved_and_what_it_is_applied_to_may_run_again():
         assert [kernel.obstacle for kernel in applied] == [""]
 
 
+class Summed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = x + self.first(x)
+        return y + self.second(self.norm(y))
+
+
+def test_one_of_several_buffers_of_a_kernel_is_made_again_from_the_others():
+    model, rows = Summed(), torch.randn(ROWS, WIDTH)
+    model.compile(dynamic=False)
+    (graph,) = capture(find_units(model), {"": ("",)}, lambda: model(rows).sum().backward())[""].graphs
+    (kernel,) = (kernel for kernel in graph.kernels if kernel.apart)
+    reads = {graph.names[again.writes[0]]: {*map(graph.names.get, again.reads)} - {None} for again in kernel.again}
+    assert reads == {
+        ":add": {"first:addmm"},
+        "norm:var_mean": {":add"},
+        "norm:add": {":add", "norm:var_mean", "norm:var_mean#2"},
+    }
+
+
 @pytest.mark.parametrize("how", ["whole", "blocks"])
 def test_the_step_has_the_kernels_in_the_places_of_the_units_ops(how):
     _, _, eager, parts = caught(how)

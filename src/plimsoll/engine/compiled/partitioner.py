@@ -86,9 +86,12 @@ class PlannedPartitioner(Partitioner):
         held = [node for node in read if node.op == "call_function" and node not in again]
         for node in (*held, *_boundaries(found, again)):
             # torch looks for the mark on the op, not on the item of it that is saved.
-            node.meta["recompute"] = _op_of(node).meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            node.meta["recompute"] = joint.op_of(node).meta["recompute"] = CheckpointPolicy.MUST_SAVE
         for node in found.nodes:
-            if node.target is operator.getitem and _op_of(node).meta.get("recompute") is CheckpointPolicy.MUST_SAVE:
+            if (
+                node.target is operator.getitem
+                and joint.op_of(node).meta.get("recompute") is CheckpointPolicy.MUST_SAVE
+            ):
                 # An op is run again for all of its items or for none; which of them are saved depends on what backward needs.
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         for node in found.nodes:
@@ -179,7 +182,8 @@ def _note_kernels(graph: JointGraph) -> None:
 
 def _boundaries(graph: JointGraph, again: set[fx.Node]) -> set[fx.Node]:
     """What regions were given and computing ``again`` needs: saved, so that it never goes on into another region."""
-    maker = {node: kernel for kernel in graph.kernels for node in kernel.writes if not kernel.is_backward}
+    forward = [kernel for kernel in graph.kernels if not kernel.is_backward]
+    maker = {node: again for kernel in forward for again in kernel.again for node in again.writes}
     held = graph.read_by_backward().keys() - again
     needed, waiting, seen = set(), list(again), set(again)
     while waiting:
@@ -202,11 +206,6 @@ def _local(name: str, region: str) -> str:
 
 def _from_text(text: str) -> PlannedPartitioner:
     return PlannedPartitioner({name: frozenset(values) for name, values in json.loads(text)})
-
-
-def _op_of(node: fx.Node) -> fx.Node:
-    """The op that makes a buffer: of one item of several, the op behind them all."""
-    return node.all_input_nodes[0] if node.target is operator.getitem else node
 
 
 _Pass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)

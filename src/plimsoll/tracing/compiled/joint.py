@@ -15,6 +15,7 @@ inductor's random ops.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import heapq
 import math
@@ -30,39 +31,10 @@ from torch import fx
 
 OUTSIDE = "outside"
 """The region of kernels that belong to none."""
-_FUSED = frozenset(
-    [
-        "arange",
-        "bernoulli",
-        "cat",
-        "clone",
-        "constant_pad_nd",
-        "convert_element_type",
-        "copy",
-        "embedding",
-        "empty_like",
-        "flip",
-        "full",
-        "full_like",
-        "fill",
-        "gather",
-        "index",
-        "inductor_lookup_seed",
-        "inductor_random",
-        "iota",
-        "lift_fresh_copy",
-        "new_full",
-        "new_zeros",
-        "ones_like",
-        "repeat",
-        "scalar_tensor",
-        "select_scatter",
-        "slice_scatter",
-        "_to_copy",
-        "zeros_like",
-        "_unsafe_index",
-        "_unsafe_masked_index",
-    ]
+_FUSED = re.compile(
+    "_to_copy|_unsafe_(masked_)?index|arange|bernoulli|cat|clone|constant_pad_nd|convert_element_type|copy|embedding|empty_like|"
+    "fill|flip|full(_like)?|gather|index|inductor_(lookup_seed|random)|iota|lift_fresh_copy|new_(full|zeros)|ones_like|repeat|"
+    "scalar_tensor|(select|slice)_scatter|zeros_like"
 )
 """Ops that inductor fuses without a tag that says so; pointwise ops carry one."""
 _REDUCTION = re.compile(
@@ -80,6 +52,11 @@ def op_name(node: fx.Node) -> str:
     """The name of a node's op without its overload: ``mm`` of ``aten.mm.default``."""
     packet = getattr(node.target, "overloadpacket", node.target)
     return str(getattr(packet, "__name__", packet)).rpartition(".")[2]
+
+
+def op_of(node: fx.Node) -> fx.Node:
+    """The op that makes a buffer: of one item of several, the op behind them all."""
+    return node.all_input_nodes[0] if node.target is operator.getitem else node
 
 
 def node_bytes(node: fx.Node) -> int:
@@ -108,6 +85,13 @@ class Kernel:
     writes: tuple[fx.Node, ...]
     obstacle: str
     is_fused: bool
+    apart: tuple[Kernel, ...] = ()
+    """What makes its buffers again one by one, where it leaves several."""
+
+    @property
+    def again(self) -> tuple[Kernel, ...]:
+        """What backward may run of it: where only one of its buffers is needed, what that takes, from the others or without."""
+        return self.apart or (self,)
 
     @property
     def moved_bytes(self) -> int:
@@ -150,9 +134,7 @@ class JointGraph:
 
     def is_backward(self, node: fx.Node) -> bool:
         """Whether a node is not needed for forward's outputs; items of an op go with it."""
-        if node.target is operator.getitem:
-            node = node.all_input_nodes[0]
-        return node not in self._in_forward
+        return op_of(node) not in self._in_forward
 
     @functools.cache  # noqa: B019 - a graph is read once and let go
     def base(self, node: fx.Node) -> fx.Node:
@@ -345,15 +327,36 @@ class JointGraph:
                 if self._is_tuple(node):
                     writes += [user for user in node.users if user in self._buffers]
             if writes:
-                found.append(self._kernel(nodes, writes))
+                kernel = self._kernel(nodes, writes)
+                found.append(dataclasses.replace(kernel, apart=tuple(self._apart(kernel))))
         return tuple(self._in_order(found))
+
+    def _apart(self, kernel: Kernel) -> Iterable[Kernel]:
+        """For each buffer of a fused kernel of forward a kernel that makes it alone; what an op gives together stays so.
+
+        In backward a normalization reads the sum before it, which is saved, and not what that was added up from.
+        """
+        made: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
+        for node in kernel.writes:
+            made[op_of(node)].append(node)
+        if kernel.is_backward or not kernel.is_fused or len(made) == 1:
+            return
+        own = set(kernel.nodes)
+        for op in sorted(made, key=self._at.__getitem__):
+            nodes, waiting = {op}, [op]
+            while waiting:
+                for each in self.inputs(waiting.pop()):
+                    if each in own and each not in self._buffers and each not in nodes:
+                        nodes.add(each)
+                        waiting.append(each)
+            yield self._kernel(sorted(nodes, key=self._at.__getitem__), made[op])
 
     def _kernel(self, nodes: list[fx.Node], writes: list[fx.Node]) -> Kernel:
         own = set(nodes)
         reads: dict[fx.Node, None] = {}
         for node in nodes:
             for each in self.inputs(node):
-                if each not in own and not (each.target is operator.getitem and each.all_input_nodes[0] in own):
+                if op_of(each) not in own:
                     reads |= dict.fromkeys(self.sources(each))
         last = nodes[-1]
         is_fused = _is_fused(last)
@@ -400,7 +403,7 @@ class JointGraph:
             if kernel.is_backward:
                 continue
             for node in kernel.writes:
-                made = node.all_input_nodes[0] if node.target is operator.getitem else node
+                made = op_of(node)
                 name = f"{self.module_of(made)}:{op_name(made)}"
                 seen[name] += 1
                 names[node] = name if seen[name] == 1 else f"{name}#{seen[name]}"
@@ -449,7 +452,7 @@ def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 def _is_fused(node: fx.Node) -> bool:
     """Whether inductor fuses an op with its neighbours."""
     tags = getattr(node.target, "tags", ())
-    return torch.Tag.pointwise in tags or op_name(node) in _FUSED or bool(_REDUCTION.fullmatch(op_name(node)))
+    return torch.Tag.pointwise in tags or bool(_FUSED.fullmatch(op_name(node)) or _REDUCTION.fullmatch(op_name(node)))
 
 
 def _is_view(node: fx.Node) -> bool:

@@ -37,6 +37,7 @@ def with_compiled(eager: Trace, parts: Mapping[str, CompiledPart], device: torch
     weaver = _Weaver(eager, parts)
     weaver.weave()
     kernels = [kernel for part in parts.values() for graph in part.graphs for kernel in graph.kernels]
+    kernels += [again for kernel in kernels for again in kernel.apart]
     seconds = timed(kernels, device) if device is not None and not eager.is_fake else {}
     return msgspec.structs.replace(
         eager,
@@ -381,9 +382,8 @@ class _Piece:
         forward = [k for k in self.place.forward if k.region == name]
         backward = [k for k in self.place.backward if k.region == name]
         index = len(self.weaver.regions)
-        own = {node: position for position, kernel in enumerate(forward) for node in kernel.writes}
-        graph = self._graph(name, forward, backward, own)
-        for node in own:
+        graph = self._graph(name, forward, backward)
+        for node in (write for kernel in forward for write in kernel.writes):
             at = self.storage_of[node]
             self.weaver.storages[at] = msgspec.structs.replace(self.weaver.storages[at], region=index)
         spans = [self.ticks[k] for k in forward], [self.ticks[k] for k in backward]
@@ -402,11 +402,12 @@ class _Piece:
             )
         )
 
-    def _graph(
-        self, name: str, forward: Sequence[Kernel], backward: Sequence[Kernel], own: Mapping[fx.Node, int]
-    ) -> RegionGraph:
-        """A region's kernels as ops and its buffers as values; ``own`` are those that it makes, with the kernel of each."""
+    def _graph(self, name: str, forward: Sequence[Kernel], backward: Sequence[Kernel]) -> RegionGraph:
+        """A region's kernels as ops, one for each buffer that may be made again alone, and its buffers as values."""
         values: dict[fx.Node, Value] = {}
+        runs = [(again, self.ticks[kernel]) for kernel in forward for again in kernel.again]
+        own = {node: position for position, (again, _) in enumerate(runs) for node in again.writes}
+        self.weaver.specs |= {kernel_key(again): kernel_spec(again) for again, _ in runs}
         names = self._input_names | {n: text for graph in self.graphs for n, text in graph.names.items()}
 
         def value(node: fx.Node) -> int:
@@ -427,15 +428,15 @@ class _Piece:
         ops = tuple(
             RegionOp(
                 id=position,
-                name=kernel.name,
-                reads=tuple(map(value, kernel.reads)),
-                writes=tuple(map(value, kernel.writes)),
-                cost_key=kernel_key(kernel),
-                tick=self.ticks[kernel],
-                obstacle=kernel.obstacle or self._held_elsewhere(kernel),
-                is_random=kernel.obstacle == "draws random numbers",
+                name=again.name,
+                reads=tuple(map(value, again.reads)),
+                writes=tuple(map(value, again.writes)),
+                cost_key=kernel_key(again),
+                tick=tick,
+                obstacle=again.obstacle or self._held_elsewhere(again),
+                is_random=again.obstacle == "draws random numbers",
             )
-            for position, kernel in enumerate(forward)
+            for position, (again, tick) in enumerate(runs)
         )
         slots = self._slots(backward, value)
         outputs = tuple(value(node) for node in own if self._leaves(node, name))
