@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections import Counter
 
@@ -13,8 +12,8 @@ from torch import nn
 
 import plimsoll
 import zoo
-from contracts.harness import batch, differences, manage, stack_of, train, weigh
-from engine.models import Inner
+from contracts.harness import assert_unchanged, batch, differences, manage, stack_of, train, weigh
+from engine.models import Inner, step_on
 from plimsoll.artifacts.decision import Engine
 from plimsoll.engine import region as region_module
 from plimsoll.errors import PlanMismatch, ReplayMismatch
@@ -92,25 +91,17 @@ IS_WATCHED = {
 
 
 def step_of(sizes):
-    def step(model, index):
-        loss = weigh(model(batch(index, *sizes[index], 8)))
-        loss.backward()
-        return loss
+    return step_on(lambda index: batch(index, *sizes[index], 8))
 
-    return step
+
+def assert_right(does, sizes, engine=None, count=3):
+    """Gradients at all of these sizes are those of the model alone."""
+    assert_unchanged(stack_of(lambda: Inner(does), count), step_of(sizes), steps=len(sizes), engine=engine)
 
 
 @pytest.mark.parametrize("kind", [*FOLLOWS, *IS_WATCHED])
 def test_every_size_gives_the_gradients_of_the_model_alone(kind, recordings):
-    torch.manual_seed(0)
-    does = {**FOLLOWS, **IS_WATCHED}[kind]
-    plain = stack_of(lambda: Inner(does))()
-    model = copy.deepcopy(plain)
-    step = step_of([(2, tokens) for tokens in TOKENS])
-    with manage(model) as handle:
-        found = train(model, step, len(TOKENS))
-        assert {outcome.engine for outcome in handle.outcomes()} == {Engine.RECIPE}
-    assert differences(train(plain, step, len(TOKENS)), found) == []
+    assert_right({**FOLLOWS, **IS_WATCHED}[kind], [(2, tokens) for tokens in TOKENS], Engine.RECIPE)
     assert set(recordings) == {"blocks.0", "blocks.1", "blocks.2"}
     assert kind in IS_WATCHED or set(recordings.values()) == {3}
 
@@ -118,23 +109,13 @@ def test_every_size_gives_the_gradients_of_the_model_alone(kind, recordings):
 def test_several_sizes_that_vary_on_their_own_need_no_more_recordings(recordings):
     draw = random.Random(3)
     sizes = [(draw.randrange(2, 9), draw.randrange(5, 40)) for _ in range(12)]
-    torch.manual_seed(0)
-    plain = stack_of(lambda: Inner(causal))()
-    model = copy.deepcopy(plain)
-    with manage(model):
-        found = train(model, step_of(sizes), len(sizes))
-    assert differences(train(plain, step_of(sizes), len(sizes)), found) == []
+    assert_right(causal, sizes)
     assert max(recordings.values()) <= 4
 
 
 def test_a_size_of_one_is_watched_as_it_selects_other_kernels(recordings):
     sizes = [(2, 12), (2, 20), (2, 17), (2, 1), (1, 15), (1, 1), (2, 1)]
-    torch.manual_seed(0)
-    plain = stack_of(lambda: Inner(causal))()
-    model = copy.deepcopy(plain)
-    with manage(model):
-        found = train(model, step_of(sizes), len(sizes))
-    assert differences(train(plain, step_of(sizes), len(sizes)), found) == []
+    assert_right(causal, sizes)
     assert set(recordings.values()) == {6}
 
 
@@ -236,10 +217,5 @@ def scripted(x: torch.Tensor) -> torch.Tensor:
 
 def test_code_whose_torch_calls_are_not_seen_is_watched_at_every_size(recordings):
     sizes = [(2, tokens) for tokens in (10, 16, 20, 21, 22, 30)]
-    torch.manual_seed(0)
-    plain = stack_of(lambda: Inner(lambda x: scripted(x).exp()), count=1)()
-    model = copy.deepcopy(plain)
-    with manage(model):
-        found = train(model, step_of(sizes), len(sizes))
-    assert differences(train(plain, step_of(sizes), len(sizes)), found) == []
+    assert_right(lambda x: scripted(x).exp(), sizes, count=1)
     assert set(recordings.values()) == {len(sizes)}

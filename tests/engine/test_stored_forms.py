@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from contracts.harness import Block, Stack, batch, differences, manage, plain_step, train, weigh
+from contracts.harness import Block, Stack, assert_unchanged, batch, differences, manage, plain_step, train, weigh
 from engine.models import Lined, Through, UpDown, region_plan, step_on
 from engine.offload.simulated import SimulatedLink
 from plimsoll.artifacts.decision import Decision, Engine
@@ -219,16 +219,9 @@ BLOCKS = ("blocks.0", "blocks.1", "blocks.2")
 
 def assert_no_bit_changes(build, step, regions=None, **settings):
     """Three steps with and without; every region must be served by recipes."""
-    torch.manual_seed(0)
-    plain = build()
-    model = copy.deepcopy(plain)
-    expected = train(plain, step, 3)
-    with manage(model, regions, **settings) as handle:
-        found = train(model, step, 3)
-        outcomes, obstacles = handle.outcomes(), handle.obstacles()
-    assert differences(expected, found) == []
-    assert {outcome.engine for outcome in outcomes} == {Engine.RECIPE}, outcomes
-    return obstacles
+    report = assert_unchanged(build, step, engine=None, regions=regions, **settings)
+    assert report.engines == {Engine.RECIPE}, report.outcomes
+    return report.obstacles
 
 
 @pytest.mark.parametrize("circumstances", STEPS)

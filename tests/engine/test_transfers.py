@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from contracts.harness import Block, Stack, batch, differences, manage, train, weigh
+from contracts.harness import Block, Stack, assert_unchanged, batch, differences, manage, train, weigh
 from engine.models import Births, Through, region_plan, step_on
 from engine.offload.simulated import SimulatedLink
 from plimsoll.artifacts.decision import Decision
@@ -183,13 +183,13 @@ def test_a_second_backward_fetches_again():
 
 
 def test_a_region_without_gradients_in_front_is_read_all_the_same():
-    model, plain = build(), build()
-    for subject in (model, plain):
-        subject.entrance.requires_grad_(False)
-        subject.blocks[0].requires_grad_(False)
-    with manage(model, packs={"": "simulated"}, link=SimulatedLink()):
-        found = train(model, STEP, 2)
-    assert differences(train(plain, STEP, 2), found) == []
+    def frozen():
+        model = build()
+        for part in (model.entrance, model.blocks[0]):
+            part.requires_grad_(False)
+        return model
+
+    assert_unchanged(frozen, STEP, steps=2, engine=None, packs={"": "simulated"}, link=SimulatedLink())
 
 
 def offloading(region):
