@@ -290,16 +290,16 @@ def test_a_checkpoint_around_the_whole_model_keeps_every_bit():
     assert_unchanged(stack_of(lambda: nn.Dropout(0.3)), step, engine=None)
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_a_branch_on_random_data_keeps_every_bit():
     def branch(x):
         y = nn.functional.dropout(x, 0.3)
         return y.exp() if float(y.sum()) > 0 else y.tanh()
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert_unchanged(stack_of(lambda: Inner(branch)), plain_step, steps=6)
+    assert_unchanged(stack_of(lambda: Inner(branch)), plain_step, steps=6)
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("when", ["submodule", "block", "submodule after apply"])
 def test_compiled_parts_keep_every_bit(backend, when):
@@ -319,9 +319,7 @@ def test_compiled_parts_keep_every_bit(backend, when):
                 block.up.compile(backend=backend)
         return plain_step(model, index)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert_unchanged(build, step, steps=5, engine=None)
+    assert_unchanged(build, step, steps=5, engine=None)
 
 
 COMPILED = {
@@ -414,17 +412,17 @@ def test_tracers_see_the_plain_model_and_leave_training_as_it_was(name, verb):
             assert differences(train(plain, plain_step, steps), train(model, plain_step, steps)) == []
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_scripting_is_refused_under_a_plan_and_for_copies_made_of_it_then():
     model = stack_of(nn.Tanh, count=2)()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with manage(model):
-            for subject in (model, copy.deepcopy(model)):
-                with pytest.raises(InvalidModel, match=r"handle\.remove\(\)"):
-                    torch.jit.script(subject)
-        assert torch.equal(torch.jit.script(model)(batch(0)), model(batch(0)))
+    with manage(model):
+        for subject in (model, copy.deepcopy(model)):
+            with pytest.raises(InvalidModel, match=r"handle\.remove\(\)"):
+                torch.jit.script(subject)
+    assert torch.equal(torch.jit.script(model)(batch(0)), model(batch(0)))
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_a_compiled_function_inside_a_region_keeps_every_bit():
     torch._dynamo.reset()
     function = torch.compile(lambda x: (x.exp() * x).tanh(), backend="aot_eager")
@@ -433,9 +431,7 @@ def test_a_compiled_function_inside_a_region_keeps_every_bit():
         def forward(self, x):
             return function(x) * x
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert_unchanged(stack_of(Compiled), plain_step, steps=5, engine=None)
+    assert_unchanged(stack_of(Compiled), plain_step, steps=5, engine=None)
 
 
 def test_recording_does_not_make_the_compiler_skip_the_region_for_ever():
@@ -471,6 +467,7 @@ def test_a_fake_run_of_a_managed_model_does_not_disturb_it():
     assert_unchanged(stack_of(nn.Tanh), step)
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_flexible_attention_inside_a_region_keeps_every_bit():
     flex_attention = pytest.importorskip("torch.nn.attention.flex_attention").flex_attention
 
@@ -478,6 +475,4 @@ def test_flexible_attention_inside_a_region_keeps_every_bit():
         q = x.detach().view(1, 2, -1, 16)  # it has no backward on a CPU
         return flex_attention(q, q, q.exp()).reshape(x.shape) * x.sigmoid()
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert_unchanged(stack_of(lambda: Inner(flexible), count=2), plain_step, engine=None)
+    assert_unchanged(stack_of(lambda: Inner(flexible), count=2), plain_step, engine=None)

@@ -68,6 +68,7 @@ def test_a_region_that_counts_its_calls_in_an_attribute_runs_once():
     assert_unchanged(lambda: Stack(Counting(), Counting()), step, steps=6)
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_tensors_outside_that_were_one_while_recording_are_told_apart_later():
     def listed(net, x):
         first, second = net.scales
@@ -79,14 +80,12 @@ def test_tensors_outside_that_were_one_while_recording_are_told_apart_later():
                 block.inner.scales = [torch.linspace(0, 1, 32), torch.linspace(1, 2, 32)]
         return plain_step(model, index)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert_unchanged(
-            stack_of(lambda: Net(listed, line=nn.Linear(32, 32), scales=[torch.linspace(0, 1, 32)] * 2)),
-            step,
-            steps=5,
-            engine=None,
-        )
+    assert_unchanged(
+        stack_of(lambda: Net(listed, line=nn.Linear(32, 32), scales=[torch.linspace(0, 1, 32)] * 2)),
+        step,
+        steps=5,
+        engine=None,
+    )
 
 
 @pytest.mark.parametrize("boundaries", [(), (1, 2, 3)])
@@ -143,15 +142,14 @@ def deterministic(index):
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("mode", [lambda index: torch.autograd.set_detect_anomaly(index != 1), deterministic])
 def test_anomaly_detection_and_deterministic_mode_change_nothing(mode):
     def step(model, index):
         with mode(index):
             return plain_step(model, index)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert_unchanged(stack_of(lambda: nn.Dropout(0.2)), step)
+    assert_unchanged(stack_of(lambda: nn.Dropout(0.2)), step)
 
 
 def test_two_forwards_before_backward_in_batch_norm_keep_every_bit():

@@ -59,7 +59,6 @@ def test_without_a_budget_a_cpu_gets_a_frontier_and_its_knee(language_model: Adv
     assert language_model.recommendation.kind is Kind.MANAGE
     assert language_model.recommendation.headline.startswith("if the step fits, do nothing")
     chosen = language_model.chosen
-    assert chosen is not None
     assert chosen.name == "auto (recompute)"
     full = next(candidate for candidate in language_model.candidates if candidate.name == "full")
     assert chosen.predicted_overhead < full.predicted_overhead
@@ -141,7 +140,6 @@ def test_other_forms_are_planned_and_explained_where_they_are_allowed():
     assert {"int8", "auto (recompute)", "auto (recompute + compress)", "auto (recompute + offload)"} <= set(found)
     assert found["int8"].predicted_error > 0
     chosen = advice.chosen
-    assert chosen is not None
     assert chosen.predicted_peak_bytes <= budget_bytes
     assert all(candidate.reason for candidate in advice.candidates)
     assert f"--budget {budget_bytes}B" in advice.recommendation.command

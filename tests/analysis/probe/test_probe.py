@@ -134,7 +134,6 @@ def test_seconds_on_several_threads_are_those_that_pass(threads: int, counts_wai
         record = Trainer(model, slow, Blocks(model, ())).step(0, Call((torch.ones(1, 2),), {}), optimizer)
     finally:
         torch.set_num_threads(before)
-    assert record.seconds is not None
     assert (record.seconds >= 0.1) is counts_waiting
 
 

@@ -67,7 +67,6 @@ def test_local_work_that_takes_longer_than_what_it_saves_costs():
 def test_at_the_break_even_bandwidth_both_steps_take_equally_long():
     job, program = make_job(bytes_per_second=1000 * MIB), make_program("x", MIB // 4, local_seconds=0.1)
     rate = break_even_bandwidth(job, program, UNCOMPRESSED_PROGRAM)
-    assert rate is not None
     scene = Scene(bandwidth=rate / (1000 * MIB))
     assert job.step_seconds(program, scene) == pytest.approx(job.step_seconds(UNCOMPRESSED_PROGRAM, scene), rel=1e-4)
     slower = Scene(bandwidth=scene.bandwidth / 2)

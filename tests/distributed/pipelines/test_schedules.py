@@ -74,7 +74,6 @@ def test_the_tables_of_v_schedules_are_one_whole_step(kind: Any):
         forward_seconds=1.0, input_gradient_seconds=1.0, weight_gradient_seconds=1.0, recompute_seconds=1.0
     )
     added = added_seconds(found.orders, dict.fromkeys(range(4), each), 4)
-    assert added is not None
     assert added.predicted_added_seconds >= 4 * 2
 
 

@@ -75,7 +75,6 @@ def test_the_best_point_is_within_two_percent_of_trying_every_one(fixed, budget,
     most = max(point.items_per_second for point in points if point.does_fit)
     search = run(formula)
     best = search.best()
-    assert best is not None
     assert best.items_per_second >= 0.98 * most
     assert formula.solves <= search.most_solves + 1
 
@@ -89,10 +88,8 @@ def test_the_largest_micro_batch_that_needs_no_plan_is_always_among_the_points(f
 
 def test_a_slow_plan_loses_against_no_plan_and_large_fixed_costs_are_worth_recomputation():
     best = run(Formula(0.01, 0.1, 100, 3700, 0.3, 5.0)).best()
-    assert best is not None
     assert (best.is_unmanaged, best.micro_batch) == (True, 37)
     best = run(Formula(30.0, 0.1, 100, 3700, 0.3, 0.2)).best()
-    assert best is not None
     assert best.micro_batch > 74
 
 
