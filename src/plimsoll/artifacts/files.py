@@ -52,7 +52,7 @@ class ReadLimits:
     most_levels: int = 64
 
 
-def read_file(path: Path, limits: ReadLimits) -> bytes:
+def read_file(path: str | Path, limits: ReadLimits) -> bytes:
     """The content of a file, of a pipe as well, unpacked if it is packed with gzip.
 
     Raises:
@@ -70,12 +70,12 @@ def read_file(path: Path, limits: ReadLimits) -> bytes:
         raise FileRefused(f"it is packed with gzip, and damaged or cut off: {error}") from error
     except OSError as error:
         raise FileRefused(error.strerror or type(error).__name__) from error
-    except ValueError as error:  # a path with a zero byte in it
+    except (ValueError, TypeError) as error:  # a path with a zero byte in it, or none at all
         raise FileRefused(str(error)) from error
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[io.FileIO]:
+def _opened(path: str | Path) -> Iterator[io.FileIO]:
     """The file, open for reading. Not to block makes opening a pipe return at once, and changes nothing for regular files."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
     with io.FileIO(descriptor, "r") as file:
@@ -170,7 +170,7 @@ def write_whole(content: str | bytes, path: str | Path) -> None:
     try:
         with whole_file(Path(path)) as file:
             file.write(encoded)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise _unwritable(path, error) from error
 
 
@@ -247,7 +247,7 @@ def check_place(path: str | Path) -> None:
             raise PermissionError(errno.EACCES, "you may not write there")
         if target.exists() and not _is_written_through(target) and not os.access(folder, os.W_OK):
             raise PermissionError(errno.EACCES, f"a new file cannot be made in {folder}")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise _unwritable(path, error) from error
 
 
@@ -264,7 +264,7 @@ def check_folder(path: str | Path) -> None:
             raise NotADirectoryError(errno.ENOTDIR, f"{nearest} is no directory")
         if not os.access(nearest, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, f"you may not write to {nearest}")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise _unwritable(path, error) from error
 
 
@@ -276,7 +276,7 @@ def make_folder(path: str | Path) -> None:
     """
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise _unwritable(path, error) from error
 
 

@@ -148,12 +148,11 @@ def load_any(path: str | Path) -> Artifact:
     Raises:
         PlanFileError: no such file, or nothing in it that this version can read.
     """
-    source = Path(path)
     try:
-        content = read_file(source, _LIMITS)
+        content = read_file(path, _LIMITS)
     except FileRefused as error:
-        raise _refused(str(source), error) from error
-    return from_json(content, source=str(source))
+        raise _refused(str(path), error) from error
+    return from_json(content, source=str(path))
 
 
 def _refused(source: str, error: FileRefused) -> PlanFileError:

@@ -26,7 +26,7 @@ from plimsoll.estimator.targets.tracing import TraceRequest, target_facts, trace
 from plimsoll.estimator.techniques import with_techniques
 from plimsoll.estimator.trace_cache import TraceCache, TracedTarget
 from plimsoll.planning.costing.devices import Device, find_device
-from plimsoll.session.options import AUTO_MARGIN, Budget
+from plimsoll.session.options import AUTO_MARGIN, Budget, check_text
 
 if TYPE_CHECKING:
     import torch
@@ -96,6 +96,9 @@ def estimate(
     """
     started = time.monotonic()
     report = progress or silent
+    _check_words(
+        precision=precision, layout=layout, techniques=techniques, optimizer=optimizer, strategy=strategy, export=export
+    )
     asked = find_device(device)
     space = LayoutSpace.read(layout)
     spread = read_layout(layout) if space is None else Layout()
@@ -162,6 +165,16 @@ def _job(
         traces[key] = traced, with_context_parallel(step, layout.cp)
     traced, step = traces[key]
     return EstimateJob(setting, traced, step)
+
+
+_TAKEN = {"precision": Precision | None, "layout": Layout, "techniques": Techniques, "optimizer": str}
+"""What options may be besides text; others may be left out."""
+
+
+def _check_words(**given: object) -> None:
+    for name, value in given.items():
+        if not isinstance(value, _TAKEN.get(name, type(None))):
+            check_text(name, value)
 
 
 def _request(

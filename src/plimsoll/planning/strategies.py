@@ -37,6 +37,7 @@ import bisect
 import difflib
 import math
 import re
+import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -256,6 +257,7 @@ STRATEGIES: dict[str, Callable[[StepIndex, str], tuple[Choice, ...]]] = {
 }
 """One line per strategy; what follows a colon is its argument. ``auto`` is ``solve`` itself."""
 
+_MOST_LETTERS = 4000
 _WITH_ARGUMENT = ("every", "first", "hybrid", "nth", "selective")
 
 
@@ -294,6 +296,12 @@ def check_strategy(strategy: str) -> None:
     """
     if strategy == "auto":
         return
+    if not isinstance(strategy, str) or len(strategy) > _MOST_LETTERS:
+        raise InvalidStrategy(
+            f"{reprlib.repr(strategy)} is not a strategy.",
+            why=f"a strategy is a text of at most {_MOST_LETTERS:,} letters",
+            next="write full, every:2 or selective:mm,sdpa",
+        )
     name, colon, argument = strategy.partition(":")
     if name not in STRATEGIES or bool(colon) != (name in _WITH_ARGUMENT):
         known = ["auto", "every:2", "first:2", "fp8", "full", "hybrid:10,6", "input-only", "int4", "int8", "min-cut", "none",

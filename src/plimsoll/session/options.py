@@ -115,12 +115,12 @@ class PlanOptions:
             InvalidBudget: a host budget without a clear unit.
             UnknownDevice: no such device in the catalogue.
         """
-        strategies = (strategies,) if isinstance(strategies, str) else tuple(dict.fromkeys(strategies))
+        strategies = tuple(dict.fromkeys(as_texts("strategy", strategies)))
         for strategy in strategies:
             check_strategy(strategy)
         if device_profile is not None:
             find_device(device_profile)
-        decided = tuple(parse_override(text) for text in ((overrides,) if isinstance(overrides, str) else overrides))
+        decided = tuple(map(parse_override, as_texts("overrides", overrides)))
         options = cls(
             strategies=strategies,
             regions=as_patterns(regions),
@@ -244,7 +244,8 @@ def _without_collectives(call: RegionCall) -> RegionCall:
 
 
 def _words(allow: Collection[str] | str) -> frozenset[str]:
-    words = frozenset(word.strip() for word in (allow.split(",") if isinstance(allow, str) else allow))
+    given = allow.split(",") if isinstance(allow, str) else as_texts("allow", allow)
+    words = frozenset(word.strip() for word in given)
     unknown = sorted(words - set(_ALLOWED))
     if unknown or not words:
         raise InvalidStrategy(
@@ -284,11 +285,37 @@ def _read_link(link: str | None) -> str:
     )
 
 
+def as_texts(name: str, given: Collection[str] | str) -> tuple[str, ...]:
+    """What a user gave as one text or as several, as a tuple.
+
+    Raises:
+        InvalidOption: something else.
+    """
+    texts = tuple(given) if isinstance(given, Collection) and not isinstance(given, str) else (given,)
+    for text in texts:
+        check_text(name, text)
+    return texts
+
+
+def check_text(name: str, given: object) -> None:
+    """Refuse an option that is written in words and is no text.
+
+    Raises:
+        InvalidOption: shows what was given.
+    """
+    if not isinstance(given, str):
+        raise InvalidOption(
+            f"{name}= takes text, not {reprlib.repr(given)}.",
+            why=f"it is of type {type(given).__name__}",
+            next=f"write {name}= as on the command line, or leave it out",
+        )
+
+
 def as_patterns(regions: Sequence[str] | str | None) -> tuple[str, ...] | None:
     """Region patterns as a tuple; one pattern may stand alone, and none at all would manage nothing."""
     if regions is None:
         return None
-    patterns = (regions,) if isinstance(regions, str) else tuple(regions)
+    patterns = as_texts("regions", regions)
     if not patterns:
         raise InvalidRegions(
             "regions= is empty.",

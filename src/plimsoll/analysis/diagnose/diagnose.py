@@ -24,6 +24,7 @@ from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.errors import InvalidOption, InvalidTrace, TracingFailed, UnknownDevice
 from plimsoll.planning.costing.devices import find_device
 from plimsoll.session.manage import check_plan, manage, refuse_other_model, refuse_other_signature
+from plimsoll.session.options import check_count
 from plimsoll.session.rendezvous.world import refuse_several_ranks
 from plimsoll.session.task import check_model
 from plimsoll.session.training_step import TrainingStep
@@ -120,7 +121,8 @@ def diagnose(
             why="diagnose takes a model, a batch and a plan, or the paths of two traces",
             next="plimsoll.diagnose(model, batch, plan)",
         )
-    return _of_model(subject, beside, plan, loss, max(1, steps), keep_traces, report)
+    check_count("steps", steps, least=1)
+    return _of_model(subject, beside, plan, loss, steps, keep_traces, report)
 
 
 def _of_traces(baseline: str | Path, plan: object, extra: object, report: Progress) -> Finding:

@@ -137,6 +137,10 @@ def find_device(name: str) -> Device:
         >>> find_device("H100@400Gb/s@500W").network_bytes_per_second
         50000000000.0
     """
+    if not isinstance(name, str):
+        raise UnknownDevice(
+            f"{name!r} is no device.", why="a device is named by a text", next="name one, such as 'H100-SXM'"
+        )
     if name.endswith(_FILE):
         return read_correction(Path(name))
     name, *changes = name.split("@")

@@ -62,7 +62,7 @@ def is_product(name: str) -> bool:
 def roofline_seconds(spec: OpSpec, device: Device) -> float:
     """Seconds of one op on ``device``."""
     run_flops = spec.flops / 2 if spec.is_causal else spec.flops
-    arithmetic = run_flops / (peak_flops_per_second(spec, device) * achieved_share(spec, device))
+    arithmetic = run_flops and run_flops / (peak_flops_per_second(spec, device) * achieved_share(spec, device))
     movement = spec.moved_bytes / (device.bandwidth_bytes_per_second * device.achieved_bandwidth)
     return max(arithmetic, movement) + (0.0 if spec.name == FUSED else device.launch_seconds)
 

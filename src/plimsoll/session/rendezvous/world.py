@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -119,6 +119,10 @@ def find_participants(model: object, ranks: Sequence[int] | None = None) -> Part
     Raises:
         InvalidOption: ``ranks`` that do not exist, without this one, or without some over which the model is split.
     """
+    if ranks is not None and not (isinstance(ranks, Collection) and all(isinstance(rank, int) for rank in ranks)):
+        raise InvalidOption(
+            f"ranks={ranks!r} is no list of ranks.", why="ranks are whole numbers", next="give ranks=[0, 1]"
+        )
     if isinstance(model, nn.Module) and ranks is not None:
         _refuse_to_leave_out(model, ranks)
     if current_world(ranks) is None:

@@ -111,7 +111,7 @@ def report(artifacts: Artifact | Sequence[Artifact], path: str | Path) -> None:
     Example:
         >>> plimsoll.report([plan, receipt], "page.html")  # doctest: +SKIP
     """
-    several = list(artifacts) if isinstance(artifacts, Sequence) else [artifacts]
+    several: Sequence[Any] = artifacts if isinstance(artifacts, list | tuple) else [artifacts]
     write_whole(build_html(several), path)
 
 
@@ -129,7 +129,7 @@ def build_html(artifacts: Sequence[Artifact], names: Sequence[str] = ()) -> str:
     for artifact in artifacts:
         if not isinstance(artifact, Reportable):
             raise InvalidReport(
-                f"There is no page for an artifact of kind {artifact.KIND!r}.",
+                f"There is no page for {getattr(artifact, 'KIND', f'an object of type {type(artifact).__name__}')!r}.",
                 why="a page is about one step of one model on one device",
                 next="`plimsoll show FILE` displays it",
             )
