@@ -7,6 +7,7 @@ import functools
 import lightning
 import pytest
 import torch
+from benchmarks.stack_setups.hugging_face import llama
 from benchmarks.stack_setups.lightning import LanguageModel, train, train_with_fabric
 from benchmarks.stack_setups.set_up import Arm, Watch
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelCheckpoint
@@ -72,6 +73,24 @@ def test_a_training_that_is_resumed_keeps_to_every_bit(tmp_path):
         train(watch, arm, 3, checkpoint=str(tmp_path / "step=2.ckpt"))
     assert without.losses == within.losses != []
     assert all(map(torch.equal, within.weights, without.weights))
+
+
+class _Compiled(LanguageModel):
+    """Compiles its model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.model.compile()
+
+
+def test_a_model_that_is_compiled_takes_a_plan_for_compiled_code():
+    small = functools.partial(llama, num_hidden_layers=1, hidden_size=32, intermediate_size=64)
+    watch = Watch()
+    trainer, _ = train(watch, Arm(budget=int(1.6e6)), 2, model=small, module=_Compiled)
+    told = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert told["loss"] == pytest.approx(sum(watch.losses) / 2)
+    assert 0 < told["plimsoll/planned_peak_bytes"] <= told["plimsoll/budget_bytes"] == 1.6e6
+    assert 0 < told["plimsoll/measured_peak_bytes"] <= 1.6e6
 
 
 class Sized(LanguageModel):

@@ -111,7 +111,8 @@ class PlimsollCallback(_Callback):
         is_tried = self not in trainer.callbacks
         if not self._training.is_at_work or (is_tried and trainer.fit_loop.batch_idx == 0):
             self._training.pause()
-            self._training.begin(_managed(strategy), trainer.optimizers[0] if len(trainer.optimizers) == 1 else None)
+            optimizer = trainer.optimizers[0] if len(trainer.optimizers) == 1 else None
+            self._training.begin(_managed(strategy), optimizer, takes_compiled=True)
         assert self.handle is not None
         managed = self.handle.model
         try:
