@@ -35,21 +35,9 @@ def _nested_dropout(x, pick):
     return (x.exp() * mask).tanh() * x
 
 
-def _listed_mask(x, pick):
-    return (x * torch.tensor([float(pick(3)) for _ in range(x.shape[-1])])).exp().tanh()
-
-
 def _numpy_mask(x, pick):
     mask = np.arange(x.shape[-1], dtype=np.float32) % (pick(3) + 1)
     return ((x + torch.from_numpy(mask)).sigmoid() * x).tanh()
-
-
-def _layer_drop(x, pick):
-    return x.sigmoid().sin() * x if pick(2) else x
-
-
-def _stochastic_depth(x, pick):
-    return (x.sin() / (1 - 0.1 * pick(3))).tanh() if pick(2) else x * 0.5
 
 
 def _repeats(x, pick):
@@ -69,10 +57,6 @@ def _order(x, pick):
     return torch.cat(parts[first:] + parts[:first], -1) * x
 
 
-def _numpy_scalar(x, pick):
-    return (x * np.float32(0.5 + pick(3))).exp().clamp(max=3).sin()
-
-
 def _columns(x, pick):
     kept = [column for column in range(x.shape[-1]) if column % (pick(3) + 2)]
     return torch.zeros_like(x).index_add(-1, torch.tensor(kept), x[..., kept].tanh())
@@ -81,14 +65,16 @@ def _columns(x, pick):
 KINDS = {
     "a width": _sliced,
     "nested dropout": _nested_dropout,
-    "a mask made from a list": _listed_mask,
+    "a mask made from a list": lambda x, pick: (
+        (x * torch.tensor([float(pick(3)) for _ in range(x.shape[-1])])).exp().tanh()
+    ),
     "a mask made from numpy": _numpy_mask,
-    "layer drop": _layer_drop,
-    "stochastic depth": _stochastic_depth,
+    "layer drop": lambda x, pick: x.sigmoid().sin() * x if pick(2) else x,
+    "stochastic depth": lambda x, pick: (x.sin() / (1 - 0.1 * pick(3))).tanh() if pick(2) else x * 0.5,
     "how often a layer runs": _repeats,
     "which of two tensors": _one_of_two_tensors,
     "the order of parts": _order,
-    "a scalar of numpy's": _numpy_scalar,
+    "a scalar of numpy's": lambda x, pick: (x * np.float32(0.5 + pick(3))).exp().clamp(max=3).sin(),
     "which columns": _columns,
     "a scale": lambda x, pick: (x * (1.0 + pick(3))).sin().tanh(),
     "an integer that equals a float": lambda x, pick: (x * [2, 2.5, 3][pick(3)]).sin().tanh(),
@@ -203,39 +189,15 @@ PLACES = {
 }
 
 
-def _scaled(holder, x):
-    return (x * holder.scale).sin().tanh()
-
-
 def _replaced_within(holder, x):
     y = (x * holder.mask).sin()
     holder.mask = holder.mask * 0.9
     return (y + holder.mask).tanh()
 
 
-def _one_of_three_weights(holder, x):
-    return (x.sin() * holder.weights[holder.listed[0]]).tanh()
-
-
-def _called_function(holder, x):
-    return holder.function(x.sin()) * x
-
-
-def _value_of_a_tensor(holder, x):
-    return (x * holder.scale.item()).sin().tanh()
-
-
-def _value_and_random(holder, x):
-    return (x * (1 + random.random())).sin().tanh() if holder.scale.item() > 1.5 else x.cos().tanh()
-
-
 def _threshold_in_numpy(holder, x):
     where = x.detach().numpy() > float(holder.array[0]) / 4
     return (x * torch.from_numpy(where.astype(np.float32))).sin().tanh()
-
-
-def _listed_constant(holder, x):
-    return (x.sin() + torch.tensor([float(v) for v in holder.listed]) * float(holder.scale.item())).tanh().exp()
 
 
 def _read_and_drawn(holder, x):
@@ -246,14 +208,18 @@ def _read_and_drawn(holder, x):
 
 WAYS = {
     "a threshold that numpy compares": _threshold_in_numpy,
-    "a list that becomes a tensor, beside a value read": _listed_constant,
+    "a list that becomes a tensor, beside a value read": lambda holder, x: (
+        (x.sin() + torch.tensor([float(v) for v in holder.listed]) * float(holder.scale.item())).tanh().exp()
+    ),
     "draws of its own, beside a value read": _read_and_drawn,
-    "a replaced buffer": _scaled,
+    "a replaced buffer": lambda holder, x: (x * holder.scale).sin().tanh(),
     "a buffer that forward replaces": _replaced_within,
-    "which of three weights": _one_of_three_weights,
-    "which function": _called_function,
-    "a value read from a tensor": _value_of_a_tensor,
-    "a value read from a tensor, and Python's random": _value_and_random,
+    "which of three weights": lambda holder, x: (x.sin() * holder.weights[holder.listed[0]]).tanh(),
+    "which function": lambda holder, x: holder.function(x.sin()) * x,
+    "a value read from a tensor": lambda holder, x: (x * holder.scale.item()).sin().tanh(),
+    "a value read from a tensor, and Python's random": lambda holder, x: (
+        (x * (1 + random.random())).sin().tanh() if holder.scale.item() > 1.5 else x.cos().tanh()
+    ),
 }
 
 

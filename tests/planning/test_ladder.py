@@ -42,10 +42,6 @@ def graph() -> Net:
     return Net(run, layers=nn.ModuleList(messages() for _ in range(3)))
 
 
-def _graph(nodes: int, edges: int) -> dict[str, torch.Tensor]:
-    return {"nodes": torch.randn(nodes, 8), "edges": torch.randint(0, nodes, (2, edges))}
-
-
 STREAMS = {
     "llama": (lambda: zoo.build("llama"), lambda s: zoo.words(tokens=s), [(9,), (17,), (26,)], [(40,), (12,)]),
     "rows": (lambda: zoo.build("llama"), zoo.words, [(2, 9), (3, 17), (5, 26)], [(4, 40), (7, 8)]),
@@ -55,7 +51,12 @@ STREAMS = {
         [(9, 30), (17, 12), (26, 20)],
         [(40, 33), (12, 50)],
     ),
-    "graph": (graph, _graph, [(20, 50), (30, 240), (50, 150)], [(60, 400)]),
+    "graph": (
+        graph,
+        lambda nodes, edges: {"nodes": torch.randn(nodes, 8), "edges": torch.randint(0, nodes, (2, edges))},
+        [(20, 50), (30, 240), (50, 150)],
+        [(60, 400)],
+    ),
 }
 
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import zoo
+from steps import Net
 
 Sample = tuple[nn.Module, dict[str, torch.Tensor]]
 _WIDE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
@@ -38,35 +39,26 @@ llama = functools.partial(_language, "llama", **_WIDE)
 gpt2 = functools.partial(_language, "gpt2", n_embd=64, n_layer=3)
 
 
-class ConvNet(nn.Module):
+def conv_block(width: int) -> Net:
+    way = lambda net, x: F.relu(net.norm(net.conv(x)))  # noqa: E731
+    return Net(way, conv=nn.Conv2d(width, width, 3, padding=1), norm=nn.BatchNorm2d(width))
+
+
+def conv_net(width: int = 16) -> Sample:
     """Residual blocks of convolution, batch norm and ReLU."""
 
-    def __init__(self, width: int = 16, depth: int = 3) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, width, 3, padding=1)
-        self.blocks = nn.ModuleList(ConvBlock(width) for _ in range(depth))
-        self.head = nn.Linear(width, 10)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
+    def run(net: Net, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = net.stem(x)
+        for block in net.blocks:
             x = x + block(x)
-        return F.cross_entropy(self.head(x.mean((2, 3))), y)
+        return F.cross_entropy(net.head(x.mean((2, 3))), y)
 
-
-class ConvBlock(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(width, width, 3, padding=1)
-        self.norm = nn.BatchNorm2d(width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.relu(self.norm(self.conv(x)))
-
-
-def conv_net() -> Sample:
     torch.manual_seed(0)
-    return ConvNet().train(), {"x": torch.randn(2, 3, 32, 32), "y": torch.randint(0, 10, (2,))}
+    stem, blocks = nn.Conv2d(3, width, 3, padding=1), nn.ModuleList(conv_block(width) for _ in range(3))
+    return Net(run, stem=stem, blocks=blocks, head=nn.Linear(width, 10)).train(), {
+        "x": torch.randn(2, 3, 32, 32),
+        "y": torch.randint(0, 10, (2,)),
+    }
 
 
 TRANSFORMERS: dict[str, Callable[[], Sample]] = {
