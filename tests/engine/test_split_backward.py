@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,69 +13,32 @@ import torch
 from torch import nn
 from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import GPT2Config, LlamaConfig
-from transformers.models.gpt2.modeling_gpt2 import GPT2Block
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 import plimsoll
 from plimsoll.artifacts.plan import Plan
 from plimsoll.engine.apply import apply_plan
 from plimsoll.engine.replay import CallReplay
 from plimsoll.tracing.meters.memory import PeakMeter
+from ranks.pipeline_scenarios import PARTS, Gpt2Part
 
 SIZE = (2, 24, 32)
 
 
-class LlamaStage(nn.Module):
-    """Decoder layers as a stage of a pipeline has them: hidden states in, hidden states out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        config = LlamaConfig(
-            hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=2
-        )
-        self.rotary = LlamaRotaryEmbedding(config)
-        self.layers = nn.ModuleList([LlamaDecoderLayer(config, index) for index in range(2)])
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        positions = torch.arange(hidden.shape[1])[None]
-        rotary = self.rotary(hidden, positions)
-        for layer in self.layers:
-            hidden = layer(hidden, position_embeddings=rotary, position_ids=positions)
-        return hidden
-
-
-class Gpt2Stage(nn.Module):
-    """Blocks with dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        config = GPT2Config(n_embd=32, n_head=2, n_layer=2, attn_implementation="sdpa")
-        self.h = nn.ModuleList([GPT2Block(config, layer_idx=index) for index in range(2)])
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        for block in self.h:
-            out = block(hidden)
-            hidden = out[0] if isinstance(out, tuple) else out
-        return hidden
-
-
-@pytest.fixture(params=[LlamaStage, Gpt2Stage])
+@pytest.fixture(params=PARTS)
 def stage(request: pytest.FixtureRequest) -> nn.Module:
+    """The middle of a pipeline: hidden states in, hidden states out, with dropout and without."""
     torch.manual_seed(0)
-    made: nn.Module = request.param()
-    return made
+    return PARTS[request.param](1, 3, 4)
 
 
 def plan_for(stage: nn.Module) -> Plan:
-    return plan_of(type(stage))
+    return plan_of("gpt2" if isinstance(stage, Gpt2Part) else "llama")
 
 
 @functools.cache
-def plan_of(kind: Callable[[], nn.Module]) -> Plan:
-    stage = kind()
+def plan_of(family: str) -> Plan:
     hidden = torch.randn(*SIZE, requires_grad=True)
-    return plimsoll.plan(stage, hidden, loss=torch.sum, strategy="full")
+    return plimsoll.plan(PARTS[family](1, 3, 4), hidden, loss=torch.sum, strategy="full")
 
 
 class Flight:
