@@ -13,6 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 import plimsoll
+import zoo
 from plimsoll.analysis.verify.revising import Reviser, needs_confirmation
 from plimsoll.artifacts.base import to_json
 from plimsoll.artifacts.costs import CostSource
@@ -37,14 +38,7 @@ from unchanged import unchanged
 
 
 def bert() -> Step:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=128, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128,
-        max_position_embeddings=64, num_labels=2,
-    )  # fmt: skip
-    batch = {"input_ids": torch.randint(0, 128, (2, 64)), "labels": torch.tensor([0, 1])}
-    return transformers.BertForSequenceClassification(config).train(), batch, None
+    return *zoo.sample("bert"), None
 
 
 def elsewhere(step: Step, choose: Callable[..., tuple[Choice, ...]] = choose_full, **how: Any) -> Plan:

@@ -12,37 +12,26 @@ from torch import nn
 
 import plimsoll
 from plimsoll.artifacts.plan import Plan
+from steps import Net
 
 WIDTH = 64
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
-        self.up = nn.Linear(WIDTH, WIDTH)
-        self.drop = nn.Dropout(0.1)
-        self.down = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.drop(torch.nn.functional.gelu(self.up(self.norm(x)))))
+def block() -> Net:
+    way = lambda net, x: x + net.down(net.drop(nn.functional.gelu(net.up(net.norm(x)))))  # noqa: E731
+    up, down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    return Net(way, norm=nn.BatchNorm1d(WIDTH), up=up, drop=nn.Dropout(0.1), down=down)
 
 
-class Small(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
-        for block in self.blocks:
-            x = block(x)
-        return {"loss": nn.functional.mse_loss(self.head(x)[:, 0], y)}
+def small(net: Net, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+    for each in net.blocks:
+        x = each(x)
+    return {"loss": nn.functional.mse_loss(net.head(x)[:, 0], y)}
 
 
-def make_model() -> Small:
+def make_model() -> Net:
     torch.manual_seed(0)
-    return Small().train()
+    return Net(small, blocks=nn.ModuleList(block() for _ in range(2)), head=nn.Linear(WIDTH, 1)).train()
 
 
 def make_batches(count: int = 40, *, rows: int = 64) -> list[dict[str, torch.Tensor]]:
