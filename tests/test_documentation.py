@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import os
 import re
 import shlex
@@ -9,6 +10,8 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import get_args
+from urllib.parse import unquote
 
 import pytest
 import typer.main
@@ -16,7 +19,9 @@ from typer.testing import CliRunner
 
 import plimsoll.distributed
 import snippets
+from plimsoll.artifacts.store import Artifact
 from plimsoll.ui.cli.app import app
+from plimsoll.ui.cli.commands import EXIT_CODES
 
 ROOT = Path(__file__).parent.parent
 PAGES = list(snippets.PAGES.values())
@@ -133,6 +138,38 @@ def test_the_site_builds_without_a_warning_and_fetches_nothing(tmp_path: Path):
         r"<(?:script|img|iframe)[^>]*src=\"https?:|<link[^>]*rel=\"(?:stylesheet|preload)\"[^>]*href=\"https?:"
     )
     assert [page[:80] for page in pages if fetched.search(page)] == []
-    reference = (tmp_path / "site/reference/python.html").read_text(encoding="utf-8")
+    assert dead_links(tmp_path / "site") == set()
+    assert undocumented(tmp_path / "site/reference") == []
+
+
+def dead_links(site: Path) -> set[tuple[str, str]]:
+    """Links of the site to pages, pictures and places on a page that are not there."""
+    pages = {page: page.read_text(encoding="utf-8") for page in site.rglob("*.html")}
+    places = {
+        page: {html.unescape(name) for name in re.findall(r'\bid="([^"]+)"', text)} for page, text in pages.items()
+    }
+    dead = set()
+    for page, text in pages.items():
+        for link in map(html.unescape, re.findall(r'(?:href|src)="([^"]*)"', text)):
+            target, _, anchor = link.partition("#")
+            at = Path(os.path.normpath(page.parent / unquote(target))) if target else page
+            is_here = not re.match(r"[a-z]+:", link) and page.name != "404.html"  # that page knows no place of its own
+            if is_here and (not at.exists() or (anchor and at in places and unquote(anchor) not in places[at])):
+                dead.add((str(page.relative_to(site)), link))
+    return dead
+
+
+def undocumented(reference: Path) -> list[str]:
+    """Public names, commands, options, exit codes and kinds of files that the reference leaves out."""
+    shown = {page.stem: html.unescape(page.read_text(encoding="utf-8")) for page in reference.glob("*.html")}
     names = [*plimsoll.__all__, *plimsoll.distributed.__all__]
-    assert [name for name in names if f">{name}<" not in reference and f'.{name}"' not in reference] == []
+    missing = [name for name in names if f">{name}<" not in shown["python"] and f'.{name}"' not in shown["python"]]
+    for name, command in typer.main.get_command(app).commands.items():
+        text = re.sub(
+            r"<[^>]*>", "", shown["command-line"].partition(f"Usage: plimsoll {name} ")[2].partition("Usage: ")[0]
+        )
+        options = {option for parameter in command.params for option in parameter.opts if option.startswith("--")}
+        missing += [f"{name} {option}" for option in sorted(options) if option not in text]
+    missing += [f"exit code {code}" for code in EXIT_CODES if f"<td>{code}</td>" not in shown["command-line"]]
+    kinds = [kind for group in get_args(Artifact) for kind in get_args(group) or (group,)]
+    return missing + [kind.KIND for kind in kinds if f'id="{kind.KIND}"' not in shown["files"]]
