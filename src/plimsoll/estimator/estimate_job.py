@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 
@@ -36,6 +37,7 @@ from plimsoll.estimator.trace_cache import TracedTarget
 from plimsoll.planning.costing.links import Collective, collective_seconds, group_of
 from plimsoll.planning.costing.roofline import peak_flops_per_second, roofline_costs
 from plimsoll.planning.describe import allocation_events, classes_at_peak, describe_peak, waiting_bytes
+from plimsoll.planning.describe import held_bytes as micro_batch_bytes
 from plimsoll.planning.what_if import peak_with_chunked_loss
 from plimsoll.units import format_bytes, format_seconds
 
@@ -115,7 +117,20 @@ class EstimateJob:
         """The ranks of the pipeline with all stages decided."""
         known: KnownChoices = {}
         setting = replace(self.setting, strategy=strategy)
-        return [decide_rank(stages, setting, known) for stages in self._ranks]
+        ranks = [decide_rank(stages, setting, known) for stages in self._ranks]
+        if self.layout.virtual_stages == 1:
+            return ranks
+        return [decide_rank(stages, setting, known) for stages in self._weighed(ranks)]
+
+    def _weighed(self, ranks: list[Rank]) -> Iterator[list[StageOfRank]]:
+        """The stages of every rank, each with so many micro-batches of its own in flight as hold what those of all do."""
+        pp = self.layout.pp
+        held = [micro_batch_bytes(ranks[n % pp].decided[n // pp].simulation) for n in range(self.layout.stages)]
+        for position, most_bytes in enumerate(held_bytes(self.orders, held)):
+            own = held[position::pp]
+            flights = [max(1, round(most_bytes / each)) if each else 1 for each in own]
+            stages = zip(ranks[position].stages, flights, strict=True)
+            yield [stage if stage.in_flight == flight else stage.waiting_with(flight) for stage, flight in stages]
 
     def _timed(self, ranks: list[Rank]) -> tuple[PipelineTimeline, float]:
         """The pipeline on paper, and the seconds of the whole step."""
@@ -178,7 +193,7 @@ class EstimateJob:
             stage=position,
             ranks=layout.ranks // layout.pp,
             regions=compress_names(names),
-            in_flight=rank.stages[tightest].in_flight,
+            in_flight=held_bytes(self.orders, [1] * layout.stages)[position],
             items=budget_items(
                 memory,
                 rank.optimizers,

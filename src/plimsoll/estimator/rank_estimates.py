@@ -1,7 +1,8 @@
 """Decides what every rank of a pipeline keeps and recomputes: what it then holds, and how long it takes.
 
-A rank of an interleaved pipeline holds several stages. Each is planned on its own, as if all micro-batches in flight on the
-rank waited in it, beside what the others hold for good: exact for stages that are alike; ``Rank.waiting_error`` says how alike.
+A rank of an interleaved pipeline holds several stages. Each is planned on its own, beside what the others hold for good and as
+many of its own micro-batches as hold what those of all stages do when they hold most; ``Rank.waiting_error`` is what counting
+in whole ones leaves open.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from plimsoll.planning.costing.devices import Device
 from plimsoll.planning.costing.host import host_forms, host_link
 from plimsoll.planning.costing.links import Collective, collective_seconds
 from plimsoll.planning.costing.roofline import roofline_costs
-from plimsoll.planning.describe import held_bytes
 from plimsoll.planning.simulate import Simulation, choices_of, run_choices
 from plimsoll.planning.solve import Planner, solve
 from plimsoll.planning.step import StepIndex
@@ -289,6 +289,13 @@ class StageOfRank:
         self.stage = stage
         self.in_flight = in_flight
 
+    def waiting_with(self, in_flight: int) -> StageOfRank:
+        """The same stage beside another number of its micro-batches."""
+        other = StageOfRank(self.setting, self.stage, in_flight)
+        alike = ("optimizer", "trace", "costs", "seconds", "overlap")
+        other.__dict__.update({name: self.__dict__[name] for name in alike if name in self.__dict__})
+        return other
+
     @cached_property
     def optimizer(self) -> OptimizerUse | None:
         """What the optimizer holds and does for this rank's parameters."""
@@ -400,10 +407,8 @@ class Rank:
 
     @property
     def waiting_error(self) -> float:
-        """How far off it may be that all micro-batches wait in the tightest stage, as a share of what they hold there."""
-        held = [held_bytes(each.simulation) for each in self.decided]
-        there = held[self.tightest]
-        return max(abs(each - there) / there for each in held) if there else 0.0
+        """How far off it may be that what all stages hold is counted in whole micro-batches of the tightest, as a share."""
+        return 1 / self.stages[self.tightest].in_flight if len(self.stages) > 1 else 0.0
 
     def lasting_beside(self, position: int) -> int:
         """What the other stages of the rank hold for good."""

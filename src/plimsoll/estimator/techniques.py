@@ -133,7 +133,7 @@ def _with_fp8(trace: Trace, how: Techniques) -> Trace:
             written, held = _BOTH_WAYS * elements, batch * inner * rows * (1 if is_forward else _BOTH_WAYS)
             if is_forward:
                 bytes_ = int(_BOTH_WAYS * recipe.bytes * batch * inner * columns)
-                edit.add(bytes_, Category.TEMPORARY, f"{op.module}: weight in fp8", -1, None)
+                edit.add(bytes_, Category.TEMPORARY, f"weight in fp8:{op.module}.weight", -1, None)
         moved_bytes = 2 * reads * elements + int(recipe.bytes * written)
         cast = OpSpec(name="fp8_cast", flops=0, moved_bytes=moved_bytes, dtype=spec.dtype)
         made = edit.op(tick, op.module, f"fp8_cast({moved_bytes})", cast)

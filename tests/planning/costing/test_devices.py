@@ -69,3 +69,16 @@ def test_a_network_is_given_in_gigabits_to_each_device():
 def test_what_a_device_cannot_have_is_refused(change):
     with pytest.raises(UnknownDevice, match="can have"):
         find_device(f"H100@{change}")
+
+
+def test_kernels_of_an_earlier_year_reach_less_under_whatever_limit():
+    now, then = find_device("H100"), find_device("H100@2023")
+    assert (then.achieved_arithmetic, then.achieved_attention) == (0.59, 0.21)
+    assert now.achieved_arithmetic > then.achieved_arithmetic
+    both = [find_device(name) for name in ("H100@500W@2023", "H100@2023@500W")]
+    assert both[0].achieved_arithmetic == pytest.approx(both[1].achieved_arithmetic)
+    assert both[0].achieved_arithmetic / then.achieved_arithmetic == pytest.approx((500 / 700) ** 0.5)
+    with pytest.raises(UnknownDevice, match="2023"):
+        find_device("A100@2023")
+    with pytest.raises(UnknownDevice, match="the year of its kernels: 2023"):
+        find_device("H100@2019")

@@ -11,7 +11,7 @@ import math
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,8 @@ class Device:
     host_link_bytes_per_second: float = 0.0
     aliases: tuple[str, ...] = ()
     is_corrected: bool = False
+    achieved_in: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """What products and fused attention reached with the kernels of earlier years, where that is known."""
 
     def flops_per_second(self, dtype: str) -> float:
         """Dense peak for ``dtype``; what has no peak of its own (integers, booleans) runs like f32."""
@@ -126,7 +128,7 @@ def find_device(name: str) -> Device:
     """The device called ``name``; case, spaces, dashes and the vendor's name do not matter. Or that of a correction's file.
 
     What a system does otherwise stands behind an ``@``: the power limit (``H100-SXM@500W``), what the network gives each device
-    (``A100-80GB@50Gb/s``).
+    (``A100-80GB@50Gb/s``), the year of the kernels (``H100-SXM@2023``).
 
     Raises:
         UnknownDevice: no such device, or nothing that can be changed; the error shows what is known.
@@ -160,12 +162,22 @@ def find_device(name: str) -> Device:
 
 
 def _changed(device: Device, change: str) -> Device:
-    """The device under a power limit, or with another network."""
+    """The device under a power limit, with another network, or with the kernels of another year."""
+    if change.strip() in device.achieved_in:
+        arithmetic, attention = device.achieved_in[change.strip()]
+        clock = device.achieved_arithmetic / find_device(device.name.partition("@")[0]).achieved_arithmetic
+        return replace(
+            device,
+            name=f"{device.name}@{change.strip()}",
+            achieved_arithmetic=arithmetic * clock,
+            achieved_attention=attention * clock,
+        )
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(W|Gb/s)", change.strip())
     if match is None or not 0 < float(match[1]) < math.inf:
+        years = f", or the year of its kernels: {', '.join(device.achieved_in)}" if device.achieved_in else ""
         raise UnknownDevice(
             f"{change!r} is nothing that {device.name} can have.",
-            why="behind an @ stands a power limit in watts, or the network to each device",
+            why=f"behind an @ stands a power limit in watts, or the network to each device{years}",
             next=f"write {device.name}@500W or {device.name}@100Gb/s",
         )
     amount, name = float(match[1]), f"{device.name}@{change.strip()}"
@@ -201,5 +213,6 @@ def _device(name: str, table: dict[str, Any]) -> Device:
         link_bytes_per_second=table.pop("link_gigabytes_per_second") * _GIGA,
         network_bytes_per_second=table.pop("network_gigabits_per_second") / 8 * _GIGA,
         host_link_bytes_per_second=table.pop("host_link_gigabytes_per_second", 0) * _GIGA,
+        achieved_in={year: (shares[0], shares[1]) for year, shares in table.pop("achieved_in", {}).items()},
         **table,
     )
