@@ -71,13 +71,14 @@ class JaxCall:
     def evaluate(self, plans: Sequence[RegionPlan], *arrays: Any) -> list[Any]:
         """The function's results, with the regions checkpointed as planned.
 
-        A scan is, even where the plan keeps all: left to itself jax stacks the derivative's own values as well.
+        A region is, even where the plan keeps all that it knows of: left to itself jax holds the derivative's own values as
+        well, and those that no plan would hold.
         """
         held: dict[int, Any] = dict(zip(self.program.inputs, arrays, strict=True))
         by_name = {each.name: each for each in plans}
         for region in self.regions:
             plan = by_name.get(region.name)
-            if plan is None or (plan.is_untouched and not region.is_scan):
+            if plan is None:
                 run_nodes(self.program.nodes[region.first : region.stop], held, lambda node, inputs: node.bind(inputs))
             else:
                 _run_region(self.program, region, plan, held)

@@ -129,7 +129,21 @@ def flops_of(node: Node, program: ArrayProgram) -> int:
         kernel = program.avals[node.values[-1]].shape
         features = kernel[node.params["dimension_numbers"].rhs_spec[0]]
         return 2 * out * int(math.prod(kernel)) // max(int(features), 1)
-    if node.name in ("exp", "tanh", "log", "logistic", "erf", "sin", "cos", "pow", "exp2", "log1p", "expm1", "erf_inv"):
+    if node.name in (
+        "exp",
+        "tanh",
+        "log",
+        "logistic",
+        "erf",
+        "erfc",
+        "sin",
+        "cos",
+        "pow",
+        "exp2",
+        "log1p",
+        "expm1",
+        "erf_inv",
+    ):
         return 8 * out
     reads = sum(int(math.prod(getattr(program.avals[value], "shape", ()))) for value in node.values)
     return max(out, reads) if node.name in HEAVY else out
