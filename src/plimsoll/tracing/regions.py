@@ -154,7 +154,7 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]
     named = dict(model.named_modules())
     found: dict[str, nn.Module] = {}
     for pattern in patterns:
-        parts = (re.escape(part) for part in pattern.split("**"))
+        parts = map(re.escape, re.split(r"\*\*+", pattern))  # hundreds of stars are as many ways to match, all tried
         regex = re.compile(".*".join(part.replace(r"\*", r"[^.]*") for part in parts))
         matches = {path: module for path, module in named.items() if regex.fullmatch(path) and path}
         if not matches:
