@@ -69,7 +69,7 @@ TYPED: dict[str, tuple[str, ...]] = {
     "--max-error": ("", "-1%", "200%", "nan", "inf", "1e400", "0.5.5", "%", "ten", "2"),
     "--override": ("", "=", "a", "a=", "=keep", "a=eat", "blocks.*=compress:int3", "nosuch*=keep", "[=keep", "blocks.*==keep"),
     "--link": ("", "moon", "host", "HOST", "disk:/no/such"),
-    "--optimizer": ("", "adam", "ADAM", "lion", "adamw,sgd"),
+    "--optimizer": ("", "adamv", "9", "none!", "adamw,sgd"),
     "--device": ("", "abacus", "cuda", "cuda:99", "cuda:-1", "meta", "cuda:", "H100@", "H100@0W"),
     "--device-profile": ("", "H900", "H100@", "H100@-1W", "H100@0W", "H100@1e999W", "/etc/passwd", "missing.json", "cut.json"),
     "--compile": ("", "all"), "--seed": ("x", "", "1.5", "9" * 400, str(2**64)),
