@@ -434,6 +434,20 @@ def test_a_compiled_function_inside_a_region_keeps_every_bit():
     assert_unchanged(stack_of(Compiled), plain_step, steps=5, engine=None)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_function_that_no_forward_names_is_not_compiled_with_the_guard():
+    """The step that records runs it uncompiled, so bits may be others; the steps after it run it as the user does."""
+    torch._dynamo.reset()
+    function = torch.compile(lambda x: (x.exp() * x).tanh(), backend="aot_eager")
+    torch.manual_seed(0)
+    plain = stack_of(lambda: Inner(lambda x: function(x) * x))()
+    model = copy.deepcopy(plain)
+    with manage(model):
+        found = train(model, plain_step, 5)
+    for expected, step in zip(train(plain, plain_step, 5), found, strict=True):
+        torch.testing.assert_close(step, expected)
+
+
 def test_recording_does_not_make_the_compiler_skip_the_region_for_ever():
     torch._dynamo.reset()
     torch.manual_seed(0)

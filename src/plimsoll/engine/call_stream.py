@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from plimsoll.tracing.recorder.calling import flat_tensors
@@ -177,6 +178,8 @@ class StreamGuard(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if is_compiling():  # Dynamo would write where this call stands into the compiled code
+            return func(*args, **(kwargs or {}))
         if kwargs:
             result = func(*args, **kwargs)
             self._follow(func, args, kwargs, result)
