@@ -1,11 +1,12 @@
-"""Reads and writes amounts with units; the only file that knows 1024."""
+"""Reads and writes amounts with units, and checks counts; the only file that knows 1024."""
 
 from __future__ import annotations
 
 import math
 import re
+import reprlib
 
-from plimsoll.errors import InvalidBudget
+from plimsoll.errors import InvalidBudget, InvalidOption
 
 KIB = 1024
 MIB = 1024**2
@@ -22,7 +23,8 @@ _BYTES_PER_UNIT = {
     "GIB": GIB,
     "TIB": 1024**4,
 }
-_MOST_BYTES = 2**63 - 1
+_MOST = 2**63 - 1
+"""Of anything: what torch and JSON take for a whole number."""
 _MOST_LETTERS = 40
 """Of a text that is refused, in the message."""
 _TEXT = re.compile(r"\s*([0-9][0-9_]{0,29}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*")
@@ -78,9 +80,9 @@ def parse_bytes(amount: int | str) -> int:
         bytes_ = int(float(number) * _BYTES_PER_UNIT[unit.upper()])
     if bytes_ <= 0:
         raise InvalidBudget(f"{amount!r} is no memory at all.", why="a budget is positive", next='write "24GiB"')
-    if bytes_ > _MOST_BYTES:
+    if bytes_ > _MOST:
         raise InvalidBudget(
-            "The amount is more than any device has.", why=f"the most is {_MOST_BYTES} bytes", next='write "24GiB"'
+            "The amount is more than any device has.", why=f"the most is {_MOST} bytes", next='write "24GiB"'
         )
     return bytes_
 
@@ -158,3 +160,14 @@ def format_rate(bytes_per_second: float) -> str:
         if bits >= scale:
             return f"{bits / scale:.3g} {unit}"
     return f"{bits / 1e3:.3g} kbit/s"
+
+
+def check_count(name: str, count: object, *, least: int) -> None:
+    """Refuse an option that counts steps or calls and is no whole number, or too small."""
+    if isinstance(count, int) and not isinstance(count, bool) and least <= count <= _MOST:
+        return
+    raise InvalidOption(
+        f"{name}={reprlib.repr(count)} is no count.",
+        why=f"it has to be a whole number, {least} or more and at most 2**63 - 1",
+        next=f"{name}={max(least, 1)}" + (f", or {name}=0 for never" if least == 0 else ""),
+    )

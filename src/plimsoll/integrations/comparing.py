@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from plimsoll.artifacts.comparison import Comparison, ComparisonRow
+from plimsoll.units import check_count
 
 _ROUNDING = 1e-6
 """Differences of the gradient up to this share of it come from sums in another order."""
@@ -38,9 +39,10 @@ class TimedOn:
 
 def compare_ways(plain: Way, ways: Mapping[str, Way], place: TimedOn, *, model: str, steps: int) -> Comparison:
     """One row per way beside the plain step; ratios are medians of rounds in which every way runs once."""
+    check_count("steps", steps, least=1)
     every = {"": plain, **ways}
     seconds: dict[str, list[float]] = {name: [] for name in every}
-    for number in range(max(steps, 1)):
+    for number in range(steps):
         for name in list(every) if number % 2 else list(every)[::-1]:
             started = place.clock()
             every[name].run()
@@ -64,7 +66,7 @@ def compare_ways(plain: Way, ways: Mapping[str, Way], place: TimedOn, *, model: 
         signature=place.signature,
         device=place.device,
         versions=dict(place.versions),
-        steps=max(steps, 1),
+        steps=steps,
         baseline_peak_bytes=plain.peak_bytes,
         measured_baseline_seconds=statistics.median(seconds[""]),
         rows=tuple(rows),

@@ -18,11 +18,11 @@ from plimsoll.artifacts.fit import Fit, FitPoint
 from plimsoll.artifacts.job import Layout, ModelFacts
 from plimsoll.artifacts.plan import Holder, Peak, Plan
 from plimsoll.artifacts.trace import Phase
-from plimsoll.errors import BudgetBelowFloor, InvalidOption
+from plimsoll.errors import BudgetBelowFloor
 from plimsoll.estimator.budget import COUNTED_ERROR, framework_items
 from plimsoll.integrations.search import PlanSearch
 from plimsoll.planning.costing.devices import find_device
-from plimsoll.units import format_bytes, parse_bytes
+from plimsoll.units import check_count, format_bytes, parse_bytes
 
 _TEMPORARY_ERROR = 0.3
 """Assumed: the planner's own model of fusion, made from the same jaxpr, was 14 to 36% off XLA for CPUs."""
@@ -193,10 +193,7 @@ def fit_steps(at: Callable[[int], tuple[Plannable, FixedSizes]], budget: str | i
     Raises:
         InvalidOption: ``most_batch`` is less than 1.
     """
-    if most_batch < 1:
-        raise InvalidOption(
-            f"most_batch={most_batch} is no batch.", why="a batch has a sample", next="most_batch=1 or more"
-        )
+    check_count("most_batch", most_batch, least=1)
     started, limit = time.monotonic(), parse_bytes(budget)
     found: dict[int, tuple[FitPoint, Plan | None]] = {}
 

@@ -12,7 +12,7 @@ from plimsoll.session.agreement import agreement_for, described
 from plimsoll.session.attachment import Attachment
 from plimsoll.session.compiled import plans_compiled
 from plimsoll.session.compiled_attachment import CompiledAttachment
-from plimsoll.session.options import Budget, PlanOptions, check_count
+from plimsoll.session.options import Budget, PlanOptions
 from plimsoll.session.pressure import check_room
 from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS
 from plimsoll.session.shapes import can_follow_shapes
@@ -21,6 +21,7 @@ from plimsoll.session.task import check_model
 from plimsoll.tracing.compiled.units import Unit, find_units
 from plimsoll.tracing.ddp import inner_module, reduced_parameters
 from plimsoll.tracing.recorder.fingerprint import fingerprint
+from plimsoll.units import check_count
 
 
 def attach(

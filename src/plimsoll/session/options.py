@@ -27,8 +27,6 @@ from plimsoll.units import format_bytes, parse_bytes
 AUTO_MARGIN = 0.08
 """``budget="auto"`` leaves this share of the device's memory free: allocator fragmentation, libraries' workspaces, others."""
 _ALLOWED = ("recompute", "compress", "offload", COLLECTIVES)
-MOST_COUNT = 2**63 - 1
-"""Of anything: what torch and JSON take for a whole number."""
 _WORD_OF = {Decision.RECOMPUTE: "recompute", Decision.COMPRESS: "compress", Decision.OFFLOAD: "offload"}
 
 
@@ -323,14 +321,3 @@ def as_patterns(regions: Sequence[str] | str | None) -> tuple[str, ...] | None:
             next="leave it out for the repeated blocks, or name modules as in 'model.layers.*'",
         )
     return patterns
-
-
-def check_count(name: str, count: object, *, least: int) -> None:
-    """Refuse an option that counts steps or calls and is no whole number, or too small."""
-    if isinstance(count, int) and not isinstance(count, bool) and least <= count <= MOST_COUNT:
-        return
-    raise InvalidOption(
-        f"{name}={reprlib.repr(count)} is no count.",
-        why=f"it has to be a whole number, {least} or more and at most 2**63 - 1",
-        next=f"{name}={max(least, 1)}" + (f", or {name}=0 for never" if least == 0 else ""),
-    )

@@ -17,13 +17,14 @@ from plimsoll.engine.apply import Handle
 from plimsoll.session.agreement import agreement_for, described
 from plimsoll.session.compiled import compiled_planner, plans_compiled
 from plimsoll.session.manage import check_plan, manage_together, refuse_other_model
-from plimsoll.session.options import Budget, PlanOptions, check_count
+from plimsoll.session.options import Budget, PlanOptions
 from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS
 from plimsoll.session.retry import AppliedPlan, can_retry
 from plimsoll.session.step_watch import BudgetWatch
 from plimsoll.session.task import TrainingTask, check_module
 from plimsoll.session.tightest_rank import eager_planner
 from plimsoll.tracing.recorder.calling import Loss
+from plimsoll.units import check_count
 
 
 def plan(

@@ -167,6 +167,7 @@ def test_every_step_runs_in_a_context_of_its_own():
     [
         ({"context": saved_tensors_hooks(lambda t: t, lambda t: t)}, "context= is a saved_tensors_hooks"),
         ({"context": lambda: 3}, "context= made a int"),
+        ({"steps": 0}, "steps=0"),
         ({"curve_steps": -1}, "curve_steps=-1"),
         ({"curve_steps": 1.5}, "curve_steps=1.5"),
         ({"intermediates": 3}, "intermediates=3"),
@@ -177,7 +178,7 @@ def test_every_step_runs_in_a_context_of_its_own():
 def test_an_option_that_means_nothing_is_refused(checkpointed, options, found):
     model, batch = checkpointed
     with pytest.raises(plimsoll.PlimsollError) as caught:
-        plimsoll.verify(model, batch, loss=mean_square, steps=1, **options)
+        plimsoll.verify(model, batch, loss=mean_square, **{"steps": 1, **options})
     assert found in caught.value.found + caught.value.why
 
 

@@ -24,7 +24,6 @@ from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.errors import InvalidOption, InvalidTrace, TracingFailed, UnknownDevice
 from plimsoll.planning.costing.devices import find_device
 from plimsoll.session.manage import check_plan, manage, refuse_other_model, refuse_other_signature
-from plimsoll.session.options import check_count
 from plimsoll.session.rendezvous.world import refuse_several_ranks
 from plimsoll.session.task import check_model
 from plimsoll.session.training_step import TrainingStep
@@ -33,6 +32,7 @@ from plimsoll.tracing.meters.timing import one_thread, time_in_turns
 from plimsoll.tracing.recorder.calling import Loss, check_devices
 from plimsoll.tracing.recorder.untouched import untouched
 from plimsoll.tracing.torch_internals import is_profiled
+from plimsoll.units import check_count
 
 _BASELINE, _PLAN = "baseline", "plan"
 _NOISY_SHARE = 0.05

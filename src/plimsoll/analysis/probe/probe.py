@@ -30,11 +30,11 @@ from plimsoll.artifacts.receipt import finite
 from plimsoll.artifacts.verdict import ArmSummary, Curves, Ruling, Verdict
 from plimsoll.errors import InvalidProbe, PlanNotUsable
 from plimsoll.session.manage import check_plan, refuse_other_model, refuse_other_signature
-from plimsoll.session.options import check_count
 from plimsoll.session.rendezvous.world import refuse_several_ranks
 from plimsoll.session.task import check_model, explained_loss, refuse_profiler
 from plimsoll.tracing.recorder.calling import Loss, count_items
 from plimsoll.tracing.recorder.fingerprint import fingerprint, signature
+from plimsoll.units import check_count
 
 _MOST_EXPONENT = 700.0
 """The exponential of more is no floating-point number."""

@@ -43,6 +43,7 @@ from plimsoll.session.training_step import TrainingStep
 from plimsoll.tracing.meters.timing import Timing, paired_ratio, time_in_turns
 from plimsoll.tracing.recorder.calling import Loss
 from plimsoll.tracing.recorder.untouched import untouched
+from plimsoll.units import check_count
 
 BASELINE = ""
 """The unmanaged step's name among the timings."""
@@ -91,7 +92,7 @@ def compare(
         loss: as for ``plimsoll.plan``.
         optimizer: as for ``plimsoll.plan``.
         regions: as for ``plimsoll.plan``.
-        steps: timed rounds; in each, every strategy runs once. At least one.
+        steps: timed rounds; in each, every strategy runs once.
         allow: what ``auto`` may do, as for ``plimsoll.plan``, and so for ``max_error``, ``host_budget``, ``overrides`` and
             ``link``.
         max_error: the relative error of the gradient that ``auto`` may cause.
@@ -113,7 +114,8 @@ def compare(
     report = progress or silent
     with agreement_for(model, "compare", ranks=ranks, timeout_seconds=timeout_seconds) as agreement:
         task = read_measurable(model, batch, loss, optimizer, compile=compile)
-        limit, steps = Budget.read(budget), max(1, steps)
+        check_count("steps", steps, least=1)
+        limit = Budget.read(budget)
         names = _named(strategies, task, has_budget=budget is not None)
         shares = read_shares(names) if task.units else {}
         options = PlanOptions.read(

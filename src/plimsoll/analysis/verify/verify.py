@@ -34,14 +34,14 @@ from plimsoll.artifacts.trace import Category, Phase
 from plimsoll.errors import InvalidOption
 from plimsoll.session.agreement import Agreement, agreement_for, described, plan_facts
 from plimsoll.session.manage import check_plan, manage, refuse_other_device, refuse_other_model, refuse_other_signature
-from plimsoll.session.options import check_count, read_error
+from plimsoll.session.options import read_error
 from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS
 from plimsoll.session.task import TrainingTask
 from plimsoll.session.training_step import TrainingStep
 from plimsoll.tracing.compiled.units import find_units
 from plimsoll.tracing.recorder.calling import Context, Loss, check_context, check_devices
 from plimsoll.tracing.recorder.untouched import untouched
-from plimsoll.units import format_bytes, format_seconds
+from plimsoll.units import check_count, format_bytes, format_seconds
 
 _STATE_NOISE = 0.01
 """State that differs by less than this share is the same state."""
@@ -90,7 +90,7 @@ def verify(
         plan: the plan to check; ``None``: what the model does by itself.
         loss: as for ``plimsoll.plan``.
         optimizer: as for ``plimsoll.plan``.
-        steps: timed runs of each side, interleaved; as many consecutive losses are compared. At least one.
+        steps: timed runs of each side, interleaved; as many consecutive losses are compared.
         intermediates: patterns of module names, such as ``model.layers.*.mlp``: their outputs, and the gradients of
             those, are compared in both runs.
         curve_steps: so many training steps, on this batch with ``optimizer`` (else with gradient descent), are compared
@@ -112,8 +112,8 @@ def verify(
             it does nothing by itself.
         InvalidRegions: a pattern of intermediates that matches no module.
         InvalidBudget: ``max_error`` is no share.
-        InvalidOption: ``context`` makes none, or has no effect; ``curve_steps`` is no count; a pattern is no text; or,
-            without a plan, there are several ranks.
+        InvalidOption: ``context`` makes none, or has no effect; ``steps`` or ``curve_steps`` is no count; a pattern is no
+            text; or, without a plan, there are several ranks.
         RanksDiffer, RankFailed, RankMissing: as for ``plimsoll.plan``.
 
     Example:
@@ -129,7 +129,7 @@ def verify(
             refuse_other_model(model, plan)
             refuse_other_device(model, plan)
         check_devices(model, *task.call())
-        steps = max(1, steps)
+        check_count("steps", steps, least=1)
         check_count("curve_steps", curve_steps, least=0)
         check_context(context or contextlib.nullcontext)
         depth = Depth(intermediates=_as_names(intermediates), curve_steps=curve_steps, optimizer=optimizer)

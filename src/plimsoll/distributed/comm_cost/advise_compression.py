@@ -29,7 +29,6 @@ from plimsoll.distributed.gradient_compression.compress import check_scatters
 from plimsoll.distributed.gradient_compression.method import CompressionSettings, parse_method
 from plimsoll.distributed.gradient_compression.shards import ShardUnit, check_default, check_free, units_of
 from plimsoll.errors import InvalidModel, InvalidOption
-from plimsoll.session.options import check_count
 from plimsoll.session.rendezvous.conversation import Conversation
 from plimsoll.session.rendezvous.world import World, current_world, find_participants
 from plimsoll.session.task import check_model, explained_loss
@@ -38,7 +37,7 @@ from plimsoll.tracing.local_tensors import is_wrapper
 from plimsoll.tracing.recorder.calling import Loss
 from plimsoll.tracing.recorder.fingerprint import fingerprint
 from plimsoll.tracing.recorder.untouched import untouched
-from plimsoll.units import format_seconds
+from plimsoll.units import check_count, format_seconds
 
 _TOPIC = "advise_compression"
 _PATIENCE_SECONDS = 300.0

@@ -42,12 +42,12 @@ from plimsoll.estimator.rank_estimates import KnownChoices
 from plimsoll.planning.explain import optimizer_floor_error
 from plimsoll.session.calibration import MeasuredStep, OptimizerWatch
 from plimsoll.session.manage import manage
-from plimsoll.session.options import Budget, as_patterns, check_count
+from plimsoll.session.options import Budget, as_patterns
 from plimsoll.session.rendezvous.world import current_world
 from plimsoll.session.task import check_model
 from plimsoll.tracing.meters.memory import storage_bytes
 from plimsoll.tracing.recorder.calling import output_tensors
-from plimsoll.units import format_bytes
+from plimsoll.units import check_count, format_bytes
 
 _MOST_STEPS = 5
 """So many steps calibrate at most; what exceeds the budget even then stays, with a warning."""

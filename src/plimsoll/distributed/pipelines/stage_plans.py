@@ -22,9 +22,9 @@ from plimsoll.engine.apply import Handle, RemovedAtEnd
 from plimsoll.errors import InvalidOption, PlanFileError, PlanMismatch
 from plimsoll.estimator.pipeline_schedule.orders import most_in_flight
 from plimsoll.session.manage import check_plan, manage, refuse_other_device
-from plimsoll.session.options import check_count
 from plimsoll.session.rendezvous.world import current_world
 from plimsoll.session.task import check_model
+from plimsoll.units import check_count
 
 
 class StagesHandle(RemovedAtEnd):

@@ -31,7 +31,7 @@ from plimsoll.estimator.fit.single_device import (
 )
 from plimsoll.estimator.targets.target import TargetOptions, load_target
 from plimsoll.session.manage import manage
-from plimsoll.session.options import Budget, PlanOptions, check_count
+from plimsoll.session.options import Budget, PlanOptions
 from plimsoll.session.rendezvous.world import refuse_several_ranks
 from plimsoll.session.task import check_model, explained_loss, refuse_profiler
 from plimsoll.session.training_step import gradients_as_if
@@ -39,7 +39,7 @@ from plimsoll.session.trial import confirmed, run_trial
 from plimsoll.tracing.meters.timing import time_in_turns
 from plimsoll.tracing.recorder.calling import Loss
 from plimsoll.tracing.recorder.untouched import untouched
-from plimsoll.units import format_bytes
+from plimsoll.units import check_count, format_bytes
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
