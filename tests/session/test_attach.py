@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -164,6 +166,21 @@ def test_a_budget_as_text_or_auto_that_holds_everything_leaves_the_regions_alone
             assert attachment.plan.budget_bytes is not None
             assert dropped(attachment) == 0
             assert not [m for m in managed.model.modules() if "forward" in vars(m)]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_a_model_that_is_let_go_with_its_budget_is_freed(steps):
+    def left() -> weakref.ref[nn.Module]:
+        _, managed = twins(optimizer=torch.optim.SGD)
+        plimsoll.attach(managed.model, BUDGET)
+        managed.steps((8,) * steps)
+        return weakref.ref(managed.model)
+
+    found = left()
+    gc.collect()
+    assert found() is None
+    plimsoll.attach(twins()[0].model, BUDGET).remove()
+    assert not torch_optimizer._global_optimizer_pre_hooks
 
 
 def test_remove_restores_everything_in_any_phase():

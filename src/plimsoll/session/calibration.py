@@ -48,6 +48,22 @@ class CallStanding(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int
 
 
+_ABANDONED: list[Any] = []
+"""Hooks of watches that are no more. They do nothing, and come out with the next watch: torch may walk through them now."""
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """A hook that does not keep the object alive whose method it calls."""
+    found = weakref.WeakMethod(method)
+
+    def hook(*given: Any) -> None:
+        living = found()
+        if living is not None:
+            living(*given)
+
+    return hook
+
+
 class OptimizerWatch:
     """Notices the steps of optimizers that train one of the given parameters, and the state that they have then.
 
@@ -70,10 +86,14 @@ class OptimizerWatch:
         self._growth_bytes = 0
         self._before = weakref.WeakKeyDictionary({each: _state_bytes(each) for each in optimizers})
         self._now = weakref.WeakKeyDictionary(self._before)
+        while _ABANDONED:
+            _ABANDONED.pop().remove()
+        # Torch holds hooks of all optimizers for ever: a model that is let go with its budget must not live as long.
         self._hooks: list[Any] = [
-            register_optimizer_step_pre_hook(self._begins),
-            register_optimizer_step_post_hook(self._ends),
+            register_optimizer_step_pre_hook(_weakly(self._begins)),
+            register_optimizer_step_post_hook(_weakly(self._ends)),
         ]
+        weakref.finalize(self, _ABANDONED.extend, self._hooks).atexit = False
 
     def remove(self) -> None:
         """Take the hooks out; harmless when called twice."""

@@ -183,8 +183,8 @@ def _of_model(
 ) -> Finding:
     _check(model)
     check_plan(plan)
-    refuse_other_model(model, plan)
     task = read_measurable(model, batch, loss, None, compile=plan.own_compilation)
+    refuse_other_model(model, plan)
     check_devices(model, *task.call())
     refuse_other_signature(task.signature(), plan)
     with _folder(keep_traces) as folder, untouched(model, plan.written), task.compiled():
