@@ -90,14 +90,17 @@ class Convolution(Block):
 Network = tuple[list[Block], Any]
 
 
-def vit() -> Network:
-    """A ViT of 6 blocks, each half a layer: width 128, 64 patches, 16 images."""
-    halves = [
+def _halves(*, is_causal: bool) -> list[Block]:
+    return [
         each
         for at in range(_BLOCKS)
-        for each in (Attention(f"attention_{at}", 128, is_causal=False), Perceptron(f"perceptron_{at}", 128))
+        for each in (Attention(f"attention_{at}", 128, is_causal=is_causal), Perceptron(f"perceptron_{at}", 128))
     ]
-    return halves, tf.random.Generator.from_seed(0).normal((16, 64, 128))
+
+
+def vit() -> Network:
+    """A ViT of 6 blocks, each half a layer: width 128, 64 patches, 16 images."""
+    return _halves(is_causal=False), tf.random.Generator.from_seed(0).normal((16, 64, 128))
 
 
 def convolutional() -> Network:
@@ -108,12 +111,7 @@ def convolutional() -> Network:
 
 def decoder() -> Network:
     """A decoder of 6 blocks, each half a layer: width 128, 8 × 128 words, scores of 2048."""
-    halves = [
-        each
-        for at in range(_BLOCKS)
-        for each in (Attention(f"attention_{at}", 128, is_causal=True), Perceptron(f"perceptron_{at}", 128))
-    ]
-    return halves, tf.random.Generator.from_seed(0).normal((8, 128, 128))
+    return _halves(is_causal=True), tf.random.Generator.from_seed(0).normal((8, 128, 128))
 
 
 def _loss(blocks: list[Block], run: Callable[[Block, Any], Any], head: Any) -> Callable[[Any], Any]:

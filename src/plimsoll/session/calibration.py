@@ -97,9 +97,8 @@ class OptimizerWatch:
 
     def remove(self) -> None:
         """Take the hooks out; harmless when called twice."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        while self._hooks:
+            self._hooks.pop().remove()
 
     @property
     def bytes_before(self) -> int:

@@ -16,6 +16,10 @@ from plimsoll.integrations.jax.program import ArrayProgram, Node, active_values
 _VIEWS = "broadcast_in_dim reshape squeeze expand_dims iota stop_gradient name copy rev slice transpose split"
 _SHAPES = frozenset(_VIEWS.split())
 """Operations that XLA makes part of whoever reads them: what they make is never worth holding."""
+_TRANSCENDENTAL = frozenset(
+    ["exp", "tanh", "log", "logistic", "erf", "erfc", "sin", "cos", "pow", "exp2", "log1p", "expm1", "erf_inv"]
+)
+"""What a device computes in several steps per element."""
 
 
 class Reading:
@@ -129,21 +133,7 @@ def flops_of(node: Node, program: ArrayProgram) -> int:
         kernel = program.avals[node.values[-1]].shape
         features = kernel[node.params["dimension_numbers"].rhs_spec[0]]
         return 2 * out * int(math.prod(kernel)) // max(int(features), 1)
-    if node.name in (
-        "exp",
-        "tanh",
-        "log",
-        "logistic",
-        "erf",
-        "erfc",
-        "sin",
-        "cos",
-        "pow",
-        "exp2",
-        "log1p",
-        "expm1",
-        "erf_inv",
-    ):
+    if node.name in _TRANSCENDENTAL:
         return 8 * out
     reads = sum(int(math.prod(getattr(program.avals[value], "shape", ()))) for value in node.values)
     return max(out, reads) if node.name in HEAVY else out
