@@ -188,11 +188,14 @@ def test_the_step_without_a_plan_is_an_outline_where_the_plan_knows_it(plan: Pla
 
 
 def test_pulling_the_budget_tells_peak_cost_and_what_is_dropped_at_every_point(plan: Plan):
-    pulled = draw_frontier(FrontierChart([plan], [])).pulled
+    drawing = draw_frontier(FrontierChart([plan], []))
+    pulled = drawing.pulled
     assert len(pulled) == len(plan.frontier)
     budget = format_bytes(plan.frontier[0].peak_bytes)
     assert pulled[0][0] == budget
     assert pulled[0][1].startswith(f"A budget of {budget}: the step takes ")
+    nearest = min(plan.frontier, key=lambda point: abs(point.peak_bytes - plan.predicted_peak_bytes))
+    assert pulled[drawing.pulled_at][0] == format_bytes(nearest.peak_bytes)
 
 
 def test_the_bars_of_an_estimate_carry_their_errors_and_what_the_device_has():

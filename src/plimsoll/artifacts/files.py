@@ -126,6 +126,11 @@ def _wait_and_read(file: io.FileIO) -> bytes:
     return piece
 
 
+def is_read_once(path: str | Path) -> bool:
+    """Whether reading it takes something away: it is a pipe or a device."""
+    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
+
+
 def decode_json(content: str | bytes, limits: ReadLimits, type_: type[T] | Any = Any) -> Any:
     """JSON as Python values, or as a type of msgspec.
 
@@ -243,10 +248,10 @@ def check_place(path: str | Path) -> None:
             raise IsADirectoryError(errno.EISDIR, "it is a directory")
         if not folder.is_dir():
             raise FileNotFoundError(errno.ENOENT, f"there is no directory {folder}")
-        if not os.access(target if target.exists() else folder, os.W_OK):
+        if target.exists() and not os.access(target, os.W_OK):
             raise PermissionError(errno.EACCES, "you may not write there")
-        if target.exists() and not _is_written_through(target) and not os.access(folder, os.W_OK):
-            raise PermissionError(errno.EACCES, f"a new file cannot be made in {folder}")
+        if not _is_written_through(target):
+            _check_new_file(folder)
     except (OSError, ValueError, TypeError) as error:
         raise _unwritable(path, error) from error
 
@@ -259,13 +264,24 @@ def check_folder(path: str | Path) -> None:
     """
     try:
         target = Path(os.path.realpath(path))
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            target.stat()  # a name that is too long is no name
         nearest = next(place for place in (target, *target.parents) if os.path.lexists(place))
         if not nearest.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, f"{nearest} is no directory")
-        if not os.access(nearest, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, f"you may not write to {nearest}")
+        _check_new_file(nearest)
     except (OSError, ValueError, TypeError) as error:
         raise _unwritable(path, error) from error
+
+
+def _check_new_file(folder: Path) -> None:
+    """Make a file without a name and let go of it: what permissions say is not all, and not true of root and of ``/proc``."""
+    import tempfile
+
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise OSError(error.errno, f"a new file cannot be made in {folder}: {error.strerror}") from error
 
 
 def make_folder(path: str | Path) -> None:

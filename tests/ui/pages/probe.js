@@ -56,7 +56,7 @@
     if (!node.textContent.trim() || parent.closest("script, style, title, datalist, .chart") || !parent.checkVisibility()) continue;
     const range = document.createRange();
     range.selectNodeContents(node);
-    const scroll = parent.closest(".scroll");
+    const scroll = parent.closest("caption") ? null : parent.closest(".scroll");  // cells can be scrolled to; a caption stays
     for (const place of range.getClientRects()) {
       const isOut = scroll && (place.right > box(scroll).right + 1 || place.left < box(scroll).left - 1);
       if (place.width > 1 && !isOut) lines.push({ node, place, text: node.textContent.trim().slice(0, 40) });

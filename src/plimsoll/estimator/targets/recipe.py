@@ -7,13 +7,17 @@ No torch here.
 from __future__ import annotations
 
 import difflib
+import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from plimsoll.artifacts.files import FileRefused, ReadLimits, decode_json, read_file
+from plimsoll.artifacts.files import FileRefused, ReadLimits, decode_json, is_read_once, read_file
 from plimsoll.artifacts.job import ModelFacts
 from plimsoll.errors import InvalidTarget
 from plimsoll.estimator.catalogue.models import CatalogueModel, known_models
@@ -61,8 +65,8 @@ def find_recipe(text: str) -> Recipe | None:
     if text in catalogue:
         return _from_catalogue(catalogue[text])
     path = Path(text)
-    if path.suffix == ".json" or path.is_dir():
-        return _from_file(path / "config.json" if path.is_dir() else path)
+    if path.suffix == ".json" or os.path.isdir(text):  # false of a name that is too long
+        return _from_file(path / "config.json" if os.path.isdir(text) else path)
     if ":" in text:
         return None
     close = difflib.get_close_matches(text.lower(), catalogue, n=3, cutoff=0.5)
@@ -70,6 +74,45 @@ def find_recipe(text: str) -> Recipe | None:
         f"{text!r} is no target.",
         why=f"a target is {_FORMS}",
         next=f"did you mean {' or '.join(close)}?" if close else f"the catalogue has {', '.join(catalogue)}",
+    )
+
+
+def split_target(text: str) -> tuple[str, str]:
+    """Module and function of ``package.module:function``.
+
+    Raises:
+        InvalidTarget: it does not read so.
+    """
+    module_name, _, function_name = text.partition(":")
+    if not all(name.isidentifier() for name in (*module_name.split("."), function_name)):
+        raise InvalidTarget(
+            f"{text!r} is no target.",
+            why="it should read package.module:function",
+            next="write for example my_project.training:make_step",
+        )
+    return module_name, function_name
+
+
+def check_target(text: str) -> None:
+    """Refuse words that no target can be made of, before torch is imported. Nothing of a package is run for it.
+
+    Raises:
+        InvalidTarget: no name, no file, no configuration, or the package is not there.
+    """
+    if is_read_once(text) or find_recipe(text) is not None:
+        return
+    module_name, _ = split_target(text)
+    top = module_name.partition(".")[0]
+    if top not in sys.modules and not PathFinder.find_spec(top, [os.getcwd(), *sys.path]) and not find_spec(top):
+        raise explain_import(module_name, ModuleNotFoundError(f"No module named {top!r}"))
+
+
+def explain_import(module_name: str, error: BaseException) -> InvalidTarget:
+    """What to say of a module that does not import."""
+    return InvalidTarget(
+        f"{module_name} does not import.",
+        why=f"{type(error).__name__}: {error}",
+        next=f"run `python -c 'import {module_name}'` here, in {Path.cwd()}",
     )
 
 

@@ -9,12 +9,11 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plimsoll.artifacts.job import Precision
 from plimsoll.errors import InvalidTarget
-from plimsoll.estimator.targets.recipe import Recipe, find_recipe
+from plimsoll.estimator.targets.recipe import Recipe, explain_import, find_recipe, split_target
 
 if TYPE_CHECKING:
     import torch
@@ -107,13 +106,7 @@ def _refuse_sizes(text: str, options: TargetOptions) -> None:
 
 
 def _load_function(text: str, precision: Precision | None) -> Target:
-    module_name, _, function_name = text.partition(":")
-    if not module_name or not function_name.isidentifier():
-        raise InvalidTarget(
-            f"{text!r} is no target.",
-            why="it should read package.module:function",
-            next="write for example my_project.training:make_step",
-        )
+    module_name, function_name = split_target(text)
     with _importable_working_directory():
         function = _find_function(text, module_name, function_name)
         try:
@@ -131,11 +124,7 @@ def _find_function(text: str, module_name: str, function_name: str) -> Callable[
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # an import runs user code
-        raise InvalidTarget(
-            f"{module_name} does not import.",
-            why=f"{type(error).__name__}: {error}",
-            next=f"run `python -c 'import {module_name}'` here, in {Path.cwd()}",
-        ) from error
+        raise explain_import(module_name, error) from error
     function: object = getattr(module, function_name, None)
     if not callable(function):
         names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]

@@ -6,6 +6,7 @@ A section is the ``rich_help_panel`` of a command or an option. Typer's own pane
 from __future__ import annotations
 
 import inspect
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
@@ -161,23 +162,13 @@ _FOLDERS = ("plans", "run", "keep_traces")
 
 
 def _refuse_early(typed: Mapping[str, Any], *, plans_if_asked: bool) -> None:
-    """Refuse what no model can change, before one is loaded: a place that cannot be written, a budget without a unit.
+    """Refuse what no model can change, before one is loaded: no number, no place to write to, no target, an unclear budget.
 
     Raises:
         PlimsollError: what the public verb would raise later.
     """
-    from plimsoll.artifacts.files import check_folder, check_place
-
-    for name, value in typed.items():
-        if isinstance(value, int) and abs(value) > _LARGEST:
-            raise InvalidOption(
-                f"--{name.replace('_', '-')} has {len(str(abs(value)))} digits.",
-                why="a whole number may be as large as 2**63 - 1",
-                next="give a smaller one, or leave it out",
-            )
-    for names, check in ((_FILES, check_place), (_FOLDERS, check_folder)):
-        for place in (typed[name] for name in names if typed.get(name) is not None):
-            check(place)
+    _refuse_numbers(typed)
+    _refuse_files(typed)
     if not {"budget", "strategy"} & typed.keys():
         return
     from plimsoll.planning.costing.devices import find_device
@@ -205,3 +196,37 @@ def _refuse_early(typed: Mapping[str, Any], *, plans_if_asked: bool) -> None:
     )
     if device is not None:
         budget.bytes_of(device, find_device(device).memory_bytes)
+
+
+def _refuse_numbers(typed: Mapping[str, Any]) -> None:
+    for name, value in ((n, each) for n, v in typed.items() for each in (v if isinstance(v, list) else [v])):
+        option = f"--{name.replace('_', '-')}"
+        if isinstance(value, int) and abs(value) > _LARGEST:
+            raise InvalidOption(
+                f"{option} has {len(str(abs(value)))} digits.",
+                why="a whole number may be as large as 2**63 - 1",
+                next="give a smaller one, or leave it out",
+            )
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InvalidOption(
+                f"{option} is {value}.", why="it takes a finite number", next="give one, or leave it out"
+            )
+
+
+def _refuse_files(typed: Mapping[str, Any]) -> None:
+    """Places are tried, and what is read is read, unless that takes it away. Ranks agree on what one of them misses."""
+    from plimsoll.artifacts.files import check_folder, check_place, is_read_once
+
+    for names, check in ((_FILES, check_place), (_FOLDERS, check_folder)):
+        for place in (typed[name] for name in names if typed.get(name) is not None):
+            check(place)
+    if "RANK" in os.environ:
+        return
+    if "target" in typed:
+        from plimsoll.estimator.targets.recipe import check_target
+
+        check_target(typed["target"])
+    if typed.get("plan") is not None and not is_read_once(typed["plan"]):
+        from plimsoll.artifacts.store import load_plan
+
+        load_plan(typed["plan"])

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from plimsoll.errors import InvalidTrace
+from plimsoll.estimator.targets.recipe import check_target
 from plimsoll.ui.cli import commands, options, ranks, terminal
 
 SubjectArgument = Annotated[
@@ -52,17 +53,19 @@ def diagnose(
 
     Example: plimsoll diagnose llama-tiny --strategy full
     """
-    import plimsoll
-    from plimsoll.ui.cli import work
-
     with ranks.one_process("diagnose", is_json=to.json):
+        if trace is None:
+            _refuse_single_trace(subject)
+            options.refuse_beside_plan(context)
+            check_target(subject)
+        import plimsoll
+        from plimsoll.ui.cli import work
+
         if trace is not None:
             _refuse_ignored(context)
             with terminal.show_progress() as report:
                 finding = plimsoll.diagnose(subject, trace, progress=report)
         else:
-            _refuse_single_trace(subject)
-            options.refuse_beside_plan(context)
             saved = work.load_saved(plan)
             loaded = work.load(subject, building, compiled=compiled)
             used = saved or work.make_plan(loaded, asked)

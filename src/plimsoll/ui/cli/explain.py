@@ -10,6 +10,7 @@ import typer
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.store import load_any
 from plimsoll.errors import InvalidStrategy
+from plimsoll.estimator.targets.recipe import check_target
 from plimsoll.ui.cli import commands, options, ranks, terminal
 
 ExplainedArgument = Annotated[
@@ -38,7 +39,7 @@ _OF_A_PLAN = ("--json", "--output")
 @commands.command
 def explain(
     context: typer.Context,
-    target: ExplainedArgument,
+    subject: ExplainedArgument,
     *,
     strategy: StrategyOption = None,
     plan: PlanOption = None,
@@ -53,9 +54,10 @@ def explain(
     Example: plimsoll explain llama-tiny --strategy full
     """
     with ranks.one_process("explain", is_json=to.json):
-        if _is_saved(target):
-            _explain_saved(context, target, to)
+        if _is_saved(subject):
+            _explain_saved(context, subject, to)
             return
+        check_target(subject)
         import plimsoll
         from plimsoll.ui.cli import work
 
@@ -65,7 +67,7 @@ def explain(
                 why="a step is explained under one of them",
                 next="leave one of them out",
             )
-        loaded = work.load(target, building, is_meta=device_profile is not None, compiled=compiled)
+        loaded = work.load(subject, building, is_meta=device_profile is not None, compiled=compiled)
         explained = strategy or work.load_saved(plan)
         explanation = loaded.ask(plimsoll.explain, explained, regions=regions or None, device_profile=device_profile)
         terminal.hand_over(explanation, to)

@@ -97,10 +97,12 @@ class Crew:
 
     def part(self, error: PlimsollError | None) -> bool:
         """Wait for the others at the end; whether this rank is to print the error, if there is one."""
+        if not self.is_several:
+            return True
         from plimsoll.session.rendezvous.exchange import exchange
         from plimsoll.session.rendezvous.world import current_world
 
-        world = (current_world() or self._launched) if self.is_several else None
+        world = current_world() or self._launched
         if world is None:
             return True
         topic = "end"

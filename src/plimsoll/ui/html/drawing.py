@@ -193,6 +193,8 @@ class Drawing:
     key: Sequence[tuple[str, str, str, str]] = ()
     pulled: Sequence[tuple[str, str]] = ()
     """Budgets of a slider beside the chart, and what it says at each; they are the points of class ``budget-point``."""
+    pulled_at: int = 0
+    """Where the slider stands at first."""
 
 
 def shorten(text: str, most_letters: int = _MOST_LETTERS) -> str:

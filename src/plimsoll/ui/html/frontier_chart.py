@@ -119,6 +119,7 @@ def draw_frontier(chart: FrontierChart) -> Drawing:
             "carry the interval of their paired median."
         ),
         pulled=_budgets_to_pull(plans[0]) if plans and curves[0] else (),
+        pulled_at=_nearest(plans[0]) if plans and curves[0] else 0,
     )
 
 
@@ -138,6 +139,12 @@ def _budgets_to_pull(plan: Plan) -> list[tuple[str, str]]:
         )
         for point in plan.frontier
     ]
+
+
+def _nearest(plan: Plan) -> int:
+    """The point of the planner's curve whose peak is nearest to the plan's own."""
+    away = [abs(point.peak_bytes - plan.predicted_peak_bytes) for point in plan.frontier]
+    return away.index(min(away))
 
 
 def _room(numbers: Sequence[float]) -> tuple[float, float]:

@@ -29,6 +29,7 @@ from plimsoll.ui.html.drawing import (
 WIDTHS = {"wide": 760, "narrow": 350}
 """Units of each picture; a style sheet shows the one that fits."""
 _LINE, _LETTER = 15, 6.7
+_RIGHT = 8
 _SMALLEST_CELL = 10
 _TURNED_LETTERS = 24
 _SAMPLES = 12
@@ -121,7 +122,7 @@ class _Picture:
         self.x = _ruler(drawing.x, itertools.chain.from_iterable(layer.xs for layer in layers), 0.02)
         self.y = _ruler(drawing.y, itertools.chain.from_iterable(layer.ys for layer in layers), 0.06)
         left, bottom = self._margins()
-        self.x.start, self.x.end = left, self.width - 8
+        self.x.start, self.x.end = left, self.width - _RIGHT
         self.y.start, self.y.end = height - bottom, 26
         if drawing.y.is_downward:
             self.y.start, self.y.end = self.y.end, self.y.start
@@ -137,8 +138,13 @@ class _Picture:
         names = [] if y.is_log else [text for _, text in y.ticks or ()]
         left = min(self.width * 0.36, 12 + _LETTER * max(map(len, names), default=0)) if names else 62.0
         below = [text for _, text in x.ticks or ()] if x.turned_degrees else []
+        below = below if self._has_room(len(below), left) else []
         bottom = min(160.0, 22 + 0.84 * _LETTER * max(map(len, below))) if below else 26.0
         return left, bottom + (18 if x.title else 0)
+
+    def _has_room(self, names: int, left: float) -> bool:
+        """Whether so many turned names stand side by side; where they do not, none is written."""
+        return names * _LINE < self.width - _RIGHT - left
 
     def add(self, tag: str, text: str = "", /, **attributes: object) -> None:
         """An element; ``_`` in names of attributes stands for ``-``, and at their end for nothing."""
@@ -186,8 +192,7 @@ class _Picture:
             self.text(_short(name, int((self.x.start - 8) / _LETTER)), x=self.x.start - 6, y=y + 4, text_anchor="end")
         ticks = list(self.x.ticks(x_axis, 7 if self.name == "wide" else 4))
         turned = x_axis.turned_degrees
-        has_room = len(ticks) * _LINE < self.x.end - self.x.start
-        for value, name in ticks if has_room or not turned else []:
+        for value, name in ticks if not turned or self._has_room(len(ticks), self.x.start) else []:
             x = self.x.at(value)
             if turned:
                 place = f"translate({x + 4} {bottom + 14}) rotate({-turned})"
