@@ -22,6 +22,7 @@ from typing import Any
 from benchmarks.claims.published_runs import Gpt
 from benchmarks.page import format_table
 from plimsoll.artifacts.estimate import Estimate, StageEstimate
+from plimsoll.errors import PlimsollError
 from plimsoll.estimator.catalogue.models import known_models
 from plimsoll.estimator.estimate import estimate
 from plimsoll.units import GIB
@@ -37,8 +38,8 @@ _CACHED = ("allocator rounding", "fragmentation")
 class PublishedRun:
     """One run as published. ``seconds`` are of a step; those and ``memory_bytes`` are ``None`` where nothing was published.
 
-    ``memory`` says whose figure it is: ``allocated`` or ``reserved`` by torch, ``expandable`` (reserved, with expandable
-    segments) or of the whole ``process``, less what an empty one takes, which the source says.
+    ``memory`` says whose figure it is: ``allocated`` or ``reserved`` by torch, or of the whole ``process``, less what an
+    empty one takes, which the source says.
     """
 
     table: str
@@ -149,7 +150,7 @@ def compare(run: PublishedRun, found: Estimate) -> Iterator[Compared]:
     """Memory of the fullest rank and throughput, where they were published."""
     if run.memory_bytes is not None:
         stage = found.tightest
-        ours, bar = _memory(run, found, stage)
+        ours, bar = _memory(run, stage)
         yield Compared(run=run, what="memory", published=run.memory_bytes, ours=ours, bar=bar / ours)
     speed = found.throughput
     if run.tokens_per_second is not None and speed.tokens_per_second is not None:
@@ -160,14 +161,14 @@ def compare(run: PublishedRun, found: Estimate) -> Iterator[Compared]:
         yield Compared(run=run, what="speed", published=1 / run.seconds, ours=ours, bar=speed.relative_error)
 
 
-def _memory(run: PublishedRun, found: Estimate, stage: StageEstimate) -> tuple[float, float]:
+def _memory(run: PublishedRun, stage: StageEstimate) -> tuple[float, float]:
     """The figure that was published, and half the width of its range."""
     outside = [item for item in stage.items if item.name.startswith(_OUTSIDE if run.memory != "process" else _CONTEXT)]
     if run.memory == "allocated":
         outside += [item for item in stage.items if item.name in _CACHED]
     inside = stage.total_bytes - sum(item.bytes or 0 for item in outside)
-    if run.memory == "expandable":
-        inside += (found.expandable_bytes or 0) - (stage.reserved_bytes or 0)
+    if stage.whole_error is not None:
+        return inside, stage.whole_error * inside
     return inside, stage.error_bytes - sum(item.error_bytes for item in outside)
 
 
@@ -221,16 +222,23 @@ def _cells(each: Compared) -> list[str]:
 
 
 def main(tables: Sequence[str]) -> int:
-    """Print all runs, or those of the named tables."""
+    """Print all runs, or those of the named tables; 1 where one of them could not be estimated."""
     compared: list[Compared] = []
     refused = []
+    failed = []
     for run in read_runs():
         if tables and run.table not in tables:
             continue
-        found = estimate_run(run)
+        try:
+            found = estimate_run(run)
+        except PlimsollError as error:
+            failed.append(f"{run.name}: {error}")
+            continue
         print(f"{run.name}: {found.total_seconds:.1f} s", file=sys.stderr, flush=True)
         compared += compare(run, found)
         if found.does_fit is False:
             refused.append(run.name if not run.is_held_out else "a run that is held out")
     print("\n".join(lines(compared, refused)))
-    return 0
+    for failure in failed:
+        print(f"\nnot estimated: {failure}")
+    return 1 if failed else 0

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 
 import pytest
+from benchmarks.claims import published
 from benchmarks.claims.published import Compared, compare, estimate_run, lines, read_runs
 
+from plimsoll.errors import InvalidLayout
 from plimsoll.estimator.parallelism.layouts import read_layout
 from plimsoll.planning.costing.devices import find_device
 
@@ -45,3 +47,18 @@ def test_a_small_run_is_compared_and_a_held_out_one_is_only_summed():
     assert held.name not in text
     assert "20.0%" in text
     assert not other.is_within
+
+
+def test_a_run_that_cannot_be_estimated_is_named_and_the_others_go_on(monkeypatch, capsys):
+    def estimate(run):
+        if "8192 6" in run.name:
+            raise InvalidLayout("no", why="of a test", next="none")
+        return estimate_run(run)
+
+    monkeypatch.setattr(published, "estimate_run", estimate)
+    small = [run for run in RUNS if (run.model == "mpt-125m" and run.sequence == 512) or "mpt-760m 8192 6" in run.name]
+    monkeypatch.setattr(published, "read_runs", lambda: small)
+    assert published.main([small[-1].table]) == 1
+    printed = capsys.readouterr().out
+    assert "not estimated: " in printed
+    assert "| held out: speed" in printed or "| tuning: speed" in printed

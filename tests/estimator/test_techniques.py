@@ -6,19 +6,21 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.claims.traces import Sizes, traced
 from torch import nn
 
 import plimsoll
 import zoo
 from metering import simulated_transient_peak, transient_peak
 from plimsoll.artifacts.estimate import Estimate
-from plimsoll.artifacts.job import Techniques, read_techniques
+from plimsoll.artifacts.job import Layout, Techniques, read_techniques
 from plimsoll.artifacts.trace import Category
 from plimsoll.errors import InvalidLayout, InvalidOption
 from plimsoll.estimator.techniques import with_techniques
 from plimsoll.planning.costing.devices import find_device
 from plimsoll.planning.costing.host import HOST_LINK_SHARE
 from plimsoll.planning.costing.roofline import roofline_costs
+from plimsoll.planning.simulate import run_choices
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import strategy_choices
 from plimsoll.tracing.trace import trace
@@ -79,7 +81,11 @@ def test_words_that_mean_nothing_are_refused(text: str, message: str):
         ({"techniques": "optimizer-in-backward", "optimizer": "none"}, "there is no optimizer"),
         ({"techniques": "optimizer-in-backward", "layout": "micro-batches=2"}, "2 micro-batches"),
         ({"techniques": "optimizer-in-backward", "layout": "dp=2"}, "buckets hold all gradients"),
-        ({"techniques": "loss=fused", "layout": "tp=2"}, "its own loss"),
+        ({"techniques": "loss=chunked", "layout": "tp=2"}, "can only be fused"),
+        ({"techniques": "megatron,compile"}, "which kernels blocks run in"),
+        ({"techniques": "fp8=rowwise,fp8-weights", "precision": "bf16"}, "Transformer Engine holds them so"),
+        ({"techniques": "comm-overlap", "layout": "tp=2"}, "it hides collectives of sequence parallelism"),
+        ({"techniques": "expandable-segments", "device": "laptop-CPU"}, "a setting of the caching allocator"),
     ],
 )
 def test_techniques_that_contradict_the_rest_are_refused(how: dict[str, Any], words: str):
@@ -335,6 +341,55 @@ def test_recipes_of_transformer_engine_hold_less_of_activations_and_more_of_weig
     assert kept.throughput.step_seconds < plain.throughput.step_seconds, "each tensor is cast once"
 
 
+def test_a_layer_of_megatron_saves_parts_of_what_is_gathered_and_casts_of_what_products_alone_read():
+    tokens, hidden, intermediate, tp = 128, 256, 512, 2
+    held = []
+    for layers in (2, 3):
+        sizes = Sizes(
+            hidden=hidden, intermediate=intermediate, heads=4, layers=layers, sequence=tokens, attention="sdpa"
+        )
+        layout = Layout(tp=tp, sequence_parallel=True)
+        step = with_techniques(traced(sizes, layout, "H100-SXM"), Techniques(megatron=True, fp8="current"))
+        index = StepIndex(step, roofline_costs(step, find_device("H100"), layout))
+        simulation = run_choices(index, strategy_choices(index, "min-cut"))
+        held.append(int(simulation.curve[index.handover]) - index.lasting_bytes)
+    # Inputs of both norms (2 each), their outputs in fp8 (1), queries, keys, values (2), attention's output (2 and 1 in fp8),
+    # gate and up (2), their product in fp8 (1): a rank's part of each, as TransformerEngine's modules save them.
+    expected = tokens * (15 * hidden + 5 * intermediate) // tp
+    statistics = tokens * 4 * (2 / tp + 4 / tp)  # two norms' deviations, attention's sums per head
+    assert held[1] - held[0] == pytest.approx(expected + statistics, rel=0.01)
+
+
+def test_weights_in_fp8_alone_take_the_place_of_those_in_16_bits():
+    how = {"sequence": 256, "precision": "bf16", "layout": "micro-batches=4"}
+    beside, alone = (on_gpu(**how, techniques=f"megatron,fp8=current{text}") for text in ("", ",fp8-weights"))
+    once = on_gpu(**how, techniques="megatron,fp8=current,fp8-weights", device="B200")
+    assert bytes_of(alone, "parameters") == bytes_of(beside, "parameters"), "by rows and by columns, one byte each"
+    assert bytes_of(once, "parameters") < 0.75 * bytes_of(alone, "parameters"), "Blackwell reads one copy both ways"
+    assert bytes_of(alone, "temporaries") < bytes_of(beside, "temporaries")
+    assert bytes_of(alone, "gradients") == bytes_of(beside, "gradients")
+
+
+def test_divided_logits_are_held_once_by_a_fused_loss():
+    how = {"sequence": 2048, "precision": "bf16", "layout": "tp=2"}
+    plain, fused = (on_gpu(**how, techniques=text) for text in ("", "loss=fused"))
+    assert fused.stages[0].allocated_bytes < plain.stages[0].allocated_bytes
+    assert fused.throughput.step_seconds < plain.throughput.step_seconds
+
+
+def test_overlapped_collectives_leave_their_first_piece_and_gathers_go_beside_the_next_forward():
+    how = {"sequence": 2048, "precision": "bf16", "layout": "dp=4,tp=4,sp,zero=1", "has_master_weights": True}
+    plain, beside = (on_gpu(**how, techniques=text).stages[0].seconds for text in ("megatron", "megatron,comm-overlap"))
+    assert plain.communication_seconds / 4 <= beside.communication_seconds < plain.communication_seconds
+    assert beside.optimizer_seconds < plain.optimizer_seconds
+
+
+def test_expandable_segments_are_what_is_reserved():
+    how = {"sequence": 2048, "precision": "bf16"}
+    plain, expandable = (on_gpu(**how, techniques=text) for text in ("", "expandable-segments"))
+    assert expandable.stages[0].reserved_bytes == plain.expandable_bytes
+
+
 def test_parameters_on_the_host_leave_gathered_copies_and_pay_for_the_way():
     how: dict[str, Any] = {"precision": "bf16", "layout": "dp=8,zero=3"}
     here, there = (on_gpu(**how, techniques=text) for text in ("", "offload=parameters"))
@@ -378,3 +433,20 @@ def test_a_tpu_has_bytes_and_no_caching_allocator():
     assert found.stages[0].reserved_bytes is None
     assert found.device_bytes == int(15.75 * 2**30)
     assert {item.name for item in found.stages[0].unsupported} == {"device context", "library workspaces"}
+
+
+def test_gradients_in_both_types_last():
+    how = {"precision": "bf16", "has_master_weights": True, "layout": "dp=2,zero=1,micro-batches=2"}
+    plain, both = (on_gpu(**how, techniques=f"gradients={kind}") for kind in ("fp32", "both"))
+    own = bytes_of(both, "gradients") - bytes_of(plain, "gradients")
+    assert own == pytest.approx(bytes_of(plain, "parameters"), rel=0.02)
+    with pytest.raises(InvalidOption, match="gradients of 16 bits stay"):
+        on_gpu(**how | {"layout": "dp=2,zero=2"}, techniques="gradients=both")
+
+
+def test_the_whole_has_the_error_that_published_runs_of_its_kind_show():
+    how = {"precision": "fp16", "has_master_weights": True, "device": "A100-80GB", "layout": "pp=2,micro-batches=4"}
+    known = on_gpu(**how).tightest
+    assert known.error_bytes == round(0.06 * known.total_bytes)
+    unknown = on_gpu(**how | {"device": "H100"}).tightest
+    assert unknown.error_bytes == sum(item.error_bytes for item in unknown.items)

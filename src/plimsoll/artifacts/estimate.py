@@ -59,6 +59,7 @@ class StageEstimate(msgspec.Struct, frozen=True, kw_only=True):
     ``allocated_bytes`` is the peak of live tensors, ``reserved_bytes`` what the caching allocator holds for them,
     ``None`` on a CPU, which has no such allocator.
     ``unmanaged_bytes`` and ``recomputed_bytes`` are the allocated peaks without a plan and with everything recomputed.
+    ``whole_error`` is by how much ``total_bytes`` may be off, as a share, where published runs of the kind tell.
     """
 
     stage: int
@@ -75,6 +76,7 @@ class StageEstimate(msgspec.Struct, frozen=True, kw_only=True):
     bubble_share: float
     plans: tuple[Plan, ...] = ()
     """The decisions of each stage of this rank, where memory was managed under a budget."""
+    whole_error: float | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -83,7 +85,11 @@ class StageEstimate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def error_bytes(self) -> int:
-        """Half the width of the range of ``total_bytes``: errors of the items add up, none is taken to cancel another."""
+        """Half the width of the range of ``total_bytes``: what published runs of the kind show; without any, errors of the
+        items add up, and none is taken to cancel another.
+        """
+        if self.whole_error is not None:
+            return round(self.whole_error * self.total_bytes)
         return sum(item.error_bytes for item in self.items)
 
     @property

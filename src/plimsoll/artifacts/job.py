@@ -195,7 +195,8 @@ def parse_precision(text: str | Precision | None) -> Precision | None:
 class Techniques(msgspec.Struct, frozen=True, kw_only=True):
     """Techniques by their keys; what is empty, 0 or ``False`` is not used.
 
-    ``gradients``: the type in which they are accumulated and reduced, where it is not that of the parameters (``fp32``).
+    ``gradients``: the type in which they are accumulated and reduced, where it is not that of the parameters (``fp32``;
+    ``both``: those in the parameters' type stay beside them).
     ``reduce``: FSDP's ``reduce_dtype`` under ``fsdp-bf16`` (``fp32`` by default). ``loss``: ``chunked`` (head and loss in
     pieces, ``plimsoll.chunked``), ``fused`` (one kernel that leaves the gradient in the place of the logits),
     ``fused-linear`` (both), ``vocabulary-parallel`` (what tensor parallelism does here anyway). ``lora``, ``qlora``: the rank
@@ -204,7 +205,9 @@ class Techniques(msgspec.Struct, frozen=True, kw_only=True):
     recipe of torchao (``tensorwise``, ``rowwise``) or Transformer Engine (``delayed``, ``current``, ``mxfp8``). ``offload``:
     what is the host's, with ``+`` between them: ``optimizer``, ``parameters`` (with gradients and the optimizer),
     ``activations``. ``packed``: tokens of a document, of which each sample holds several. ``padded``: percent of the tokens
-    that are padding.
+    that are padding. ``megatron``: blocks as Megatron-Core runs them on Transformer Engine. ``fp8_weights``: weights of
+    products in fp8 are held in fp8 alone. ``comm_overlap``: what Megatron's ``tp_comm_overlap`` and
+    ``overlap_param_gather`` hide. ``expandable_segments``: the allocator's setting of that name.
     """
 
     gradients: str = ""
@@ -221,6 +224,15 @@ class Techniques(msgspec.Struct, frozen=True, kw_only=True):
     adapters: int = 0
     packed: int = 0
     padded: int = 0
+    megatron: bool = False
+    fp8_weights: bool = False
+    comm_overlap: bool = False
+    expandable_segments: bool = False
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether neighbouring ops of a block are one kernel."""
+        return self.compile or self.megatron
 
     @property
     def on_host(self) -> frozenset[str]:
@@ -245,7 +257,7 @@ class Techniques(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _VALUES = {
-    "gradients": ("fp32",),
+    "gradients": ("fp32", "both"),
     "reduce": ("fp32", "bf16"),
     "loss": ("chunked", "fused", "fused-linear", "vocabulary-parallel"),
     "fp8": ("tensorwise", "rowwise", "delayed", "current", "mxfp8"),
@@ -255,7 +267,15 @@ _VALUES = {
 """Keys that take one of these words."""
 _SETS = ("offload",)
 """Keys that take several of their words."""
-_FLAGS = ("optimizer-in-backward", "tf32", "compile")
+_FLAGS = (
+    "optimizer-in-backward",
+    "tf32",
+    "compile",
+    "megatron",
+    "fp8-weights",
+    "comm-overlap",
+    "expandable-segments",
+)
 """Keys that stand alone."""
 _COUNTS = {"lora": 16, "qlora": 16, "adapters": 64, "packed": 1024, "padded": 30}
 """Keys that take a whole number above 0, such as this."""

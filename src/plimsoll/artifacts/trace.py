@@ -67,7 +67,8 @@ class OpSpec(msgspec.Struct, frozen=True, kw_only=True):
     For a collective ``group`` is the dimension of the layout over which it runs (``tp``, ``cp``, ``ep``, ``dp``, ``pp``), and
     ``moved_bytes`` the size of the whole tensor on one rank: the gathered one, the one to be reduced, the one exchanged.
     For a matrix product ``product`` is batch, rows, columns and inner size. ``is_causal`` is attention whose kernel skips the
-    masked half of the scores, which ``flops`` count.
+    masked half of the scores, which ``flops`` count. ``beside`` are the cost keys of products beside which a collective runs in
+    pieces.
     """
 
     name: str
@@ -77,6 +78,7 @@ class OpSpec(msgspec.Struct, frozen=True, kw_only=True):
     group: str = ""
     product: tuple[int, int, int, int] | None = None
     is_causal: bool = False
+    beside: tuple[str, ...] = ()
 
 
 class TraceParameter(msgspec.Struct, frozen=True, kw_only=True):

@@ -161,7 +161,8 @@ def _job(
     if key not in traces:
         traced = _traced(request, layout, progress)
         whole = None if traced.facts.sequence is None else traced.facts.sequence * layout.cp
-        step = with_techniques(traced.trace, setting.how, whole)
+        reads_both_ways = "mxf8" in setting.device.peak_flops_per_second
+        step = with_techniques(traced.trace, setting.how, whole, reads_both_ways=reads_both_ways)
         traces[key] = traced, with_context_parallel(step, layout.cp)
     traced, step = traces[key]
     return EstimateJob(setting, traced, step)

@@ -23,7 +23,7 @@ from plimsoll.estimator.budget import RankMemory, budget_items, framework_items,
 from plimsoll.estimator.lowering import SwitchedModel, lower
 from plimsoll.estimator.parallelism.layouts import layout_notes
 from plimsoll.estimator.parallelism.members import stage_counts
-from plimsoll.estimator.parallelism.rank import sharding_notes
+from plimsoll.estimator.parallelism.rank import PARTLY_SHARDED, sharding_notes
 from plimsoll.estimator.parallelism.stages import split_stages
 from plimsoll.estimator.pipeline_schedule.orders import held_bytes, pipeline_orders
 from plimsoll.estimator.pipeline_schedule.timeline import (
@@ -46,6 +46,8 @@ ROOFLINE_ERROR = 0.3
 _TUNED_ERRORS = {("A100", False): 0.15, ("H100", False): 0.12, ("A100", True): 0.17}
 """By device and whether there are tensor or pipeline ranks: 80% of the published runs that were tuned on lie within that, and
 ``docs/claims.md`` says how many of those that were held out. All of them are dense models of text, in 16 bits."""
+_TUNED_MEMORY = {("A100", True): 0.06, ("H100", False): 0.08, ("H200", False): 0.08}
+"""The same for the whole of a rank's memory: pipelines in 16 bits on A100, FSDP with expandable segments on H100 and H200."""
 _WORTH_CHUNKING = 0.03
 """A chunked loss is mentioned where it takes this share off the peak."""
 
@@ -106,7 +108,7 @@ class EstimateJob:
         counts = stage_counts(
             self.trace, layout, self.facts, lambda: roofline_costs(self.trace, setting.device, layout)
         )
-        cut = split_stages(self.trace, layout, counts=counts)
+        cut = split_stages(self.trace, layout, counts=counts, keeps_sent=not setting.how.megatron)
         flights = held_bytes(self.orders, [1] * len(cut))  # all stages of a rank together, where it has several
         return [
             [StageOfRank(setting, cut[stage], flights[position]) for stage in range(position, len(cut), layout.pp)]
@@ -211,12 +213,14 @@ class EstimateJob:
             seconds=self._seconds(rank),
             bubble_share=timeline.bubble_shares[position],
             plans=tuple(each.plan for each in rank.decided if each.plan is not None),
+            whole_error=self._memory_error(),
         )
 
     def _allocator_use(self, rank: Rank, *, is_expandable: bool = False) -> AllocatorUse | None:
         """The caching allocator over the step in which the peak lies."""
         if not self.setting.is_gpu:
             return None
+        is_expandable = is_expandable or self.setting.how.expandable_segments
         events = (*rank.lasting_events(), *allocation_events(rank.decided[rank.tightest].simulation))
         return simulate_allocator(events, AllocatorSettings(is_expandable=is_expandable))
 
@@ -265,12 +269,28 @@ class EstimateJob:
             basis=Basis.MODELLED,
         )
 
+    @property
+    def _is_like_published(self) -> bool:
+        """Whether the runs that were tuned on are of this kind: dense models of text whose products are in 16 bits."""
+        facts = self.facts
+        return bool(facts.sequence) and not facts.experts and self.layout.cp == 1 and "f32" not in self._types()
+
+    @property
+    def _family(self) -> str:
+        return self.setting.device.name.partition("-")[0]
+
     def _speed_error(self) -> float:
         """By what was tuned on runs of the kind."""
-        layout, facts, device = self.layout, self.facts, self.setting.device
-        is_like_those = facts.sequence and not facts.experts and layout.cp == 1 and "f32" not in self._types()
-        kind = (device.name.partition("-")[0], max(layout.tp, layout.pp) > 1)
-        return _TUNED_ERRORS.get(kind, ROOFLINE_ERROR) if is_like_those else ROOFLINE_ERROR
+        kind = (self._family, max(self.layout.tp, self.layout.pp) > 1)
+        return _TUNED_ERRORS.get(kind, ROOFLINE_ERROR) if self._is_like_published else ROOFLINE_ERROR
+
+    def _memory_error(self) -> float | None:
+        """By what was tuned on runs of the kind, ``None`` for other kinds."""
+        layout, how = self.layout, self.setting.how
+        is_known = layout.pp > 1 or (layout.zero >= PARTLY_SHARDED and how.expandable_segments)
+        if not is_known or not self._is_like_published or how.is_adapting or how.offload:
+            return None
+        return _TUNED_MEMORY.get((self._family, layout.pp > 1))
 
     def _types(self) -> set[str]:
         """What the matrix products are computed in."""

@@ -71,8 +71,10 @@ class Setting:
         on_host = "parameters" in self.how.on_host
         if self.precision is Precision.FSDP_BF16:
             return HeldTypes(shards=True, reduced=self.how.reduce != "bf16", gradients=True, on_host=on_host)
-        is_wide = self.how.gradients == "fp32"
-        return HeldTypes(reduced=is_wide, gradients=is_wide, on_host=on_host)
+        is_wide = bool(self.how.gradients)
+        return HeldTypes(
+            reduced=is_wide, gradients=is_wide, on_host=on_host, own_gradients=self.how.gradients == "both"
+        )
 
     @property
     def is_sending(self) -> bool:
@@ -131,9 +133,15 @@ def _check_techniques(setting: Setting) -> None:
         )
     if how.gradients and setting.precision in narrow and not setting.has_master_weights:
         raise InvalidOption(
-            f"gradients=fp32 with parameters in {setting.precision} and no master weights.",
+            f"gradients={how.gradients} with parameters in {setting.precision} and no master weights.",
             why="torch's optimizers take a gradient in the type of its parameter; f32 ones are for master weights",
             next="add master weights, or leave gradients= out",
+        )
+    if how.gradients == "both" and (setting.precision not in narrow or layout.zero >= PARTLY_SHARDED):
+        raise InvalidOption(
+            f"gradients=both in {setting.precision or 'the types of the model'} with {layout}.",
+            why="gradients of 16 bits stay beside f32 ones where nothing shards them",
+            next="take precision bf16 or fp16 with zero=1 or none, or gradients=fp32",
         )
     if how.tf32 and "tf32" not in setting.device.peak_flops_per_second:
         raise InvalidOption(
@@ -141,6 +149,7 @@ def _check_techniques(setting: Setting) -> None:
         )
     _check_offload(setting)
     _check_fp8(setting)
+    _check_megatron(setting)
     if how.padded >= _ALL_PERCENT:
         raise InvalidOption(
             f"padded={how.padded} leaves no token.",
@@ -188,6 +197,24 @@ def _check_fp8(setting: Setting) -> None:
             why="Transformer Engine holds weights in fp8 beside those in 16 bits, and how it shards them is not modelled",
             next="take zero=2 or less, or fp8=tensorwise or fp8=rowwise",
         )
+
+
+def _check_megatron(setting: Setting) -> None:
+    """Refuse what would say nothing, or the same thing in two ways."""
+    how, layout, found = setting.how, setting.layout, ("", "", "")
+    if how.megatron and how.compile:
+        found = "megatron with compile", "both say which kernels blocks run in", "leave one of them out"
+    elif how.fp8_weights and how.fp8 not in _OF_TRANSFORMER_ENGINE:
+        recipes = ", ".join(_OF_TRANSFORMER_ENGINE)
+        found = "fp8-weights", "Transformer Engine holds them so", f"add fp8= with one of its recipes: {recipes}"
+    elif how.comm_overlap and not ((layout.tp > 1 and layout.sequence_parallel) or (layout.zero and layout.shards > 1)):
+        what = "it hides collectives of sequence parallelism, and gathers of ZeRO"
+        found = f"comm-overlap with {layout}", what, "give tp= with sp, or zero=1 with dp=, or leave it out"
+    elif how.expandable_segments and not setting.is_gpu:
+        what = "it is a setting of the caching allocator"
+        found = f"expandable-segments on {setting.device.name}", what, "leave it out, or name a GPU"
+    if found[0]:
+        raise InvalidOption(f"{found[0]}.", why=found[1], next=found[2])
 
 
 def _check_adapters(setting: Setting) -> None:
@@ -329,7 +356,7 @@ class StageOfRank:
     @cached_property
     def unmanaged(self) -> Simulation:
         """The step that keeps everything."""
-        choose = choose_min_cut if self.setting.how.compile else choose_none
+        choose = choose_min_cut if self.setting.how.is_fused else choose_none
         return run_choices(self.index, choose(self.index, ""))
 
     @cached_property
@@ -345,7 +372,7 @@ class StageOfRank:
     @cached_property
     def overlap(self) -> OverlappedSeconds:
         """The same beside data-parallel collectives, which wait and are waited for."""
-        return overlapped_seconds(self.trace, self.costs)
+        return overlapped_seconds(self.trace, self.costs, gathers_late=self.setting.how.comm_overlap)
 
     @property
     def lasting_classes(self) -> Counter[str]:
@@ -365,7 +392,7 @@ class StageOfRank:
             InvalidStrategy: no such strategy.
         """
         if strategy != AUTO and "activations" in self.setting.how.on_host:
-            named = choose_min_cut if strategy == NOTHING and self.setting.how.compile else None
+            named = choose_min_cut if strategy == NOTHING and self.setting.how.is_fused else None
             choices = named(self.index, "") if named else strategy_choices(self.index, strategy)
             return Decided(run_choices(self.index, send_kept(self.index, choices)))
         if strategy == NOTHING:

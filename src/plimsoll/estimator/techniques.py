@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import bisect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from plimsoll.artifacts.job import Techniques
-from plimsoll.artifacts.trace import Category, OpSpec, Phase, Trace
+from plimsoll.artifacts.region import Origin, Value
+from plimsoll.artifacts.trace import Category, OpSpec, Phase, RegionCall, Trace
 from plimsoll.errors import InvalidOption
 from plimsoll.estimator.parallelism.editing import Edit
 from plimsoll.planning.costing.roofline import FUSED, is_product
@@ -26,11 +27,15 @@ _PASSES_OF_FUSED_LOSS = 3
 """A fused loss reads the logits for their largest and their sum, reads them again, and writes the gradient."""
 
 
-def with_techniques(trace: Trace, how: Techniques, sequence: int | None = None) -> Trace:
+def with_techniques(
+    trace: Trace, how: Techniques, sequence: int | None = None, *, reads_both_ways: bool = False
+) -> Trace:
     """The step of one micro-batch under techniques that change the model's own ops; ``sequence`` are the tokens of a sample.
 
+    ``reads_both_ways`` says that the device's fp8 products take operands by rows and by columns from one copy (Blackwell).
+
     Raises:
-        InvalidOption: the loss is to be computed otherwise, and the step has none over classes.
+        InvalidOption: the loss is to be computed otherwise, and the step has none over classes; a technique finds nothing.
 
     Example:
         >>> with_techniques(trace, Techniques(tf32=True))  # doctest: +SKIP
@@ -38,20 +43,24 @@ def with_techniques(trace: Trace, how: Techniques, sequence: int | None = None) 
     if how.tf32:
         specs = {key: _in_tf32(spec) for key, spec in trace.specs.items()}
         trace = replace(trace, specs=specs)
-    if how.compile:
+    if how.is_fused:
         trace = _with_compiled_blocks(trace)
+    if how.megatron:
+        trace = _as_megatron_saves(trace)
     if how.packed:
         trace = _with_documents(trace, how.packed, sequence)
     if how.fp8:
-        trace = _with_fp8(trace, how)
+        trace = _with_fp8(trace, how, reads_both_ways=reads_both_ways)
+    if how.comm_overlap:
+        trace = _with_hidden_collectives(trace)
     if how.loss in ("chunked", "fused", "fused-linear"):
-        head = find_head(trace)
+        head = find_head(trace, is_divided=how.loss == "fused")
         if head is None:
             raise InvalidOption(
                 f"loss={how.loss}, but {trace.model} has no head with a loss over classes.",
                 why="it is found as a log-softmax behind a matrix product, outside of the blocks; tensor parallelism has "
-                "its own loss, which never holds all logits",
-                next="leave loss= out",
+                "its own loss, which never holds all logits, and can only be fused",
+                next="leave loss= out, or with tensor parallelism write loss=fused",
             )
         if how.loss != "chunked":
             trace = _with_fused_loss(trace, head, how.loss)
@@ -94,29 +103,34 @@ _FP8 = {
     "mxfp8": _Fp8(1, 1 + 1 / 32, is_held=True, multiple=32),
 }
 _NARROW = ("bf16", "f16")
+_LINEAR = ("mm", "addmm")
 _BOTH_WAYS = 2
 """Transformer Engine casts a tensor by rows and by columns at once: one for the product now, one for that of backward."""
 
 
-def _with_fp8(trace: Trace, how: Techniques) -> Trace:
+def _with_fp8(trace: Trace, how: Techniques, *, reads_both_ways: bool) -> Trace:
     """Products of blocks in fp8.
 
     torchao's ``Float8Linear`` casts both operands right before each product, and saves inputs in 16 bits. Transformer Engine
-    casts an input, a weight and a gradient once, saves inputs in fp8, and holds weights in fp8 both ways beside those in 16
-    bits. A tensor's scale wants it read once before it is cast; a row's is found while it is, where that is compiled.
+    casts an input, a weight and a gradient once, saves inputs in fp8 (beside 16 bits where another op saves them too), holds
+    weights in fp8 both ways beside those in 16 bits or in the place of them, and gathers what goes into products in fp8. A
+    tensor's scale wants it read once before it is cast; a row's is found while it is, where that is compiled.
 
     Source: torchao's ``Float8Linear``; NVIDIA/TransformerEngine issues 1261, 1764, 1880 and pull requests 2168 and 2343. Known
     weakness: casts are counted where products first run, not where blocks run them again; weights in fp8 are counted for the
     whole step, as with several micro-batches.
     """
     edit, recipe = Edit(trace), _FP8[how.fp8]
+    cast_share, again = _casts_of_inputs(trace) if recipe.is_held else ({}, set())
+    copies = 1 if reads_both_ways and recipe.multiple < _FP8["mxfp8"].multiple else _BOTH_WAYS
+    held_weights: dict[str, int] = {}
     reads = 1 if how.fp8 == "rowwise" and how.compile else recipe.reads
     weights = {s.born for s in trace.storages if s.category is Category.GRADIENT}
     specs, ticks = dict(trace.specs), []
     for tick, op in enumerate(trace.ops):
         spec = trace.specs[op.cost_key]
         sizes = spec.product
-        if op.region < 0 or spec.name not in ("mm", "addmm") or sizes is None or spec.dtype not in _NARROW:
+        if op.region < 0 or spec.name not in _LINEAR or sizes is None or spec.dtype not in _NARROW:
             continue
         batch, rows, columns, inner = sizes
         if any(size % recipe.multiple for size in (rows, columns, inner)):
@@ -127,13 +141,12 @@ def _with_fp8(trace: Trace, how: Techniques) -> Trace:
         written, held = elements, elements
         if recipe.is_held:
             is_forward = op.phase is Phase.FORWARD
-            if tick in weights:
-                continue  # both operands were cast for the products before
-            elements -= 0 if is_forward else batch * inner * columns
-            written, held = _BOTH_WAYS * elements, batch * inner * rows * (1 if is_forward else _BOTH_WAYS)
             if is_forward:
-                bytes_ = int(_BOTH_WAYS * recipe.bytes * batch * inner * columns)
-                edit.add(bytes_, Category.TEMPORARY, f"weight in fp8:{op.module}.weight", -1, None)
+                held_weights[f"{op.module}.weight"] = int(copies * recipe.bytes * batch * inner * columns)
+            if tick in weights or tick in again:
+                continue  # both operands were cast for the products before
+            elements = int(batch * inner * rows * cast_share.get(tick, 1.0))
+            written, held = _BOTH_WAYS * elements, batch * inner * rows * (1 if is_forward else _BOTH_WAYS)
         moved_bytes = 2 * reads * elements + int(recipe.bytes * written)
         cast = OpSpec(name="fp8_cast", flops=0, moved_bytes=moved_bytes, dtype=spec.dtype)
         made = edit.op(tick, op.module, f"fp8_cast({moved_bytes})", cast)
@@ -144,18 +157,84 @@ def _with_fp8(trace: Trace, how: Techniques) -> Trace:
             why=f"it runs 16-bit products of linear layers in blocks, of sizes that {recipe.multiple} divides",
             next="take precision bf16, bf16-mixed or fsdp-bf16, or leave fp8= out",
         )
-    inputs = _saved_by_products(trace, ticks) if recipe.is_held else {}
-    for storage, last in inputs.items():
+    _hold_weights(edit, held_weights, is_alone=how.fp8_weights)
+    saved, others = _saved_by_products(trace, ticks) if recipe.is_held else ({}, set())
+    shares = {storage: recipe.bytes / 2 + (storage in others) for storage in saved}
+    for storage, last in saved.items():
         wide = trace.storages[storage]
-        rest = wide.bytes - int(wide.bytes * recipe.bytes / 2)
-        edit.add(rest, Category.TEMPORARY, f"{wide.label} until it is in fp8", wide.born, last + 1)
+        rest = wide.bytes - int(wide.bytes * shares[storage])
+        if rest > 0:
+            edit.add(rest, Category.TEMPORARY, f"{wide.label} until it is in fp8", wide.born, last + 1)
     found = edit.finish(parameters=trace.parameters, notes=())
     found = replace(found, specs=found.specs | {key: specs[key] for key in trace.specs})
-    return _narrowed(found, frozenset(inputs), recipe.bytes / 2)
+    return _resized(_gathering_in_fp8(found, recipe.bytes / 2) if recipe.is_held else found, shares)
 
 
-def _saved_by_products(trace: Trace, ticks: list[int]) -> dict[int, int]:
-    """Storages of 16 bits that only these products save, with the last of them in forward."""
+def _hold_weights(edit: Edit, held_bytes: dict[str, int], *, is_alone: bool) -> None:
+    """Weights in fp8, beside those in 16 bits or in their place."""
+    storages = {parameter.name: parameter.storage for parameter in edit.trace.parameters}
+    for name, size in held_bytes.items():
+        if is_alone and storages.get(name, -1) >= 0:
+            wide = edit.trace.storages[storages[name]]
+            edit.change(wide.id, wide.born, None, bytes=size)
+        else:
+            edit.add(size, Category.TEMPORARY, f"weight in fp8:{name}", -1, None)
+
+
+def _casts_of_inputs(trace: Trace) -> tuple[dict[int, float], set[int]]:
+    """By tick of a product in forward the share of its input that is cast, for one that is gathered after the cast; and
+    those whose input was cast for a product before.
+    """
+    shares: dict[int, float] = {}
+    again: set[int] = set()
+    for call in trace.regions:
+        graph, seen = call.graph, set[int]()
+        for op in graph.ops:
+            inputs = [v for v in op.reads if graph.values[v].origin in (Origin.OP, Origin.INPUT)]
+            if op.name not in _LINEAR or not inputs:
+                continue
+            value = graph.values[inputs[0]]
+            if value.storage in seen:
+                again.add(op.tick)
+            seen.add(value.storage)
+            maker = graph.ops[value.producer] if value.producer >= 0 else None
+            if maker is not None and maker.reads and _is_gather(trace, maker.cost_key):
+                shares[op.tick] = min(graph.values[maker.reads[0]].bytes / max(value.bytes, 1), 1.0)
+    return shares, again
+
+
+def _gathering_in_fp8(trace: Trace, share: float) -> Trace:
+    """Tensor-parallel gathers within blocks with a share of their bytes."""
+    gathers = [t for t, op in enumerate(trace.ops) if op.region >= 0 and _is_gather(trace, op.cost_key)]
+    keys = {tick: f"{trace.ops[tick].cost_key}@fp8" for tick in gathers}
+    wide = {key: trace.specs[trace.ops[tick].cost_key] for tick, key in keys.items()}
+    narrow = {key: replace(spec, moved_bytes=int(share * spec.moved_bytes)) for key, spec in wide.items()}
+    return _with_cost_keys(trace, keys, narrow)
+
+
+def _is_gather(trace: Trace, cost_key: str) -> bool:
+    spec = trace.specs[cost_key]
+    return spec.group == "tp" and spec.name.endswith("all_gather")
+
+
+def _with_cost_keys(trace: Trace, keys: Mapping[int, str], specs: dict[str, OpSpec]) -> Trace:
+    """The trace with other cost keys at some ticks, in the ops of regions as well."""
+    ops = tuple(replace(op, cost_key=keys.get(tick, op.cost_key)) for tick, op in enumerate(trace.ops))
+    regions = tuple(
+        replace(
+            call,
+            graph=replace(
+                call.graph,
+                ops=tuple(replace(op, cost_key=ops[op.tick].cost_key) if op.tick >= 0 else op for op in call.graph.ops),
+            ),
+        )
+        for call in trace.regions
+    )
+    return replace(trace, ops=ops, specs=trace.specs | specs, regions=regions)
+
+
+def _saved_by_products(trace: Trace, ticks: list[int]) -> tuple[dict[int, int], set[int]]:
+    """Storages of 16 bits that these products save, with the last of them in forward; and what other ops save."""
     products, found, others = frozenset(ticks), dict[int, int](), set[int]()
     for call in trace.regions:
         starts = [op.tick for op in call.graph.ops]
@@ -164,14 +243,19 @@ def _saved_by_products(trace: Trace, ticks: list[int]) -> dict[int, int]:
                 continue
             value = call.graph.values[slot.value]
             saver = call.graph.ops[min(bisect.bisect_left(starts, slot.packed), len(starts) - 1)]
-            if saver.tick in products and slot.value in saver.reads and value.producer >= 0:
+            if (
+                trace.ops[slot.unpacked].name in _LINEAR
+                and saver.tick in products
+                and slot.value in saver.reads
+                and value.producer >= 0
+            ):
                 found[value.storage] = max(found.get(value.storage, -1), saver.tick)
             else:
                 others.add(value.storage)
-    return {storage: last for storage, last in found.items() if storage not in others}
+    return found, others
 
 
-def _narrowed(trace: Trace, storages: frozenset[int], share: float) -> Trace:
+def _resized(trace: Trace, shares: Mapping[int, float]) -> Trace:
     """The trace with a share of these storages' bytes, wherever they stand."""
     regions = tuple(
         replace(
@@ -179,15 +263,91 @@ def _narrowed(trace: Trace, storages: frozenset[int], share: float) -> Trace:
             graph=replace(
                 call.graph,
                 values=tuple(
-                    replace(value, bytes=int(value.bytes * share)) if value.storage in storages else value
+                    replace(value, bytes=int(value.bytes * shares[value.storage])) if value.storage in shares else value
                     for value in call.graph.values
                 ),
             ),
         )
         for call in trace.regions
     )
-    sized = tuple(replace(s, bytes=int(s.bytes * share)) if s.id in storages else s for s in trace.storages)
+    sized = tuple(replace(s, bytes=int(s.bytes * shares[s.id])) if s.id in shares else s for s in trace.storages)
     return replace(trace, regions=regions, storages=sized)
+
+
+def _as_megatron_saves(trace: Trace) -> Trace:
+    """What blocks of Megatron-Core on Transformer Engine save: inputs of norms in the type they come in, and under sequence
+    parallelism each rank's part of what is gathered, which backward gathers again.
+
+    Source: Korthikanti et al. 2022, section 4.2.2; TransformerEngine's ``LayerNormLinear`` and ``LayerNormMLP``.
+    """
+    edit, shares, regions = Edit(trace), dict[int, float](), list[RegionCall]()
+    for call in trace.regions:
+        graph, narrow = call.graph, dict[int, int]()
+        saved = {slot.value for slot in graph.slots if slot.is_managed}
+        for op in graph.ops:
+            if not op.reads or not op.writes or op.writes[0] not in saved:
+                continue
+            read, made = graph.values[op.reads[0]], graph.values[op.writes[0]]
+            if op.name == "_to_copy" and read.bytes < made.bytes:
+                narrow[made.id] = read.id
+            elif _is_gather(trace, op.cost_key) and made.storage not in shares:
+                shares[made.storage] = read.bytes / made.bytes
+                _gather_again(edit, call, made, shares[made.storage])
+        slots = (replace(slot, value=narrow.get(slot.value, slot.value)) for slot in graph.slots)
+        regions.append(replace(call, graph=replace(graph, slots=tuple(slots))))
+    edit.trace = replace(trace, regions=tuple(regions))
+    found = _resized(edit.finish(parameters=trace.parameters, notes=()), shares)
+    return replace(found, specs={key: _of_megatron(spec) for key, spec in found.specs.items()})
+
+
+def _of_megatron(spec: OpSpec) -> OpSpec:
+    """Attention runs in cuDNN's kernels."""
+    return replace(spec, name=spec.name.replace("flash_attention", "cudnn_attention"))
+
+
+def _gather_again(edit: Edit, call: RegionCall, value: Value, part: float) -> None:
+    """The whole of a gathered value while forward reads it, and in backward from another gather on."""
+    wide, graph = edit.trace.storages[value.storage], call.graph
+    rest = wide.bytes - int(part * wide.bytes)
+    maker = graph.ops[value.producer]
+    last = max((op.tick for op in graph.ops if value.id in op.reads), default=maker.tick)
+    slots = [slot for slot in graph.slots if slot.value == value.id and slot.is_managed]
+    edit.add(rest, Category.TEMPORARY, f"{wide.label}, gathered", wide.born, last + 1)
+    first, end = min(slot.unpacked for slot in slots), max(slot.released for slot in slots)
+    if 0 <= first < edit.last_tick:
+        again = edit.op(first, call.name, maker.cost_key, edit.trace.specs[maker.cost_key], region=call.index)
+        edit.add(rest, Category.TEMPORARY, f"{wide.label}, gathered again", again, max(end, first + 1))
+
+
+def _with_hidden_collectives(trace: Trace) -> Trace:
+    """Tensor-parallel gathers and scatters of blocks in pieces, beside the products between them and the next.
+
+    Source: Megatron-Core's ``tp_comm_overlap`` (Transformer Engine's userbuffers); torch's asynchronous tensor parallelism
+    does the same.
+    """
+    specs: dict[str, OpSpec] = {}
+    keys: dict[int, str] = {}
+    gather, products, place = -1, list[str](), (-1, Phase.FORWARD)
+
+    def hide(tick: int) -> None:
+        if tick >= 0 and products:
+            alone = trace.ops[tick].cost_key
+            keys[tick] = f"{alone}|{'|'.join(products)}"
+            specs[keys[tick]] = replace(trace.specs[alone], beside=tuple(products))
+
+    for tick, op in enumerate(trace.ops):
+        spec = trace.specs[op.cost_key]
+        if (op.region, op.phase) != place:
+            hide(gather)
+            gather, products, place = -1, [], (op.region, op.phase)
+        if op.region >= 0 and spec.group == "tp":
+            hide(gather)
+            if spec.name.endswith("reduce_scatter"):
+                hide(tick)
+            gather, products = tick if _is_gather(trace, op.cost_key) else -1, []
+        elif op.region >= 0 and spec.product is not None:
+            products.append(op.cost_key)
+    return _with_cost_keys(trace, keys, specs)
 
 
 def _in_tf32(spec: OpSpec) -> OpSpec:
@@ -209,11 +369,13 @@ def _with_fused_loss(trace: Trace, head: HeadAndLoss, name: str) -> Trace:
     key, freed = f"{name}_loss({head.rows}x{head.classes})", "in_fused_loss()"
     least = head.rows * head.classes
     ops = list(trace.ops)
+    is_first = True
     for tick in range(head.first_tick + 1, end):
         spec = trace.specs[ops[tick].cost_key]
         is_product = spec.flops >= 2 * least * min(head.features, 2)
         if ops[tick].region < 0 and spec.moved_bytes >= least and not is_product:
-            ops[tick] = replace(ops[tick], cost_key=key if tick + 1 == head.loss_tick else freed)
+            ops[tick] = replace(ops[tick], cost_key=key if is_first else freed)
+            is_first = False
     moved_bytes = _PASSES_OF_FUSED_LOSS * head.bytes
     specs = {
         key: OpSpec(name="fused_cross_entropy", flops=0, moved_bytes=moved_bytes, dtype="f32"),

@@ -75,11 +75,12 @@ class HeadAndLoss(msgspec.Struct, frozen=True, kw_only=True):
         return self.rows * self.classes * self.logit_bytes
 
 
-def find_head(trace: Trace) -> HeadAndLoss | None:
+def find_head(trace: Trace, *, is_divided: bool = False) -> HeadAndLoss | None:
     """The head and the loss, ``None`` where the step has none of that kind (or the trace does not list parameters).
 
     Args:
         trace: of the step, with or without regions.
+        is_divided: also a loss over logits that are divided among tensor-parallel ranks.
     """
     born: dict[int, list[int]] = {}
     for storage in trace.storages:
@@ -87,7 +88,8 @@ def find_head(trace: Trace) -> HeadAndLoss | None:
     losses = [
         (trace.storages[storage].bytes, tick)
         for tick, op in enumerate(trace.ops)
-        if op.name == _LOG_SOFTMAX and op.phase is Phase.FORWARD and op.region < 0
+        if op.phase is Phase.FORWARD and op.region < 0
+        if op.name == _LOG_SOFTMAX or (is_divided and _is_divided_loss(trace, tick))
         for storage in born.get(tick, ())
     ]
     for total_bytes, loss_tick in sorted(losses, reverse=True):
@@ -102,6 +104,13 @@ def find_head(trace: Trace) -> HeadAndLoss | None:
         if best is not None:
             return best
     return None
+
+
+def _is_divided_loss(trace: Trace, tick: int) -> bool:
+    """Whether the largest logit, reduced over tensor-parallel ranks, is taken off here."""
+    before = [trace.specs[trace.ops[at].cost_key] for at in range(max(tick - 2, 0), tick)]
+    names = [trace.ops[at].name for at in range(max(tick - 2, 0), tick)]
+    return trace.ops[tick].name == "sub" and names[:1] == ["amax"] and before[-1].group == "tp"
 
 
 def _candidates(trace: Trace, total_bytes: int, item: int) -> Iterator[TraceParameter]:

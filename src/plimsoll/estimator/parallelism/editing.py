@@ -76,12 +76,14 @@ class Edit:
         spec = OpSpec(name=name, flops=0, moved_bytes=moved_bytes, dtype=dtype)
         return self.op(tick, unit, f"{name}({dtype};{moved_bytes})", spec)
 
-    def op(self, tick: int, module: str, cost_key: str, spec: OpSpec, phase: Phase | None = None) -> Inserted:
-        """Insert any op before a tick; its phase is that of the op there, or backward at the end."""
+    def op(
+        self, tick: int, module: str, cost_key: str, spec: OpSpec, phase: Phase | None = None, *, region: int = -1
+    ) -> Inserted:
+        """Insert any op before a tick, of a region or of none; its phase is that of the op there, or backward at the end."""
         if phase is None:
             phase = self.trace.ops[tick].phase if tick < len(self.trace.ops) else Phase.BACKWARD
         self._positions.append(tick)
-        self._ops.append(TraceOp(name=spec.name, module=module, phase=phase, cost_key=cost_key))
+        self._ops.append(TraceOp(name=spec.name, module=module, phase=phase, cost_key=cost_key, region=region))
         self._specs[cost_key] = spec
         return Inserted(len(self._ops) - 1)
 

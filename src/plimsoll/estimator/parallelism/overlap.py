@@ -8,7 +8,7 @@ runs the data-parallel collectives, one after the other.
     either                 is waited for by the copy out that follows it
     reduce_scatter         starts when its gradients were copied in; the next copy-in waits for it, and the end of backward
     all_reduce             starts when its bucket is full; the end of the last backward waits
-    all_gather, optimizer  follows the step; nothing hides it
+    all_gather, optimizer  follows the step; nothing hides it, or the next forward does (Megatron's overlap_param_gather)
 
 Source: FSDP2 and DDP of torch 2.13. Known weaknesses: collectives take nothing from the kernels beside them (in fact they
 occupy some multiprocessors and bandwidth), gathers and reductions share one stream here and have one each in FSDP2, and the
@@ -54,15 +54,16 @@ class OverlappedSeconds:
         return 1.0 - self.exposed_seconds / self.communication_seconds if self.communication_seconds else 1.0
 
 
-def overlapped_seconds(trace: Trace, costs: Costs) -> OverlappedSeconds:
-    """Seconds of one rank with its data-parallel collectives running beside its ops.
+def overlapped_seconds(trace: Trace, costs: Costs, *, gathers_late: bool = False) -> OverlappedSeconds:
+    """Seconds of one rank with its data-parallel collectives beside its ops, with ``gathers_late`` the optimizer's too.
 
     Example:
         >>> seconds = overlapped_seconds(trace, roofline_costs(trace, device, layout))  # doctest: +SKIP
         >>> f"{seconds.hidden_share:.0%} of the collectives are hidden"  # doctest: +SKIP
         '97% of the collectives are hidden'
     """
-    every, last = _Streams(trace, costs, reduces=False), _Streams(trace, costs, reduces=True)
+    every = _Streams(trace, costs, reduces=False, gathers_late=gathers_late)
+    last = _Streams(trace, costs, reduces=True, gathers_late=gathers_late)
     computing = dict.fromkeys(Phase, 0.0)
     communicating = 0.0
     for op in trace.ops:
@@ -71,19 +72,15 @@ def overlapped_seconds(trace: Trace, costs: Costs) -> OverlappedSeconds:
             computing[op.phase] += seconds
         elif op.phase is not Phase.OPTIMIZER and op.name != _ALL_REDUCE:
             communicating += seconds
-    forward_seconds, backward_seconds = (
-        every.ends[Phase.FORWARD],
-        every.ends[Phase.BACKWARD] - every.ends[Phase.FORWARD],
-    )
+    forward_seconds = every.ends[Phase.FORWARD]
+    backward_seconds = every.ends[Phase.BACKWARD] - forward_seconds
     return OverlappedSeconds(
         forward_seconds=forward_seconds,
         backward_seconds=backward_seconds,
         reduction_seconds=max(0.0, last.ends[Phase.BACKWARD] - every.ends[Phase.BACKWARD]),
         optimizer_seconds=every.ends[Phase.OPTIMIZER] - every.ends[Phase.BACKWARD],
         communication_seconds=communicating,
-        exposed_seconds=max(
-            0.0, forward_seconds + backward_seconds - computing[Phase.FORWARD] - computing[Phase.BACKWARD]
-        ),
+        exposed_seconds=max(0.0, every.ends[Phase.BACKWARD] - computing[Phase.FORWARD] - computing[Phase.BACKWARD]),
     )
 
 
@@ -95,8 +92,10 @@ def _is_shared(trace: Trace, cost_key: str) -> bool:
 class _Streams:
     """Walks through a trace with two clocks. ``ends`` is the time at which each phase is over."""
 
-    def __init__(self, trace: Trace, costs: Costs, *, reduces: bool) -> None:
+    def __init__(self, trace: Trace, costs: Costs, *, reduces: bool, gathers_late: bool) -> None:
         self.now = 0.0
+        self.gathers_late = gathers_late
+        self.late = 0.0
         self.busy_until = 0.0
         self.copied_out = 0.0
         self.gathered: list[float] = []
@@ -116,6 +115,7 @@ class _Streams:
         self._leave(phase)
         for each in Phase:
             self.ends.setdefault(each, self.now)
+        self.ends[Phase.OPTIMIZER] += max(0.0, self.late - self.ends[Phase.FORWARD])
 
     def _compute(self, name: str, seconds: float) -> None:
         if name == _COPY_OUT and self.gathered:
@@ -127,6 +127,9 @@ class _Streams:
             self.copied_out = self.now
 
     def _communicate(self, name: str, phase: Phase, seconds: float) -> None:
+        if self.gathers_late and phase is Phase.OPTIMIZER and name == _ALL_GATHER:
+            self.late += seconds
+            return
         is_gather = name in (_ALL_GATHER, HOST_COPY)
         may_start = self.copied_out if is_gather and phase is Phase.FORWARD else self.now
         end = self.busy_until = max(may_start, self.busy_until) + seconds

@@ -63,7 +63,7 @@ def accumulate(edit: Edit, gradients: Sequence[Gradients], held: HeldTypes) -> N
         times = each.unit.times(is_wide=held.gradients)
         for storage in each.storages:
             edit.add(times * storage.bytes, Category.GRADIENT, f"accumulated {storage.label}", -1, None)
-            _make_passing(edit, storage)
+            _make_passing(edit, storage, held)
 
 
 def step_early(edit: Edit, gradients: Sequence[Gradients], optimizer: OptimizerUse) -> None:
@@ -94,14 +94,16 @@ def reduce_in_buckets(edit: Edit, gradients: Sequence[Gradients], held: HeldType
             size = times * sum(storage.bytes for storage in bucket)
             edit.add(size, Category.GRADIENT, f"bucket {number} of {kind}", -1, None)
             for storage in bucket:
-                _make_passing(edit, storage)
+                _make_passing(edit, storage, held)
             full = min(bucket[-1].born + 1, edit.last_tick)
             dtype = "f32" if times > 1 else mine[0].unit.dtype
             edit.collective(full, "all_reduce", f"bucket {number} of {kind}", size, dtype)
 
 
-def _make_passing(edit: Edit, storage: Storage) -> None:
+def _make_passing(edit: Edit, storage: Storage, held: HeldTypes) -> None:
     """End a gradient when it is added to what is there; a chunked loss makes its own in forward."""
+    if held.own_gradients:
+        edit.add(storage.bytes, Category.GRADIENT, f"own type of {storage.label}", -1, None)
     ops = edit.trace.ops
     made = storage.born
     if ops[made].phase is Phase.FORWARD:

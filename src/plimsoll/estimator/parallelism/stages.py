@@ -51,11 +51,14 @@ class StageTrace:
     received_bytes: int
 
 
-def split_stages(trace: Trace, layout: Layout, *, counts: Sequence[int] | None = None) -> tuple[StageTrace, ...]:
+def split_stages(
+    trace: Trace, layout: Layout, *, counts: Sequence[int] | None = None, keeps_sent: bool = True
+) -> tuple[StageTrace, ...]:
     """The step of one micro-batch, stage by stage.
 
     The trace has no optimizer step. ``counts`` are region calls per stage, by default as even as can be. The stages come in
-    the order of the model, each op in one of them; a single stage has the trace as it is.
+    the order of the model, each op in one of them; a single stage has the trace as it is. ``keeps_sent`` says whether a stage
+    holds what it sent until its backward, as torch's schedules do; Megatron-Core frees it (``deallocate_pipeline_outputs``).
 
     Raises:
         InvalidLayout: more stages than region calls, or counts that do not add up.
@@ -74,7 +77,7 @@ def split_stages(trace: Trace, layout: Layout, *, counts: Sequence[int] | None =
     crossings = find_crossings(trace, members)
     stages = []
     for index, start in enumerate(members.starts):
-        part = _Stage(trace, members, crossings, index)
+        part = _Stage(trace, members, crossings, index, keeps_sent=keeps_sent)
         stages.append(
             StageTrace(
                 index=index,
@@ -108,8 +111,11 @@ def _checked(trace: Trace, layout: Layout, counts: Sequence[int] | None) -> tupl
 class _Stage:
     """Renumbers ticks, storages and regions of one stage."""
 
-    def __init__(self, trace: Trace, members: Membership, crossings: Crossings, index: int) -> None:
+    def __init__(
+        self, trace: Trace, members: Membership, crossings: Crossings, index: int, *, keeps_sent: bool
+    ) -> None:
         self.trace = trace
+        self.keeps_sent = keeps_sent
         self.members = members
         self.crossings = crossings
         self.index = index
@@ -167,7 +173,8 @@ class _Stage:
             self._keep(storage, label=f"received {storage.label}", region=-1, born=0, dies=end)
         elif self.members.op_stages[storage.born] == self.index:
             dies = self.tick(storage.dies)
-            if self.index + 1 < self.members.stages and storage.id in self.crossings.received[self.index + 1]:
+            is_sent = self.index + 1 < self.members.stages and storage.id in self.crossings.received[self.index + 1]
+            if is_sent and self.keeps_sent:
                 dies = end
             self._keep(storage, born=self.tick(storage.born), dies=dies)
         elif self.index in self.crossings.made_anew.get(storage.id, ()):

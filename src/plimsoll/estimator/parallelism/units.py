@@ -26,13 +26,15 @@ ROOT = ""
 class HeldTypes:
     """What a rank holds in f32 although the model computes in 16 bits: shards, what is reduced, gradients that last.
 
-    ``on_host``: shards and their gradients lie there (FSDP2's ``CPUOffloadPolicy``, ZeRO-Infinity).
+    ``on_host``: shards and their gradients lie there (FSDP2's ``CPUOffloadPolicy``, ZeRO-Infinity). ``own_gradients``: those
+    in the model's type last as well (DeepSpeed's ``BF16_Optimizer`` sets them to zero and keeps them).
     """
 
     shards: bool = False
     reduced: bool = False
     gradients: bool = False
     on_host: bool = False
+    own_gradients: bool = False
 
 
 AS_COMPUTED = HeldTypes()

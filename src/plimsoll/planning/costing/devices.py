@@ -39,8 +39,9 @@ class Device:
     ``tf32`` is what an NVIDIA device uses for f32 convolutions unless told otherwise; f32 matrix products use ``f32``.
     ``memory_bytes`` is what the driver leaves to programs. ``launch_seconds`` is the least that one op takes, however small.
     ``achieved_arithmetic`` is the share of the peak that large matrix products reach, ``achieved_attention`` what fused
-    attention does, ``achieved_bandwidth`` and ``achieved_link`` those of bandwidths. ``multiprocessors`` work on a product's
-    tiles at a time, and ``watts`` is the power limit as delivered; both are 0 where they are not known.
+    attention does (cuDNN's is ``cudnn_attention`` times as fast), ``achieved_bandwidth`` and ``achieved_link`` those of
+    bandwidths. ``multiprocessors`` work on a product's tiles at a time, and ``watts`` is the power limit as delivered; both
+    are 0 where they are not known.
 
     Links are per direction and device: ``link_bytes_per_second`` to the other devices of a node, 0 for a device that works
     alone, ``network_bytes_per_second`` to other nodes, ``host_link_bytes_per_second`` to the host's
@@ -56,6 +57,7 @@ class Device:
     achieved_bandwidth: float
     source: str
     achieved_attention: float = 0.3
+    cudnn_attention: float = 1.0
     multiprocessors: int = 0
     watts: float = 0.0
     link_bytes_per_second: float = 0.0

@@ -82,7 +82,8 @@ def achieved_share(spec: OpSpec, device: Device) -> float:
     Source: NVIDIA, "Matrix Multiplication Background User's Guide", sections on tile and wave quantization.
     """
     if "attention" in spec.name:
-        return device.achieved_attention * (_ATTENTION_BACKWARD if "backward" in spec.name else 1.0)
+        kernel = device.cudnn_attention if "cudnn" in spec.name else 1.0
+        return device.achieved_attention * kernel * (_ATTENTION_BACKWARD if "backward" in spec.name else 1.0)
     if spec.product is None or not device.multiprocessors:
         return device.achieved_arithmetic
     batch, rows, columns, _ = spec.product
@@ -114,10 +115,11 @@ def roofline_costs(trace: Trace, device: Device, layout: Layout | None = None) -
     Example:
         >>> roofline_costs(trace, find_device("H100-SXM"))  # doctest: +SKIP
     """
+    alone = {key: _seconds(spec, device, layout) for key, spec in trace.specs.items()}
     return Costs(
         device=device.name,
         source=CostSource.ROOFLINE,
-        ops={key: OpCost(seconds=_seconds(spec, device, layout)) for key, spec in trace.specs.items()},
+        ops={key: OpCost(seconds=_exposed(spec, key, alone, layout)) for key, spec in trace.specs.items()},
         slot_seconds=_HOST_SLOT_SECONDS,
         replay_seconds=_HOST_REPLAY_SECONDS,
         memory_bytes=device.memory_bytes,
@@ -137,6 +139,16 @@ def _seconds(spec: OpSpec, device: Device, layout: Layout | None) -> float:
         )
     group = group_of(layout, spec.group)
     return collective_seconds(_kind(spec), spec.moved_bytes, group.ranks, device, stride=group.stride)
+
+
+def _exposed(spec: OpSpec, key: str, alone: dict[str, float], layout: Layout | None) -> float:
+    """What the products beside an op leave of it: a collective before or after them has half of their time each, and the
+    first of its pieces nothing runs beside.
+    """
+    if not spec.beside or layout is None:
+        return alone[key]
+    hidden = sum(alone[product] for product in spec.beside) / 2
+    return max(alone[key] - hidden, alone[key] / group_of(layout, spec.group).ranks)
 
 
 def _kind(spec: OpSpec) -> Collective:
