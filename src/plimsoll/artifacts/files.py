@@ -298,8 +298,11 @@ def make_folder(path: str | Path) -> None:
 
 def _unwritable(path: str | Path, error: Exception) -> PlanFileError:
     why = error.strerror if isinstance(error, OSError) else str(error)
+    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     return PlanFileError(
         f"{path} cannot be written.",
         why=why or type(error).__name__,
-        next="give a place in a directory that exists and that you may write to",
+        next="free some space, or give another place"
+        if is_full
+        else "give a place in a directory that exists and that you may write to",
     )

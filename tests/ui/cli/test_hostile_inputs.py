@@ -175,7 +175,9 @@ def test_what_would_be_fetched_is_left_out_of_a_configuration_and_said(run, tmp_
         "use_pretrained_backbone": 1,
     }
     write(tmp_path / "config.json", CONFIG | fetching)
-    assert run("plan", "config.json", "--strategy", "none", "--json").json["status"] == "OPTIMAL"
+    ran = run("plan", "config.json", "--strategy", "none", "--json")
+    assert ran.json["status"] == "OPTIMAL"
+    assert all(f"config.json: its {name} is left out" in " ".join(ran.err.split()) for name in fetching)
 
 
 @pytest.mark.parametrize("place", ["/dev/zero", "silent", "sparse", ".", "closed"])

@@ -16,7 +16,14 @@ if TYPE_CHECKING:
     from plimsoll.analysis.diagnose.measured_run import RunFigures
 
 DeviceNameOption = Annotated[
-    str, typer.Option("--device", "-d", metavar="NAME", help="From the catalogue: H100-SXM, A100-80GB, laptop-CPU …")
+    str,
+    typer.Option(
+        "--device",
+        "-d",
+        metavar="NAME",
+        help="From the catalogue: H100-SXM, A100-80GB, laptop-CPU …",
+        rich_help_panel=options.OF_THE_TARGET,
+    ),
 ]
 PrecisionOption = Annotated[
     str | None,
@@ -24,14 +31,25 @@ PrecisionOption = Annotated[
         "--precision",
         metavar="NAME",
         help="fp32, bf16, fp16, bf16-mixed, fp16-mixed or fsdp-bf16; by default the model's own.",
+        rich_help_panel=options.OF_THE_TARGET,
     ),
 ]
 OptimizerNameOption = Annotated[
     str,
-    typer.Option("--optimizer", metavar="NAME", help="adamw, adamw-fused, adamw-8bit, sgd, adafactor, muon … or none."),
+    typer.Option(
+        "--optimizer",
+        metavar="NAME",
+        help="adamw, adamw-fused, adamw-8bit, sgd, adafactor, muon … or none.",
+        rich_help_panel=options.OF_THE_TARGET,
+    ),
 ]
 MasterWeightsOption = Annotated[
-    bool, typer.Option("--master-weights", help="The optimizer keeps a copy of narrow weights in float32.")
+    bool,
+    typer.Option(
+        "--master-weights",
+        help="The optimizer keeps a copy of narrow weights in float32.",
+        rich_help_panel=options.OF_THE_TARGET,
+    ),
 ]
 LayoutOption = Annotated[
     str,
@@ -41,6 +59,7 @@ LayoutOption = Annotated[
         metavar="DEGREES",
         help="How the step is spread over ranks: dp=8,tp=8,sp,pp=4,zero=1,micro-batches=64; also cp, ep, schedule, virtual. "
         "With ranks=64,samples=512 the fastest one is searched.",
+        rich_help_panel=options.OF_THE_TARGET,
     ),
 ]
 EstimateBudgetOption = Annotated[
@@ -50,12 +69,16 @@ EstimateBudgetOption = Annotated[
         "-b",
         metavar="BYTES",
         help='Memory for the tensors of one rank: "70GiB", or auto for the device.',
+        rich_help_panel=options.OF_THE_PLAN,
     ),
 ]
 EstimateStrategyOption = Annotated[
     str | None,
     typer.Option(
-        "--strategy", "-s", help="none, full, every:K, sqrt, selective:… or auto (the default with a budget)."
+        "--strategy",
+        "-s",
+        help="none, full, every:K, sqrt, selective:… or auto (the default with a budget).",
+        rich_help_panel=options.OF_THE_PLAN,
     ),
 ]
 FrameworkOption = Annotated[
@@ -64,6 +87,7 @@ FrameworkOption = Annotated[
         "--export",
         metavar="NAME",
         help="Choose the own switches of megatron, torchtitan or transformers within the budget.",
+        rich_help_panel=options.OF_THE_PLAN,
     ),
 ]
 TechniquesOption = Annotated[
@@ -73,6 +97,7 @@ TechniquesOption = Annotated[
         "-t",
         metavar="KEYS",
         help="What else the run does: gradients=fp32, loss=fused, fp8=rowwise, offload=parameters+activations, lora=16 …",
+        rich_help_panel=options.OF_THE_TARGET,
     ),
 ]
 CompareOption = Annotated[
@@ -82,6 +107,7 @@ CompareOption = Annotated[
         metavar="FILE",
         help="A run's figures in JSON, a snapshot of torch's allocator or a profiler's trace, set beside the estimate.",
         dir_okay=False,
+        rich_help_panel=options.OF_THE_RESULT,
     ),
 ]
 SaveDeviceOption = Annotated[
@@ -91,6 +117,7 @@ SaveDeviceOption = Annotated[
         metavar="FILE",
         help="Save the device as that run measured it; --device takes the file.",
         dir_okay=False,
+        rich_help_panel=options.OF_THE_RESULT,
     ),
 ]
 FitBudgetOption = Annotated[
@@ -100,30 +127,73 @@ FitBudgetOption = Annotated[
         "-b",
         metavar="BYTES",
         help='Peak of the whole step: "70GiB", "80GB", or auto for the device\'s memory.',
+        rich_help_panel=options.OF_THE_PLAN,
     ),
 ]
 SequencesOption = Annotated[
     list[int] | None,
-    typer.Option("--seq", min=1, help="Tokens per example; may be repeated, to choose from several."),
+    typer.Option(
+        "--seq",
+        min=1,
+        help="Tokens per example; may be repeated, to choose from several.",
+        rich_help_panel=options.OF_THE_TARGET,
+    ),
 ]
 GlobalBatchOption = Annotated[
     int | None,
-    typer.Option("--global-batch", min=1, metavar="N", help="Examples per optimizer step, reached by accumulation."),
+    typer.Option(
+        "--global-batch",
+        min=1,
+        metavar="N",
+        help="Examples per optimizer step, reached by accumulation.",
+        rich_help_panel=options.OF_THE_TARGET,
+    ),
 ]
 AccumulationOption = Annotated[
-    int, typer.Option("--accumulation", min=1, metavar="N", help="Micro-batches per optimizer step.")
+    int,
+    typer.Option(
+        "--accumulation",
+        min=1,
+        metavar="N",
+        help="Micro-batches per optimizer step.",
+        rich_help_panel=options.OF_THE_TARGET,
+    ),
 ]
 MostBatchOption = Annotated[
-    int, typer.Option("--most-batch", min=1, metavar="N", help="Largest micro-batch to consider.")
+    int,
+    typer.Option(
+        "--most-batch",
+        min=1,
+        metavar="N",
+        help="Largest micro-batch to consider.",
+        rich_help_panel=options.OF_THE_TARGET,
+    ),
 ]
-SolvesOption = Annotated[int, typer.Option("--solves", min=1, metavar="N", help="Maximum number of plans to solve.")]
+SolvesOption = Annotated[
+    int,
+    typer.Option(
+        "--solves", min=1, metavar="N", help="Maximum number of plans to solve.", rich_help_panel=options.OF_THE_PLAN
+    ),
+]
 PlanOutputOption = Annotated[
     Path | None,
-    typer.Option("--save-plan", metavar="FILE", help="Save the best point's plan as JSON.", dir_okay=False),
+    typer.Option(
+        "--save-plan",
+        metavar="FILE",
+        help="Save the best point's plan as JSON.",
+        dir_okay=False,
+        rich_help_panel=options.OF_THE_RESULT,
+    ),
 ]
 PlansOption = Annotated[
     Path | None,
-    typer.Option("--plans", metavar="DIR", help="Directory to save the plan of every stage in.", file_okay=False),
+    typer.Option(
+        "--plans",
+        metavar="DIR",
+        help="Directory to save the plan of every stage in.",
+        file_okay=False,
+        rich_help_panel=options.OF_THE_RESULT,
+    ),
 ]
 
 

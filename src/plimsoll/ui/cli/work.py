@@ -8,6 +8,7 @@ order drawn once.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from plimsoll.errors import BudgetBelowFloor, InvalidProbe, PlanNotUsable
 from plimsoll.estimator.targets.target import Target, TargetOptions, load_target
 from plimsoll.tracing.regions import find_regions
 from plimsoll.ui.cli.options import Building, Compiled, OptimizerName, Planning
-from plimsoll.ui.cli.terminal import show_progress
+from plimsoll.ui.cli.terminal import show_progress, stderr
 from plimsoll.ui.demo.story import VOCABULARY, read_corpus
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class Loaded:
 
 
 def load(text: str, building: Building, *, is_meta: bool = False, compiled: Compiled | None = None) -> Loaded:
-    """Load a target and make the optimizer that is planned for.
+    """Load a target, say what it does not show, and make the optimizer that is planned for.
 
     Args:
         text: the target, as typed.
@@ -64,6 +65,8 @@ def load(text: str, building: Building, *, is_meta: bool = False, compiled: Comp
         if compiled is not None:  # the model as a whole, or its repeated blocks one by one
             for module in [target.model] if compiled is Compiled.WHOLE else find_regions(target.model).values():
                 module.compile()
+    for note in target.notes if os.environ.get("RANK", "0") == "0" else ():
+        stderr().print(f"Note: {note}", markup=False)
     parameters = [parameter for parameter in target.model.parameters() if parameter.requires_grad]
     has_none = building.optimizer is OptimizerName.NONE or not parameters
     return Loaded(target=target, optimizer=None if has_none else optimizer_factory(building.optimizer)(parameters))
