@@ -67,9 +67,9 @@ def load(text: str, building: Building, *, is_meta: bool = False, compiled: Comp
                 module.compile()
     for note in target.notes if os.environ.get("RANK", "0") == "0" else ():
         stderr().print(f"Note: {note}", markup=False)
-    parameters = [parameter for parameter in target.model.parameters() if parameter.requires_grad]
-    has_none = building.optimizer is OptimizerName.NONE or not parameters
-    return Loaded(target=target, optimizer=None if has_none else optimizer_factory(building.optimizer)(parameters))
+    trained = [parameter for parameter in target.model.parameters() if parameter.requires_grad]
+    has_none = building.optimizer is OptimizerName.NONE or not trained
+    return Loaded(target=target, optimizer=None if has_none else optimizer_factory(building.optimizer)(trained))
 
 
 def optimizer_factory(name: OptimizerName) -> MakeOptimizer:
@@ -86,8 +86,8 @@ def optimizer_factory(name: OptimizerName) -> MakeOptimizer:
             why="a verdict on training needs steps that change the weights",
             next="leave --optimizer out for AdamW, or give sgd",
         )
-    is_adamw = name is OptimizerName.ADAMW
-    return torch.optim.AdamW if is_adamw else functools.partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
+    sgd = functools.partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
+    return torch.optim.AdamW if name is OptimizerName.ADAMW else sgd
 
 
 def load_saved(file: Path | None) -> Plan | None:
@@ -131,10 +131,8 @@ class PickedBatches(Sequence[dict[str, Any]]):
     def __init__(self, columns: dict[str, torch.Tensor], *, batch: int, device: torch.device) -> None:
         import torch
 
-        self._columns = columns
+        self._columns, self._batch, self._device = columns, batch, device
         self._order = torch.randperm(len(next(iter(columns.values()))), generator=torch.Generator().manual_seed(0))
-        self._batch = batch
-        self._device = device
 
     def __len__(self) -> int:
         return len(self._order) // self._batch
@@ -193,10 +191,9 @@ def _digits(target: Target) -> Data:
     batch, channels, height, width = pixels.shape
     digits = load_digits()
     images = torch.tensor(digits.images / 16, dtype=pixels.dtype)[:, None]
-    large = interpolate(images, size=(height, width), mode="bilinear", align_corners=False)
+    images = interpolate(images, size=(height, width), mode="bilinear").expand(-1, channels, -1, -1)
     classes = model.config.num_labels
-    labels = torch.tensor(digits.target).remainder(classes)
-    columns = {"pixel_values": large.expand(-1, channels, -1, -1), "labels": labels}
+    columns = {"pixel_values": images, "labels": torch.tensor(digits.target).remainder(classes)}
     found = PickedBatches(columns, batch=batch, device=pixels.device)
     modulo = "" if classes >= 10 else f" (the digit modulo {classes})"
     return Data(found, f"scikit-learn's handwritten digits{modulo}, {len(found)} batches of {batch}")
