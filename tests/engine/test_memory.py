@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch import nn
 
 from contracts.harness import Block, Stack, batch, manage, stack_of, weigh
 from engine.models import Births, UpDown
+from metering import LiveStorages
+from plimsoll.errors import SavedTensorModified
 
 pytestmark = pytest.mark.usefixtures("without_the_collector")
 
@@ -188,3 +191,83 @@ def test_removing_frees_every_program():
     del handle
     gc.collect()
     assert all(region() is None for region in regions)
+
+
+def test_recording_takes_no_more_than_a_steady_step():
+    """Ops run twice then, and random masks are drawn in place; neither is the peak."""
+
+    def masked(up, down, x):
+        return x + down(nn.functional.dropout(torch.tanh(up(x)).exp(), 0.5) * 2)
+
+    model = spacious(2, masked)
+    peaks = []
+    with manage(model):
+        for index in range(3):
+            with LiveStorages() as meter:
+                meter.begin()
+                output = model(big(index))
+            weigh(output).backward()
+            peaks += meter.peaks
+    assert peaks[0] <= peaks[2] + NARROW
+
+
+def test_what_a_detached_part_saves_is_neither_waited_for_nor_made_again():
+    """Much of what is saved is never read, as in DoRA's norm of weights."""
+
+    def detached(up, down, x):
+        y = torch.tanh(up(x)).exp()
+        return x + down(y.sigmoid() * y * (y.exp() + y.sin()).sum(1, keepdim=True).detach())
+
+    model = spacious(2, detached)
+    with manage(model):
+        for index in range(3):
+            output = weigh(model(big(index)))
+            with Births() as births:
+                output.backward()
+            names = [name for name, *_ in births.made]
+            assert names.count("aten::tanh") <= (2 if index else 4)
+
+
+class Weight(nn.Parameter):
+    """Frozen, with a scale that is no buffer, as bitsandbytes keeps its own."""
+
+
+class Quantized(nn.Module):
+    """A product with a frozen weight of bytes and the scale that it keeps beside itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = Weight(torch.randint(-99, 99, (16, 256), dtype=torch.int8), requires_grad=False)
+        self.weight.state = SimpleNamespace(scale=torch.rand(16, 1) / 99, inner=SimpleNamespace(shift=torch.rand(1)))
+        self.adapter = nn.Linear(256, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = self.weight.state
+        wide = x @ (self.weight * state.scale + state.inner.shift)
+        return x + self.adapter(torch.tanh(wide).exp())
+
+
+def test_what_frozen_weights_keep_beside_themselves_stands_in_no_recipes_way():
+    model, plain = (Stack(Quantized(), Quantized()) for _ in range(2) if torch.manual_seed(0))
+    with manage(model):
+        for index in range(3):
+            with Births() as births:
+                output = model(big(index))
+            assert births.alive_bytes < WIDE // 4  # of the weight as floats
+            weigh(output).backward()
+            weigh(plain(big(index))).backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert one.grad is other.grad is None or torch.equal(one.grad, other.grad)
+
+
+def test_a_scale_that_is_written_before_backward_is_an_error():
+    model = Stack(Quantized(), Quantized())
+    with manage(model):
+        for index in range(2):
+            output = weigh(model(big(index)))
+            if index:
+                model.blocks[0].weight.state.scale.mul_(2)
+                with pytest.raises(SavedTensorModified, match=r"weight\.scale|scale"):
+                    output.backward()
+            else:
+                output.backward()

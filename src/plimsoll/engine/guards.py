@@ -22,7 +22,7 @@ from plimsoll.artifacts.region import Origin, RegionGraph
 from plimsoll.engine.hooks import OpenCall
 from plimsoll.engine.replay_plan import ReplayPlan
 from plimsoll.engine.torch_flags import Flags, flags_for
-from plimsoll.tracing.local_tensors import is_pending, is_sharded, layout_key, local_of
+from plimsoll.tracing.local_tensors import beside_weights, is_pending, is_sharded, layout_key, local_of
 from plimsoll.tracing.torch_internals import (
     are_saved_hooks_enabled,
     is_being_traced,
@@ -88,11 +88,12 @@ class SignatureReader:
             if isinstance(value, _SCALARS)
         ]
         self.places: Places = []
-        """Of the parameters, then of the buffers."""
+        """Of the parameters, then of the buffers, then of what frozen weights keep beside themselves."""
         for kind in ("_parameters", "_buffers"):
             for inner in module.modules():
                 holder = getattr(inner, kind)
                 self.places += [(holder, name) for name, tensor in holder.items() if tensor is not None]
+        self.places += [(holder, key) for _, holder, key in beside_weights(module)]
         first: dict[int, int] = {}
         self._ties = []
         for index, (holder, name) in enumerate(self.places):

@@ -23,7 +23,7 @@ from plimsoll.engine.service import Service
 from plimsoll.engine.torch_flags import Flags, flags_for
 from plimsoll.engine.verifying import VerifyingRecorder
 from plimsoll.planning.replay_schedule import recipe_ops
-from plimsoll.tracing.local_tensors import is_sharded, local_of, settled, version_of
+from plimsoll.tracing.local_tensors import beside_weights, is_sharded, local_of, settled, version_of
 from plimsoll.tracing.recorder.calling import ModuleStack, call_tensors, output_tensors
 from plimsoll.tracing.recorder.collectives import peers_of
 from plimsoll.tracing.recorder.graph import LocalIds, SlotRecord, build_region_graph
@@ -303,6 +303,11 @@ def _register(recorder: VerifyingRecorder, module: nn.Module, reader: SignatureR
                 name = f"{kind} {prefix}{key}"
                 source = ParameterSource(name, place, is_copied, not is_copied, is_sharded(tensor))
                 sources.setdefault(value, source)
+    for key, holder, attribute in beside_weights(module):
+        place = places.get((id(holder), attribute))
+        if place is not None:
+            value = recorder.add_leaf(holder[attribute], Origin.PARAMETER, f"parameter:{key}")
+            sources.setdefault(value, ParameterSource(f"parameter {key}", place, False, True, False))
     return sources
 
 

@@ -55,6 +55,8 @@ class Recipes:
         self.given_away: set[int] = set() if like is None else set(like.given_away)
         """Slots that custom autograd functions read."""
         self._boundary = self.code
+        self._watched: tuple[list[int], Mapping[int, weakref.ref[Cell]]] = [], {}
+        """What the last backward has read while it was watched, and what it could have read."""
         self._solo: dict[int, SegmentFunction] = {}
         self._sources = tuple((source.place, source.is_copied) for _, source in plan.parameters)
 
@@ -73,8 +75,17 @@ class Recipes:
         """Backward has shown in which order it reads; later calls run recipes that are compiled for it."""
         self.is_learning = False
         expected = self.code.order
-        if order != expected and sorted(order) == sorted(expected):
+        if order != expected and set(order) <= set(expected):
             self._boundary = self.code = self.plan.compile(order)
+
+    def learn_from(self, seen: list[int], waiting: Mapping[int, weakref.ref[Cell]]) -> None:
+        """A call begins whose backward is watched. Where the one before it is through and has not read all that was dropped, as
+        what was saved for a detached part, its order is the one to expect: nothing is made for the rest.
+        """
+        before, cells = self._watched
+        if before and all(reference() is None for reference in cells.values()):
+            self.use_order(tuple(dict.fromkeys(before)))
+        self._watched = seen, waiting
 
     def boundary_code(self) -> Code:
         """The code for a backward that asks for the outputs before the slots."""
@@ -148,8 +159,10 @@ class CallReplay:
         self._states = states
         self._waiting = waiting
         self._examiner = examiner
-        self._code = recipes.code
         self._seen: list[int] | None = [] if recipes.is_learning else None
+        if self._seen is not None:
+            recipes.learn_from(self._seen, waiting)
+        self._code = recipes.code
         self._task = -2  # no graph task has this number: the first read begins a backward
         self._position = 0
         self._is_flagged = False
@@ -255,6 +268,11 @@ class CallReplay:
                     self._early[cell.index] = self._run(code.segments[position], cell.leaves, self._env)
                 self._position = place + 1
                 return self._run(code.segments[place], leaves, self._env)
+            if self._seen is not None:
+                # What is gone will not be read any more, in later calls neither: go on with recipes for the rest.
+                rest = [read for read in code.order[self._position :] if self.leaves_of(read) is not None]
+                self._code, self._env, self._position = self.recipes.plan.compile(tuple(rest)), {}, 0
+                return self.run(slot, leaves)
         return self._run(self.recipes.alone(slot), leaves, {})
 
     def _run(self, segment: SegmentFunction, leaves: tuple[Readable, ...], env: dict[int, torch.Tensor]) -> Any:

@@ -27,6 +27,7 @@ from plimsoll.errors import InvalidLoss
 from plimsoll.session.task import TrainingTask, detached
 from plimsoll.tracing.ddp import bucket_bytes, has_rebuilt_buckets, inner_module
 from plimsoll.tracing.fsdp2 import Gathered, every_gradient, every_parameter
+from plimsoll.tracing.local_tensors import beside_weights
 from plimsoll.tracing.meters.memory import MeasurementLost, PeakMeter, instances_of, storage_bytes
 from plimsoll.tracing.recorder.calling import output_tensors
 from plimsoll.tracing.torch_internals import is_profiled, is_profiler_on
@@ -261,7 +262,8 @@ class MeasuredStep:
 def held_tensors(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """What a step finds and counts: parameters, buffers, gradients that are there, and its batch."""
     gathered = (tensor for _, tensor in Gathered(model).tensors())
-    held = (*every_parameter(model), *gathered, *model.buffers(), *every_gradient(model))
+    beside = (holder[key] for _, holder, key in beside_weights(model))
+    held = (*every_parameter(model), *beside, *gathered, *model.buffers(), *every_gradient(model))
     return [*held, *output_tensors((args, kwargs))]
 
 

@@ -26,7 +26,7 @@ from plimsoll.tracing.fsdp2 import (
     release_gathered,
     waiting_gradients,
 )
-from plimsoll.tracing.local_tensors import densified
+from plimsoll.tracing.local_tensors import beside_weights, densified
 from plimsoll.tracing.meters.memory import PeakMeter, storage_bytes
 from plimsoll.tracing.recorder.calling import Context, Loss, output_tensors, scalar_loss
 from plimsoll.tracing.recorder.untouched import KeptState, RandomState, forwards_kept, private_copy
@@ -186,7 +186,8 @@ class TrainingStep:
     def static_bytes(self) -> int:
         """Parameters, buffers, batch, gradients, a reducer's buckets and optimizer state that are there before the step."""
         batch = output_tensors((self._args, self._kwargs))
-        held = [*every_parameter(self.model), *self.model.buffers(), *every_gradient(self.model), *batch]
+        beside = [holder[key] for _, holder, key in beside_weights(self.model)]
+        held = [*every_parameter(self.model), *beside, *self.model.buffers(), *every_gradient(self.model), *batch]
         return storage_bytes(held, self.device) + bucket_bytes(self._wrapped) + self.optimizer_bytes()
 
     def gradient_bytes(self) -> int:

@@ -23,7 +23,7 @@ from plimsoll.artifacts.region import Origin
 from plimsoll.artifacts.trace import Phase, TraceParameter
 from plimsoll.errors import InvalidModel
 from plimsoll.tracing.fsdp2 import Gathered
-from plimsoll.tracing.local_tensors import Shell, settled, unwrapped
+from plimsoll.tracing.local_tensors import Shell, beside_weights, settled, unwrapped
 from plimsoll.tracing.meters.timing import OpClock
 from plimsoll.tracing.meters.workspaces import WorkspaceMeter
 from plimsoll.tracing.recorder.calling import Call, Loss, ModuleStack, call_tensors, output_tensors, scalar_loss
@@ -338,6 +338,8 @@ class StepCapture:
             leaves.setdefault(tracer.value_of(buffer), (Origin.BUFFER, f"buffer:{part}"))
         for part, parameter in module.named_parameters():
             leaves[tracer.value_of(parameter)] = (Origin.PARAMETER, f"parameter:{part}")
+        for part, holder, key in beside_weights(module):
+            leaves.setdefault(tracer.value_of(holder[key]), (Origin.PARAMETER, f"parameter:{part}"))
         for position, value in enumerate(inputs):
             leaves.setdefault(value, (Origin.INPUT, f"input:{position}"))
         leaves.pop(-1, None)

@@ -11,6 +11,7 @@ such a write between forward and backward goes unnoticed here as it does without
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from plimsoll.tracing.torch_internals import without_modes
 
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})
 """Types whose tensors hold their own memory. Nearly all tensors are of these, so they are checked first."""
+_DEEPEST_STATE = 2
+"""A weight's scales may have scales of their own (double quantisation)."""
 _SHARDED = ("torch.distributed.tensor", "DTensor")
 _PENDING = ("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
 """Modules and names of the two types. Importing them takes a second; where nobody did, no such tensor exists."""
@@ -50,6 +53,25 @@ def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     names, _ = wrapper.__tensor_flatten__()
     inside = (getattr(tensor, name) for name in names)
     return tuple(part for it in inside if isinstance(it, torch.Tensor) for part in dense_parts(it))
+
+
+def beside_weights(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Where tensors are that frozen weights keep beside themselves, as the scales and code books of bitsandbytes' 4-bit ones.
+
+    Each by the weight's name and its own, the dictionary that holds it, and its key there.
+    """
+    for name, parameter in module.named_parameters():
+        if not (parameter.requires_grad or is_wrapper(parameter)):
+            yield from _tensors_in(name, vars(parameter), _DEEPEST_STATE)
+
+
+def _tensors_in(name: str, holder: dict[str, Any], depth: int) -> Iterator[tuple[str, dict[str, Any], str]]:
+    for key, value in holder.items():
+        if isinstance(value, torch.Tensor):
+            if type(value) is torch.Tensor and value.layout is torch.strided:
+                yield f"{name}.{key}", holder, key
+        elif depth and type(value).__dictoffset__ and not isinstance(value, nn.Module | type):
+            yield from _tensors_in(f"{name}.{key}", vars(value), depth - 1)
 
 
 def densified(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from torch import nn
 from plimsoll.artifacts.region import Origin
 from plimsoll.artifacts.trace import OpSpec, Phase, TraceParameter
 from plimsoll.tracing.fsdp2 import waiting_gradients
-from plimsoll.tracing.local_tensors import dense_parts, local_bytes
+from plimsoll.tracing.local_tensors import beside_weights, dense_parts, local_bytes
 from plimsoll.tracing.meters.timing import OpClock
 from plimsoll.tracing.meters.workspaces import WorkspaceMeter
 from plimsoll.tracing.recorder.calling import Call, call_tensors, flat_tensors
@@ -249,6 +249,8 @@ def register_statics(tracer: StepTracer, model: nn.Module, call: Call) -> frozen
             _add(tracer, parameter.grad, Origin.EXTERNAL, f"gradient:{name}")
     for name, gradient in waiting_gradients(model):
         _add(tracer, gradient, Origin.EXTERNAL, f"gradient:{name}")
+    for name, holder, key in beside_weights(model):
+        _add(tracer, holder[key], Origin.PARAMETER, f"parameter:{name}")
     for name, buffer in model.named_buffers():
         _add(tracer, buffer, Origin.BUFFER, f"buffer:{name}")
     for position, tensor in enumerate(call_tensors(*call)):

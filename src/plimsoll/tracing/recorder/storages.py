@@ -110,13 +110,19 @@ def storage_fingerprint(tensor: torch.Tensor) -> int:
     if count == 0:
         return 0
     if count <= _SMALL_BYTES and storage.device.type == "cpu":  # where a dozen of torch's ops take longer
-        return zlib.crc32(ctypes.string_at(storage.data_ptr(), count))
+        return storage_crc(tensor)
     flat = _of_storage(torch.int64, storage, 0, count // 8)
     rest = flat.numel() % _ROW
     rows = flat[rest:].view(-1, _ROW)
     # A sum of bytes would make a copy eight times as large, so only what is left over is looked at in bytes.
     parts = (_of_storage(torch.uint8, storage, count - count % 8, count % 8), flat[:rest], rows.sum(0), rows.sum(1))
     return int(sum((part * torch.arange(1, part.numel() + 1, device=part.device)).sum() for part in parts))
+
+
+def storage_crc(tensor: torch.Tensor) -> int:
+    """The CRC-32 of all bytes of a CPU tensor's storage, read where they lie."""
+    storage = tensor.untyped_storage()
+    return zlib.crc32((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr()))
 
 
 def _of_storage(dtype: torch.dtype, storage: torch.UntypedStorage, offset: int, count: int) -> torch.Tensor:
