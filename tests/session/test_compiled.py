@@ -226,6 +226,31 @@ def test_compiled_parts_and_eager_regions_share_one_plan(mix: Any) -> None:
     assert before == [(module._compiled_call_impl, dict(module.__dict__)) for module in model.modules()]
 
 
+@pytest.mark.parametrize("share", [0.9, 1.1])
+def test_inductors_own_order_is_taken_where_it_fits_and_is_faster(
+    share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[set[bool]] = []
+
+    def measured(_: object, __: TrainingStep, *plans: Plan) -> float:
+        seen.append({unit.is_in_order for plan in plans for unit in plan.compiled})
+        return share
+
+    monkeypatch.setattr("plimsoll.session.compiled.CompiledPlanner._share_of_seconds", measured)
+    model, batch = nn.Sequential(Block(), Block()), torch.randn(512, 32)
+    for block in model:
+        block.compile(dynamic=False)
+    free = plimsoll.plan(model, batch, strategy="none", loss=_squares)
+    budget = (free.predicted_peak_bytes + free.floor_bytes) // 2
+    plan = plimsoll.plan(model, batch, budget, loss=_squares)
+    assert seen == [{True, False}]
+    assert {unit.is_in_order for unit in plan.compiled} == {share > 1}
+    receipt = plimsoll.verify(model, batch, plan, loss=_squares, steps=1)
+    assert receipt.exit_code == 0
+    assert receipt.measured_peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.01)
+    assert receipt.measured_peak_bytes <= budget
+
+
 class Halved(Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = torch.tanh(self.up(x))
@@ -423,6 +448,9 @@ def test_options_of_the_user_stay_beside_those_of_a_plan() -> None:
     assert CompileCall.read(compiled).options == {**own, "custom_partitioner_fn": partitioner}
     with torch._inductor.config.patch(_pre_fusion_custom_pass=GraphOrder()):
         assert "_pre_fusion_custom_pass" not in partitioner.options
+    free = PlannedPartitioner({"0": frozenset(), "1": frozenset()}, is_in_order=False)
+    assert free.options == {"custom_partitioner_fn": free}
+    assert free.uuid() != partitioner.uuid()
 
 
 def test_compile_without_options_means_the_same_everywhere() -> None:

@@ -142,11 +142,14 @@ class CompiledUnit(msgspec.Struct, frozen=True, kw_only=True):
     """A module that torch.compile compiles, ``path`` in the model, and the regions that it holds (paths from the model).
 
     ``options`` are those of torch.compile where the plan compiles a plain module itself; ``None``: the user has compiled it.
+    ``is_in_order``: backward runs in the order of its graph, and no memory is held for reuse; else inductor orders, fuses and
+    reuses as it does without a plan.
     """
 
     path: str
     regions: tuple[str, ...]
     options: dict[str, bool | int | float | str | None] | None = None
+    is_in_order: bool = True
 
 
 def _refuse_twice(names: list[str], what: str) -> None:

@@ -35,11 +35,12 @@ _IS_ON_THE_WAY = "plimsoll_is_on_the_way"
 class PlannedPartitioner(Partitioner):
     """Partitions the graphs of one unit, or of several with the same decisions, as a plan says."""
 
-    def __init__(self, dropped: Dropped, known: Dropped | None = None) -> None:
-        """``known`` are all values that the plan decides about, by region."""
+    def __init__(self, dropped: Dropped, known: Dropped | None = None, *, is_in_order: bool = True) -> None:
+        """``known`` are all values that the plan decides about, by region. ``is_in_order`` is as for `CompiledUnit`."""
         self._known = known or {}
         self._dropped = dropped
-        self._text = json.dumps(sorted((name, sorted(values)) for name, values in dropped.items()))
+        self._is_in_order = is_in_order
+        self._text = json.dumps([is_in_order, sorted((name, sorted(values)) for name, values in dropped.items())])
         self.found: set[tuple[str, str]] = set()
         """The decisions that graphs have shown a buffer for."""
 
@@ -52,13 +53,14 @@ class PlannedPartitioner(Partitioner):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What torch.compile is given: this partitioner, and backward in the order of its graph, with no memory held for reuse.
-        Where the user has a pass in that place, it stays.
+        """What torch.compile is given: this partitioner, and where the plan says so, backward in the order of its graph, with
+        no memory held for reuse. Where the user has a pass in that place, it stays.
 
         Inductor holds a freed buffer for a later one of its size, up to its own estimate of the peak, which leaves out what the
         caller holds. Neither changes a number.
         """
-        return {"custom_partitioner_fn": self, **in_order(), "allow_buffer_reuse": False}
+        ordered = {**in_order(), "allow_buffer_reuse": False} if self._is_in_order else {}
+        return {"custom_partitioner_fn": self, **ordered}
 
     def uuid(self) -> str:
         """Names the decisions and this code: with both unchanged, torch's caches of compiled graphs hold."""
@@ -102,26 +104,10 @@ class PlannedPartitioner(Partitioner):
         _hide_drawless(graph)
 
     def finish(self, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
-        """Give every kernel of backward its own copies of what it makes on the way from what is in memory.
-
-        What two kernels read inductor may put into memory: on a CPU wherever an exponential, a logarithm or the like is in it.
-        """
         _show_drawless(forward.graph)
         _show_drawless(backward.graph)
-        kernel_of = {node: node.meta.get(_KERNEL) for node in backward.graph.nodes}
-        for node in reversed(backward.graph.nodes):
-            if node.op != "call_function" or not node.meta.get(_IS_ON_THE_WAY):
-                continue
-            readers: defaultdict[int | None, list[fx.Node]] = defaultdict(list)
-            for user in node.users:
-                readers[kernel_of[user]].append(user)
-            kernel_of[node], *others = readers
-            for kernel in others:
-                with backward.graph.inserting_before(min(readers[kernel])):
-                    copy = backward.graph.node_copy(node)
-                kernel_of[copy] = kernel
-                for user in readers[kernel]:
-                    user.replace_input_with(node, copy)
+        if self._is_in_order:
+            _copy_for_each_kernel(backward.graph)
         forward.recompile()
         backward.recompile()
 
@@ -171,8 +157,29 @@ def _show_drawless(graph: fx.Graph) -> None:
             node.target = node.target.op
 
 
+def _copy_for_each_kernel(backward: fx.Graph) -> None:
+    """Give every kernel of backward its own copies of what it makes on the way from what is in memory.
+
+    What two kernels read inductor may put into memory: on a CPU wherever an exponential, a logarithm or the like is in it.
+    """
+    kernel_of = {node: node.meta.get(_KERNEL) for node in backward.nodes}
+    for node in reversed(backward.nodes):
+        if node.op != "call_function" or not node.meta.get(_IS_ON_THE_WAY):
+            continue
+        readers: defaultdict[int | None, list[fx.Node]] = defaultdict(list)
+        for user in node.users:
+            readers[kernel_of[user]].append(user)
+        kernel_of[node], *others = readers
+        for kernel in others:
+            with backward.inserting_before(min(readers[kernel])):
+                copy = backward.node_copy(node)
+            kernel_of[copy] = kernel
+            for user in readers[kernel]:
+                user.replace_input_with(node, copy)
+
+
 def _note_kernels(graph: JointGraph) -> None:
-    """Write on the nodes what ``finish`` asks of their copies: the kernel that runs them, and whether they have no memory."""
+    """Write on the nodes what is asked of their copies: the kernel that runs them, and whether they have no memory."""
     for at, kernel in enumerate(graph.kernels):
         for node in kernel.nodes:
             node.meta[_KERNEL] = at
@@ -205,7 +212,8 @@ def _local(name: str, region: str) -> str:
 
 
 def _from_text(text: str) -> PlannedPartitioner:
-    return PlannedPartitioner({name: frozenset(values) for name, values in json.loads(text)})
+    is_in_order, dropped = json.loads(text)
+    return PlannedPartitioner({name: frozenset(values) for name, values in dropped}, is_in_order=is_in_order)
 
 
 _Pass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)

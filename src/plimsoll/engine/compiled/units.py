@@ -56,10 +56,17 @@ class CompiledUnits:
                         made[unit] = unit.call.compile()
                     found[unit] = PlannedCall(made[unit], unit.module)
                 continue
-            key = (type(unit.module), unit.call.key, *sorted((name, tuple(sorted(v))) for name, v in regions.items()))
+            is_in_order = planned[unit.path].is_in_order
+            key = (
+                type(unit.module),
+                unit.call.key,
+                is_in_order,
+                *sorted((name, tuple(sorted(v))) for name, v in regions.items()),
+            )
             if key not in made:
                 known = {unit.local(name): decided.get(name, frozenset()) for name in planned[unit.path].regions}
-                made[key] = unit.call.compile(**PlannedPartitioner(regions, known).options)
+                partitioner = PlannedPartitioner(regions, known, is_in_order=is_in_order)
+                made[key] = unit.call.compile(**partitioner.options)
             found[unit] = PlannedCall(made[key], unit.module)
         return found
 

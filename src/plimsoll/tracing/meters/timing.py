@@ -60,10 +60,10 @@ class Interval:
 
 
 @contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Let torch compute on one thread; the number from before comes back on exit."""
+def one_thread(threads: int = 1) -> Iterator[None]:
+    """Let torch compute on one thread (or so many); the number from before comes back on exit."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     try:
         yield
     finally:
@@ -76,11 +76,12 @@ def time_in_turns(
     device: torch.device | str = "cpu",
     rounds: int = 10,
     warmups: int = 1,
+    threads: int = 1,
 ) -> dict[str, Timing]:
     """Run every step once per round and time it; entries of the same round belong together.
 
-    On the CPU that is CPU time on one thread, on a CUDA device time between events. What a step returns is dropped
-    before the next one starts.
+    On the CPU that is CPU time on one thread (or ``threads``: for another number compiled code is compiled anew), on a CUDA
+    device time between events. What a step returns is dropped before the next one starts.
 
     Example:
         >>> timings = time_in_turns({"ours": lambda: sum(range(2000)), "theirs": lambda: sum(range(1000))}, rounds=3)
@@ -90,7 +91,7 @@ def time_in_turns(
     kind = torch.device(device)
     names = list(steps)
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    with one_thread() if kind.type == "cpu" else contextlib.nullcontext():
+    with one_thread(threads) if kind.type == "cpu" else contextlib.nullcontext():
         for name in names * warmups:
             steps[name]()
         for turn in range(rounds):
