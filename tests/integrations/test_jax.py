@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -145,6 +146,55 @@ def test_a_block_whose_plan_keeps_all_it_knows_of_holds_no_more_than_that():
     assert all(region.is_untouched for region in plan.regions)
     assert plan.predicted_peak_bytes < 0.8 * pj.temporary_bytes(gelus, weights, BATCH)
     assert_equal_gradients(gelus, pj.wrap(gelus, plan), weights, BATCH)
+
+
+def test_a_loop_inside_of_a_loop_is_held_or_runs_again_as_a_whole():
+    def nested(params: dict[str, Any], x: jax.Array) -> jax.Array:
+        pairs = (params["up"], params["down"])
+        inner = lambda x, _: (jax.lax.scan(lambda x, p: (block(x, *p), None), x, pairs)[0], None)  # noqa: E731
+        return jnp.mean(jax.lax.scan(inner, x, None, length=3)[0] ** 2)
+
+    unmanaged = pj.temporary_bytes(nested, parameters(), BATCH)
+    plan = pj.plan(nested, parameters(), BATCH, budget=unmanaged // 2, device=DEVICE)
+    assert [each.decision for each in plan.regions[0].decisions if each.value == "inside"] == [Decision.RECOMPUTE]
+    assert plan.predicted_peak_bytes <= unmanaged // 2
+    assert_equal_gradients(nested, pj.wrap(nested, plan), parameters(), BATCH)
+    kept = [msgspec.structs.replace(each, decision=Decision.KEEP) for each in plan.regions[0].decisions]
+    region = msgspec.structs.replace(plan.regions[0], decisions=tuple(kept))
+    held = msgspec.structs.replace(plan, regions=(region, *plan.regions[1:]))
+    assert pj.temporary_bytes(pj.wrap(nested, held), parameters(), BATCH) == unmanaged
+
+
+@pytest.mark.slow
+def test_shards_on_two_devices_follow_a_plan():
+    """Two devices of the host: sharded arguments, a constraint inside of the loop, and a plan inside of ``shard_map``."""
+    code = """
+import jax, test_jax as t
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from plimsoll.integrations import jax as pj
+mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
+x = jax.device_put(t.BATCH, NamedSharding(mesh, P("d")))
+params = jax.device_put(t.parameters(), NamedSharding(mesh, P()))
+limit = pj.temporary_bytes(t.scanned, params, x) // 2
+plan = pj.plan(t.scanned, params, x, budget=limit, device=t.DEVICE)
+step = jax.jit(jax.value_and_grad(pj.wrap(t.scanned, plan)))
+assert step.lower(params, x).compile().memory_analysis().temp_size_in_bytes <= limit
+t.assert_equal_gradients(t.scanned, pj.wrap(t.scanned, plan), params, x)
+def mapped(loss):
+    mean = lambda params, x: jax.lax.pmean(loss(params, x), "d")
+    return jax.shard_map(mean, mesh=mesh, in_specs=(P(), P("d")), out_specs=P(), check_vma=False)
+local = pj.plan(t.scanned, params, jax.ShapeDtypeStruct((t.ROWS // 2, t.WIDTH), "float32"), budget=limit, device=t.DEVICE)
+assert any(not region.is_untouched for region in local.regions)
+t.assert_equal_gradients(mapped(t.scanned), mapped(pj.wrap(t.scanned, local)), params, x)
+"""
+    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "PYTHONPATH": path}
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300, env=environment)
+
+
+def test_what_is_no_plan_is_refused_in_words():
+    with pytest.raises(InvalidOption, match="A str is no plan"):
+        pj.wrap(scanned, "plan.json")
 
 
 def test_all_operations_belong_to_exactly_one_region():

@@ -18,7 +18,7 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.region import Origin, RegionGraph, RegionOp, Slot, Value
 from plimsoll.artifacts.trace import Category, Phase, RegionCall, Storage, Trace, TraceOp
 from plimsoll.errors import PlanMismatch
-from plimsoll.integrations.search import PlanMeter, PlanSearch, TracedStep
+from plimsoll.integrations.search import PlanMeter, PlanSearch, TracedStep, check_plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +60,10 @@ def check_fingerprint(plan: Plan, framework: str, kinds: Mapping[str, str]) -> N
     """Refuse a plan of another framework, or for other layers.
 
     Raises:
+        InvalidOption: it is no plan.
         PlanMismatch: with what the plan was made for.
     """
+    check_plan(plan)
     if plan.framework != framework:
         raise PlanMismatch(
             f"This plan was made for {plan.framework}, not for layers of {framework}.",
@@ -91,7 +93,10 @@ Around = Callable[[str, Callable[..., Any], Any, Any], Any]
 def calling(layers: Sequence[Any], around: Around, method: str = "__call__") -> Iterator[None]:
     """While it lasts, a method of every layer goes through ``around``.
 
-    Python looks ``__call__`` up in the class alone, so each layer gets a class of its own for the time.
+    Python looks ``__call__`` up in the class alone, so an attribute of the layer would not be seen, and the step holds the
+    layers themselves, so nothing can be passed in their place. A function put into their class would also be met by its other
+    objects, and twice by a subclass whose own ``__call__`` goes on to it. So each layer is of a subclass for the time:
+    ``isinstance`` holds, and no other object is touched. Frameworks' hooks on assignment are passed by.
     """
     with contextlib.ExitStack() as undo:
         for name, layer in zip(kinds_of(layers), layers, strict=True):
@@ -146,14 +151,24 @@ class LayerPlans:
 
 
 def rerun_meter(
-    framework: str, name: str, measure: Callable[[frozenset[str]], int], unmanaged_bytes: int | None = None
+    framework: str, name: str, measure: Callable[[frozenset[str]], int], saved_bytes: int | None = None
 ) -> PlanMeter:
-    """A meter of plans by the names of the layers that run again; what is held without a plan is measured if need be."""
+    """A meter of plans by the names of the layers that run again.
+
+    Args:
+        framework: whose layers they are.
+        name: who says what a step takes.
+        measure: that, in bytes; asked once about the same layers.
+        saved_bytes: what the step holds without a plan; by default it is measured, and the first plan is chosen by it.
+    """
+    known = functools.cache(measure)
+    kept = None if saved_bytes is not None else known(frozenset())
     return PlanMeter(
         framework=framework,
         name=name,
-        measure=lambda plans: measure(frozenset(each.name for each in plans if not each.is_untouched)),
-        unmanaged_bytes=measure(frozenset()) if unmanaged_bytes is None else unmanaged_bytes,
+        measure=lambda plans: known(frozenset(each.name for each in plans if not each.is_untouched)),
+        unmanaged_bytes=known(frozenset()) if saved_bytes is None else saved_bytes,
+        kept_bytes=kept,
     )
 
 

@@ -61,8 +61,13 @@ def rates_of(device: str | None) -> Rates:
     return Rates(flop, byte, found.name, CostSource.ROOFLINE)
 
 
-def read_layers(step: Callable[..., Any], args: Sequence[Any], layers: Sequence[Any], rates: Rates) -> LayeredStep:
+def read_layers(
+    step: Callable[..., Any], args: Sequence[Any], layers: Sequence[Any], rates: Rates
+) -> tuple[LayeredStep, Callable[[], object]]:
     """What each layer costs, in the order of their calls, from the graph of the step and its gradient.
+
+    Returns:
+        The layers, and the step with its gradient as it was traced, to be run.
 
     Raises:
         InvalidOption: the step does not call a layer, or calls one inside of another.
@@ -85,11 +90,12 @@ def read_layers(step: Callable[..., Any], args: Sequence[Any], layers: Sequence[
             with calling(layers, observe):
                 loss = step(*given)
             marks.append(size())
-        return tape.gradient(loss, tape.watched_variables())
+        return loss, tape.gradient(loss, tape.watched_variables())
 
     kinds = kinds_of(layers)
     given = [tf.convert_to_tensor(each) for each in args]
-    graph = tf.function(gradient).get_concrete_function(*given).graph
+    traced = tf.function(gradient).get_concrete_function(*given)
+    graph = traced.graph
     _check_calls([name for name in kinds if name not in spans], spans)
     operations = graph.get_operations()
     saved = _saved_bytes(operations, marks[-1], spans)
@@ -113,7 +119,7 @@ def read_layers(step: Callable[..., Any], args: Sequence[Any], layers: Sequence[
         )
     inside = sum(each.forward_seconds for each in found)
     forward, backward = seconds_of(operations[: marks[-1]]), seconds_of(operations[marks[-1] :])
-    return LayeredStep(
+    layered = LayeredStep(
         layers=tuple(found),
         rest_seconds=(max(forward - inside, 0.0), max(backward - 2 * inside, 0.0)),
         flops=sum(map(_flops, operations)),
@@ -121,6 +127,7 @@ def read_layers(step: Callable[..., Any], args: Sequence[Any], layers: Sequence[
         source=rates.source,
         signature=" ".join(f"{each.dtype.name}{each.shape.as_list()}" for each in given),
     )
+    return layered, functools.partial(traced, *given)
 
 
 def _check_calls(missing: Sequence[str], spans: Mapping[str, Sequence[_Span]]) -> None:

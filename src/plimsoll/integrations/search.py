@@ -15,7 +15,7 @@ from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.decision import Decision, Status
 from plimsoll.artifacts.plan import Plan, RegionPlan
 from plimsoll.artifacts.trace import Trace
-from plimsoll.errors import BudgetBelowFloor
+from plimsoll.errors import BudgetBelowFloor, InvalidOption
 from plimsoll.planning.solve import Planner, lowest_known, solve
 from plimsoll.planning.step import StepIndex
 from plimsoll.units import format_bytes, format_bytes_up
@@ -26,6 +26,20 @@ _CLOSE = 0.03
 """A plan that leaves less than this share of the budget unused is not tried again."""
 _GAIN = 0.003
 """Nor is one that would save less than this share of the step: what operations take is not known better."""
+
+
+def check_plan(plan: object) -> None:
+    """Refuse what is no plan.
+
+    Raises:
+        InvalidOption: with what was passed.
+    """
+    if not isinstance(plan, Plan):
+        raise InvalidOption(
+            f"A {type(plan).__name__} is no plan.",
+            why="what is followed is the plan itself, not where it lies",
+            next="pass what plan(...) returned, or plimsoll.artifacts.store.load_plan of a saved one",
+        )
 
 
 @dataclass(frozen=True)
@@ -42,13 +56,14 @@ class PlanMeter:
     """What plans are measured on.
 
     ``measure`` says what a step under these plans takes in bytes; ``name`` is who says so. ``unmanaged_bytes`` is what
-    the framework itself holds from forward to backward.
+    the framework itself holds from forward to backward, ``kept_bytes`` what ``measure`` says where all is kept, if it is known.
     """
 
     framework: str
     name: str
     measure: Callable[[Sequence[RegionPlan]], int]
     unmanaged_bytes: int
+    kept_bytes: int | None = None
 
 
 class PlanSearch:
@@ -60,6 +75,8 @@ class PlanSearch:
         self.measured: dict[tuple[object, ...], int] = {}
         self._seen: list[tuple[int, int]] = []
         """What the model said of a plan and what was measured of it, in bytes."""
+        if meter.kept_bytes is not None:
+            self._seen.append((self.planner.loosest.peak_bytes, meter.kept_bytes))
         self._at: dict[int, Plan] = {}
         """The fastest plan by the model at each peak that was asked."""
 
@@ -69,7 +86,7 @@ class PlanSearch:
         Raises:
             BudgetBelowFloor: none was.
         """
-        room, fitting = budget_bytes, None
+        room, fitting = self._room(budget_bytes), None
         for _ in range(_TRIALS):
             found = self._choose(room)
             if _key(found) in self.measured or not self._is_worth(found, fitting):
@@ -87,8 +104,10 @@ class PlanSearch:
             fitting = self._floor(budget_bytes)
         return fitting
 
-    def _room(self, budget_bytes: int) -> int:
+    def _room(self, budget_bytes: int | None) -> int | None:
         """What the model may take for the meter to say the budget: between what was measured below and above it."""
+        if budget_bytes is None or not self._seen:
+            return budget_bytes
         below = max((each for each in self._seen if each[1] <= budget_bytes), default=None)
         above = min((each for each in self._seen if each[1] > budget_bytes), default=None)
         if below is not None and above is not None and below[0] < above[0]:

@@ -28,6 +28,7 @@ from plimsoll.integrations.jax.call import JaxCall, compiler_options
 from plimsoll.integrations.jax.comparing import compare
 from plimsoll.integrations.jax.estimates import estimate, fit
 from plimsoll.integrations.jax.planning import FRAMEWORK, plan
+from plimsoll.integrations.search import check_plan
 
 __all__ = ["compare", "compiler_options", "estimate", "fit", "plan", "temporary_bytes", "wrap"]
 
@@ -44,15 +45,17 @@ def wrap(function: Callable[..., Any], plan: Plan, *, argnums: int | Sequence[in
         argnums: as it was planned.
 
     Raises:
-        PlanMismatch: at the first call: the plan was made for another function, or for another framework.
+        InvalidOption: ``plan`` is no plan, such as the path of one.
+        PlanMismatch: the plan was made for another framework or, at the first call, for another function.
 
     Example:
         >>> jax.value_and_grad(pj.wrap(loss, plan))(params, batch)  # doctest: +SKIP
     """
+    check_plan(plan)
     if plan.framework != FRAMEWORK:
         raise PlanMismatch(
             f"This plan was made for {plan.framework}, not for JAX.",
-            why="its decisions name tensors of a PyTorch model, and a jaxpr has none of them",
+            why="its decisions name tensors or layers of another framework, and a jaxpr has none of them",
             next="plan the function with plimsoll.integrations.jax.plan",
         )
 

@@ -15,7 +15,7 @@ from plimsoll.integrations.jax.arguments import Arguments
 from plimsoll.integrations.jax.names import evaluate, naming, run_nodes
 from plimsoll.integrations.jax.program import ArrayProgram, take, trace_program
 from plimsoll.integrations.jax.regions import Region, find_regions
-from plimsoll.integrations.jax.trace import fingerprint, value_name
+from plimsoll.integrations.jax.trace import INSIDE, fingerprint, value_name
 
 PINNED = "pinned_host"
 """Memory of the host that a device reads by itself, as jax calls it."""
@@ -28,6 +28,24 @@ def compiler_options() -> dict[str, str | int]:
     already. Inside of ``lax.scan`` nothing is needed; other devices than a CPU get no option.
     """
     return {"xla_disable_hlo_passes": "cse_barrier_expander"} if jax.default_backend() == "cpu" else {}
+
+
+@functools.cache
+def _looking_options() -> dict[str, str | int]:
+    """What makes a compilation short that is only asked for its bytes.
+
+    Buffers are assigned before code is made, and on a CPU code takes most of the time. XLA's older code for fusions takes
+    least; of 21 gradients seven took 192 bytes more with it, the others the same.
+    """
+    if jax.default_backend() != "cpu":
+        return {}
+    plain: dict[str, str | int] = {"xla_backend_optimization_level": 0}
+    shorter = plain | {"xla_cpu_use_fusion_emitters": False}
+    try:
+        jax.jit(lambda x: x + 1).lower(0.0).compile(compiler_options=shorter)
+    except jax.errors.JaxRuntimeError:  # another version of XLA may not know the option
+        return plain
+    return shorter
 
 
 class JaxCall:
@@ -61,8 +79,9 @@ class JaxCall:
         if found != plan.fingerprint:
             raise PlanMismatch(
                 f"This plan was made for another function: {plan.fingerprint}, not {found}.",
-                why="the jaxpr has other operations than the one that was planned, or argnums differ",
-                next="plan this function, or call it as it was planned",
+                why="the jaxpr has other operations than the one that was planned, argnums differ, or what was a number of "
+                "Python in one call is an array in the other, as jit makes it",
+                next="plan this function, call it as it was planned, or plan with arrays in place of numbers",
             )
         result, changed = jax.tree.unflatten(self._out, self.evaluate(plan.regions, *self.arrays))
         self._given.write(changed)
@@ -78,7 +97,7 @@ class JaxCall:
         by_name = {each.name: each for each in plans}
         for region in self.regions:
             plan = by_name.get(region.name)
-            if plan is None:
+            if plan is None or _is_left_alone(plan):
                 run_nodes(self.program.nodes[region.first : region.stop], held, lambda node, inputs: node.bind(inputs))
             else:
                 _run_region(self.program, region, plan, held)
@@ -95,9 +114,7 @@ class JaxCall:
 
     def measure(self, flat: Callable[..., Any]) -> int:
         """Temporary bytes of the gradient of a function of the arrays."""
-        # Buffers are assigned before LLVM begins, which takes half of the time on a CPU and is not needed here.
-        quickly = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
-        compiled = self._lowered(flat).compile(compiler_options=compiler_options() | quickly)
+        compiled = self._lowered(flat).compile(compiler_options=compiler_options() | _looking_options())
         return int(compiled.memory_analysis().temp_size_in_bytes)
 
     def compiled(self) -> Any:
@@ -122,6 +139,11 @@ class JaxCall:
             return result, pull(jax.numpy.ones_like(first))
 
         return jax.jit(gradient).lower(*self.split())
+
+
+def _is_left_alone(plan: RegionPlan) -> bool:
+    """Whether jax is to hold all that it would by itself."""
+    return any(each.value == INSIDE and each.decision is Decision.KEEP for each in plan.decisions)
 
 
 def _run_region(program: ArrayProgram, region: Region, plan: RegionPlan, held: dict[int, Any]) -> None:

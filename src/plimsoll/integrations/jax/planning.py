@@ -11,12 +11,12 @@ import jax
 import msgspec
 
 from plimsoll.artifacts.decision import Decision
-from plimsoll.artifacts.plan import Plan, RegionPlan
+from plimsoll.artifacts.plan import Plan, RegionPlan, ValueDecision
 from plimsoll.errors import InvalidOption
 from plimsoll.integrations.jax.call import PINNED, JaxCall
 from plimsoll.integrations.jax.reading import flops_of
 from plimsoll.integrations.jax.seconds import clock_for, key_of_shapes
-from plimsoll.integrations.jax.trace import trace_step
+from plimsoll.integrations.jax.trace import INSIDE, trace_step
 from plimsoll.integrations.search import PlanMeter, PlanSearch
 from plimsoll.units import parse_bytes
 
@@ -131,14 +131,12 @@ class Searched:
         if not self._offload:
             return tuple(plans)
         return tuple(
-            msgspec.structs.replace(
-                region,
-                decisions=tuple(
-                    msgspec.structs.replace(each, decision=Decision.OFFLOAD, form=PINNED)
-                    if each.decision is Decision.KEEP and any(fnmatch.fnmatch(each.value, p) for p in self._offload)
-                    else each
-                    for each in region.decisions
-                ),
-            )
-            for region in plans
+            msgspec.structs.replace(region, decisions=tuple(map(self._sent, region.decisions))) for region in plans
         )
+
+    def _sent(self, decided: ValueDecision) -> ValueDecision:
+        """One decision, offloaded if it matches; what jax holds inside of a region has no name to be sent by."""
+        is_held = decided.decision is Decision.KEEP and decided.value != INSIDE
+        if not (is_held and any(fnmatch.fnmatch(decided.value, each) for each in self._offload)):
+            return decided
+        return msgspec.structs.replace(decided, decision=Decision.OFFLOAD, form=PINNED)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from plimsoll.integrations.jax.names import MARK, joined
-from plimsoll.integrations.jax.program import ArrayProgram, Node, active_values
+from plimsoll.integrations.jax.program import ArrayProgram, Node, active_values, body_of
 
 _VIEWS = "broadcast_in_dim reshape squeeze expand_dims iota stop_gradient name copy rev slice transpose split"
 _SHAPES = frozenset(_VIEWS.split())
@@ -133,6 +133,9 @@ def flops_of(node: Node, program: ArrayProgram) -> int:
         kernel = program.avals[node.values[-1]].shape
         features = kernel[node.params["dimension_numbers"].rhs_spec[0]]
         return 2 * out * int(math.prod(kernel)) // max(int(features), 1)
+    if node.name == "scan":
+        body = body_of(node)
+        return int(node.params["length"]) * sum(flops_of(each, body) for each in body.nodes)
     if node.name in _TRANSCENDENTAL:
         return 8 * out
     reads = sum(int(math.prod(getattr(program.avals[value], "shape", ()))) for value in node.values)

@@ -27,10 +27,16 @@ from plimsoll.planning.step import StepIndex
 _PRICES = np.array([1.0, 2.0, 4.0, 8.0, 16.0, 64.0, 256.0, 1024.0, 4096.0])
 """In units of what holding a byte takes in seconds."""
 _EFFECTS = ("callback", "print", "infeed", "outfeed")
+_INSIDE = -1
+"""Stands among a region's values for all that jax itself holds of it, where no value of its own is worth holding."""
+INSIDE = "inside"
+"""What plans call that. A loop inside of a loop is one operation, and what its derivative reads is made inside of it."""
 
 
 def value_name(region: Region, value: int) -> str:
     """What plans call a value of a region."""
+    if value == _INSIDE:
+        return INSIDE
     for node in region.part.nodes:
         if value in node.writes:
             return f"{value}.{node.scope.rpartition('/')[2] + '/' if node.scope else ''}{node.name}"
@@ -83,6 +89,8 @@ def _worth_holding(program: ArrayProgram, region: Region, clock: Clock) -> froze
         offers = Offers(view, prices_of(index, view))
         [cuts] = solve_cuts(Network(view), [(offers, _PRICES * clock.store_seconds_per_byte)])
         found |= {value for cut in cuts for value in cut.kept}
+    if not found and region.reading.residual_bytes:
+        return frozenset({_INSIDE})
     return frozenset(int(view.graph.values[value].name.partition(".")[0]) for value in found)
 
 
@@ -179,7 +187,7 @@ class _Part:
             seconds = sum(builder.clock.seconds(part.nodes[at], part) for at in nodes) * region.repeats
             name = value_name(region, value)
             key = f"{region.kind} {name}"
-            tick = builder.add_op(name.partition(".")[2], region, Phase.FORWARD, key, seconds)
+            tick = builder.add_op(name.partition(".")[2] or name, region, Phase.FORWARD, key, seconds)
             self._add_made(value, name, key, tick, tuple(self.number[s] for s in sources if s in self.number))
         rest = [node for at, node in enumerate(part.nodes) if at not in made]
         seconds = sum(builder.clock.rough_seconds(node, part) for node in rest) * region.repeats
@@ -190,6 +198,8 @@ class _Part:
     def _recipe(self, value: int) -> tuple[set[int], tuple[int, ...]]:
         """The operations between a value and the nearest candidates and inputs, and these."""
         part = self.region.part
+        if value == _INSIDE:
+            return set(range(len(part.nodes))), ()
         makers = {v: at for at, node in enumerate(part.nodes) for v in node.writes}
         leaves = {*self.candidates, *part.inputs}
         nodes, pending = {makers[value]}, list(part.nodes[makers[value]].values)
@@ -227,7 +237,8 @@ class _Part:
             self.packed[at] = start
 
     def _add_made(self, value: int, name: str, key: str, tick: int, reads: tuple[int, ...]) -> None:
-        region, bytes_ = self.region, self.region.part.bytes(value)
+        region = self.region
+        bytes_ = region.reading.residual_bytes if value == _INSIDE else region.part.bytes(value)
         number = len(self.values)
         storage = self.builder.add_storage(region.repeats * bytes_, f"{region.name} {name}", tick, tick, self.index)
         self.number[value] = number
@@ -236,7 +247,7 @@ class _Part:
             Value(id=number, name=name, bytes=bytes_, storage=storage, origin=Origin.OP, producer=op, is_storable=True)
         )
         self.region_ops.append(
-            RegionOp(id=op, name=name.partition(".")[2], reads=reads, writes=(number,), cost_key=key, tick=tick)
+            RegionOp(id=op, name=name.partition(".")[2] or name, reads=reads, writes=(number,), cost_key=key, tick=tick)
         )
         self.packed[value] = tick
 
@@ -276,6 +287,7 @@ class _Part:
     def _add_slots(self, start: int, stop: int) -> None:
         reads = self.region.reading.reads(frozenset(self.candidates))
         inputs = {at for at in self.region.part.inputs if at in self.packed}
+        inputs.update(value for value in self.candidates if value == _INSIDE)
         wanted = {value: reads.get(value, (0, 0)) for value in self.packed if value in reads or value in inputs}
         for value in sorted(wanted):
             first = start + wanted[value][0]

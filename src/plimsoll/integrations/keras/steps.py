@@ -92,13 +92,15 @@ def _plans_on_tensorflow(model: Any, x: Any, y: Any, device: str | None) -> Laye
 
     layers = layers_of(model)
     refused = {layer.name for layer in layers if "training" in inspect.signature(layer.call).parameters}
-    step = read_layers(tensorflow_step(model), (x, y), layers, rates_of(device))
+    step, run = read_layers(tensorflow_step(model), (x, y), layers, rates_of(device))
     costs = tuple(
         dataclasses.replace(cost, obstacle=cost.obstacle or _BY_NAME) if cost.name in refused else cost
         for cost in step.layers
     )
 
     def measure(names: frozenset[str]) -> int:
+        if not names:
+            return ptf.bytes_of_runs(run)
         return ptf.allocated_bytes(tensorflow_step(constructed(model, names)), x, y)
 
     meter = rerun_meter(FRAMEWORK, "TensorFlow", measure)
