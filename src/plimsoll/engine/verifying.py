@@ -100,7 +100,7 @@ class VerifyingRecorder(OpRecorder):
             if is_pure and self._is_large(out, prints):
                 marks, made = _marks(out), _sizes(flat_tensors(out))
                 del out
-                _soil(made, op)
+                _soil(made, ~_byte(op) & 0xFF)
                 out = self._again(op, args, kwargs, state)
                 if _marks(out) == marks:
                     return out
@@ -246,7 +246,7 @@ class VerifyingRecorder(OpRecorder):
             return value
 
         again_args, again_kwargs = tree_map(substitute, args), tree_map(substitute, kwargs)
-        _soil(_sizes(t for t in flat_tensors(out) if is_plain(t) and self.table.find(t) not in bases), op)
+        _soil(_sizes(t for t in flat_tensors(out) if is_plain(t) and self.table.find(t) not in bases), _byte(op))
         try:
             again = self._again(op, again_args, again_kwargs, state)
         except Exception as error:  # noqa: BLE001 - whatever the second run raises, forward itself has succeeded
@@ -294,9 +294,13 @@ def _marks(out: Any) -> list[tuple[Any, ...]]:
     return [(Geometry.of(t), storage_fingerprint(t), storage_crc(t)) for t in flat_tensors(out)]
 
 
-def _soil(sizes: list[tuple[int, torch.device]], op: RecordedOp) -> None:
-    """Make it likely that the next run's outputs lie where every byte is the same: allocate their sizes, fill, let go."""
-    byte = (37 * op.id + 11) % 256
+def _byte(op: RecordedOp) -> int:
+    """What memory is soiled with before the run that is compared last; before an earlier one its complement."""
+    return (37 * op.id + 11) % 256
+
+
+def _soil(sizes: list[tuple[int, torch.device]], byte: int) -> None:
+    """Make it likely that the next run's outputs lie where every byte is ``byte``: allocate their sizes, fill, let go."""
     soiled = [torch.full((size,), byte, dtype=torch.uint8, device=device) for size, device in sizes]
     del soiled
 
