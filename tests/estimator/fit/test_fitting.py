@@ -172,3 +172,23 @@ def test_a_function_may_make_the_batches():
 def test_a_batch_without_examples_is_refused(batch: torch.Tensor, message: str):
     with pytest.raises(InvalidBatch, match=message):
         MicroBatches(batch, None)
+
+
+def test_layouts_are_searched_with_batch_and_plan_and_the_faster_sequence_is_taken():
+    how = {"layout": "ranks=2,tp=1", "global_batch": 4, "device_profile": "H100-SXM"}
+    found = plimsoll.fit("llama-tiny", 1, "auto", sequences=(64, 128), **how)
+    assert found.layout.ranks == 2
+    assert found.layout.dp * found.layout.micro_batches == 4
+    assert len(found.layouts) > 1
+    assert found.layouts[0].layout == found.layout
+    alone = [plimsoll.fit("llama-tiny", 1, "auto", sequences=each, **how) for each in (64, 128)]
+    assert found.throughput.tokens_per_second == max(each.throughput.tokens_per_second for each in alone)
+
+
+def test_layouts_want_a_global_batch_a_device_and_an_optimizer_by_name():
+    with pytest.raises(InvalidOption, match="global_batch=None"):
+        plimsoll.fit("llama-tiny", None, "auto", layout="ranks=4", device_profile="H100-SXM")
+    with pytest.raises(InvalidOption, match="accumulation=2"):
+        plimsoll.fit("llama-tiny", None, "auto", layout="ranks=4", accumulation=2, global_batch=8)
+    with pytest.raises(InvalidOption, match="without layout="):
+        plimsoll.fit("llama-tiny", None, "200MiB", optimizer="adamw")

@@ -6,19 +6,21 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple, overload
 
 import msgspec
 import torch
 from torch import nn
 
 from plimsoll.artifacts.costs import Basis, Costs, CostSource
+from plimsoll.artifacts.estimate import Estimate
 from plimsoll.artifacts.fit import Fit, FitPoint
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.progress import Progress, silent
 from plimsoll.artifacts.receipt import Claim
 from plimsoll.artifacts.trace import Category
 from plimsoll.errors import BudgetBelowFloor, InvalidBudget, InvalidOption
+from plimsoll.estimator.estimate import estimate
 from plimsoll.estimator.estimate_job import ROOFLINE_ERROR
 from plimsoll.estimator.fit.changes import find_changes
 from plimsoll.estimator.fit.search import MOST_SOLVES, Search, Shape, Space
@@ -50,6 +52,7 @@ _ROUNDS = 5
 _SETTLINGS = 4
 
 
+@overload
 def fit(
     model: nn.Module | str,
     batch: Any = None,
@@ -65,7 +68,43 @@ def fit(
     device_profile: str | None = None,
     most_solves: int = MOST_SOLVES,
     progress: Progress | None = None,
-) -> Fit:
+) -> Fit: ...
+
+
+@overload
+def fit(
+    model: nn.Module | str,
+    batch: Any = None,
+    budget: int | str | None = None,
+    *,
+    sequences: Sequence[int] | int | None = None,
+    global_batch: int | None = None,
+    accumulation: int = 1,
+    optimizer: str | None = None,
+    regions: Sequence[str] | None = None,
+    device_profile: str | None = None,
+    layout: str,
+    progress: Progress | None = None,
+) -> Estimate: ...
+
+
+def fit(
+    model: nn.Module | str,
+    batch: Any = None,
+    budget: int | str | None = None,
+    *,
+    sequences: Sequence[int] | int | None = None,
+    global_batch: int | None = None,
+    accumulation: int = 1,
+    most_batch: int = MOST_BATCH,
+    loss: Loss | None = None,
+    optimizer: OptimizerLike | str | None = None,
+    regions: Sequence[str] | None = None,
+    device_profile: str | None = None,
+    layout: str = "",
+    most_solves: int = MOST_SOLVES,
+    progress: Progress | None = None,
+) -> Fit | Estimate:
     """Choose micro-batch and plan together for the most tokens (or examples) per second under a budget.
 
     A larger micro-batch spreads fixed costs over more tokens, and recomputation makes room for it at a price: which of the two
@@ -84,14 +123,17 @@ def fit(
         accumulation: micro-batches per optimizer step, where no global batch is given.
         most_batch: no larger micro-batch is looked at.
         loss: as for ``plimsoll.plan``.
-        optimizer: as for ``plimsoll.plan``, or its class.
+        optimizer: as for ``plimsoll.plan``, or its class; with ``layout`` a name (``"adamw"``, the default, or ``"none"``).
         regions: as for ``plimsoll.plan``.
         device_profile: fit for a device that is not here, from the catalogue.
+        layout: for several devices: ``"ranks=64"``, and the degrees that are not to be chosen (``"ranks=64,tp=8,sp"``). Layout,
+            micro-batch and plans are chosen together, for ``global_batch`` examples per step; needs a ``device_profile``.
         most_solves: plans that are solved at most, over all sequences.
         progress: told the stage and the share done.
 
     Returns:
         A fit: the best point with its plan, everything that was evaluated, and, where nothing fits, what would change that.
+        With ``layout`` the estimate of the fastest one, whose ``layouts`` are the next ones and whose stages have the plans.
 
     Raises:
         InvalidBudget: no budget, or one without a clear unit.
@@ -106,10 +148,14 @@ def fit(
         >>> found.best_point.micro_batch
         64
 
-    Known weakness: without the device seconds are those of a roofline; one device only.
+    Known weakness: without the device seconds are those of a roofline.
     """
     report = progress or silent
     started = time.monotonic()
+    if layout or isinstance(optimizer, str):
+        searched = _LayoutFit(layout, budget, global_batch, device_profile, "adamw" if optimizer is None else optimizer)
+        searched.check(accumulation, regions)
+        return searched.run(model, batch, _sequences(sequences), report)
     if isinstance(model, str):
         model, batch, loss = _loaded(model, batch, loss, _sequences(sequences), is_meta=device_profile is not None)
     check_model(model)
@@ -138,6 +184,56 @@ def fit(
     found = job.fit(limit, space, most_solves)
     report("done", 1.0)
     return msgspec.structs.replace(found, total_seconds=time.monotonic() - started)
+
+
+class _LayoutFit(NamedTuple):
+    """A search over layouts, which the estimate does."""
+
+    layout: str
+    budget: int | str | None
+    global_batch: int | None
+    device: str | None
+    optimizer: object
+
+    def check(self, accumulation: int, regions: Sequence[str] | None) -> None:
+        """Refuse what has no effect on layouts, and an optimizer's name without any."""
+        if not self.layout:
+            raise InvalidOption(
+                f"optimizer={self.optimizer!r} without layout=.",
+                why="on one device the optimizer itself is asked what it holds",
+                next="pass the optimizer, or its class",
+            )
+        if accumulation != 1 or regions is not None:
+            raise InvalidOption(
+                f"accumulation={accumulation} or regions={regions} with layout={self.layout!r}.",
+                why="micro-batches follow from the layout and the global batch, and blocks are found by the estimate",
+                next="leave them out",
+            )
+
+    def run(self, target: nn.Module | str, batch: Any, sequences: Sequence[int] | None, report: Progress) -> Estimate:
+        """The estimate of the fastest layout, of all sequences the one with most tokens per second."""
+        if self.global_batch is None or self.device is None or not isinstance(self.optimizer, str):
+            raise InvalidOption(
+                f"layout={self.layout!r} with global_batch={self.global_batch}, device_profile={self.device}, "
+                f"optimizer={self.optimizer!r}.",
+                why="layouts are compared by the seconds of a step of so many examples, on devices that are not here",
+                next='give all of them: global_batch=512, device_profile="H100-SXM", optimizer="adamw"',
+            )
+        words = [word for word in self.layout.split(",") if not word.strip().startswith("samples=")]
+        found = [
+            estimate(
+                target,
+                batch,
+                device=self.device,
+                sequence=sequence,
+                optimizer=self.optimizer,
+                layout=",".join([*words, f"samples={self.global_batch}"]),
+                budget=self.budget,
+                progress=report,
+            )
+            for sequence in sequences or (None,)
+        ]
+        return max(found, key=lambda each: (each.does_fit is not False, each.throughput.tokens_per_second or 0.0))
 
 
 class _Job:

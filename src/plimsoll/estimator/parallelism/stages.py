@@ -76,17 +76,32 @@ def split_stages(
     members = assign(trace, counts)
     crossings = find_crossings(trace, members)
     stages = []
+    storages = _storages_of_stages(trace, members, crossings)
     for index, start in enumerate(members.starts):
         part = _Stage(trace, members, crossings, index, keeps_sent=keeps_sent)
         stages.append(
             StageTrace(
                 index=index,
-                trace=part.build(),
+                trace=part.build(storages[index]),
                 regions=tuple(range(start, start + counts[index])),
                 received_bytes=sum(trace.storages[s].bytes for s in crossings.received[index]),
             )
         )
     return tuple(stages)
+
+
+def _storages_of_stages(trace: Trace, members: Membership, crossings: Crossings) -> list[list[Storage]]:
+    """Per stage what it makes, holds from the start or receives, in the order of the trace."""
+    brought: dict[int, set[int]] = {}
+    for index, received in enumerate(crossings.received):
+        for number in received:
+            brought.setdefault(number, set()).add(index)
+    found: list[list[Storage]] = [[] for _ in members.starts]
+    for storage in trace.storages:
+        own = members.static_stages[storage.id] if storage.born < 0 else (members.op_stages[storage.born],)
+        for index in {*own, *brought.get(storage.id, ()), *crossings.made_anew.get(storage.id, ())}:
+            found[index].append(storage)
+    return found
 
 
 def _checked(trace: Trace, layout: Layout, counts: Sequence[int] | None) -> tuple[int, ...]:
@@ -132,9 +147,9 @@ class _Stage:
         """The stage's ops before a tick of the whole step; -1 stays -1."""
         return tick if tick < 0 else self.before[min(tick, len(self.trace.ops))]
 
-    def build(self) -> Trace:
-        """The stage's own trace."""
-        for storage in self.trace.storages:
+    def build(self, storages: Sequence[Storage]) -> Trace:
+        """The stage's own trace, of these storages."""
+        for storage in storages:
             self._add(storage)
         self._add_received_gradients()
         self._complete_gradients()

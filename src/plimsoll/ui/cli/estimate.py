@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -185,6 +185,16 @@ PlanOutputOption = Annotated[
         rich_help_panel=options.OF_THE_RESULT,
     ),
 ]
+FitLayoutOption = Annotated[
+    str,
+    typer.Option(
+        "--layout",
+        "-l",
+        metavar="DEGREES",
+        help="Search layouts of several devices too: ranks=64, and degrees that stay (ranks=64,tp=8,sp). Wants --global-batch.",
+        rich_help_panel=options.OF_THE_TARGET,
+    ),
+]
 PlansOption = Annotated[
     Path | None,
     typer.Option(
@@ -294,6 +304,25 @@ def _save_plans(found: Estimate, directory: Path, to: options.Output) -> None:
         terminal.say(told)
 
 
+def _fit_layout(
+    target: str, budget: str, layout: str, to: options.Output, save_plan: Path | None, **sizes: Any
+) -> None:
+    """The fastest layout with its micro-batch; each of its stages has a plan of its own."""
+    import plimsoll
+    from plimsoll.errors import BudgetBelowFloor
+
+    if save_plan is not None:
+        raise InvalidOption(
+            "--save-plan with --layout.",
+            why="every stage of a layout has a plan of its own",
+            next="write what is found to --output, or estimate that layout with --plans DIR",
+        )
+    with terminal.show_progress() as report:
+        found = plimsoll.fit(target, None, budget, layout=layout, progress=report, **sizes)
+    terminal.hand_over(found, to)
+    terminal.end(BudgetBelowFloor.exit_code if found.does_fit is False else 0)
+
+
 @commands.command
 def fit(
     target: options.TargetArgument,
@@ -307,6 +336,7 @@ def fit(
     regions: options.RegionsOption = None,
     device_profile: options.DeviceProfileOption = None,
     device: options.DeviceOption = "cpu",
+    layout: FitLayoutOption = "",
     solves: SolvesOption = 16,
     save_plan: PlanOutputOption = None,
     to: options.Output,
@@ -319,6 +349,11 @@ def fit(
     from plimsoll.ui.cli import work
 
     with ranks.one_process("fit", is_json=to.json):
+        if layout:
+            sizes = {"sequences": seq or None, "global_batch": global_batch, "accumulation": accumulation}
+            how = {"regions": regions or None, "device_profile": device_profile, "optimizer": optimizer.value}
+            _fit_layout(target, budget, layout, to, save_plan, **sizes, **how)
+            return
         is_text = ":" not in target
         building = options.Building(optimizer=optimizer, device=device, seq=max(seq) if seq and is_text else None)
         loaded = work.load(target, building, is_meta=device_profile is not None)
