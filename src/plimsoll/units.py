@@ -25,8 +25,6 @@ _BYTES_PER_UNIT = {
 }
 _MOST = 2**63 - 1
 """Of anything: what torch and JSON take for a whole number."""
-_MOST_LETTERS = 40
-"""Of a text that is refused, in the message."""
 _TEXT = re.compile(r"\s*([0-9][0-9_]{0,29}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*")
 
 
@@ -56,7 +54,7 @@ def parse_bytes(amount: int | str) -> int:
         if match is None:
             is_negative = amount.lstrip().startswith("-")
             raise InvalidBudget(
-                f"{amount[:_MOST_LETTERS]!r} is not an amount of memory.",
+                f"{reprlib.repr(amount)} is not an amount of memory.",
                 why="a budget is positive"
                 if is_negative
                 else "it is no number, such as 24 or 1.5, with a unit after it",

@@ -61,10 +61,10 @@ class Family(Generic[S]):
         """Whether every size of a storage at a shape is exact."""
         return shape in self._traces or (self.covers(shape) and self.is_exact)
 
-    @cached_property
+    @property
     def is_exact(self) -> bool:
         """Whether every size of a storage follows from the dimensions."""
-        return all(each.is_known for each in self.storage_sizes())
+        return not self._estimates
 
     def traced(self, shape: S) -> Trace | None:
         """The trace that was made at this shape, if one was."""
