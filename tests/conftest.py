@@ -11,6 +11,9 @@ from hypothesis import HealthCheck, settings
 
 settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy machine")
+# Every process that compiles would try by a compilation, and by a Python that imports torch, that the compiler knows what the
+# CPU says it has: ten processor seconds for the first one, one for the others.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 _LONGEST = frozenset({"test_examples.py", "test_documentation.py", "ranks", "integrations", "session", "contracts"})
 

@@ -380,6 +380,7 @@ LATER = {
     "fit llama-tiny": "a minute: traces and solves at many batches",
     "plimsoll demo": "minutes: trains, twice",
     "--compile": "a minute: the compiler's",
+    "recompute,compress": "a quarter of a minute: measures codecs",
 }
 """What the suite leaves to `make snippets`, by words of the command, and why."""
 
