@@ -435,12 +435,36 @@ def test_a_compiled_function_inside_a_region_keeps_every_bit():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_compiled_function_that_no_forward_names_is_not_compiled_with_the_guard():
-    """The step that records runs it uncompiled, so bits may be others; the steps after it run it as the user does."""
+@pytest.mark.parametrize("way", ["closure", "attribute", "method"])
+def test_a_compiled_function_that_is_reached_through_another_one_keeps_every_bit(way):
     torch._dynamo.reset()
     function = torch.compile(lambda x: (x.exp() * x).tanh(), backend="aot_eager")
+
+    def through(x):
+        return function(x) * x
+
+    class ByClosure(nn.Module):
+        def forward(self, x):
+            return through(x)
+
+    class ByMethod(nn.Module):
+        def forward(self, x):
+            return self.inner(x)
+
+        def inner(self, x):
+            return through(x)
+
+    ways = {"closure": ByClosure, "attribute": lambda: Inner(through), "method": ByMethod}
+    assert_unchanged(stack_of(ways[way]), plain_step, steps=5, engine=None)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_function_that_is_not_found_is_not_compiled_with_the_guard():
+    """The step that records runs it uncompiled, so bits may be others; the steps after it run it as the user does."""
+    torch._dynamo.reset()
+    held = {"function": torch.compile(lambda x: (x.exp() * x).tanh(), backend="aot_eager")}
     torch.manual_seed(0)
-    plain = stack_of(lambda: Inner(lambda x: function(x) * x))()
+    plain = stack_of(lambda: Inner(lambda x: held["function"](x) * x))()
     model = copy.deepcopy(plain)
     with manage(model):
         found = train(model, plain_step, 5)

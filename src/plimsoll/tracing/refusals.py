@@ -11,6 +11,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -119,7 +120,7 @@ def compiled_part(module: nn.Module) -> str:
     """
     for name, inner in module.named_modules():
         forward = inner.__dict__.get("forward", type(inner).forward)
-        if is_compiled(inner) or any(map(_is_compiled_function, (forward, *_called_by(forward)))):
+        if is_compiled(inner) or any(map(_is_compiled_function, (forward, *_called_by(inner, forward)))):
             return name or "the module"
     return ""
 
@@ -138,16 +139,25 @@ def is_disabled(function: Any) -> bool:
     return bool(getattr(function, "_torchdynamo_disable", False))
 
 
-def _called_by(forward: Any) -> Iterator[Any]:
-    """What a forward may call by name: globals that its code mentions, and what it closes over."""
-    function = inspect.unwrap(getattr(forward, "__func__", forward))
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return
-    yield from (function.__globals__[name] for name in code.co_names if name in function.__globals__)
-    for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # a cell that is still empty
-            yield cell.cell_contents
+def _called_by(module: nn.Module, forward: Any) -> Iterator[Any]:
+    """What a forward may call by name: globals and attributes of the module that its code mentions, and what it closes over;
+    and what these call, where they are its own methods or functions of the same file.
+    """
+    waiting, seen = [forward], set()
+    while waiting:
+        function = inspect.unwrap(getattr(waiting[-1], "__func__", waiting.pop()))
+        code = getattr(function, "__code__", None)
+        if code is None or code in seen:
+            continue
+        seen.add(code)
+        named = [function.__globals__[name] for name in code.co_names if name in function.__globals__]
+        waiting += [each for each in named if getattr(each, "__module__", None) == function.__module__]
+        own = [vars(module).get(name, getattr(type(module), name, None)) for name in code.co_names]
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):  # a cell that is still empty
+                own.append(cell.cell_contents)
+        waiting += (each for each in own if isinstance(each, FunctionType) and not each.__module__.startswith("torch."))
+        yield from (*named, *own)
 
 
 def refuse_compiled(model: nn.Module) -> None:
