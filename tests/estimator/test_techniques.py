@@ -447,6 +447,6 @@ def test_gradients_in_both_types_last():
 def test_the_whole_has_the_error_that_published_runs_of_its_kind_show():
     how = {"precision": "fp16", "has_master_weights": True, "device": "A100-80GB", "layout": "pp=2,micro-batches=4"}
     known = on_gpu(**how).tightest
-    assert known.error_bytes == round(0.06 * known.total_bytes)
+    assert known.error_bytes == round(0.09 * known.total_bytes)
     unknown = on_gpu(**how | {"device": "H100"}).tightest
     assert unknown.error_bytes == sum(item.error_bytes for item in unknown.items)
