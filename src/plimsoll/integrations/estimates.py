@@ -24,8 +24,8 @@ from plimsoll.integrations.search import PlanSearch
 from plimsoll.planning.costing.devices import find_device
 from plimsoll.units import check_count, format_bytes, parse_bytes
 
-_TEMPORARY_ERROR = 0.3
-"""Assumed: the planner's own model of fusion, made from the same jaxpr, was 14 to 36% off XLA for CPUs."""
+_TEMPORARY_ERROR = 0.6
+"""Assumed: the planner's own model of fusion, made from the same jaxpr, was 15 to 59% below XLA for CPUs."""
 _SECONDS_ERROR = 0.3
 
 
