@@ -118,6 +118,21 @@ def test_a_shape_below_every_floor_names_it_before_it_runs_and_training_goes_on(
     assert "budget 585.9 KiB" in said
 
 
+def test_a_training_goes_on_after_a_step_that_its_shape_did_not_foretell():
+    """Pictures that are resized within the model take what no size of theirs tells."""
+    torch.manual_seed(0)
+    model = Stack(3, 32)
+    with plimsoll.attach(model, 600_000) as attachment:
+        for rows in (64, 64, 96):
+            model(torch.randn(rows, 32)).square().mean().backward()
+            model.zero_grad()
+        shaped = attachment._shaped
+        assert shaped is not None
+        shaped.note_peak(900_000)
+        with pytest.warns(UserWarning, match="below the smallest reachable peak|too large"):
+            model(torch.randn(8000, 32)).square().mean().backward()
+
+
 def test_a_batch_of_one_is_planned_for_although_its_step_is_like_that_of_two():
     model = zoo.build("resnet")
     free = plimsoll.plan(zoo.build("resnet"), zoo.pictures(4, 32), budget="1GiB")

@@ -72,9 +72,9 @@ class Framework:
         try:
             return metadata.version(self.name)
         except metadata.PackageNotFoundError as error:  # run from its sources, or copied without its metadata
-            version = vars(sys.modules.get(self.name.replace("-", "_"), sys)).get("__version__")
-            if version is not None:
-                return str(version)
+            module = sys.modules.get(self.name.replace("-", "_"))
+            if module is not None and "__version__" in vars(module):
+                return str(vars(module)["__version__"])
             raise UnsupportedFramework(
                 f"Nothing tells the version of {self.name}.",
                 why=f"its metadata are not installed; this integration was tried with {self.oldest} to {self.newest}",

@@ -270,6 +270,9 @@ class ShapePlans:
         """So much the step took for which a plan was chosen last; the largest share of that on top of predictions counts."""
         if self._current is None:
             return
+        if peak_bytes > self._budget_bytes:
+            # Forecasts do not tell what these batches take: a training that has begun does not end for one of them.
+            self._may_refuse = False
         shapes, forecast = self._current
         unseen_bytes = peak_bytes - forecast.before_optimizer_bytes
         share_bytes = round(max(0, unseen_bytes - self._fixed_bytes) / self._growth(shapes))
