@@ -33,7 +33,7 @@ from plimsoll.estimator.fit.single_device import (
 )
 from plimsoll.estimator.targets.target import TargetOptions, load_target
 from plimsoll.session.manage import manage
-from plimsoll.session.options import Budget, PlanOptions
+from plimsoll.session.options import Budget, PlanOptions, check_text
 from plimsoll.session.rendezvous.world import refuse_several_ranks
 from plimsoll.session.task import check_model, explained_loss, refuse_profiler
 from plimsoll.session.training_step import gradients_as_if
@@ -152,6 +152,7 @@ def fit(
     """
     report = progress or silent
     started = time.monotonic()
+    check_text("layout", layout)
     if layout or isinstance(optimizer, str):
         searched = _LayoutFit(layout, budget, global_batch, device_profile, "adamw" if optimizer is None else optimizer)
         searched.check(accumulation, regions)
