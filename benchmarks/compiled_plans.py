@@ -208,7 +208,7 @@ def _untouched(name: str, how: str) -> list[str]:
         run_step(case, case.model)
         parts = [part for part in case.model.modules() if part._compiled_call_impl is not None]
         before, compiled_before = [part._compiled_call_impl for part in parts], counters["stats"]["unique_graphs"]
-        plan = plimsoll.plan(case.model, case.batch, budget="1TiB", loss=case.loss)
+        plan = plimsoll.plan(case.model, case.batch, budget="auto", loss=case.loss)
         planned_graphs = counters["stats"]["unique_graphs"]
         with plimsoll.apply(case.model, plan):
             run_step(case, case.model)
