@@ -123,7 +123,7 @@ TARGETS = (
     "\0",
 )
 ARGUMENTS: dict[str, tuple[str, ...]] = {"TARGET": TARGETS, "TARGET|PLAN": TARGETS, "TARGET|TRACE": (*TARGETS, "plan.json"),
-                                         "FILE": READ, "FILE...": READ}  # fmt: skip
+                                         "FILE": READ}  # fmt: skip
 SWITCHES = {"--help", "--json", "--explain", "--master-weights", "--early"}
 MODEL, BATCH, LOSS = steps.stack()
 BAD_COUNTS: tuple[Any, ...] = (-1, 1.5, "x", 10**400)

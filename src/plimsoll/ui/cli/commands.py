@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar, get_type_hints
@@ -39,6 +40,10 @@ _OTHERS = "Options"
 
 class Command(TyperCommand):
     """A command whose options stand in sections."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """The arguments by their names; newer versions of Typer put those that are needed into braces."""
+        return [re.sub("[{}]", "", piece) for piece in super().collect_usage_pieces(ctx)]
 
     def format_help_text(self, ctx: Any, formatter: Any) -> None:
         """The help's paragraphs; its example is one line, to be copied."""
@@ -86,17 +91,16 @@ class Commands(TyperGroup):
 
 def _options(command: Any, ctx: Any) -> list[tuple[Any, tuple[str, str]]]:
     """Every argument and option with the section that it names."""
-    return [
-        (_title(parameter), record)
-        for parameter in command.get_params(ctx)
-        if (record := parameter.get_help_record(ctx)) is not None
-    ]
-
-
-def _title(parameter: Any) -> str:
-    if parameter.param_type_name == "argument":
-        return "Arguments"
-    return getattr(parameter, "rich_help_panel", None) or _OTHERS
+    rows: list[tuple[Any, tuple[str, str]]] = []
+    for parameter in command.get_params(ctx):
+        record = parameter.get_help_record(ctx)
+        if record is None:
+            continue
+        if parameter.param_type_name == "argument":
+            rows.append(("Arguments", (parameter.metavar, record[1])))
+        else:
+            rows.append((getattr(parameter, "rich_help_panel", None) or _OTHERS, record))
+    return rows
 
 
 def _write_sections(formatter: Any, rows: Iterable[tuple[Any, tuple[str, str]]]) -> None:

@@ -25,10 +25,7 @@ MethodsOption = Annotated[
 RoundsOption = Annotated[
     int,
     typer.Option(
-        "--steps",
-        min=0,
-        metavar="N",
-        help="Real steps that every method takes; 0: predict only (not under FSDP2).",
+        "--steps", min=0, metavar="N", help="Real steps that every method takes; 0: predict only (not under FSDP2)."
     ),
 ]
 ValidateOption = Annotated[

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from plimsoll.ui.cli import commands, ranks, terminal
+from plimsoll.ui.cli import commands, options, ranks, terminal
 from plimsoll.ui.demo.story import BUDGET
 
 if TYPE_CHECKING:
@@ -21,12 +21,11 @@ _LINES_PER_RUN = 6
 DemoBudgetOption = Annotated[
     str, typer.Option("--budget", "-b", metavar="BYTES", help="Peak of the step; plain training takes about 422 MiB.")
 ]
-DemoStepsOption = Annotated[int, typer.Option("--steps", min=1, help="Training steps, with and without.")]
-SeedOption = Annotated[int, typer.Option("--seed", help="Random seed of weights and batches.")]
+DemoStepsOption = Annotated[int, typer.Option("--steps", min=1, metavar="N", help="Training steps, with and without.")]
 
 
 @commands.command
-def demo(*, budget: DemoBudgetOption = BUDGET, steps: DemoStepsOption = 30, seed: SeedOption = 0) -> None:
+def demo(*, budget: DemoBudgetOption = BUDGET, steps: DemoStepsOption = 30, seed: options.SeedOption = 0) -> None:
     """Train a small Llama on Python's own source text, plainly and under a memory budget, and compare.
 
     Takes a few minutes on a laptop. Exits with 1 if gradients, losses or weights differ anywhere.

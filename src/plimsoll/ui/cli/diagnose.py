@@ -22,9 +22,7 @@ SubjectArgument = Annotated[
 ]
 PlanTraceArgument = Annotated[
     Path | None,
-    typer.Argument(
-        metavar="[TRACE]", help="The trace of the step with the plan, of the same kind.", show_default=False
-    ),
+    typer.Argument(metavar="TRACE", help="The trace of the step with the plan, of the same kind.", show_default=False),
 ]
 KeepOption = Annotated[
     Path | None,

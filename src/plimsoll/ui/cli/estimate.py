@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from plimsoll.artifacts.estimate import Estimate
 from plimsoll.artifacts.files import make_folder
 from plimsoll.errors import InvalidOption
@@ -17,193 +15,127 @@ if TYPE_CHECKING:
 
 DeviceNameOption = Annotated[
     str,
-    typer.Option(
-        "--device",
-        "-d",
-        metavar="NAME",
-        help="From the catalogue: H100-SXM, A100-80GB, laptop-CPU …",
-        rich_help_panel=options.OF_THE_TARGET,
-    ),
+    options.of_target("--device", "-d", metavar="NAME", help="From the catalogue: H100-SXM, A100-80GB, laptop-CPU …"),
 ]
 PrecisionOption = Annotated[
     str | None,
-    typer.Option(
+    options.of_target(
         "--precision",
         metavar="NAME",
         help="fp32, bf16, fp16, bf16-mixed, fp16-mixed or fsdp-bf16; by default the model's own.",
-        rich_help_panel=options.OF_THE_TARGET,
     ),
 ]
 OptimizerNameOption = Annotated[
     str,
-    typer.Option(
-        "--optimizer",
-        metavar="NAME",
-        help="adamw, adamw-fused, adamw-8bit, sgd, adafactor, muon … or none.",
-        rich_help_panel=options.OF_THE_TARGET,
+    options.of_target(
+        "--optimizer", metavar="NAME", help="adamw, adamw-fused, adamw-8bit, sgd, adafactor, muon … or none."
     ),
 ]
 MasterWeightsOption = Annotated[
-    bool,
-    typer.Option(
-        "--master-weights",
-        help="The optimizer keeps a copy of narrow weights in float32.",
-        rich_help_panel=options.OF_THE_TARGET,
-    ),
+    bool, options.of_target("--master-weights", help="The optimizer keeps a copy of narrow weights in float32.")
 ]
 LayoutOption = Annotated[
     str,
-    typer.Option(
+    options.of_target(
         "--layout",
         "-l",
         metavar="DEGREES",
         help="How the step is spread over ranks: dp=8,tp=8,sp,pp=4,zero=1,micro-batches=64; also cp, ep, schedule, virtual. "
         "With ranks=64,samples=512 the fastest one is searched.",
-        rich_help_panel=options.OF_THE_TARGET,
     ),
 ]
 EstimateBudgetOption = Annotated[
     str | None,
-    typer.Option(
-        "--budget",
-        "-b",
-        metavar="BYTES",
-        help='Memory for the tensors of one rank: "70GiB", or auto for the device.',
-        rich_help_panel=options.OF_THE_PLAN,
+    options.of_plan(
+        "--budget", "-b", metavar="BYTES", help='Memory for the tensors of one rank: "70GiB", or auto for the device.'
     ),
 ]
 EstimateStrategyOption = Annotated[
     str | None,
-    typer.Option(
+    options.of_plan(
         "--strategy",
         "-s",
+        metavar="NAME",
         help="none, full, every:K, sqrt, selective:… or auto (the default with a budget).",
-        rich_help_panel=options.OF_THE_PLAN,
     ),
 ]
 FrameworkOption = Annotated[
     str | None,
-    typer.Option(
+    options.of_plan(
         "--export",
         metavar="NAME",
         help="Choose the own switches of megatron, torchtitan or transformers within the budget.",
-        rich_help_panel=options.OF_THE_PLAN,
     ),
 ]
 TechniquesOption = Annotated[
     str,
-    typer.Option(
+    options.of_target(
         "--techniques",
         "-t",
         metavar="KEYS",
         help="What else the run does: gradients=fp32, loss=fused, fp8=rowwise, offload=parameters+activations, lora=16 …",
-        rich_help_panel=options.OF_THE_TARGET,
     ),
 ]
 CompareOption = Annotated[
     Path | None,
-    typer.Option(
+    options.of_result(
         "--compare-with",
         metavar="FILE",
         help="A run's figures in JSON, a snapshot of torch's allocator or a profiler's trace, set beside the estimate.",
         dir_okay=False,
-        rich_help_panel=options.OF_THE_RESULT,
     ),
 ]
 SaveDeviceOption = Annotated[
     Path | None,
-    typer.Option(
+    options.of_result(
         "--save-device",
         metavar="FILE",
         help="Save the device as that run measured it; --device takes the file.",
         dir_okay=False,
-        rich_help_panel=options.OF_THE_RESULT,
     ),
 ]
 FitBudgetOption = Annotated[
     str,
-    typer.Option(
+    options.of_plan(
         "--budget",
         "-b",
         metavar="BYTES",
         help='Peak of the whole step: "70GiB", "80GB", or auto for the device\'s memory.',
-        rich_help_panel=options.OF_THE_PLAN,
     ),
 ]
 SequencesOption = Annotated[
     list[int] | None,
-    typer.Option(
-        "--seq",
-        min=1,
-        help="Tokens per example; may be repeated, to choose from several.",
-        rich_help_panel=options.OF_THE_TARGET,
-    ),
+    options.of_target("--seq", min=1, metavar="N", help="Tokens per example; may be repeated, to choose from several."),
 ]
 GlobalBatchOption = Annotated[
     int | None,
-    typer.Option(
-        "--global-batch",
-        min=1,
-        metavar="N",
-        help="Examples per optimizer step, reached by accumulation.",
-        rich_help_panel=options.OF_THE_TARGET,
+    options.of_target(
+        "--global-batch", min=1, metavar="N", help="Examples per optimizer step, reached by accumulation."
     ),
 ]
 AccumulationOption = Annotated[
-    int,
-    typer.Option(
-        "--accumulation",
-        min=1,
-        metavar="N",
-        help="Micro-batches per optimizer step.",
-        rich_help_panel=options.OF_THE_TARGET,
-    ),
+    int, options.of_target("--accumulation", min=1, metavar="N", help="Micro-batches per optimizer step.")
 ]
 MostBatchOption = Annotated[
-    int,
-    typer.Option(
-        "--most-batch",
-        min=1,
-        metavar="N",
-        help="Largest micro-batch to consider.",
-        rich_help_panel=options.OF_THE_TARGET,
-    ),
+    int, options.of_target("--most-batch", min=1, metavar="N", help="Largest micro-batch to consider.")
 ]
-SolvesOption = Annotated[
-    int,
-    typer.Option(
-        "--solves", min=1, metavar="N", help="Maximum number of plans to solve.", rich_help_panel=options.OF_THE_PLAN
-    ),
-]
+SolvesOption = Annotated[int, options.of_plan("--solves", min=1, metavar="N", help="Maximum number of plans to solve.")]
 PlanOutputOption = Annotated[
     Path | None,
-    typer.Option(
-        "--save-plan",
-        metavar="FILE",
-        help="Save the best point's plan as JSON.",
-        dir_okay=False,
-        rich_help_panel=options.OF_THE_RESULT,
-    ),
+    options.of_result("--save-plan", metavar="FILE", help="Save the best point's plan as JSON.", dir_okay=False),
 ]
 FitLayoutOption = Annotated[
     str,
-    typer.Option(
+    options.of_target(
         "--layout",
         "-l",
         metavar="DEGREES",
         help="Search layouts of several devices too: ranks=64, and degrees that stay (ranks=64,tp=8,sp). Wants --global-batch.",
-        rich_help_panel=options.OF_THE_TARGET,
     ),
 ]
 PlansOption = Annotated[
     Path | None,
-    typer.Option(
-        "--plans",
-        metavar="DIR",
-        help="Directory to save the plan of every stage in.",
-        file_okay=False,
-        rich_help_panel=options.OF_THE_RESULT,
-    ),
+    options.of_result("--plans", metavar="DIR", help="Directory to save the plan of every stage in.", file_okay=False),
 ]
 
 

@@ -23,14 +23,15 @@ ExplainedArgument = Annotated[
 ]
 StrategyOption = Annotated[
     str | None,
-    typer.Option(
+    options.of_plan(
         "--strategy",
         "-s",
+        metavar="NAME",
         help="Explain the step under none, full, every:K, sqrt, input-only or selective:…; without one, as it is.",
     ),
 ]
 PlanOption = Annotated[
-    Path | None, typer.Option("--plan", "-p", metavar="FILE", help="Explain the step under a saved plan.")
+    Path | None, options.of_plan("--plan", "-p", metavar="FILE", help="Explain the step under a saved plan.")
 ]
 _OF_A_PLAN = ("--json", "--output")
 """Options that mean something where a saved plan is explained by itself."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import enum
+import functools
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 
 from plimsoll.errors import InvalidStrategy
-
-R = TypeVar("R")
 
 
 class OptimizerName(enum.StrEnum):
@@ -29,10 +28,10 @@ class Compiled(enum.StrEnum):
     BLOCKS = "blocks"
 
 
-OF_THE_PLAN = "What the plan may do"
-OF_THE_TARGET = "The model and its batch"
-OF_THE_RESULT = "The result"
-"""Sections of a command's help."""
+of_plan = functools.partial(typer.Option, rich_help_panel="What the plan may do")
+of_target = functools.partial(typer.Option, rich_help_panel="The model and its batch")
+of_result = functools.partial(typer.Option, rich_help_panel="The result")
+"""Options in the sections of a command's help."""
 
 TargetArgument = Annotated[
     str,
@@ -45,132 +44,76 @@ TargetArgument = Annotated[
 ]
 BudgetOption = Annotated[
     str | None,
-    typer.Option(
-        "--budget",
-        "-b",
-        metavar="BYTES",
-        help='Peak of the whole step, with its unit: "70GiB" or "80GB".',
-        rich_help_panel=OF_THE_PLAN,
-    ),
+    of_plan("--budget", "-b", metavar="BYTES", help='Peak of the whole step, with its unit: "70GiB" or "80GB".'),
 ]
 StrategyOption = Annotated[
     str,
-    typer.Option(
+    of_plan(
         "--strategy",
         "-s",
+        metavar="NAME",
         help="auto, none, full, every:K, sqrt, input-only, selective:attention|mlp|norm|<op list>, int8, int4, fp8, "
         "offload, or hybrid:N,K.",
-        rich_help_panel=OF_THE_PLAN,
     ),
 ]
 RegionsOption = Annotated[
     list[str] | None,
-    typer.Option(
-        "--regions",
-        metavar="PATTERN",
-        help="Modules to manage, such as 'model.layers.*'; may be repeated.",
-        rich_help_panel=OF_THE_PLAN,
-    ),
+    of_plan("--regions", metavar="PATTERN", help="Modules to manage, such as 'model.layers.*'; may be repeated."),
 ]
 OptimizerOption = Annotated[
-    OptimizerName,
-    typer.Option(
-        "--optimizer", help="Optimizer whose state and step count toward the budget.", rich_help_panel=OF_THE_TARGET
-    ),
+    OptimizerName, of_target("--optimizer", help="Optimizer whose state and step count toward the budget.")
 ]
 DeviceProfileOption = Annotated[
     str | None,
-    typer.Option(
-        "--device-profile",
-        metavar="NAME",
-        help="Plan for a device that is not present: H100-SXM, A100-80GB …",
-        rich_help_panel=OF_THE_TARGET,
-    ),
+    of_target("--device-profile", metavar="NAME", help="Plan for a device that is not present: H100-SXM, A100-80GB …"),
 ]
 DeviceOption = Annotated[
-    str,
-    typer.Option(
-        "--device", help="Device that configurations are built on: cpu, cuda, cuda:1.", rich_help_panel=OF_THE_TARGET
-    ),
+    str, of_target("--device", metavar="NAME", help="Device that configurations are built on: cpu, cuda, cuda:1.")
 ]
 BatchOption = Annotated[
-    int | None,
-    typer.Option("--batch", min=1, help="Examples per batch, for configurations.", rich_help_panel=OF_THE_TARGET),
+    int | None, of_target("--batch", min=1, metavar="N", help="Examples per batch, for configurations.")
 ]
 SequenceOption = Annotated[
-    int | None,
-    typer.Option("--seq", min=1, help="Tokens per example, for configurations.", rich_help_panel=OF_THE_TARGET),
+    int | None, of_target("--seq", min=1, metavar="N", help="Tokens per example, for configurations.")
 ]
 CompileOption = Annotated[
     Compiled | None,
-    typer.Option(
-        "--compile",
-        help="Compile the model with torch.compile: as a whole, or its blocks one by one.",
-        rich_help_panel=OF_THE_TARGET,
-    ),
+    of_target("--compile", help="Compile the model with torch.compile: as a whole, or its blocks one by one."),
 ]
-StepsOption = Annotated[int, typer.Option("--steps", min=1, help="Training steps to measure.")]
+StepsOption = Annotated[int, typer.Option("--steps", min=1, metavar="N", help="Training steps to measure.")]
 AllowOption = Annotated[
-    str,
-    typer.Option(
-        "--allow",
-        metavar="LIST",
-        help="What auto may do, any of: recompute,compress,offload,collectives.",
-        rich_help_panel=OF_THE_PLAN,
-    ),
+    str, of_plan("--allow", metavar="LIST", help="What auto may do, any of: recompute,compress,offload,collectives.")
 ]
 MaxErrorOption = Annotated[
-    str,
-    typer.Option(
-        "--max-error",
-        metavar="SHARE",
-        help="Relative error of the gradient that lossy codecs may cause: 1%.",
-        rich_help_panel=OF_THE_PLAN,
-    ),
+    str, of_plan("--max-error", metavar="SHARE", help="Relative error of the gradient that lossy codecs may cause: 1%.")
 ]
 HostBudgetOption = Annotated[
-    str | None,
-    typer.Option(
-        "--host-budget",
-        metavar="BYTES",
-        help="Memory that offloaded values may take: 64GiB.",
-        rich_help_panel=OF_THE_PLAN,
-    ),
+    str | None, of_plan("--host-budget", metavar="BYTES", help="Memory that offloaded values may take: 64GiB.")
 ]
 OverrideOption = Annotated[
     list[str] | None,
-    typer.Option(
+    of_plan(
         "--override",
         metavar="PATTERN=DECISION",
         help="Decide by pattern, such as 'layers.*.mlp::silu=compress:int8'; may be repeated.",
-        rich_help_panel=OF_THE_PLAN,
     ),
 ]
 LinkOption = Annotated[
-    str | None,
-    typer.Option("--link", help="Where offloaded values go: host (from a GPU) or disk.", rich_help_panel=OF_THE_PLAN),
+    str | None, of_plan("--link", metavar="NAME", help="Where offloaded values go: host (from a GPU) or disk.")
 ]
 OutputOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--output", "-o", metavar="FILE", help="Save the result as JSON.", dir_okay=False, rich_help_panel=OF_THE_RESULT
-    ),
+    Path | None, of_result("--output", "-o", metavar="FILE", help="Save the result as JSON.", dir_okay=False)
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, errors as well.", rich_help_panel=OF_THE_RESULT)]
+JsonOption = Annotated[bool, of_result("--json", help="Print JSON, errors as well.")]
 PlanFileOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--plan", "-p", metavar="FILE", help="A saved plan; without one, plan first.", rich_help_panel=OF_THE_PLAN
-    ),
+    Path | None, of_plan("--plan", "-p", metavar="FILE", help="A saved plan; without one, plan first.")
 ]
-SeedOption = Annotated[int, typer.Option("--seed", help="Random seed.")]
+SeedOption = Annotated[int, typer.Option("--seed", metavar="N", help="Random seed.")]
 HeldOutOption = Annotated[
     int | None,
     typer.Option("--held-out", min=0, metavar="N", help="Batches at the end of the data that are kept for evaluation."),
 ]
-ExplainOption = Annotated[
-    bool, typer.Option("--explain", help="Print every decision and its reason.", rich_help_panel=OF_THE_RESULT)
-]
+ExplainOption = Annotated[bool, of_result("--explain", help="Print every decision and its reason.")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,9 @@ import typer
 
 from plimsoll.ui.cli import commands, options, ranks, terminal
 
-ProbeStepsOption = Annotated[int, typer.Option("--steps", min=1, help="Maximum number of training steps of each arm.")]
+ProbeStepsOption = Annotated[
+    int, typer.Option("--steps", min=1, metavar="N", help="Maximum number of training steps of each arm.")
+]
 RunOption = Annotated[
     Path | None,
     typer.Option(
@@ -21,7 +23,11 @@ RunOption = Annotated[
 ]
 TargetLossOption = Annotated[
     float | None,
-    typer.Option("--target-loss", help="Count steps and seconds to this loss; by default the baseline's final one."),
+    typer.Option(
+        "--target-loss",
+        metavar="LOSS",
+        help="Count steps and seconds to this loss; by default the baseline's final one.",
+    ),
 ]
 ChunkOption = Annotated[
     int, typer.Option("--chunk", min=1, metavar="N", help="Steps of one arm before the other arm's turn.")

@@ -15,7 +15,7 @@ from plimsoll.ui.cli import commands, options, ranks, terminal
 FilesArgument = Annotated[
     list[Path],
     typer.Argument(
-        metavar="FILE...",
+        metavar="FILE",
         help="Files that other commands saved with --output, all about one model.",
         show_default=False,
     ),
@@ -30,12 +30,7 @@ TimelineOption = Annotated[
     ),
 ]
 FileArgument = Annotated[
-    Path,
-    typer.Argument(
-        metavar="FILE",
-        help="A file that another command saved with --output.",
-        show_default=False,
-    ),
+    Path, typer.Argument(metavar="FILE", help="A file that another command saved with --output.", show_default=False)
 ]
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 PlanFileOption = Annotated[
     Path | None,
-    typer.Option(
+    options.of_plan(
         "--plan",
         "-p",
         metavar="FILE",
@@ -40,7 +40,7 @@ CurveOption = Annotated[
 ]
 RevisedPlanOption = Annotated[
     Path | None,
-    typer.Option(
+    options.of_result(
         "--revised-plan",
         metavar="FILE",
         help="Where to save a plan solved again with measured costs, if the given one was made without the device and its "
@@ -50,9 +50,10 @@ RevisedPlanOption = Annotated[
 ]
 StrategiesOption = Annotated[
     list[str] | None,
-    typer.Option(
+    options.of_plan(
         "--strategy",
         "-s",
+        metavar="NAME",
         help="May be repeated. By default none, full, every:2, sqrt, selective:attention, and with a budget auto; with "
         "--compile none, full and torch's own memory-budget:0.7, 0.5, 0.3, 0.",
     ),
