@@ -73,6 +73,8 @@ class LiveStorages(TorchDispatchMode):
         self.peaks: list[int] = []
         self._depth = 0
         self._is_counting = True
+        self._is_loading = False
+        self._loaded: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._sizes: dict[int, int] = {}
         """Of living storages: FSDP2 empties some and fills them again."""
@@ -86,26 +88,38 @@ class LiveStorages(TorchDispatchMode):
     def watch(self, model: nn.Module) -> None:
         """Begin a step at every training call, after whatever hooks are there already."""
         model.register_forward_pre_hook(lambda *_: self._enter(1), prepend=True)
-        model.register_forward_pre_hook(self._begin)
+        model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(lambda *_: self._enter(-1), always_call=True)
 
     def _enter(self, change: int) -> None:
         self._depth += change
         self._is_counting = not self._depth
 
-    def _begin(self, module: nn.Module, args: Any) -> None:
+    def _begin(self, module: nn.Module, *batch: Any) -> None:
         if self._depth == 1:
             self._is_counting = True
             if torch.is_grad_enabled() and module.training:
                 self.begin()
+                given = {storage._cdata for storage in _storages(batch)}
+                for storage in self._loaded:
+                    self._count(storage._cdata, storage.nbytes() if storage._cdata in given else 0)
+
+    def loading(self, collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """``collate``, each of whose batches counts in the call that takes it: others wait meanwhile, which are no step's."""
+
+        def collated(rows: Any) -> Any:
+            self._is_loading = True
+            try:
+                return collate(rows)
+            finally:
+                self._is_loading = False
+
+        return collated
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        for tensor in output_tensors(made):
-            # A DTensor itself has a storage of the global size, which nobody allocates.
-            for part in dense_parts(tensor):
-                if has_storage(part):
-                    self._note(part.untyped_storage())
+        for storage in _storages(made):
+            self._note(storage)
         return made
 
     def __enter__(self) -> Self:
@@ -135,7 +149,9 @@ class LiveStorages(TorchDispatchMode):
         key = storage._cdata
         self._sizes.pop(key, None)
         self._alive[key] = weakref.ref(storage, lambda dead: self._let_go(key, dead))
-        self._count(key, storage.nbytes())
+        if self._is_loading:
+            self._loaded.add(storage)
+        self._count(key, 0 if self._is_loading else storage.nbytes())
 
     def _count(self, key: int, size: int) -> None:
         self.bytes += size - self._sizes.get(key, 0)
@@ -147,6 +163,12 @@ class LiveStorages(TorchDispatchMode):
         if self._alive.get(key) is dead:
             self.bytes -= self._sizes.pop(key)
             del self._alive[key]
+
+
+def _storages(made: Any) -> list[torch.UntypedStorage]:
+    """Those of the tensors in ``made``; a DTensor itself has one of the global size, which nobody allocates."""
+    parts = [part for tensor in output_tensors(made) for part in dense_parts(tensor)]
+    return [part.untyped_storage() for part in parts if has_storage(part)]
 
 
 class Device(LiveStorages):

@@ -33,13 +33,15 @@ class Rows(Dataset[dict[str, Any]]):
 
     def __init__(self, *lengths: int, count: int = 64) -> None:
         torch.manual_seed(1)
-        self.rows = [torch.randint(2, zoo.VOCABULARY, (lengths[i % len(lengths)],)) for i in range(count)]
+        wide = [lengths[i % len(lengths)] for i in range(count)]
+        self.rows = [torch.randint(2, zoo.VOCABULARY, (length,)).tolist() for length in wide]
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+        ids = torch.tensor(self.rows[index])
+        return {"input_ids": ids, "labels": ids}
 
 
 def pad(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -76,6 +78,8 @@ def train(make: Callable[..., Any], watch: Watch, arm: Arm, resume: str | None =
             stack.enter_context(watch.meter)
         report = Report(watch)
         report.trainer = trainer = make(callbacks=[*own, report], activation_checkpointing=arm.own_switch)
+        if watch.meter is not None:
+            trainer.data_collator = watch.meter.loading(trainer.data_collator)
         trainer.remove_callback(transformers.PrinterCallback)
         if type(trainer).__module__.startswith(
             "trl."
