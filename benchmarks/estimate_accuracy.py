@@ -30,7 +30,7 @@ from plimsoll.artifacts.job import parse_precision
 from plimsoll.artifacts.trace import Category
 from plimsoll.estimator.estimate import estimate
 from plimsoll.estimator.targets.tracing import TraceRequest, trace_target
-from plimsoll.estimator.trace_cache import TraceCache
+from plimsoll.estimator.trace_cache import AnswerCache, TracedTarget
 from plimsoll.planning.simulate import run_choices
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import choose_none
@@ -144,7 +144,7 @@ def _held_after_forward(training: Training) -> tuple[int, int]:
     request = TraceRequest(
         target=training.target, device_name=_DEVICE, precision=parse_precision(training.precision or None)
     )
-    trace = trace_target(request, cache=TraceCache()).trace
+    trace = trace_target(request, cache=AnswerCache(TracedTarget)).trace
     index = StepIndex(trace, Costs(device=_DEVICE, source=CostSource.ROOFLINE, ops={}))
     batch = sum(storage.bytes for storage in trace.storages if storage.category is Category.INPUT)
     gradients = sum(storage.bytes for storage in trace.storages if storage.category is Category.GRADIENT)

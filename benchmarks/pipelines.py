@@ -22,7 +22,7 @@ from plimsoll.estimator.pipeline_schedule.orders import Orders, held_bytes, pipe
 from plimsoll.estimator.pipeline_schedule.timeline import ActionSeconds, bubble_growth, simulate_pipeline
 from plimsoll.estimator.rank_estimates import Setting, StageOfRank
 from plimsoll.estimator.targets.tracing import TraceRequest, trace_target
-from plimsoll.estimator.trace_cache import TraceCache
+from plimsoll.estimator.trace_cache import AnswerCache, TracedTarget
 from plimsoll.planning.costing.devices import find_device
 from plimsoll.planning.costing.links import Collective, collective_seconds, group_of
 from plimsoll.planning.simulate import Simulation
@@ -157,7 +157,7 @@ def main() -> int:
         request = TraceRequest(
             target=model, device_name=_DEVICE, tp=spread.tp, sequence_parallel=spread.sequence_parallel
         )
-        trace = trace_target(request, cache=TraceCache()).trace
+        trace = trace_target(request, cache=AnswerCache(TracedTarget)).trace
         print("\n".join([*table(model, trace), *growth(trace), ""]), flush=True)
     print("\n".join(simulation_seconds()))
     return 0

@@ -15,7 +15,7 @@ from plimsoll.artifacts.trace import Category
 from plimsoll.estimator.parallelism.stages import split_stages
 from plimsoll.estimator.rank_estimates import Setting, StageOfRank
 from plimsoll.estimator.targets.tracing import TraceRequest, trace_target
-from plimsoll.estimator.trace_cache import TraceCache
+from plimsoll.estimator.trace_cache import AnswerCache, TracedTarget
 from plimsoll.planning.costing.devices import find_device
 from plimsoll.planning.simulate import run_choices
 from plimsoll.planning.step import StepIndex
@@ -58,7 +58,7 @@ def _bert_large() -> list[Figure]:
     found = []
     for precision in (Precision.BF16_MIXED, Precision.BF16, Precision.FP32):
         request = TraceRequest(target="bert-large", device_name=A100, precision=precision)
-        traced = trace_target(request, cache=TraceCache())
+        traced = trace_target(request, cache=AnswerCache(TracedTarget))
         index = StepIndex(traced.trace, Costs(device=A100, source=CostSource.ROOFLINE, ops={}))
         batch = sum(s.bytes for s in traced.trace.storages if s.category is Category.INPUT)
         kept = run_choices(index, choose_none(index, ""))

@@ -1,32 +1,40 @@
-"""The trace of a target comes from the cache when, and only when, the question is the same; files are whole or gone."""
+"""Traces and estimates come from the cache when, and only when, the question is the same; files are whole or gone."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
+import plimsoll
+from plimsoll.artifacts.decision import Status
+from plimsoll.artifacts.estimate import Estimate
 from plimsoll.artifacts.job import Precision
 from plimsoll.estimator import trace_cache
+from plimsoll.estimator.estimate_job import EstimateJob
 from plimsoll.estimator.targets import tracing
 from plimsoll.estimator.targets.tracing import TraceRequest, trace_target
-from plimsoll.estimator.trace_cache import FileCache, TraceCache, TracedTarget, cache_directory, key_of
+from plimsoll.estimator.trace_cache import AnswerCache, FileCache, TracedTarget, cache_directory, key_of
 
 REQUEST = TraceRequest(target="llama-tiny", device_name="H100-SXM", batch=1, sequence=16, precision=Precision.BF16)
 AGAIN = """
 import sys
 from plimsoll.artifacts.job import Precision
-from plimsoll.estimator.trace_cache import TraceCache
+from plimsoll.estimator.trace_cache import AnswerCache, TracedTarget
 from plimsoll.estimator.targets.tracing import TraceRequest, trace_target
 made = trace_target(
     TraceRequest(target="llama-tiny", device_name="A100-80GB", batch=1, sequence=16, precision=Precision.BF16),
-    cache=TraceCache(),
+    cache=AnswerCache(TracedTarget),
 )
 print(made.trace.device, len(made.trace.ops), made.facts.parameters, *({"torch", "transformers"} & set(sys.modules)))
 """
@@ -35,7 +43,7 @@ print(made.trace.device, len(made.trace.ops), made.facts.parameters, *({"torch",
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TracedTarget]:
     directory = tmp_path_factory.mktemp("cache")
-    return directory, trace_target(REQUEST, cache=TraceCache(directory))
+    return directory, trace_target(REQUEST, cache=AnswerCache(TracedTarget, directory))
 
 
 @pytest.fixture
@@ -53,7 +61,7 @@ def traced_anew(monkeypatch: pytest.MonkeyPatch, kept: tuple[Path, TracedTarget]
 
 def test_the_answer_of_the_cache_equals_the_trace(kept: tuple[Path, TracedTarget], traced_anew: list[TraceRequest]):
     directory, traced = kept
-    again = trace_target(REQUEST, cache=TraceCache(directory))
+    again = trace_target(REQUEST, cache=AnswerCache(TracedTarget, directory))
     assert again == traced
     assert not traced_anew
     assert traced.facts.layers == len(traced.trace.regions) == 4
@@ -71,14 +79,14 @@ def test_a_damaged_answer_is_traced_again(kept: tuple[Path, TracedTarget], trace
     directory, traced = kept
     (path,) = directory.iterdir()
     path.write_bytes(path.read_bytes()[:-100])
-    assert trace_target(REQUEST, cache=TraceCache(directory)) == traced
+    assert trace_target(REQUEST, cache=AnswerCache(TracedTarget, directory)) == traced
     assert traced_anew == [REQUEST]
-    assert trace_target(REQUEST, cache=TraceCache(directory)) == traced
+    assert trace_target(REQUEST, cache=AnswerCache(TracedTarget, directory)) == traced
     assert traced_anew == [REQUEST]
 
 
 def test_what_is_whole_but_no_trace_is_traced_again(tmp_path: Path):
-    cache = TraceCache(tmp_path)
+    cache = AnswerCache(TracedTarget, tmp_path)
     cache._files.put(key_of({"a": 1}), b"\x81\xa5trace\x90")
     assert cache.get({"a": 1}) is None
     assert not list(tmp_path.iterdir())
@@ -128,6 +136,140 @@ def test_changed_sources_are_another_question(source: str, monkeypatch: pytest.M
 def question_key(request: TraceRequest) -> str:
     recipe = tracing.find_recipe(request.target)
     return key_of(tracing._question(request, recipe))
+
+
+# Estimates ------------------------------------------------------------------------------------------------------------
+
+ASKED = {"precision": "bf16", "batch": 1, "sequence": 16, "layout": "dp=2,zero=1", "budget": "1GiB"}
+
+
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with one answered question."""
+    directory = tmp_path_factory.mktemp("answered")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PLIMSOLL_CACHE_DIR", str(directory))
+        plimsoll.estimate("llama-tiny", **ASKED)
+    return directory
+
+
+@pytest.fixture
+def estimates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answered: Path) -> Path:
+    """The cache in use: a copy of that directory."""
+    monkeypatch.setenv("PLIMSOLL_CACHE_DIR", str(tmp_path / "estimates"))
+    return Path(shutil.copytree(answered, tmp_path / "estimates"))
+
+
+@pytest.fixture
+def decided(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The strategies of estimates that were made anew."""
+    found: list[str] = []
+    run = EstimateJob.run
+
+    def watched(job: EstimateJob, *how: Any) -> Estimate:
+        found.append(job.setting.strategy)
+        return run(job, *how)
+
+    monkeypatch.setattr(EstimateJob, "run", watched)
+    return found
+
+
+def test_an_estimate_that_is_asked_for_again_is_not_made_again(estimates: Path, decided: list[str]):
+    again = plimsoll.estimate("llama-tiny", **ASKED)
+    assert not decided
+    for path in estimates.iterdir():
+        path.unlink()
+    anew = plimsoll.estimate("llama-tiny", **ASKED)
+    assert decided == ["auto"]
+    seconds = {"trace_seconds": 0.0, "total_seconds": 0.0}
+    assert msgspec.structs.replace(again, **seconds) == msgspec.structs.replace(anew, **seconds)
+    assert again.trace_seconds == 0.0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"device": "A100-80GB"},
+        {"device": "H100-SXM@500W"},
+        {"batch": 2},
+        {"sequence": 32},
+        {"precision": "fp32"},
+        {"optimizer": "sgd"},
+        {"has_master_weights": True},
+        {"layout": "dp=2,zero=1,micro-batches=2"},
+        {"strategy": "full"},
+        {"budget": "2GiB"},
+        {"budget": None},
+        {"techniques": "loss=fused"},
+        {"budget": None, "export": "transformers"},
+    ],
+    ids=str,
+)
+def test_another_question_is_not_answered_by_a_kept_estimate(
+    estimates: Path, decided: list[str], change: dict[str, Any]
+):
+    plimsoll.estimate("llama-tiny", **(ASKED | change))
+    assert len(decided) == 1
+
+
+def test_another_configuration_and_another_device_of_the_same_name_are_other_questions(
+    estimates: Path, decided: list[str], tmp_path: Path
+):
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "hidden_size": 64}
+    small = {"intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 64}
+    path, device = tmp_path / "own.json", tmp_path / "mine.json"
+    for layers, factor in ((1, 1.0), (1, 1.0), (2, 1.0), (2, 0.5), (2, 0.5)):
+        path.write_text(json.dumps(config | small | {"num_hidden_layers": layers}))
+        device.write_text(json.dumps({"device": "H100-SXM", "arithmetic": factor}))
+        plimsoll.estimate(str(path), sequence=16, device=str(device))
+    assert len(decided) == 3
+
+
+def test_a_damaged_estimate_is_made_again(estimates: Path, decided: list[str]):
+    for path in estimates.iterdir():
+        path.write_bytes(path.read_bytes()[:-9])
+    plimsoll.estimate("llama-tiny", **ASKED)
+    assert len(decided) == 1
+
+
+def test_what_a_model_or_a_function_gives_is_not_kept(estimates: Path):
+    before = set(estimates.iterdir())
+    plimsoll.estimate("targets:linear", device="A100-80GB")
+    assert set(estimates.iterdir()) == before
+
+
+def test_an_estimate_whose_plan_ran_out_of_time_is_not_kept(
+    estimates: Path, decided: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    run = EstimateJob.run
+
+    def out_of_time(job: EstimateJob, *how: Any) -> Estimate:
+        found = run(job, *how)
+        late = [msgspec.structs.replace(plan, status=Status.TIMED_OUT) for plan in found.stages[0].plans]
+        assert late, "the budget asks for a plan"
+        return msgspec.structs.replace(found, stages=(msgspec.structs.replace(found.stages[0], plans=tuple(late)),))
+
+    monkeypatch.setattr(EstimateJob, "run", out_of_time)
+    tight = ASKED | {"batch": 8, "sequence": 128, "strategy": "auto", "budget": "60MiB"}
+    for _ in range(2):
+        plimsoll.estimate("llama-tiny", **tight)
+    assert len(decided) == 2
+
+
+@pytest.mark.parametrize("source", ["planning/solve.py", "estimator/budget.py", "planning/costing/devices.toml"])
+def test_sources_of_planning_change_the_key_of_estimates_alone(
+    source: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    package = tmp_path / "plimsoll"
+    (package / source).parent.mkdir(parents=True)
+    monkeypatch.setattr(trace_cache, "_PACKAGE", package)
+    keys = []
+    for text in ("a = 1", "a = 10"):
+        (package / source).write_text(text)
+        keys.append((key_of({"a": 1}), key_of({"a": 1}, Estimate)))
+    (trace, estimate), (other_trace, other_estimate) = keys
+    assert trace == other_trace
+    assert len({trace, estimate, other_estimate}) == 3
 
 
 # Files ----------------------------------------------------------------------------------------------------------------

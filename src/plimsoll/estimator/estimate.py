@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from plimsoll.artifacts.decision import Status
 from plimsoll.artifacts.estimate import Estimate, LayoutChoice
 from plimsoll.artifacts.job import Layout, ModelFacts, Precision, Techniques, parse_precision, read_techniques
 from plimsoll.artifacts.progress import Progress, part_of, silent
@@ -21,10 +22,11 @@ from plimsoll.estimator.lowering import check_framework
 from plimsoll.estimator.parallelism.context import with_context_parallel
 from plimsoll.estimator.parallelism.layouts import check_layout, read_layout
 from plimsoll.estimator.rank_estimates import AUTO, NOTHING, Setting, check_setting
+from plimsoll.estimator.targets.recipe import find_recipe
 from plimsoll.estimator.targets.target import Target
 from plimsoll.estimator.targets.tracing import TraceRequest, target_facts, trace_target
 from plimsoll.estimator.techniques import with_techniques
-from plimsoll.estimator.trace_cache import TraceCache, TracedTarget
+from plimsoll.estimator.trace_cache import AnswerCache, TracedTarget
 from plimsoll.planning.costing.devices import Device, find_device
 from plimsoll.session.options import AUTO_MARGIN, Budget, check_text
 
@@ -102,8 +104,7 @@ def estimate(
     asked = find_device(device)
     space = LayoutSpace.read(layout)
     spread = read_layout(layout) if space is None else Layout()
-    if budget is None and (space is not None or export is not None):
-        budget = AUTO
+    budget = AUTO if budget is None and (space is not None or export is not None) else budget
     setting = Setting(
         device=asked,
         layout=spread,
@@ -114,6 +115,9 @@ def estimate(
         precision=parse_precision(precision),
         how=read_techniques(techniques),
     )
+    question = _question(target, setting, batch=batch, sequence=sequence, layout=layout, budget=budget, export=export)
+    if (kept := _kept(question)) is not None:
+        return msgspec.structs.replace(kept, total_seconds=time.monotonic() - started)
     traces: dict[TraceKey, tuple[TracedTarget, Trace]] = {}
 
     def make(at: Layout, samples: Any) -> EstimateJob:
@@ -122,8 +126,7 @@ def estimate(
         check_setting(there)
         return _job(request, there, traces, part_of(report, 0.0, 0.8))
 
-    if export is not None:
-        setting = _without_strategy(setting, export, strategy)
+    setting = setting if export is None else _without_strategy(setting, export, strategy)
     layouts: tuple[LayoutChoice, ...] = ()
     if space is None:
         job = make(spread, batch)
@@ -134,7 +137,7 @@ def estimate(
     report("simulating every rank", 0.9)
     switches = () if export is None or job.setting.budget_bytes is None else job.lower(export, job.setting.budget_bytes)
     found = job.run(_name(target), trace_seconds, started)
-    return msgspec.structs.replace(found, framework=export or "", switches=switches, layouts=layouts)
+    return _keep(question, msgspec.structs.replace(found, framework=export or "", switches=switches, layouts=layouts))
 
 
 def _search(
@@ -146,6 +149,28 @@ def _search(
         return LayoutSearch(space, make, strategy, facts).run(batch, progress)
     facts = make(Layout(), batch).facts
     return LayoutSearch(space, lambda at, _: make(at, batch), strategy, facts).run(facts.batch, progress)
+
+
+def _question(target: str | torch.nn.Module, setting: Setting, **sizes: Any) -> dict[str, Any] | None:
+    """Everything that the answer depends on, but for versions; ``None`` for a model or a function, which may do anything."""
+    recipe = find_recipe(target) if isinstance(target, str) else None
+    if recipe is None or not all(isinstance(size, int | str | Layout | None) for size in sizes.values()):
+        return None
+    return {"target": target, "recipe": recipe, "setting": setting, **sizes}
+
+
+def _kept(question: dict[str, Any] | None) -> Estimate | None:
+    """What the same question was answered before, for which nothing was traced now."""
+    kept = None if question is None else AnswerCache(Estimate).get(question)
+    return None if kept is None else msgspec.structs.replace(kept, trace_seconds=0.0)
+
+
+def _keep(question: dict[str, Any] | None, found: Estimate) -> Estimate:
+    """The estimate, kept for the same question unless a plan of it ran out of time."""
+    statuses = {plan.status for stage in found.stages for plan in stage.plans}
+    if question is not None and Status.TIMED_OUT not in statuses:
+        AnswerCache(Estimate).put(question, found)
+    return found
 
 
 def _name(target: str | torch.nn.Module) -> str:
@@ -210,7 +235,7 @@ def _traced(request: TraceRequest, layout: Layout, progress: Progress) -> Traced
     if facts is not None:
         whole = None if facts.sequence is None else facts.sequence * layout.cp
         check_layout(layout, msgspec.structs.replace(facts, sequence=whole))
-    return trace_target(request, cache=TraceCache(), progress=progress)
+    return trace_target(request, cache=AnswerCache(TracedTarget), progress=progress)
 
 
 def _without_strategy(setting: Setting, framework: str, strategy: str | None) -> Setting:

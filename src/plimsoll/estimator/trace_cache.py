@@ -1,7 +1,8 @@
-"""Keeps traces of earlier estimates in the user's cache directory, so that a question asked again needs no torch.
+"""Keeps traces and estimates in the user's cache directory: a question asked again needs no torch, and no planning.
 
-The key of a trace is a digest of the whole question and of everything that could change the answer: the versions of the
-libraries, and the sources of Plimsoll itself. The device is not part of it, only whether it runs GPU kernels.
+The key of an answer is a digest of the whole question and of everything that could change the answer: the versions of the
+libraries, and the sources of Plimsoll itself. Of the device a trace's key has only whether it runs GPU kernels; an estimate's
+has all figures.
 
 A file appears whole or not at all (written beside its place, then renamed), so that any number of processes may read and
 write. What does not check out is removed. When a new file takes the directory past its limit, those that were used least
@@ -23,11 +24,12 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 import plimsoll
+from plimsoll.artifacts.estimate import Estimate
 from plimsoll.artifacts.files import PART, FileRefused, ReadLimits, read_file, whole_file
 from plimsoll.artifacts.job import ModelFacts
 from plimsoll.artifacts.trace import SCHEMA_VERSION, Trace
@@ -38,7 +40,7 @@ OVERRIDE = "PLIMSOLL_CACHE_DIR"
 MOST_BYTES = 512 * MIB
 """The most that a cache directory holds unless another limit is given."""
 _LOG = logging.getLogger(__name__)
-_LIBRARIES = ("torch", "transformers", "diffusers")
+_LIBRARIES = ("torch", "transformers", "diffusers", "timm", "numpy", "scipy", "msgspec")
 _PACKAGE = Path(__file__).parents[1]
 _SOURCES = ("artifacts", "estimator/catalogue", "estimator/local_rank", "estimator/targets", "tracing")
 """The parts of Plimsoll that a trace depends on."""
@@ -59,44 +61,57 @@ class TracedTarget(msgspec.Struct, frozen=True, kw_only=True):
     facts: ModelFacts
 
 
-class TraceCache:
-    """Traces by the question they answer, in files.
+Answer = TypeVar("Answer", TracedTarget, Estimate)
+
+
+class AnswerCache(Generic[Answer]):
+    """Answers of one kind by the question, in files.
 
     By default they lie in ``$PLIMSOLL_CACHE_DIR``, or the user's cache directory.
+
+    Example:
+        >>> import tempfile
+        >>> cache = AnswerCache(TracedTarget, Path(tempfile.mkdtemp()))
+        >>> cache.get({"name": "llama-tiny"}) is None
+        True
     """
 
-    def __init__(self, directory: Path | None = None, *, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, kind: type[Answer], directory: Path | None = None, *, most_bytes: int = MOST_BYTES) -> None:
+        self._kind: type[Answer] = kind
         self._files = FileCache(directory or cache_directory(), most_bytes=most_bytes)
 
-    def get(self, question: Mapping[str, Any]) -> TracedTarget | None:
+    def get(self, question: Mapping[str, Any]) -> Answer | None:
         """The answer that was kept for an equal question; anything that cannot be read counts as none."""
-        key = key_of(question)
+        key = key_of(question, self._kind)
         payload = self._files.get(key)
         if payload is None:
             return None
         try:
-            return msgspec.msgpack.decode(payload, type=TracedTarget)
+            answer: Answer = msgspec.msgpack.decode(payload, type=self._kind)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            _LOG.debug("what is kept under %s is no trace: %s", key, error)
+            _LOG.debug("what is kept under %s is no %s: %s", key, self._kind.__name__, error)
             self._files.drop(key)
             return None
+        return answer
 
-    def put(self, question: Mapping[str, Any], answer: TracedTarget) -> None:
+    def put(self, question: Mapping[str, Any], answer: Answer) -> None:
         """Keep the answer to a question."""
-        self._files.put(key_of(question), msgspec.msgpack.encode(answer))
+        self._files.put(key_of(question, self._kind), msgspec.msgpack.encode(answer))
 
 
-def key_of(question: Mapping[str, Any]) -> str:
+def key_of(question: Mapping[str, Any], kind: type[TracedTarget | Estimate] = TracedTarget) -> str:
     """A digest of the question, of library versions and of Plimsoll's sources; the order of keys does not matter.
 
     Example:
         >>> key_of({"tp": 1, "batch": 2}) == key_of({"batch": 2, "tp": 1})
         True
     """
+    sources = _SOURCES if kind is TracedTarget else ("",)  # the rest of the package decides about an estimate
     surroundings = {
+        "kind": kind.__name__,
         "schema": SCHEMA_VERSION,
         "versions": {"plimsoll": plimsoll.__version__} | {name: _version(name) for name in _LIBRARIES},
-        "sources": _sources_digest(_PACKAGE / part for part in _SOURCES),
+        "sources": _sources_digest(_PACKAGE / part for part in sources),
     }
     text = msgspec.json.encode({"question": dict(question), **surroundings}, order="deterministic")
     return hashlib.sha256(text).hexdigest()[:40]

@@ -18,7 +18,7 @@ from plimsoll.artifacts.trace import runs_gpu_kernels
 from plimsoll.errors import InvalidTarget
 from plimsoll.estimator.targets.recipe import Recipe, facts_of, find_recipe
 from plimsoll.estimator.targets.target import Target, TargetOptions, load_target
-from plimsoll.estimator.trace_cache import TraceCache, TracedTarget
+from plimsoll.estimator.trace_cache import AnswerCache, TracedTarget
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +61,7 @@ def target_facts(request: TraceRequest) -> ModelFacts | None:
 
 
 def trace_target(
-    request: TraceRequest, *, cache: TraceCache | None = None, progress: Progress = silent
+    request: TraceRequest, *, cache: AnswerCache[TracedTarget] | None = None, progress: Progress = silent
 ) -> TracedTarget:
     """Trace the step of one rank with fake tensors, or take the answer of an earlier run.
 
