@@ -275,6 +275,18 @@ def test_a_full_or_narrow_stdout_gives_no_traceback(place: str, encoding: str, t
     assert ("No space left" in ended.stderr) == (place == "/dev/full")
 
 
+@pytest.mark.parametrize("form", ["--explain", "--json"])
+def test_a_reader_that_has_seen_enough_is_no_error(form: str, tmp_path: Path):
+    make_plan().save(tmp_path / "plan.json")
+    command = [sys.executable, "-m", "plimsoll", "show", str(tmp_path / "plan.json"), form]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        writer.stdout.close()
+        assert writer.stderr is not None
+        assert writer.stderr.read() == ""
+    assert writer.returncode == 0
+
+
 def test_a_database_whose_rows_are_made_up_is_refused(run, tmp_path: Path):
     with closing(sqlite3.connect(tmp_path / "made.sqlite")) as database, database:
         rows = "WITH RECURSIVE more(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM more) SELECT n AS id, hex(n) AS value FROM more"

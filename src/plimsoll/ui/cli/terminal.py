@@ -29,14 +29,26 @@ from plimsoll.artifacts.store import Artifact
 from plimsoll.errors import InvalidTarget, PlanFileError, PlimsollError
 
 
+class _Console(Console):
+    """Goes on in silence where its reader has gone (``| head``): work comes to its end, with its own exit code."""
+
+    def on_broken_pipe(self) -> None:
+        _write_nowhere(2 if self.stderr else 1)
+
+
+def _write_nowhere(descriptor: int) -> None:
+    """What is left in the buffer has to go somewhere, at the latest at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+
+
 def stdout() -> Console:
     """The console for results. Made anew so that it follows a redirected stream."""
-    return _guarded(Console(highlight=False, soft_wrap=False))
+    return _guarded(_Console(highlight=False, soft_wrap=False))
 
 
 def stderr() -> Console:
     """The console for progress and errors."""
-    return _guarded(Console(stderr=True, highlight=False))
+    return _guarded(_Console(stderr=True, highlight=False))
 
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -72,8 +84,11 @@ def _guarded(console: Console) -> Console:
 
 def write_json(text: str) -> None:
     """Write JSON to stdout at once, with escapes for what a terminal would obey."""
-    sys.stdout.write(_CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n")
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(_CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has seen enough
+        _write_nowhere(1)
 
 
 if TYPE_CHECKING:
@@ -100,7 +115,7 @@ def show_progress(console: Console | None = None) -> Iterator[Report]:
         ...     report("tracing", 0.5)
     """
     with _solver_output_on_stderr():
-        yield from _show(console or Console(stderr=True, highlight=False, quiet=os.environ.get("RANK", "0") != "0"))
+        yield from _show(console or _Console(stderr=True, highlight=False, quiet=os.environ.get("RANK", "0") != "0"))
 
 
 @contextlib.contextmanager
@@ -219,13 +234,13 @@ def no_exits() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _writable_stdout() -> Iterator[None]:
-    """A full disk behind stdout is an error for users; a reader that has gone is Typer's to deal with."""
+    """A full disk behind stdout is an error for users."""
     try:
         yield
     except OSError as error:
         if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EIO, errno.EDQUOT):
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left in the buffer has to go somewhere at exit
+        _write_nowhere(1)
         failure = PlanFileError(
             "The result cannot be written to stdout.",
             why=error.strerror or type(error).__name__,
