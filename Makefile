@@ -14,7 +14,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import ensurepip, venv, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 PYTEST_ARGS ?=
 
-.PHONY: help install demo test lint format types unit golden docs snippets wheel bench gpu clean
+.PHONY: help install demo test lint format types unit golden docs snippets wheel notes bench gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -79,6 +79,9 @@ wheel: $(STAMP)  ## build wheel and sdist twice, compare them, and install the w
 	@cd build && ! bare/bin/plimsoll plan llama-tiny --budget 90MiB || { echo "llama-tiny needs the extra hf"; exit 1; }
 	@PIP_CONSTRAINT=constraints.txt build/bare/bin/python -m pip install --quiet --disable-pip-version-check "$$(ls dist/*.whl)[hf]"
 	@cd build && bare/bin/plimsoll plan llama-tiny --budget 90MiB
+
+notes:  ## print the notes of the newest release, from CHANGELOG.md
+	@awk '/^## / { count++ } count == 1' CHANGELOG.md
 
 bench: $(STAMP)  ## measure Plimsoll beside its peers (BENCH_ARGS="--help")
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)

@@ -61,6 +61,14 @@ def test_every_page_is_in_the_index():
     assert {page for page in pages - listed - {"README.md"} if not page.startswith("design/")} == set()
 
 
+def test_what_a_release_names_is_one_version():
+    cited = re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert cited is not None
+    assert newest is not None
+    assert cited[1] == newest[1] == plimsoll.__version__
+
+
 def test_pages_name_the_oldest_versions_that_the_package_asks_for():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     asked = " ".join([*project["dependencies"], *project["optional-dependencies"]["hf"]])
