@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from plimsoll.artifacts.job import Precision
 from plimsoll.errors import InvalidTarget
 from plimsoll.estimator.catalogue.models import known_models
+from plimsoll.estimator.targets import recipe
 from plimsoll.estimator.targets.recipe import find_recipe
 from plimsoll.estimator.targets.target import Target, TargetOptions, load_target
 
@@ -31,9 +33,9 @@ def config_file(tmp_path: Path) -> Callable[[dict[str, Any]], str]:
 
 def written(name: str) -> dict[str, Any]:
     """The entry's configuration as its library would have written it."""
-    recipe = find_recipe(name)
-    fields = dict(recipe.fields)
-    return fields | ({"_class_name": recipe.architecture} if recipe.is_diffusers else {})
+    known = find_recipe(name)
+    fields = dict(known.fields)
+    return fields | ({"_class_name": known.architecture} if known.library == "diffusers" else {})
 
 
 def loss_of(target: Target) -> torch.Tensor:
@@ -148,6 +150,123 @@ def test_a_quantized_checkpoint_is_built_unquantized_and_says_so(config_file: Ca
 def test_a_precision_of_parameters_is_refused_for_a_function():
     with pytest.raises(InvalidTarget, match="--precision would have no effect"):
         load_target("some.module:function", TargetOptions(precision=Precision.BF16))
+
+
+DENOISERS = {
+    "UNet2DModel": {
+        "sample_size": 16,
+        "block_out_channels": [8, 16],
+        "norm_num_groups": 4,
+        "down_block_types": ["DownBlock2D", "AttnDownBlock2D"],
+        "up_block_types": ["AttnUpBlock2D", "UpBlock2D"],
+    },
+    "DiTTransformer2DModel": {"num_layers": 1, "num_attention_heads": 2, "attention_head_dim": 8, "out_channels": 8},
+    "PixArtTransformer2DModel": {
+        "num_layers": 1,
+        "num_attention_heads": 2,
+        "attention_head_dim": 8,
+        "cross_attention_dim": 16,
+        "caption_channels": 24,
+        "sample_size": 16,
+    },
+    "SD3Transformer2DModel": {
+        "num_layers": 1,
+        "num_attention_heads": 2,
+        "attention_head_dim": 8,
+        "caption_projection_dim": 16,
+        "joint_attention_dim": 24,
+        "pooled_projection_dim": 8,
+        "sample_size": 16,
+    },
+    "FluxTransformer2DModel": {
+        "num_layers": 1,
+        "num_single_layers": 1,
+        "num_attention_heads": 2,
+        "attention_head_dim": 8,
+        "axes_dims_rope": [2, 2, 4],
+        "joint_attention_dim": 24,
+        "pooled_projection_dim": 8,
+        "in_channels": 4,
+        "guidance_embeds": True,
+    },
+    "UNet2DConditionModel": {
+        "sample_size": 16,
+        "block_out_channels": [8, 16],
+        "norm_num_groups": 4,
+        "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D"],
+        "up_block_types": ["CrossAttnUpBlock2D", "UpBlock2D"],
+        "cross_attention_dim": 8,
+        "attention_head_dim": 2,
+        "addition_embed_type": "text_time",
+        "addition_time_embed_dim": 4,
+        "projection_class_embeddings_input_dim": 32,
+    },
+}
+
+
+@pytest.mark.parametrize("name", DENOISERS)
+def test_denoisers_of_diffusers_train_on_latents_of_their_configuration(
+    name: str, config_file: Callable[[dict[str, Any]], str]
+):
+    pytest.importorskip("diffusers")
+    target = load_target(config_file({"_class_name": name} | DENOISERS[name]), TargetOptions(batch=2))
+    loss = loss_of(target)
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert any(p.grad is not None and p.grad.any() for p in target.model.parameters())
+
+
+def test_a_class_of_diffusers_has_its_own_sizes():
+    diffusers = pytest.importorskip("diffusers")
+    target = load_target("diffusers/DiTTransformer2DModel", META)
+    assert type(target.model.denoiser) is diffusers.DiTTransformer2DModel
+    assert len(target.model.denoiser.transformer_blocks) == 28
+    assert target.batch["hidden_states"].shape == (1, 4, 32, 32)
+    assert target.batch["hidden_states"].is_meta
+
+
+@pytest.mark.parametrize(("name", "input_size"), [("resnet18", (3, 224, 224)), ("test_vit.r160_in1k", (3, 160, 160))])
+def test_a_model_of_timm_trains_on_images_of_its_size(name: str, input_size: tuple[int, ...]):
+    pytest.importorskip("timm")
+    target = load_target(f"timm/{name}", TargetOptions(batch=2))
+    assert target.batch["pixel_values"].shape == (2, *input_size)
+    loss = loss_of(target)
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert all(p.grad is not None for p in target.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("vit_base_patch16_225", "vit_base_patch16_224"),
+        ("hf-hub:some/one", "no model"),
+        ("vit_base_patch14_dinov2", "loss"),
+    ],
+)
+def test_a_model_that_timm_does_not_know_or_that_has_no_classes_is_refused(name: str, words: str):
+    pytest.importorskip("timm")
+    with pytest.raises(InvalidTarget, match=words):
+        load_target(f"timm/{name}", META)
+
+
+def test_a_library_that_is_not_there_or_does_not_import_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(recipe, "find_spec", lambda name: None)
+    monkeypatch.delitem(sys.modules, "timm", raising=False)
+    with pytest.raises(InvalidTarget, match="needs timm, which is not installed"):
+        find_recipe("timm/resnet18")
+    monkeypatch.undo()
+    (tmp_path / "timm.py").write_text("raise RuntimeError('its half is missing')")
+    monkeypatch.delitem(sys.modules, "timm", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(InvalidTarget, match="does not import") as caught:
+        load_target("timm/resnet18", META)
+    assert "its half is missing" in str(caught.value)
+
+
+def test_a_name_of_the_hub_is_refused_as_nothing_is_downloaded():
+    with pytest.raises(InvalidTarget, match="nothing is downloaded"):
+        find_recipe("someone/some-model")
 
 
 def test_building_leaves_the_random_state_alone():

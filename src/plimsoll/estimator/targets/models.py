@@ -1,4 +1,4 @@
-"""Builds models with random weights from configurations of transformers and diffusers, and random batches that train them.
+"""Builds models of transformers, diffusers and timm with random weights, and random batches that train them.
 
 Nothing is downloaded. Batches are text, pictures, both, sound, or latents. Integers always have values, also for a model
 without memory: what a step computes from them (masks, positions) is then computed as it would be. Everything else has none on
@@ -11,6 +11,7 @@ import contextlib
 import difflib
 import importlib
 import inspect
+import itertools
 import logging
 import math
 import re
@@ -37,8 +38,15 @@ _AUTO_CLASSES = (
     "AutoModelForImageClassification",
 )
 """Where a configuration names no class: the first of these that knows its type, a head with a loss."""
-_DENOISERS = ("UNet2DConditionModel",)
-"""Classes of diffusers for which batches are known."""
+_DENOISERS = {
+    "UNet2DModel": 0,
+    "DiTTransformer2DModel": 0,
+    "UNet2DConditionModel": 77,
+    "PixArtTransformer2DModel": 120,
+    "SD3Transformer2DModel": 77 + 256,
+    "FluxTransformer2DModel": 512,
+}
+"""Classes of diffusers for which batches are known, with the tokens of a prompt that their pipelines give them."""
 
 
 def build_model(recipe: Recipe, dtype: torch.dtype | None) -> torch.nn.Module:
@@ -49,7 +57,7 @@ def build_model(recipe: Recipe, dtype: torch.dtype | None) -> torch.nn.Module:
     Raises:
         InvalidTarget: transformers is missing, does not know the architecture, or refuses the configuration.
     """
-    transformers = _import("transformers", "hf")
+    transformers = _import("transformers", "torch-plimsoll[hf]")
     quiet_transformers()
     fields = dict(recipe.fields)
     model_type = fields["model_type"]
@@ -132,23 +140,63 @@ class NoisePrediction(nn.Module):
         super().__init__()
         self.denoiser = denoiser
 
-    def forward(
-        self,
-        sample: torch.Tensor,
-        timestep: torch.Tensor,
-        encoder_hidden_states: torch.Tensor,
-        noise: torch.Tensor,
-    ) -> torch.Tensor:
+    def forward(self, noise: torch.Tensor, **inputs: Any) -> torch.Tensor:
         """The loss: a scalar in float32.
 
         Args:
-            sample: noised latents ``[batch, channels, height, width]``.
-            timestep: one of the schedule per sample ``[batch]``.
-            encoder_hidden_states: what the picture shows ``[batch, tokens, width]``.
-            noise: the noise in ``sample``.
+            noise: the noise in the latents, of their shape.
+            inputs: noised latents, times, and what the picture shows, by the denoiser's own names.
         """
-        predicted = self.denoiser(sample, timestep, encoder_hidden_states).sample
+        predicted = self.denoiser(**inputs).sample
+        if predicted.shape != noise.shape:  # the other half is a learned variance, which this loss leaves alone
+            predicted = predicted.chunk(2, dim=1)[0]
         return nn.functional.mse_loss(predicted.float(), noise.float())
+
+
+class Classification(nn.Module):
+    """A classifier of images with its loss: the cross-entropy of its logits."""
+
+    def __init__(self, classifier: nn.Module) -> None:
+        super().__init__()
+        self.classifier = classifier
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """The loss: a scalar in float32.
+
+        Args:
+            pixel_values: images ``[batch, channels, height, width]``.
+            labels: one class per image ``[batch]``.
+        """
+        return nn.functional.cross_entropy(self.classifier(pixel_values).float(), labels)
+
+
+def build_classifier(recipe: Recipe, dtype: torch.dtype | None) -> Classification:
+    """Build a model of timm on the current default device.
+
+    Raises:
+        InvalidTarget: timm is missing, does not know the name, or the model has no classes.
+    """
+    timm, name = _import("timm", "timm"), recipe.architecture
+    if name not in timm.list_models() and name not in timm.list_models(pretrained=True):
+        close = difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.6)
+        raise InvalidTarget(
+            f"timm {timm.__version__} knows no model {name!r}.",
+            why=f"the closest names are {', '.join(close)}" if close else "nothing among its models is close to it",
+            next="correct the name, upgrade timm, or write a function and give package.module:function",
+        )
+    try:
+        with _offline():
+            made = timm.create_model(name, pretrained=False)
+    except Exception as error:  # timm raises whatever its models run into
+        raise _cannot_build(timm, name, error) from error
+    if not getattr(made, "num_classes", 0):
+        raise InvalidTarget(
+            f"{name} of timm has no classes.",
+            why="it gives features, and Plimsoll knows no loss for them",
+            next="write a function that returns (model, batch, loss) and give package.module:function",
+        )
+    model = Classification(made).train()
+    return model if dtype is None else model.to(dtype)
 
 
 def build_denoiser(recipe: Recipe, dtype: torch.dtype | None) -> NoisePrediction:
@@ -157,7 +205,7 @@ def build_denoiser(recipe: Recipe, dtype: torch.dtype | None) -> NoisePrediction
     Raises:
         InvalidTarget: diffusers is missing, refuses the configuration, or the class is not one that we have batches for.
     """
-    diffusers = _import("diffusers", "diffusers")
+    diffusers = _import("diffusers", "torch-plimsoll[diffusers]")
     if recipe.architecture not in _DENOISERS:
         close = difflib.get_close_matches(recipe.architecture, _DENOISERS, n=1, cutoff=0.4)
         raise InvalidTarget(
@@ -182,21 +230,27 @@ def _cannot_build(library: Any, name: str, error: Exception) -> InvalidTarget:
     )
 
 
-def _import(library: str, extra: str) -> Any:
+def _import(library: str, package: str) -> Any:
     try:
         return importlib.import_module(library)
-    except ImportError as error:
+    except Exception as error:  # broken installations raise anything
+        missing = error.name if isinstance(error, ImportError) else ""
         raise InvalidTarget(
-            f"this target needs {library}, which is not installed.",
-            why=str(error),
-            next=f"pip install 'torch-plimsoll[{extra}]', or give package.module:function",
+            f"this target needs {library}, which {'is not installed' if missing == library else 'does not import'}.",
+            why=f"{type(error).__name__}: {error}",
+            next=f"pip install '{package if missing == library else missing or library}', or give package.module:function",
         ) from error
 
 
+BUILDERS = {"transformers": build_model, "diffusers": build_denoiser, "timm": build_classifier}
+"""What builds a recipe, by the library that knows its class."""
+
 _SEED = 0
-_PROMPT_TOKENS = 77
-"""Of the text encoder that Stable Diffusion's denoisers listen to."""
 _TIMESTEPS = 1000
+_TIMES = 6
+"""Original size, crop and target size, which Stable Diffusion XL is told beside the prompt."""
+_LATENT_SIDE = 64
+_PICTURE_SIDE, _PIXELS_PER_TOKEN = 1024, 16
 _HOST = "cpu"
 """Where integers are drawn, also those of a model without memory."""
 _FRAMES_PER_POSITION = 2
@@ -242,6 +296,8 @@ def make_batch(model: nn.Module, size: BatchSize) -> dict[str, Any]:
     maker = _Maker(model, size)
     if isinstance(model, NoisePrediction):
         return maker.latents(model.denoiser)
+    if isinstance(model, Classification):
+        return maker.images(model.classifier)
     names = inspect.signature(model.forward).parameters
     config = getattr(model, "config", None)
     known: dict[str, Any] = config.to_dict() if config is not None else {}
@@ -266,6 +322,7 @@ class _Maker:
     def __init__(self, model: nn.Module, size: BatchSize) -> None:
         self._model = model
         self._size = size
+        self._home = "meta" if size.is_meta else size.device
         self._random = torch.Generator().manual_seed(_SEED)
         self._dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
@@ -297,18 +354,54 @@ class _Maker:
         labels = self._integers(known["vocab_size"], self._sequence(known["max_target_positions"]))
         return {"input_features": features, "labels": labels}
 
+    def images(self, classifier: Any) -> dict[str, Any]:
+        self._refuse_sequence("its batch is images, whose size the model decides")
+        pixels = self._floats(*classifier.default_cfg["input_size"])
+        return {"pixel_values": pixels, "labels": self._integers(classifier.num_classes)}
+
     def latents(self, denoiser: nn.Module) -> dict[str, Any]:
+        """Latents as a denoiser's configuration says, or as large as Stable Diffusion's."""
         self._refuse_sequence("its batch is latents, whose size the configuration decides")
         known: Any = denoiser.config
-        side = known["sample_size"]
-        height, width = (side, side) if isinstance(side, int) else side
-        shape = (known["in_channels"], height, width)
-        return {
-            "sample": self._floats(*shape),
-            "timestep": self._integers(_TIMESTEPS),
-            "encoder_hidden_states": self._floats(_PROMPT_TOKENS, known["cross_attention_dim"]),
-            "noise": self._floats(known["out_channels"], height, width),
+        if "axes_dims_rope" in known:
+            return self._packed_latents(known)
+        side = known["sample_size"] or _LATENT_SIDE
+        sides = (side, side) if isinstance(side, int) else tuple(side)
+        latents, noise = self._floats(known["in_channels"], *sides), self._floats(known["in_channels"], *sides)
+        batch: dict[str, Any] = {"timestep": self._integers(_TIMESTEPS), "noise": noise}
+        tokens = _DENOISERS[type(denoiser).__name__]
+        if tokens:
+            widths = ("caption_channels", "joint_attention_dim", "cross_attention_dim")
+            width = next(known[name] for name in widths if known.get(name))
+            batch["encoder_hidden_states"] = self._floats(tokens, width)
+        if known.get("pooled_projection_dim"):
+            batch["pooled_projections"] = self._floats(known["pooled_projection_dim"])
+        if known.get("num_embeds_ada_norm") and not tokens:
+            batch["class_labels"] = self._integers(known["num_embeds_ada_norm"])
+        if known.get("addition_embed_type") == "text_time":
+            times = _TIMES * known["addition_time_embed_dim"]
+            text = self._floats(known["projection_class_embeddings_input_dim"] - times)
+            batch["added_cond_kwargs"] = {"text_embeds": text, "time_ids": self._floats(_TIMES)}
+        if getattr(denoiser, "use_additional_conditions", None) is not None:
+            sizes = (2, 1) if denoiser.use_additional_conditions else ()
+            given = [self._floats(each) for each in sizes]
+            batch["added_cond_kwargs"] = dict(itertools.zip_longest(("resolution", "aspect_ratio"), given))
+        return batch | {"hidden_states" if "patch_size" in known else "sample": latents}
+
+    def _packed_latents(self, known: Any) -> dict[str, Any]:
+        """Flux's: squares of 2 × 2 latents as tokens, of a picture of 1024 pixels, beside the words of its prompt."""
+        tokens = (_PICTURE_SIDE // _PIXELS_PER_TOKEN) ** 2
+        shape, words = (tokens, known["in_channels"]), _DENOISERS["FluxTransformer2DModel"]
+        batch = {
+            "hidden_states": self._floats(*shape),
+            "noise": self._floats(*shape),
+            "timestep": self._floats(),
+            "encoder_hidden_states": self._floats(words, known["joint_attention_dim"]),
+            "pooled_projections": self._floats(known["pooled_projection_dim"]),
+            "img_ids": torch.zeros(tokens, len(known["axes_dims_rope"]), device=self._home),
+            "txt_ids": torch.zeros(words, len(known["axes_dims_rope"]), device=self._home),
         }
+        return batch | ({"guidance": self._floats()} if known["guidance_embeds"] else {})
 
     def _pixels(self, known: dict[str, Any]) -> torch.Tensor:
         side = known["image_size"]
@@ -318,7 +411,7 @@ class _Maker:
     def _floats(self, *shape: int) -> torch.Tensor:
         sizes = (self._size.samples, *shape)
         if self._size.is_meta:
-            return torch.empty(sizes, dtype=self._dtype, device="meta")
+            return torch.empty(sizes, dtype=self._dtype, device=self._home)
         refuse_too_large("The numbers of the batch", math.prod(sizes) * self._dtype.itemsize, self._size.device)
         return torch.rand(sizes, generator=self._random).to(self._size.device, self._dtype)
 

@@ -1,4 +1,4 @@
-"""Finds the configuration that a name from the catalogue or a ``config.json`` stands for, and what it says about the model.
+"""Finds the configuration that a name or a ``config.json`` stands for, and what it says about the model.
 
 Libraries name the same size differently (``n_embd``, ``d_model``, ``hidden_size``): the tables below say which names are one.
 No torch here.
@@ -26,20 +26,22 @@ from plimsoll.units import MIB
 _BATCH = 1
 _SEQUENCE = 512
 _POSITIONS = ("max_position_embeddings", "n_positions")
-_FORMS = "package.module:function, a Hugging Face config.json, or a name from the catalogue"
+_FORMS = "package.module:function, a Hugging Face config.json, timm/NAME, diffusers/CLASS, or a name from the catalogue"
 _LIMITS = ReadLimits(most_bytes=16 * MIB, most_items=1_000_000)
 _IMPLEMENTATIONS = (None, "eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
 """Of attention and experts, those that are in torch and transformers themselves; others are fetched as kernels."""
 _COUNT = re.compile(r"^(n|num|number)_.*(layers?|blocks?|stages?)$|^(depths?|n_layer)$|(?<!window)_layers$")
 _MOST_LAYERS = 4096
 _DIFFUSERS_CLASS = "_class_name"
+_OWN_NAMES = ("timm", "diffusers")
+"""Libraries whose own names are targets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """A model that is not built yet: the class that makes it, the fields of its configuration, the batch it is asked about.
 
-    ``sequence`` is ``None`` where samples have no text. ``is_diffusers`` says which library knows the class.
+    ``sequence`` is ``None`` where samples have no text. ``library`` is the one that knows the class.
     """
 
     name: str
@@ -47,7 +49,7 @@ class Recipe:
     fields: Mapping[str, Any]
     batch: int
     sequence: int | None
-    is_diffusers: bool = False
+    library: str = "transformers"
     notes: tuple[str, ...] = ()
 
 
@@ -67,13 +69,37 @@ def find_recipe(text: str) -> Recipe | None:
     path = Path(text)
     if path.suffix == ".json" or os.path.isdir(text):  # false of a name that is too long
         return _from_file(path / "config.json" if os.path.isdir(text) else path)
+    library, slash, own_name = text.partition("/")
+    if slash and library in _OWN_NAMES:
+        return _from_library(library, own_name)
     if ":" in text:
         return None
     close = difflib.get_close_matches(text.lower(), catalogue, n=3, cutoff=0.5)
     raise InvalidTarget(
         f"{text!r} is no target.",
         why=f"a target is {_FORMS}",
-        next=f"did you mean {' or '.join(close)}?" if close else f"the catalogue has {', '.join(catalogue)}",
+        next=f"did you mean {' or '.join(close)}?"
+        if close
+        else "nothing is downloaded: save its config.json and give the file"
+        if slash
+        else f"the catalogue has {', '.join(catalogue)}",
+    )
+
+
+def _from_library(library: str, own_name: str) -> Recipe:
+    """What ``timm/NAME`` or ``diffusers/CLASS`` names: a model in the library's own sizes, of which that knows all names.
+
+    Raises:
+        InvalidTarget: the library is not installed.
+    """
+    if library not in sys.modules and find_spec(library) is None:
+        raise InvalidTarget(
+            f"{library}/{own_name} needs {library}, which is not installed.",
+            why=f"{library} itself builds the model, with random weights",
+            next=f"pip install {library}, or give package.module:function",
+        )
+    return Recipe(
+        name=f"{library}/{own_name}", architecture=own_name, fields={}, batch=_BATCH, sequence=None, library=library
     )
 
 
@@ -123,7 +149,7 @@ def _from_catalogue(known: CatalogueModel) -> Recipe:
         fields=_plain(known.config),
         batch=known.batch,
         sequence=known.sequence,
-        is_diffusers="model_type" not in known.config,
+        library="transformers" if "model_type" in known.config else "diffusers",
         notes=(f"{known.name}: {known.note}",) if known.note else (),
     )
 
@@ -155,7 +181,7 @@ def _from_file(path: Path) -> Recipe:
             fields=own,
             batch=_BATCH,
             sequence=None,
-            is_diffusers=True,
+            library="diffusers",
             notes=tuple(notes),
         )
     if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):
@@ -245,8 +271,8 @@ def facts_of(recipe: Recipe, *, batch: int | None = None, sequence: int | None =
     fields = recipe.fields
     towers = list(_towers(fields))
     widest = max(towers, key=lambda tower: _first(tower, _HIDDEN) or 0)
-    is_text = recipe.sequence is not None and not recipe.is_diffusers and _is_text(fields)
-    has_heads = not recipe.is_diffusers and fields.get("model_type") not in _NO_ATTENTION
+    is_text = recipe.sequence is not None and _is_text(fields)
+    has_heads = recipe.library == "transformers" and fields.get("model_type") not in _NO_ATTENTION
     heads = _first(widest, _HEADS) if has_heads else None
     hidden = _first(widest, _HIDDEN)
     return ModelFacts(

@@ -71,8 +71,8 @@ def load_target(text: str, options: TargetOptions) -> Target:
     """Load what the command line names.
 
     Args:
-        text: ``package.module:function`` (the working directory is importable), the path of a ``config.json``, or a name
-            from the catalogue.
+        text: ``package.module:function`` (the working directory is importable), the path of a ``config.json``,
+            ``timm/NAME``, ``diffusers/CLASS``, or a name from the catalogue.
         options: batch size, sequence length, place and precision for the latter two.
 
     Raises:
@@ -196,12 +196,12 @@ def build(recipe: Recipe, options: TargetOptions) -> Target:
     """
     import torch
 
-    from plimsoll.estimator.targets.models import BatchSize, build_denoiser, build_model, make_batch, refuse_too_large
+    from plimsoll.estimator.targets.models import BUILDERS, BatchSize, make_batch, refuse_too_large
 
     if not options.is_meta:
         _refuse_absent(options.device)
     dtype = None if options.precision is None else getattr(torch, options.precision.parameter_dtype)
-    make = build_denoiser if recipe.is_diffusers else build_model
+    make = BUILDERS[recipe.library]
     if not options.is_meta:
         with torch.device("meta"):
             bare = make(recipe, dtype)

@@ -88,6 +88,7 @@ def _question(request: TraceRequest, recipe: Recipe) -> dict[str, Any]:
     """Everything that the answer depends on, but for versions."""
     return {
         "name": recipe.name,
+        "library": recipe.library,
         "architecture": recipe.architecture,
         "fields": dict(recipe.fields),
         "notes": recipe.notes,

@@ -38,7 +38,7 @@ TargetArgument = Annotated[
     typer.Argument(
         metavar="TARGET",
         help="package.module:function returning (model, batch) or (model, batch, loss); "
-        "a Hugging Face config.json; or a name from the catalogue, such as llama-tiny.",
+        "a Hugging Face config.json; timm/NAME or diffusers/CLASS; or a name from the catalogue, such as llama-tiny.",
         show_default=False,
     ),
 ]
