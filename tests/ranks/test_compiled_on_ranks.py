@@ -5,8 +5,12 @@ from __future__ import annotations
 import shutil
 
 import pytest
+import torch
 
+import plimsoll
 from launching import on_ranks
+from plimsoll.session.compiled import CompiledPlanner, SharedCompiledPlanner
+from steps import Stack, mean_square
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on a CPU")
 
@@ -35,3 +39,17 @@ def test_ddp_around_or_inside_of_one_compilation_is_refused_with_the_way_that_wo
     for refusal in (each for rank in told for each in rank["refused"]):
         assert refusal.kind == "InvalidModel"
         assert "layer.compile()" in refusal.next
+
+
+def test_a_rank_that_runs_out_of_memory_in_a_trial_does_not_go_on_alone(monkeypatch):
+    def run(*_):
+        raise torch.OutOfMemoryError("planted")
+
+    plan = plimsoll.plan(Stack(2, 8), torch.randn(4, 8), strategy="none", loss=mean_square)
+    alone, shared = (kind.__new__(kind) for kind in (CompiledPlanner, SharedCompiledPlanner))
+    for planner in (alone, shared):
+        monkeypatch.setattr(planner, "run", run, raising=False)
+        planner._taken_bytes = planner.unseen_bytes = 0
+    assert alone._faster(plan, None) is plan
+    with pytest.raises(torch.OutOfMemoryError):  # which ends what the other ranks wait for
+        shared._faster(plan, None)

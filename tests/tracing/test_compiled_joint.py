@@ -227,6 +227,21 @@ def test_what_is_computed_again_can_be_captured_in_a_cuda_graph():
     assert [get_first_incompatible_cudagraph_node(module) for module in (forward, backward)] == [None, None]
 
 
+class Nested(Block):
+    forward = torch.compiler.nested_compile_region(Block.forward)
+
+
+def test_nested_regions_are_decided_on_one_by_one():
+    model, rows = nn.Sequential(*(Nested(WIDTH, 0.1, tanh_gelu) for _ in range(3))), torch.randn(ROWS, WIDTH)
+    model.compile(dynamic=False)
+    names, user_s = ("0", "1", "2"), torch._dynamo.variables.builder.is_invoke_subgraph
+    (graph,) = capture(find_units(model), {"": names}, lambda: model(rows).sum().backward())[""].graphs
+    kernels_of = Counter(kernel.region for kernel in graph.kernels if not kernel.is_backward)
+    assert {*kernels_of} == {*names}
+    assert len({*kernels_of.values()}) == 1
+    assert torch._dynamo.variables.builder.is_invoke_subgraph is user_s  # whose own compilation has its regions
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("activation", [nn.functional.silu, tanh_gelu])  # both make their exponential, or tanh, twice
 def test_predicted_peaks_are_those_of_the_compiled_step(activation):

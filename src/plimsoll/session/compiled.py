@@ -162,6 +162,9 @@ def _trace(task: TrainingTask, options: PlanOptions, progress: Progress = silent
 class CompiledPlanner(StepPlanner):
     """Makes plans of a step with compiled parts; without a plan it runs as torch.compile partitions it by default."""
 
+    _may_fail: tuple[type[BaseException], ...] = (torch.OutOfMemoryError,)
+    """What the trial in inductor's own order may end with."""
+
     def __init__(self, compiled: tuple[CompiledUnit, ...], *planner: Any) -> None:
         """``planner`` is what the planner of an eager step takes."""
         super().__init__(*planner)
@@ -181,11 +184,10 @@ class CompiledPlanner(StepPlanner):
         if strategy == "none" or (strategy == "auto" and fits):
             return self._untouched(measured.peak_bytes)
         planned = super().plan(strategy, step, part_of(progress, 0.2, 0.8))
-        if self.budget_bytes is None:
+        if self.budget_bytes is None or self._taken_bytes > self.budget_bytes:
             return planned
         progress("running the plan in inductor's own order", 0.8)
-        more_bytes = max(0, self._taken_bytes - planned.predicted_peak_bytes)
-        return self._faster(_with_peak(planned, more_bytes), step())
+        return self._faster(_with_peak(planned, self._taken_bytes), step())
 
     def _faster(self, plan: Plan, step: TrainingStep) -> Plan:
         """The plan in inductor's own order, where that keeps to the budget and is measured to be faster; else as it is.
@@ -194,10 +196,10 @@ class CompiledPlanner(StepPlanner):
         """
         own = tuple(msgspec.structs.replace(unit, is_in_order=False) for unit in plan.compiled)
         free = msgspec.structs.replace(plan, compiled=own)
-        in_order_bytes, unseen_bytes = self._taken_bytes, self.unseen_bytes
+        unseen_bytes = self.unseen_bytes
         try:
             taken_bytes = self.run(step, free).peak_bytes
-        except torch.OutOfMemoryError:
+        except self._may_fail:
             return plan
         fits = taken_bytes <= (self.budget_bytes or 0)
         share = self._share_of_seconds(step, free, plan) if fits else 1.0
@@ -205,7 +207,7 @@ class CompiledPlanner(StepPlanner):
             self.unseen_bytes = unseen_bytes
             return plan
         taken = f"{share:.3f} of the time, at a measured peak of {format_bytes(taken_bytes)}"
-        return _with_peak(free, taken_bytes - in_order_bytes, f"in inductor's own order the step took {taken}")
+        return _with_peak(free, taken_bytes, f"in inductor's own order the step took {taken}")
 
     def _share_of_seconds(self, step: TrainingStep, one: Plan, other: Plan) -> float:
         """The seconds of a step under one plan by those under another, taken in turns: the median over rounds."""
@@ -263,15 +265,16 @@ class CompiledPlanner(StepPlanner):
         )
 
 
-def _with_peak(plan: Plan, more_bytes: int, *notes: str) -> Plan:
-    """The plan with what its trial has shown on top of its predicted peak."""
-    return msgspec.structs.replace(
-        plan, predicted_peak_bytes=plan.predicted_peak_bytes + more_bytes, notes=(*plan.notes, *notes)
-    )
+def _with_peak(plan: Plan, peak_bytes: int, *notes: str) -> Plan:
+    """The plan with the peak that its trial has shown as the predicted one."""
+    return msgspec.structs.replace(plan, predicted_peak_bytes=peak_bytes, notes=(*plan.notes, *notes))
 
 
 class SharedCompiledPlanner(CompiledPlanner, SharedPlanner):
     """As `CompiledPlanner`, together with other ranks: all compile the same decisions."""
+
+    _may_fail = ()
+    """Nothing: other ranks wait in a collective of that step, and are released by the error that leaves it."""
 
     def _share_of_seconds(self, step: TrainingStep, one: Plan, other: Plan) -> float:
         """As `CompiledPlanner._share_of_seconds`; that of the rank that gains least."""

@@ -5,13 +5,15 @@ dynamic sizes, are read from what torch.compile left, so that compiling it anew 
 given to this module's compilation alone; taking it off puts back what the user's torch.compile made, with its cached code.
 
 Private to torch and seen in torch 2.9 to 2.13: ``Module._compiled_call_impl``, ``OptimizedModule``, the chain of
-``_torchdynamo_orig_backend``, the context in the closure of a compiled function, ``compile_fx``'s ``inner_compile``.
+``_torchdynamo_orig_backend``, the context in the closure of a compiled function, ``compile_fx``'s ``inner_compile``,
+``invoke_subgraph_placeholder`` and how Dynamo finds it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
 import sys
 import warnings
@@ -53,7 +55,7 @@ class CompileCall:
                 next="call handle.remove() on the first one",
             )
         if isinstance(compiled, functools.partial):
-            compiled = compiled.args[0] if compiled.func is _without_limit else compiled.func
+            compiled = compiled.args[0] if compiled.func is _apart else compiled.func
         context = inspect.getclosurevars(compiled).nonlocals.get("self")
         backend = getattr(context, "callback", None)
         while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
@@ -106,8 +108,8 @@ class CompileCall:
         return self._compile(**how)
 
     def _compile(self, **how: Any) -> Callable[..., Any]:
-        """Compile apart from what the user compiles, and without a limit: past it torch would run the module uncompiled, which
-        keeps everything.
+        """Compile apart from what the user compiles, without a limit: past it torch would run the module uncompiled, which
+        keeps everything; and with nested regions in the graph around them, where each use of one is decided on by itself.
         """
         compile_: Any = torch.compile
         known = inspect.signature(compile_).parameters
@@ -117,7 +119,7 @@ class CompileCall:
         if has_limit:
             how["recompile_limit"] = sys.maxsize
         compiled: Callable[..., Any] = compile_(_call_of, fullgraph=self.fullgraph, dynamic=self.dynamic, **how)
-        return compiled if has_limit else functools.partial(_without_limit, compiled)
+        return functools.partial(_apart, compiled, None if has_limit else sys.maxsize)
 
     def captured(self, partitioner: Any) -> Callable[..., Any]:
         """As ``compile``, with the graphs handed to a partitioner, and run op by op: nothing is generated."""
@@ -136,15 +138,32 @@ def _call_of(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)
 
 
-def _without_limit(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call what may be compiled as often as it needs to be."""
+def _apart(compiled: Callable[..., Any], limit: int | None, *args: Any, **kwargs: Any) -> Any:
+    """Call what may be compiled as often as it needs to be, and takes regions of ``torch.compiler.nested_compile_region`` as
+    any other code.
+    """
+    builder: Any = importlib.import_module("torch._dynamo.variables.builder")
+    regions: Any = importlib.import_module("torch._higher_order_ops.invoke_subgraph")
     config = torch._dynamo.config  # its patch() makes a class in every call, which takes longer than all the rest
     limits = config.recompile_limit, config.accumulated_recompile_limit
-    config.recompile_limit = config.accumulated_recompile_limit = sys.maxsize
+    is_region, region = builder.is_invoke_subgraph, regions.invoke_subgraph_placeholder
+    builder.is_invoke_subgraph, regions.invoke_subgraph_placeholder = _is_never, _called
+    if limit is not None:
+        config.recompile_limit = config.accumulated_recompile_limit = limit
     try:
         return compiled(*args, **kwargs)
     finally:
         config.recompile_limit, config.accumulated_recompile_limit = limits
+        builder.is_invoke_subgraph, regions.invoke_subgraph_placeholder = is_region, region
+
+
+def _called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """In the place of the mark by which Dynamo knows a nested region."""
+    return function(*args, **kwargs)
+
+
+def _is_never(_: object) -> bool:
+    return False
 
 
 def _nothing() -> None:
