@@ -102,3 +102,17 @@ def batch(name: str, rows: int = 2) -> dict[str, Any]:
 def sample(name: str) -> tuple[nn.Module, dict[str, Any]]:
     """A model and a batch that trains it."""
     return build(name), batch(name)
+
+
+class TinyLanguageModel(nn.Module):
+    """What a trainer takes for a language model, with as few operations as that needs: the compiler is done with it soon."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.words = nn.Embedding(VOCABULARY, width)
+        self.up, self.head = nn.Linear(width, 4 * width), nn.Linear(4 * width, VOCABULARY)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        logits = self.head(torch.tanh(self.up(self.words(input_ids))))
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)

@@ -14,7 +14,6 @@ import transformers
 from benchmarks.stack_setups.hugging_face import (
     dpo_trainer,
     grpo_trainer,
-    llama,
     plain_trainer,
     quantized_llama,
     sft_trainer,
@@ -24,6 +23,7 @@ from benchmarks.stack_setups.set_up import Arm, Watch
 from torch import nn
 
 import plimsoll
+import zoo
 from metering import LiveStorages
 from plimsoll.errors import BudgetBelowFloor, InvalidModel, InvalidOption, UnsupportedFramework
 from plimsoll.integrations.budgeted import Framework
@@ -131,12 +131,11 @@ def test_two_callbacks_are_refused_when_training_begins(tmp_path):
 
 
 def test_a_model_that_the_trainer_compiles_takes_a_plan_for_compiled_code(tmp_path):
-    small = functools.partial(llama, num_hidden_layers=1, hidden_size=32, intermediate_size=64)
-    make = functools.partial(plain_trainer, str(tmp_path), model=small, torch_compile=True, max_steps=1)
+    make = functools.partial(plain_trainer, str(tmp_path), model=zoo.TinyLanguageModel, torch_compile=True, max_steps=1)
     watch = Watch()
-    told = train(make, watch, Arm(budget=int(1.6e6))).state.log_history[0]
+    told = train(make, watch, Arm(budget=1_040_000)).state.log_history[0]
     assert watch.losses
-    assert 0 < told["plimsoll/planned_peak_bytes"] <= told["plimsoll/budget_bytes"] == 1.6e6
+    assert 0 < told["plimsoll/planned_peak_bytes"] <= told["plimsoll/budget_bytes"] == 1_040_000
 
 
 def test_a_model_that_has_a_budget_already_is_refused(tmp_path):
