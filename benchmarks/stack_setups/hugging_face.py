@@ -261,6 +261,7 @@ def _set_up(stack: str, of: str, shapes: str, make: Callable[..., Any], ranks: i
         accumulation=changes.get("gradient_accumulation_steps", 1),
         shapes=shapes,
         ranks=ranks,
+        taught=5 if shapes.startswith("8 x 64") else 24,
         train=train_once,
     )
 

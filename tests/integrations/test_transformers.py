@@ -107,6 +107,16 @@ def test_a_budget_below_the_floor_stops_training_before_anything_changes(tmp_pat
     assert "smallest reachable peak" in caplog.text
 
 
+@pytest.mark.parametrize("budget", ["256KiB", "2MiB"])
+def test_a_floor_names_what_other_models_hold_on_top(budget, tmp_path):
+    trainer = plain_trainer(str(tmp_path), [PlimsollCallback(budget)])
+    trainer.teacher = zoo.build("llama")
+    held_bytes = sum(each.nbytes for each in (*trainer.teacher.parameters(), *trainer.teacher.buffers()))
+    with pytest.raises(BudgetBelowFloor, match="other models") as refused:
+        trainer.train()
+    assert str(held_bytes) in refused.value.next
+
+
 def test_half_the_batch_is_taken_where_the_whole_does_not_fit(tmp_path):
     trainer = plain_trainer(str(tmp_path), [PlimsollCallback("4.5MiB")], auto_find_batch_size=True, max_steps=2)
     trainer.train()

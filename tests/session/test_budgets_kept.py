@@ -80,6 +80,18 @@ def closure(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> 
     optimizer.step(evaluate)
 
 
+def distils(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, rows: int = ROWS) -> None:
+    """A loss outside of the model that takes much, and less than a block does where everything is computed again."""
+    output = model(torch.randn(rows, WIDTH))
+    near = sum((output * scale).log_softmax(-1).square().mean() for scale in (1.0, 2.0, 3.0))
+    near.backward()
+    update(optimizer)
+
+
+def growing_distils(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    distils(model, optimizer, number, ROWS // 2 if number < 2 else ROWS)
+
+
 def scaled(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     scaler.scale(loss_of(model)).backward()
@@ -144,7 +156,21 @@ def assert_kept(training: Training, loop: Loop, share: float = 0.7, steps: int =
 
 @pytest.mark.parametrize(
     ("loop", "make"),
-    [(loop, Stack) for loop in (plain, zeros_late, accumulates, pairs, growing_pairs, closure, scaled, averaged)]
+    [
+        (loop, Stack)
+        for loop in (
+            plain,
+            zeros_late,
+            accumulates,
+            pairs,
+            growing_pairs,
+            closure,
+            distils,
+            growing_distils,
+            scaled,
+            averaged,
+        )
+    ]
     + [(plain, Forgetful)],
 )
 def test_any_loop_keeps_to_its_budget(loop: Loop, make: type[Stack]):

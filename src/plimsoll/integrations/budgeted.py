@@ -22,7 +22,7 @@ from torch import nn
 from torch.torch_version import TorchVersion
 
 from plimsoll.artifacts.plan import Plan
-from plimsoll.errors import InvalidModel, InvalidOption, UnsupportedFramework
+from plimsoll.errors import BudgetBelowFloor, InvalidModel, InvalidOption, UnsupportedFramework
 from plimsoll.integrations.own_checkpointing import switch_off
 from plimsoll.session.attach import attach
 from plimsoll.session.attachment import Attachment
@@ -158,7 +158,7 @@ class BudgetedTraining:
                 format_bytes(self._beside_bytes),
             )
         try:
-            budget = parse_bytes(self._budget) - self._beside_bytes if self._beside_bytes else self._budget
+            budget = self._budget_beside() if self._beside_bytes else self._budget
             handle = attach(model, budget, optimizer=_inner(optimizer), **self._options)
             if not (takes_compiled or isinstance(handle, Attachment)):
                 handle.remove()
@@ -169,6 +169,23 @@ class BudgetedTraining:
             raise
         self._undo_work.callback(self.handle.remove)
         self.is_at_work, self._has_told = True, False
+
+    def _budget_beside(self) -> int:
+        """The budget less what other models hold."""
+        budget_bytes = parse_bytes(self._budget)
+        if budget_bytes > self._beside_bytes:
+            return budget_bytes - self._beside_bytes
+        raise BudgetBelowFloor(
+            f"budget {format_bytes(budget_bytes)} is all taken by other models, which hold {format_bytes(self._beside_bytes)}.",
+            why="the trainer has them beside the model that is trained, on the same device in every step",
+            next=f"more than {self._beside_bytes} bytes, or move them to another device",
+        )
+
+    def name_beside(self, error: BudgetBelowFloor) -> None:
+        """Say in the error what comes on top of the floor that it names: what other models hold."""
+        if self._beside_bytes:
+            error.why = f"{error.why}; this is beside {format_bytes(self._beside_bytes)} that other models hold"
+            error.next = f"{self._beside_bytes} bytes for those on top of {error.next}"
 
     def pause(self) -> None:
         """Take the budget off the model; it may begin again. Harmless when called twice."""

@@ -97,6 +97,7 @@ class PlimsollCallback(TrainerCallback):
         try:
             return step(*args, **kwargs)
         except BudgetBelowFloor as error:
+            self._training.name_beside(error)
             self._training.end()
             _LOG.error("Plimsoll: %s", error)
             if not arguments.auto_find_batch_size:

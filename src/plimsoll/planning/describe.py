@@ -67,6 +67,8 @@ def describe_peak(simulation: Simulation) -> Peak:
     workspace = int(index.workspace[instant])
     if workspace:
         add(f"workspace of {index.trace.ops[instant // 2].name}", workspace)
+    if index.loss_bytes and instant == index.handover:
+        add("loss outside of the model", index.loss_bytes)
     holders = sorted((Holder(label=k, bytes=v) for k, v in bytes_of.items() if v), key=lambda h: (-h.bytes, h.label))
     return Peak(moment=_name_instant(index.trace, instant), bytes=simulation.peak_bytes, holders=tuple(holders))
 
@@ -79,7 +81,8 @@ def waiting_bytes(simulation: Simulation) -> int:
 def held_bytes(simulation: Simulation) -> int:
     """What one micro-batch holds between its forward and its backward."""
     index = simulation.index
-    return (int(simulation.curve[index.handover]) - index.lasting_bytes) // (index.waiting + 1)
+    own_bytes = int(simulation.curve[index.handover]) - index.lasting_bytes - index.loss_bytes
+    return own_bytes // (index.waiting + 1)
 
 
 def _name_instant(trace: Trace, instant: int) -> str:

@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Generic, cast
+from typing import Any, Generic, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -49,11 +49,11 @@ class Forecast:
 
 
 class ShapedStep(Generic[S]):
-    """The step of a family, sampled at a few sizes, for as many plans as are wanted. ``costs`` are those of traced shapes."""
+    """The step of a family, sampled at a few sizes, for as many plans as are wanted. ``costs`` are those of traced shapes;
+    ``how`` is as for ``StepIndex``.
+    """
 
-    def __init__(
-        self, family: Family[S], costs: Mapping[S, Costs], *, may_recompute: bool = True, in_flight: int = 1
-    ) -> None:
+    def __init__(self, family: Family[S], costs: Mapping[S, Costs], **how: Any) -> None:
         self.family = family
         dimensions = family.dimensions
         smallest = min(family.shapes, key=lambda shape: (prod(shape), shape))
@@ -65,9 +65,7 @@ class ShapedStep(Generic[S]):
         self._inverse = _inverse([[power(term, sample) for term in terms] for sample in samples])
         self._costs = dict(costs)
         shapes = [cast(S, dimensions.scaled(smallest, sample)) for sample in samples]
-        self._indices = [
-            StepIndex(*self.traced(shape), may_recompute=may_recompute, in_flight=in_flight) for shape in shapes
-        ]
+        self._indices = [StepIndex(*self.traced(shape), **how) for shape in shapes]
         self.lasting_bytes = self._indices[0].lasting_bytes
 
     def traced(self, shape: S) -> tuple[Trace, Costs]:

@@ -106,9 +106,12 @@ class StepIndex:
         *,
         may_recompute: bool = True,
         in_flight: int = 1,
+        loss_share: float = 0.0,
     ) -> None:
+        """``loss_share``: what a loss outside of the model takes at the handover, beside what is there whatever is decided."""
         self.trace = trace
         self.waiting = in_flight - 1
+        self._loss_share = loss_share
         self.costs = costs
         self.forms = forms or Forms()
         self.instants = 2 * len(trace.ops) + 2
@@ -216,7 +219,19 @@ class StepIndex:
     def fixed(self) -> Ints:
         """Fixed bytes per instant, those of waiting micro-batches included."""
         alone = self._fixed_alone()
-        return alone + self.waits(int(alone[self.handover]) - self.lasting_bytes)
+        curve = alone + self.waits(int(alone[self.handover]) - self.lasting_bytes)
+        curve[self.handover] += self.loss_bytes
+        return curve
+
+    @cached_property
+    def loss_bytes(self) -> int:
+        """What a loss that is not in the trace takes between forward and backward."""
+        return round(self._loss_share * self.between_bytes)
+
+    @cached_property
+    def between_bytes(self) -> int:
+        """What a micro-batch holds at the handover whatever is decided: its input, what it returns, what no plan touches."""
+        return int(self._fixed_alone()[self.handover]) - self.lasting_bytes
 
     def _fixed_alone(self) -> Ints:
         change = np.zeros(self.instants + 1, dtype=np.int64)

@@ -311,6 +311,11 @@ class Attachment(AttachedBudget):
         taken, self._excess_bytes = taken_beside(
             measured, self._watch, own, planner.recording_bytes if self._tries == 1 else 0
         )
+        if measured is not None:
+            known_bytes = (
+                self._excess_bytes - taken.lasting_bytes - max(self._watch.bytes_after, planned_state_bytes(own))
+            )
+            planner.count_loss(own, measured.loss_peak_bytes - known_bytes)
         floor_bytes = planner.worst_bytes(taken.bytes)
         most_bytes = planner.worst_bytes(taken.most_bytes)
         if planner.worst_bytes(taken.optimizer_bytes) > planner.budget_bytes:

@@ -32,7 +32,8 @@ from plimsoll.tracing.meters.memory import MeasurementLost, PeakMeter, instances
 from plimsoll.tracing.recorder.calling import output_tensors
 from plimsoll.tracing.torch_internals import is_profiled, is_profiler_on
 
-_OPTIMIZER = "optimizer"
+FORWARD, LOSS, BACKWARD, OPTIMIZER = "forward", "loss", "backward", "optimizer"
+"""The parts of a measured step: the loss's lasts from the end of a forward until gradients reach what that returned."""
 _SEEN: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Optimizer]] = weakref.WeakKeyDictionary()
 """The optimizer that was found in view of a model."""
 
@@ -207,12 +208,10 @@ class MeasuredStep:
             self._meter = PeakMeter(self._device, held=held)
             self._meter.__enter__()
 
-    def note_optimizer(self) -> None:
-        """A backward is over, or the optimizer is about to step: what comes now is the optimizer's, unless more forwards and
-        backwards come.
-        """
+    def note(self, part: str) -> None:
+        """What comes now is this part's. After a backward it is the optimizer's, unless more forwards and backwards come."""
         if self._meter is not None:
-            self._meter.mark(_OPTIMIZER)
+            self._meter.mark(part)
 
     def end(self) -> bool:
         """Stop measuring; whether a whole step, forward and backward, was measured."""
@@ -237,14 +236,22 @@ class MeasuredStep:
         """The peak until the last backward ended, all that was there before included, but for optimizer state."""
         assert self._meter is not None
         *before, last = self._meter.windows
-        return self.static_bytes + max(window.peak_bytes for window in (before or [last]))
+        parts = before if last.name == OPTIMIZER else [*before, last]
+        return self.static_bytes + max(window.peak_bytes for window in parts)
+
+    @property
+    def loss_peak_bytes(self) -> int:
+        """The peak between forwards and their backwards, but for optimizer state."""
+        assert self._meter is not None
+        peaks = [window.peak_bytes for window in self._meter.windows if window.name == LOSS]
+        return self.static_bytes + max(peaks, default=0)
 
     @property
     def optimizer_peak_bytes(self) -> int:
         """The peak from the last backward on, without the optimizer state that was there before; 0 where it was not seen."""
         assert self._meter is not None
         last = self._meter.windows[-1]
-        return self.static_bytes + last.peak_bytes if last.name == _OPTIMIZER else 0
+        return self.static_bytes + last.peak_bytes if last.name == OPTIMIZER else 0
 
     @property
     def left_bytes(self) -> int:

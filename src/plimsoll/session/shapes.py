@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import torch
@@ -105,6 +106,8 @@ class ShapePlans:
         self._known: dict[Shapes, tuple[Plan, Forecast]] = {}
         self._refused: set[Shapes] = set()
         """Shapes of which it was said that nothing fits, or that they cannot be traced."""
+        self._hopeless: dict[Shapes, tuple[int, BudgetBelowFloor]] = {}
+        """Shapes for which no plan was found, the room that was too small, and what was said of it."""
         self._may_refuse = may_refuse
         self._budget_bytes = 0
         self.withheld_bytes = 0
@@ -202,6 +205,7 @@ class ShapePlans:
         """Choose for so many forwards before one backward."""
         if in_flight != self._in_flight:
             self._in_flight = in_flight
+            self._hopeless.clear()
             for steps in self._steps.values():
                 steps.ladders = []
                 self._build(steps)
@@ -254,13 +258,23 @@ class ShapePlans:
             self._most_solved_bytes = max(self._most_solved_bytes, unmanaged_bytes)
             planner = self._planner_at(shapes)
             if found is None:
-                plan = planner.solve(self._budget_bytes, excess_bytes=self._budget_bytes - room_bytes)
-                self._offer((plan,))
+                self._offer((self._solved(planner, shapes, room_bytes),))
             if is_larger:
                 self._offer(tuple(planner.rungs()))
             found = self._known_ladder(shapes).cheapest(sizes, room_bytes)
         assert found is not None, "the plan that was solved for it fits"
         return found
+
+    def _solved(self, planner: StepPlanner, shapes: Shapes, room_bytes: int) -> Plan:
+        """The plan for a room; where none was found for as much before, the refusal of then: solving takes long."""
+        hopeless_bytes, refusal = self._hopeless.get(shapes, (0, None))
+        if refusal is not None and room_bytes <= hopeless_bytes:
+            raise refusal
+        try:
+            return planner.solve(self._budget_bytes, excess_bytes=self._budget_bytes - room_bytes)
+        except BudgetBelowFloor as error:
+            self._hopeless[shapes] = room_bytes, error
+            raise
 
     def unseen_bytes(self, shapes: Shapes) -> int:
         """What a step of a shape is taken to need on top of its prediction."""
@@ -337,6 +351,9 @@ class ShapePlans:
         before = {each.step.family.shapes: each for each in steps.ladders}
         steps.ladders = []
         left = dict(steps.traces)
+        share = 0.0 if self._planner is None else self._planner.loss_share
+        how: dict[str, Any] = {"may_recompute": self._options.may_recompute, "in_flight": self._in_flight}
+        how["loss_share"] = share
         while left:
             family = Family(left)
             is_exact = len(steps.traces) <= _MOST_TRACES and family.is_exact
@@ -345,7 +362,7 @@ class ShapePlans:
             for each in alone:
                 if each.shapes not in before:
                     costs = {s: known[s] if s in known else family.seconds_at(s, known) for s in each.shapes}
-                    step = ShapedStep(each, costs, may_recompute=self._options.may_recompute, in_flight=self._in_flight)
+                    step = ShapedStep(each, costs, **how)
                     before[each.shapes] = Ladder(step, self._plans)
                 steps.ladders.append(before[each.shapes])
             left = {sizes: trace for sizes, trace in left.items() if sizes not in family.shapes}

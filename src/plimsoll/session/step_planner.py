@@ -104,6 +104,8 @@ class StepPlanner:
         self.budget_bytes = self.own_budget_bytes = budget_bytes
         self.gradients: Gradients | None = None
         self.in_flight = 1
+        self.loss_share = 0.0
+        """What the user's loss takes, of what is there anyway between forward and backward."""
         self.mistake_bytes = 0
         """What the plan with the lowest peak took more than it predicts in steady steps, when it was tried."""
         self.managing: Managing | None = None
@@ -120,7 +122,9 @@ class StepPlanner:
 
     def beside(self, trace: Trace, costs: Costs) -> StepPlanner:
         """A planner of another step of the same model under the same budget, that asks no other rank."""
-        return StepPlanner(trace, costs, self.options, self.own_budget_bytes)
+        made = StepPlanner(trace, costs, self.options, self.own_budget_bytes)
+        made.loss_share = self.loss_share
+        return made
 
     def traced(self, task: TrainingTask, *, optimizer_is_optional: bool, is_timed: bool) -> tuple[Trace, Costs | None]:
         """Another step of the same model, traced as this one was; with its costs if it is timed."""
@@ -279,8 +283,22 @@ class StepPlanner:
         """Plan for so many forwards before one backward."""
         if in_flight != self.in_flight:
             self.in_flight = in_flight
-            self.__dict__.pop("_planner", None)
-            self.__dict__.pop("_index", None)
+            self._forget_index()
+
+    def count_loss(self, plan: Plan, measured_bytes: int) -> None:
+        """Plan for what the user's loss takes outside of the model, where a step took so many bytes between forward and
+        backward under a plan.
+        """
+        index = self._index
+        curve = run_choices(index, choices_of(index, plan.regions)).curve
+        loss_bytes = measured_bytes - int(curve[index.handover])
+        if loss_bytes > 0 and index.between_bytes > 0:
+            self.loss_share = loss_bytes / index.between_bytes
+            self._forget_index()
+
+    def _forget_index(self) -> None:
+        self.__dict__.pop("_planner", None)
+        self.__dict__.pop("_index", None)
 
     def solve(
         self,
@@ -355,6 +373,7 @@ class StepPlanner:
             None if self._sensed is None else self._sensed.forms,
             may_recompute=self.options.may_recompute,
             in_flight=self.in_flight,
+            loss_share=self.loss_share,
         )
 
     @functools.cached_property

@@ -23,6 +23,10 @@ from plimsoll.engine.copies import ModelHook
 from plimsoll.errors import BudgetBelowFloor
 from plimsoll.session.batch_shapes import Shapes, covers, shapes_and_masks_of, shapes_of, shown, standing_in
 from plimsoll.session.calibration import (
+    BACKWARD,
+    FORWARD,
+    LOSS,
+    OPTIMIZER,
     MeasuredStep,
     OptimizerWatch,
     Taken,
@@ -188,7 +192,7 @@ class StepWatch:
         self._after_step = after_step
         self._shapes_of = shapes
         self.is_looking_away = False
-        self.graphs = OpenGraphs(self._backward_ended)
+        self.graphs = OpenGraphs(self._backward_ended, lambda: self._note(BACKWARD))
         self.running: MeasuredStep | None = None
         self.measured: MeasuredStep | None = None
         self.rising = RisingPeak(self.device)
@@ -299,7 +303,9 @@ class StepWatch:
         if torch.is_grad_enabled() and module.training:
             accumulates = bool(every_gradient(self._model))
             waiting = len(self.graphs)
-            if not waiting:
+            if waiting:
+                self._note(FORWARD)
+            else:
                 self._begin_rising(args, kwargs)
             in_flight = waiting + 1 if waiting else self.in_flight
             reduces = not (holds_gradients_back(self._model) or is_without_reduction(self._model))
@@ -319,10 +325,14 @@ class StepWatch:
             self.running.has_failed = True
         if torch.is_grad_enabled() and module.training:
             self.graphs.note(output)
+            self._note(LOSS)
+
+    def _note(self, part: str) -> None:
+        if self.running is not None:
+            self.running.note(part)
 
     def _backward_ended(self) -> None:
-        if self.running is not None:
-            self.running.note_optimizer()
+        self._note(OPTIMIZER)
         self.risen_bytes = max(0, self.rising.risen_to() - (self.beside_bytes or 0))
 
 

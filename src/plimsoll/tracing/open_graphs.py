@@ -25,11 +25,13 @@ def after_backward(callback: Callable[[], None]) -> None:
 
 
 class OpenGraphs:
-    """The graphs that wait for their backward. ``on_backward_end`` is called after each backward through one of them."""
+    """The graphs that wait for their backward. ``on_backward`` is called when one is reached, ``on_backward_end`` after each
+    backward through some.
+    """
 
-    def __init__(self, on_backward_end: Callable[[], None]) -> None:
+    def __init__(self, on_backward_end: Callable[[], None], on_backward: Callable[[], None]) -> None:
         self._waiting: weakref.WeakSet[_Graph] = weakref.WeakSet()
-        self._on_backward_end = on_backward_end
+        self._on_backward_end, self._on_backward = on_backward_end, on_backward
         self._task = -1
         self.most = 0
         """As many have waited at once since ``begin``."""
@@ -61,6 +63,7 @@ class OpenGraphs:
     def _passed(self, graph: _Graph) -> None:
         self._waiting.discard(graph)
         self.has_backward = True
+        self._on_backward()
         task = current_graph_task()
         if task != self._task:  # the first graph that this backward reaches; one that failed half-way is forgotten
             self._task = task

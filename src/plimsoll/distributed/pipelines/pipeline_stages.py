@@ -40,7 +40,7 @@ from plimsoll.estimator.pipeline_schedule.orders import most_in_flight
 from plimsoll.estimator.pipeline_schedule.timeline import ActionSeconds
 from plimsoll.estimator.rank_estimates import KnownChoices
 from plimsoll.planning.explain import optimizer_floor_error
-from plimsoll.session.calibration import MeasuredStep, OptimizerWatch
+from plimsoll.session.calibration import OPTIMIZER, MeasuredStep, OptimizerWatch
 from plimsoll.session.manage import manage
 from plimsoll.session.options import Budget, as_patterns
 from plimsoll.session.rendezvous.world import current_world
@@ -309,7 +309,7 @@ class ScheduleAttachment(RemovedAtEnd):
         modules = nn.ModuleList([stage.submod for stage in stages])
         received = [tensor for stage in stages for tensor in received_buffers(stage)]
         self._measuring = step = MeasuredStep(modules, (self._arguments, received), self._call)
-        self._watch = OptimizerWatch(modules.parameters(), self._optimizers, step.note_optimizer)
+        self._watch = OptimizerWatch(modules.parameters(), self._optimizers, lambda: step.note(OPTIMIZER))
 
     def _stop_measuring(self) -> None:
         """A step is over: what was measured waits for ``_settle``."""
