@@ -106,7 +106,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
                 cut = self.cut.value if isinstance(self.cut, StageRule) else ",".join(map(str, self.cut))
                 degrees.append(f"stages={cut}")
         degrees += [f"micro-batches={self.micro_batches}"] if self.micro_batches > 1 else []
-        return ",".join(degrees) or "one rank"
+        return ",".join(["one rank", *degrees] if self.ranks == 1 else degrees)
 
 
 class Precision(enum.StrEnum):
@@ -207,7 +207,8 @@ class Techniques(msgspec.Struct, frozen=True, kw_only=True):
     ``activations``. ``packed``: tokens of a document, of which each sample holds several. ``padded``: percent of the tokens
     that are padding. ``megatron``: blocks as Megatron-Core runs them on Transformer Engine. ``fp8_weights``: weights of
     products in fp8 are held in fp8 alone. ``comm_overlap``: what Megatron's ``tp_comm_overlap`` and
-    ``overlap_param_gather`` hide. ``expandable_segments``: the allocator's setting of that name.
+    ``overlap_param_gather`` hide. ``expandable_segments``: the allocator's setting of that name. ``moe``: experts run in
+    ``fused`` kernels, or in these with DeepEP between ranks (``deepep``).
     """
 
     gradients: str = ""
@@ -228,6 +229,7 @@ class Techniques(msgspec.Struct, frozen=True, kw_only=True):
     fp8_weights: bool = False
     comm_overlap: bool = False
     expandable_segments: bool = False
+    moe: str = ""
 
     @property
     def is_fused(self) -> bool:
@@ -263,6 +265,7 @@ _VALUES = {
     "fp8": ("tensorwise", "rowwise", "delayed", "current", "mxfp8"),
     "offload": ("optimizer", "parameters", "activations"),
     "lora-on": ("qv", "attention", "all"),
+    "moe": ("fused", "deepep"),
 }
 """Keys that take one of these words."""
 _SETS = ("offload",)

@@ -68,7 +68,7 @@ class OpSpec(msgspec.Struct, frozen=True, kw_only=True):
     ``moved_bytes`` the size of the whole tensor on one rank: the gathered one, the one to be reduced, the one exchanged.
     For a matrix product ``product`` is batch, rows, columns and inner size. ``is_causal`` is attention whose kernel skips the
     masked half of the scores, which ``flops`` count. ``beside`` are the cost keys of products beside which a collective runs in
-    pieces.
+    pieces. ``copies`` is to how many ranks an exchange sends each row, where no rank and no node gets it twice; 0 otherwise.
     """
 
     name: str
@@ -79,6 +79,7 @@ class OpSpec(msgspec.Struct, frozen=True, kw_only=True):
     product: tuple[int, int, int, int] | None = None
     is_causal: bool = False
     beside: tuple[str, ...] = ()
+    copies: float = 0.0
 
 
 class TraceParameter(msgspec.Struct, frozen=True, kw_only=True):

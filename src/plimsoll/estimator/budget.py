@@ -270,11 +270,12 @@ _WITHOUT_CONTEXT = {"laptop-CPU"}
 """On a CPU libraries take memory from the host as every program does; nothing is set aside."""
 
 
-def framework_items(device: Device, layout: Layout) -> tuple[BudgetItem, ...]:
+def framework_items(device: Device, layout: Layout, token_bytes: int = 0) -> tuple[BudgetItem, ...]:
     """What one training process takes on its device beside the tensors that a trace knows.
 
     The workspaces of cuBLAS come from the caching allocator, so torch counts them as allocated; all else is outside of it.
-    One item for the context, one for workspaces, one per group that communicates; none for a CPU.
+    One item for the context, one for workspaces, one per group that communicates; none for a CPU. ``token_bytes`` are those of
+    a token that DeepEP sends, 0 without it.
 
     Example:
         >>> from plimsoll.planning.costing.devices import find_device
@@ -298,8 +299,31 @@ def framework_items(device: Device, layout: Layout) -> tuple[BudgetItem, ...]:
         _item("CUDA context", context, error, Basis.ASSUMED, source),
         _item("kernels", _KERNELS_BYTES, 0.6, Basis.ASSUMED, _KERNELS),
         _item("cuBLAS workspaces", _HANDLES * figures.workspace_bytes, _WORKSPACE_ERROR, Basis.EXACT, workspaces),
-        *(_communicator(each, figures, device.ranks_per_node) for each in groups),
+        *(
+            _deepep_buffers(each.ranks, token_bytes)
+            if token_bytes and each.name == "ep"
+            else _communicator(each, figures, device.ranks_per_node)
+            for each in groups
+        ),
     )
+
+
+_CHANNELS, _NODE, _ROW_EXTRA_BYTES, _NETWORK_TOKENS = 10, 8, 8 + 128 * (8 + 4 + 4), 128
+_LINK_TOKENS = ((8, 256), (64, 288), (96, 480), (128, 560))
+_MOST_LINK_TOKENS = 720
+_DEEPEP = (
+    "deepseek-ai/DeepEP: get_nvl_buffer_size_hint and get_rdma_buffer_size_hint of csrc/legacy/config.hpp, with the "
+    "recommended configurations and 20 multiprocessors"
+)
+
+
+def _deepep_buffers(ranks: int, token_bytes: int) -> BudgetItem:
+    """The buffers that DeepEP receives in, for links and for the network: places for tokens, per channel and sender."""
+    tokens = next((tokens for most, tokens in _LINK_TOKENS if ranks <= most), _MOST_LINK_TOKENS)
+    row_bytes = token_bytes + _ROW_EXTRA_BYTES
+    links = _CHANNELS * min(ranks, _NODE) * tokens * row_bytes
+    network = 2 * _CHANNELS * (ranks // _NODE) * _NETWORK_TOKENS * (row_bytes + 16) if ranks > _NODE else 0
+    return _item("DeepEP buffers (ep)", links + network, 0.3, Basis.ASSUMED, _DEEPEP)
 
 
 @dataclass(frozen=True, slots=True)

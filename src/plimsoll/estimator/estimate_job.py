@@ -201,7 +201,7 @@ class EstimateJob:
                 memory,
                 rank.optimizers,
                 (
-                    *framework_items(setting.device, layout),
+                    *framework_items(setting.device, layout, self._exchanged_bytes),
                     *kernel_items(spec.name for stage in rank.stages for spec in stage.trace.specs.values()),
                 ),
                 has_pipeline=layout.pp > 1,
@@ -269,6 +269,11 @@ class EstimateJob:
             relative_error=self._speed_error(),
             basis=Basis.MODELLED,
         )
+
+    @property
+    def _exchanged_bytes(self) -> int:
+        """Of a token that DeepEP sends, in 16 bits; 0 without it."""
+        return 2 * (self.facts.hidden or 0) if self.setting.how.moe == "deepep" else 0
 
     @property
     def _is_like_published(self) -> bool:

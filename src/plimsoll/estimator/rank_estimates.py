@@ -162,6 +162,12 @@ def _check_techniques(setting: Setting) -> None:
             why="the vocabulary is divided among tensor-parallel ranks, and there is one",
             next="give tp=2 or more, or write loss=fused or loss=chunked",
         )
+    if how.moe == "deepep" and layout.ep == 1:
+        raise InvalidOption(
+            f"moe=deepep with {layout}.",
+            why="it exchanges tokens between the ranks of experts, and every rank has all of them",
+            next="give ep=8, or write moe=fused",
+        )
     _check_adapters(setting)
     if how.optimizer_in_backward:
         _check_optimizer_in_backward(setting)

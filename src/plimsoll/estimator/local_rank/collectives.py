@@ -52,6 +52,17 @@ def _(x: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
     return x.new_empty(x.shape)
 
 
+@torch.library.custom_op("plimsoll::dispatch", mutates_args=())
+def dispatch(x: torch.Tensor, rows: int, copies: float, group: str) -> torch.Tensor:
+    """Each row to ``copies`` ranks on average, to none of them twice: ``rows`` arrive here. The inverse sums them at home."""
+    return x[torch.arange(rows, device=x.device) % max(len(x), 1)]
+
+
+@dispatch.register_fake
+def _(x: torch.Tensor, rows: int, copies: float, group: str) -> torch.Tensor:
+    return x.new_empty(rows, x.shape[1])
+
+
 @torch.library.custom_op("plimsoll::all_reduce_", mutates_args=("x",))
 def all_reduce_(x: torch.Tensor, ranks: int, group: str) -> None:
     """The sum (or the largest) over ranks, in the place of ``x``."""
@@ -78,6 +89,15 @@ def _exchanged_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
     return all_to_all(gradient, *ctx.call), None, None
 
 
+def _keep_rows(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.rows, ctx.call = inputs[0].shape[0], inputs[2:]
+
+
+def _dispatched_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    return dispatch(gradient, ctx.rows, *ctx.call), None, None, None
+
+
+dispatch.register_autograd(_dispatched_gradient, setup_context=_keep_rows)
 all_gather.register_autograd(_gathered_gradient, setup_context=_keep_shape)
 reduce_scatter.register_autograd(_scattered_gradient, setup_context=_keep_shape)
 all_to_all.register_autograd(_exchanged_gradient, setup_context=_keep_shape)

@@ -4,12 +4,21 @@ Expert parallelism: every rank sends each of its ``tokens · top_k`` rows to the
 many for its own experts: routing is taken to be balanced. The rows travel back after the experts; the weights of the
 router travel along, so that the weighted sum over a token's experts is taken at home.
 
-Source: the all-to-all dispatcher of GShard (Lepikhin et al. 2021, section 3.2). Known weakness: unbalanced routing is not
-modelled; a rank whose experts are popular holds more.
+With DeepEP a token travels once to each rank that has experts of its, and its rows are made there.
+
+Fused kernels (``plimsoll_moe::permute`` and so on) move what Transformer Engine's and Megatron-Core's move, and save the same:
+rows are copied in the order of experts and summed back by a map of ``[tokens, 2 · experts + 1]`` integers, and the activation
+takes the router's weights along, so that products alone are kept.
+
+Source: the all-to-all dispatcher of GShard (Lepikhin et al. 2021, section 3.2); deepseek-ai/DeepEP, as Megatron-Core's
+``fused_a2a.py`` calls it; Transformer Engine's ``permutation.py`` and Megatron-Core's ``weighted_bias_swiglu``. Known
+weakness: unbalanced routing is not modelled; a rank whose experts are popular holds more. Routing that keeps to a few nodes
+(DeepSeek-V3's) sends less than is taken here.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +28,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from plimsoll.errors import InvalidLayout
-from plimsoll.estimator.local_rank.collectives import all_to_all
+from plimsoll.estimator.local_rank.collectives import all_to_all, dispatch
 from plimsoll.estimator.local_rank.groups import Group, Heads, widths
 from plimsoll.estimator.local_rank.roles import is_conv1d
 
@@ -71,6 +80,11 @@ class Edits:
             value = vars(owner).get(name)
             if isinstance(value, int) and not isinstance(value, bool):
                 self.set(owner, name, change(value))
+
+    def replace_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        """Let ``module`` run another forward, around which its hooks stay."""
+        vars(module)["forward"] = forward
+        self.at_end(lambda: vars(module).pop("forward"))
 
     def hook(self, handle: RemovableHandle) -> None:
         """Remove the hook at the end."""
@@ -268,8 +282,8 @@ def _width_dim(name: str, *, is_transposed: bool) -> int:
     return 2 if (name in _UP) == is_transposed else 1
 
 
-def divide_experts(experts: Mapping[str, nn.Module], ep: int, edits: Edits) -> None:
-    """Expert parallelism: some of the experts, and the exchange of tokens.
+def divide_experts(experts: Mapping[str, nn.Module], ep: int, edits: Edits, kernels: str = "") -> None:
+    """Expert parallelism: some of the experts, and the exchange of tokens, by the kernels of that name.
 
     Raises:
         InvalidLayout: the number of experts is no multiple of ``ep``.
@@ -286,7 +300,7 @@ def divide_experts(experts: Mapping[str, nn.Module], ep: int, edits: Edits) -> N
         for parameter in stacks:
             edits.shard(parameter, Shard(dim=0, kept=count // ep, ranks=ep, group=_GROUP))
         edits.scale(module, _COUNTS, lambda experts: experts // ep)
-        exchange = _Exchange(ep, count // ep)
+        exchange = _DeepExchange(ep, count) if kernels == "deepep" else _Exchange(ep, count // ep)
         edits.hook(module.register_forward_pre_hook(exchange.dispatch))
         edits.hook(module.register_forward_hook(exchange.combine))
 
@@ -313,3 +327,148 @@ class _Exchange:
         """The rows back home, summed over each token's experts."""
         returned = all_to_all(output, self._ep, _GROUP)
         return returned.view(-1, self._top_k, returned.shape[-1]).sum(dim=1)
+
+
+class _DeepExchange:
+    """Tokens to the ranks of their experts, once each, and back."""
+
+    def __init__(self, ep: int, experts: int) -> None:
+        self._ep = ep
+        self._experts = experts
+        self._tokens = 0
+        self._copies = 0.0
+
+    def dispatch(self, module: nn.Module, args: Any) -> Any:
+        """``[tokens, hidden]`` becomes what this rank gets of all ranks' tokens, with as many experts in all as before."""
+        hidden, index, weights = args
+        self._tokens, self._copies = hidden.shape[0], expected_ranks(self._ep, self._experts, index.shape[-1])
+        received = dispatch(hidden, math.ceil(self._tokens * self._copies), self._copies, _GROUP)
+        return received, index.reshape(-1, 1), all_to_all(weights.reshape(-1, 1), self._ep, _GROUP)
+
+    def combine(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Each token's sum over the experts of a rank back home, and added up there."""
+        return dispatch(output, self._tokens, self._copies, _GROUP)
+
+
+def expected_ranks(ep: int, experts: int, top_k: int) -> float:
+    """To how many of ``ep`` ranks one token goes that is routed to ``top_k`` of all experts alike.
+
+    Example:
+        >>> round(expected_ranks(8, 256, 8), 2), expected_ranks(8, 8, 2)
+        (5.29, 2.0)
+    """
+    others = experts - experts // ep
+    return ep * (1 - math.comb(others, top_k) / math.comb(experts, top_k))
+
+
+@torch.library.custom_op("plimsoll_moe::row_map", mutates_args=())
+def row_map(x: torch.Tensor, experts: int) -> torch.Tensor:
+    """Where the rows of each token lie, as integers of 32 bits."""
+    return torch.zeros(x.shape[0], 2 * experts + 1, dtype=torch.int32, device=x.device)
+
+
+@row_map.register_fake
+def _(x: torch.Tensor, experts: int) -> torch.Tensor:
+    return x.new_empty((x.shape[0], 2 * experts + 1), dtype=torch.int32)
+
+
+@torch.library.custom_op("plimsoll_moe::permute", mutates_args=())
+def permute(x: torch.Tensor, places: torch.Tensor, rows: int) -> torch.Tensor:
+    """Rows in the order of experts, or (fewer than ``x`` has) each token's rows summed."""
+    if rows < len(x):
+        return x.new_zeros(rows, x.shape[1]).index_add_(0, torch.arange(len(x), device=x.device) % rows, x)
+    return x[torch.arange(rows, device=x.device) % max(len(x), 1)]
+
+
+@permute.register_fake
+def _(x: torch.Tensor, places: torch.Tensor, rows: int) -> torch.Tensor:
+    return x.new_empty(rows, x.shape[1])
+
+
+@torch.library.custom_op("plimsoll_moe::activate", mutates_args=())
+def activate(x: torch.Tensor, weights: torch.Tensor, width: int) -> torch.Tensor:
+    """Activation, gate and router's weight of every row in one kernel."""
+    gate, rest = x[:, :width], x[:, width:]
+    out = torch.nn.functional.silu(gate.float()) * (rest.float() if rest.shape[1] else 1)
+    return (out * weights[:, None].float()).to(x.dtype)
+
+
+@activate.register_fake
+def _(x: torch.Tensor, weights: torch.Tensor, width: int) -> torch.Tensor:
+    return x.new_empty(x.shape[0], width)
+
+
+@torch.library.custom_op("plimsoll_moe::activate_backward", mutates_args=())
+def activate_backward(
+    gradient: torch.Tensor, x: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of the activation's input and of the weights."""
+    return torch.zeros_like(x), torch.zeros_like(weights)
+
+
+@activate_backward.register_fake
+def _(gradient: torch.Tensor, x: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x), torch.empty_like(weights)
+
+
+def _keep_places(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.rows = inputs[0].shape[0]
+    ctx.save_for_backward(inputs[1])
+
+
+def _permuted_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    return permute(gradient, *ctx.saved_tensors, ctx.rows), None, None
+
+
+def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs[:2])
+
+
+def _activated_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    return (*activate_backward(gradient, *ctx.saved_tensors), None)
+
+
+permute.register_autograd(_permuted_gradient, setup_context=_keep_places)
+activate.register_autograd(_activated_gradient, setup_context=_keep_inputs)
+
+
+def fuse_experts(experts: Mapping[str, nn.Module], edits: Edits) -> None:
+    """Let experts run in Megatron-Core's fused kernels: rows moved, and activated with their weights, in one kernel each.
+
+    Raises:
+        InvalidLayout: experts with biases, or whose outputs have a norm of their own.
+    """
+    for path, module in experts.items():
+        known = vars(module)
+        if known.get("has_bias") or known.get("has_post_expert_norm"):
+            raise InvalidLayout(
+                f"unsupported: fused kernels for the experts of {path}.",
+                why="they have biases, or a norm behind each expert, which no fused kernel is known for",
+                next="leave moe= out",
+            )
+        edits.replace_forward(module, _FusedExperts(module))
+
+
+@dataclass(frozen=True, slots=True)
+class _FusedExperts:
+    """The forward of a stack of experts in fused kernels."""
+
+    module: nn.Module
+
+    def __call__(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """``[tokens, hidden]`` through the experts of ``index``, whose ``weights`` the activation takes along."""
+        stacks, rows = self.module._parameters, index.numel()
+        up, down = stacks.get("gate_up_proj", stacks.get("up_proj")), stacks["down_proj"]
+        assert up is not None, "experts have a product before the activation"
+        assert down is not None, "is_experts has looked"
+        count, is_transposed = down.shape[0], bool(vars(self.module).get("is_transposed"))
+        width = down.shape[1 if is_transposed else 2]
+        ends = (torch.arange(1, count + 1, device=hidden.device) * (rows // count)).to(torch.int32)
+
+        def product(x: torch.Tensor, stack: torch.Tensor) -> torch.Tensor:
+            return nn.functional.grouped_mm(x, stack if is_transposed else stack.transpose(-2, -1), offs=ends)
+
+        places = row_map(hidden, count)
+        inner = product(permute(hidden, places, rows), up)
+        outer = product(activate(inner, weights.reshape(-1), width), down)
+        return permute(outer, places, hidden.shape[0])  # type: ignore[no-any-return]

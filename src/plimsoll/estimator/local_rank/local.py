@@ -26,6 +26,7 @@ from plimsoll.estimator.local_rank.cuts import (
     divide_group,
     divide_head_biases,
     divide_widths,
+    fuse_experts,
 )
 from plimsoll.estimator.local_rank.groups import DividedBlock, read_block
 from plimsoll.estimator.local_rank.roles import RoleBook, blocks_of, is_experts, words_of
@@ -55,6 +56,7 @@ def localised(
     ep: int = 1,
     sequence_parallel: bool = False,
     roles: Mapping[str, str] | None = None,
+    moe: str = "",
 ) -> Iterator[LocalModel]:
     """Let ``model`` be the model of one rank while the block lasts.
 
@@ -67,6 +69,7 @@ def localised(
         sequence_parallel: the residual stream is divided along the sequence (dimension 1) within the tensor-parallel group.
         roles: how ranks share weights that neither the model's plan nor the field's names tell: module paths (``*`` stands
             for one level) to ``colwise``, ``rowwise``, ``vocab`` or ``replicate``.
+        moe: the kernels of experts: ``fused``, ``deepep``, or the model's own.
 
     Yields:
         How it was divided.
@@ -95,8 +98,8 @@ def localised(
         stack.callback(edits.undo)
         divided = _Division(model, edits)
         local_classes = divided.divide_tensors(tp, roles, sequence_parallel=sequence_parallel) if tp > 1 else 0
-        if ep > 1:
-            divided.divide_experts(ep)
+        if ep > 1 or moe:
+            divided.divide_experts(ep, moe)
         shards = edits.swap_parameters(model)
         if local_classes:
             stack.enter_context(VocabularyLoss(local_classes, tp))
@@ -146,16 +149,20 @@ class _Division:
                 self.notes.append(f"{size} words on {tp} ranks: the first, which is the one estimated, holds {local}")
         return local if heads else 0
 
-    def divide_experts(self, ep: int) -> None:
-        """Expert parallelism of every stack of experts."""
+    def divide_experts(self, ep: int, kernels: str) -> None:
+        """Expert parallelism of every stack of experts, and the kernels that they run in."""
         experts = {path: module for path, module in self._modules.items() if is_experts(module)}
         if not experts:
             raise InvalidLayout(
-                f"{type(self._model).__name__} has no experts to divide among {ep} ranks.",
+                f"{type(self._model).__name__} has no experts to "
+                + (f"divide among {ep} ranks." if ep > 1 else f"run in kernels of moe={kernels}."),
                 why="no module holds its experts' matrices as stacks with a down_proj",
-                next="leave expert parallelism out: ep=1",
+                next="leave expert parallelism out: ep=1" if ep > 1 else "leave moe= out",
             )
-        divide_experts(experts, ep, self._edits)
+        if ep > 1:
+            divide_experts(experts, ep, self._edits, kernels)
+        if kernels:
+            fuse_experts(experts, self._edits)
 
     def partial_gradients(self, shards: Mapping[str, object], *, sequence_parallel: bool) -> tuple[str, ...]:
         """Parameters whole on every rank whose gradient is not."""

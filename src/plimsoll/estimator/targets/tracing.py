@@ -47,7 +47,7 @@ class TraceRequest:
     ep: int = 1
     sequence_parallel: bool = False
     how: Techniques = field(default_factory=Techniques)
-    """Of techniques those that change the model itself: adapters."""
+    """Of techniques those that change the model itself: adapters, kernels of experts."""
 
 
 def target_facts(request: TraceRequest) -> ModelFacts | None:
@@ -100,6 +100,7 @@ def _question(request: TraceRequest, recipe: Recipe) -> dict[str, Any]:
         "tp": request.tp,
         "ep": request.ep,
         "sequence_parallel": request.sequence_parallel,
+        "moe": request.how.moe,
         "adapters": [request.how.lora, request.how.qlora, request.how.lora_on, request.how.adapters],
     }
 
@@ -141,12 +142,14 @@ def _adapted(model: torch.nn.Module, request: TraceRequest) -> contextlib.Abstra
 @contextlib.contextmanager
 def _one_rank_of(model: torch.nn.Module, request: TraceRequest) -> Iterator[tuple[str, ...]]:
     """Let the model be what one rank has of it; yields what is to be said about the division."""
-    if request.tp == 1 and request.ep == 1 and not request.sequence_parallel:
+    if request.tp == 1 and request.ep == 1 and not request.sequence_parallel and not request.how.moe:
         yield ()
         return
     from plimsoll.estimator.local_rank.local import localised
 
-    with localised(model, tp=request.tp, ep=request.ep, sequence_parallel=request.sequence_parallel) as local:
+    with localised(
+        model, tp=request.tp, ep=request.ep, sequence_parallel=request.sequence_parallel, moe=request.how.moe
+    ) as local:
         yield local.notes
 
 

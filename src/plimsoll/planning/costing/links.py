@@ -32,6 +32,10 @@ _LINK_HOP_SECONDS = 1e-6
 """Latency of one step between devices of a node."""
 _NETWORK_HOP_SECONDS = 5e-6
 """Latency of one step between nodes."""
+_ACHIEVED_EXCHANGE = 0.9
+"""Of links and network, by kernels that exchange rows: DeepEP's dispatch and combine reached 153 to 158 GB/s of NVLink's 160 on
+an H800 within a node, and 43 to 58 GB/s with ports of 50 among two to eight, what stays in the node counted (its
+``docs/legacy.md``)."""
 
 
 class Collective(enum.StrEnum):
@@ -85,6 +89,7 @@ def collective_seconds(
     device: Device,
     *,
     stride: int = 1,
+    copies: float = 0.0,
 ) -> float:
     """Seconds of one collective.
 
@@ -94,6 +99,7 @@ def collective_seconds(
         ranks: size of the group; with one rank nothing is sent.
         device: its links and network.
         stride: distance between neighbours of the group in the order of ranks.
+        copies: of an exchange that sends a row to no node twice, to how many ranks each row goes; 0 otherwise.
 
     Raises:
         InvalidLayout: the device has no links in the catalogue.
@@ -114,9 +120,27 @@ def collective_seconds(
     group = RankGroup(ranks=ranks, stride=stride)
     within = group.ranks_in_node(device)
     nodes = math.ceil(ranks / within)
-    return (
-        _transfer_seconds(kind, whole_bytes, group, device) + _hop_seconds(kind, within, nodes) + device.launch_seconds
+    transfer = (
+        _row_seconds(whole_bytes, copies, group, device)
+        if copies
+        else _transfer_seconds(kind, whole_bytes, group, device)
     )
+    return transfer + _hop_seconds(kind, within, nodes) + device.launch_seconds
+
+
+def _row_seconds(whole_bytes: float, copies: float, group: RankGroup, device: Device) -> float:
+    """Rows that go to each node once, over the network, and from there to ranks over links, both at once.
+
+    That a node is one of a row's, of whose ranks each is one with the probability copies / ranks, is taken to be independent.
+    """
+    within = group.ranks_in_node(device)
+    nodes = group.ranks / within
+    links = whole_bytes * (within - 1) / within / (device.link_bytes_per_second * _ACHIEVED_EXCHANGE)
+    if nodes <= 1:
+        return links
+    nodes_of_row = nodes * (1 - (1 - copies / group.ranks) ** within)
+    sent = whole_bytes / copies * nodes_of_row * (nodes - 1) / nodes
+    return max(links, sent / (device.network_bytes_per_second * _ACHIEVED_EXCHANGE))
 
 
 def _transfer_seconds(kind: Collective, whole_bytes: float, group: RankGroup, device: Device) -> float:

@@ -138,7 +138,9 @@ def _seconds(spec: OpSpec, device: Device, layout: Layout | None) -> float:
             next="pass the layout with which the model was divided",
         )
     group = group_of(layout, spec.group)
-    return collective_seconds(_kind(spec), spec.moved_bytes, group.ranks, device, stride=group.stride)
+    return collective_seconds(
+        _kind(spec), spec.moved_bytes, group.ranks, device, stride=group.stride, copies=spec.copies
+    )
 
 
 def _exposed(spec: OpSpec, key: str, alone: dict[str, float], layout: Layout | None) -> float:
@@ -153,7 +155,7 @@ def _exposed(spec: OpSpec, key: str, alone: dict[str, float], layout: Layout | N
 
 def _kind(spec: OpSpec) -> Collective:
     """``all_reduce`` of ``plimsoll.all_reduce_``, and of whatever namespace."""
-    return Collective(spec.name.rpartition(".")[2].removesuffix("_"))
+    return Collective.ALL_TO_ALL if spec.copies else Collective(spec.name.rpartition(".")[2].removesuffix("_"))
 
 
 def optimizer_seconds(trace: Trace, costs: Costs) -> float:

@@ -159,4 +159,5 @@ def _collective_spec(
         moved_bytes=max(math.prod(tensor.shape) * tensor.element_size() for tensor in tensors),
         dtype=dtype_name(tensors[0].dtype),
         group=named["group"],
+        copies=named.get("copies", 0.0),
     )
