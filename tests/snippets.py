@@ -7,6 +7,7 @@ suite runs what is quick. ``python tests/snippets.py`` runs everything, says wha
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import re
 import shlex
@@ -301,6 +302,8 @@ NOT_HERE = {
     "docs/integrations/torchtitan.md": "torchtitan is not installed",
 }
 """Pages whose snippets nobody runs, and why."""
+if importlib.util.find_spec("tensorflow") is None:
+    NOT_HERE["docs/integrations/tensorflow.md"] = "TensorFlow is not installed"
 SLOW = {"docs/compiled.md", "docs/diagnose.md", "docs/estimate.md"}
 """Pages whose snippets take more than ten seconds: the suite leaves them to `make snippets`."""
 
@@ -344,7 +347,9 @@ def make_step():
     # The pages look at a step that saves memory by itself, and plan one that does not.
     is_own = {"verify", "explain"} & set(sys.argv) and not {"--plan", "--strategy"} & set(sys.argv)
     torch.manual_seed(0)
-    return (steps.CheckpointedStack if is_own else steps.Stack)(), torch.randn(16, 32), steps.mean_square
+    batches = [torch.randn(16, 32) for _ in range(20)]
+    given = batches if "--validate" in sys.argv else batches[0]
+    return (steps.CheckpointedStack if is_own else steps.Stack)(), given, steps.mean_square
 
 make = make_step
 """

@@ -243,6 +243,11 @@ def test_every_file_says_what_it_is_for_in_plain_words(path: Path):
     assert not (first.endswith(" out") and (" in, " in first or " in; " in first)), first
 
 
+def test_what_several_ranks_need_is_there_without_an_import_of_its_own(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr(plimsoll, "distributed", raising=False)
+    assert "attach_schedule" in plimsoll.distributed.__all__
+
+
 def test_the_public_surface_is_sorted_and_small():
     assert list(plimsoll.__all__) == sorted(plimsoll.__all__)
     assert len(plimsoll.__all__) <= MOST_PUBLIC_NAMES

@@ -91,6 +91,8 @@ ArtifactBase.policy_text = staticmethod(_policy_text)
 def __getattr__(name: str) -> object:
     from importlib import import_module
 
+    if name == "distributed":
+        return import_module("plimsoll.distributed")
     if name not in _HOMES:
         raise AttributeError(f"module 'plimsoll' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
