@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -131,6 +133,14 @@ def test_a_training_goes_on_after_a_step_that_its_shape_did_not_foretell():
         shaped.note_peak(900_000)
         with pytest.warns(UserWarning, match="below the smallest reachable peak|too large"):
             model(torch.randn(8000, 32)).square().mean().backward()
+        batches = weakref.WeakSet()
+        with mock.patch.object(StepPlanner, "solve", side_effect=AssertionError("it is known that nothing fits")):
+            for _ in range(3):
+                batches.add(batch := torch.randn(8000, 32))
+                model(batch).square().mean().backward()
+                del batch
+        gc.collect()
+        assert not batches
 
 
 def test_a_batch_of_one_is_planned_for_although_its_step_is_like_that_of_two():

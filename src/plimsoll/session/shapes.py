@@ -15,6 +15,7 @@ collectives, for which all ranks have to have one plan.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -269,11 +270,11 @@ class ShapePlans:
         """The plan for a room; where none was found for as much before, the refusal of then: solving takes long."""
         hopeless_bytes, refusal = self._hopeless.get(shapes, (0, None))
         if refusal is not None and room_bytes <= hopeless_bytes:
-            raise refusal
+            raise copy.copy(refusal)
         try:
             return planner.solve(self._budget_bytes, excess_bytes=self._budget_bytes - room_bytes)
         except BudgetBelowFloor as error:
-            self._hopeless[shapes] = room_bytes, error
+            self._hopeless[shapes] = room_bytes, copy.copy(error)  # whose traceback would hold the batch
             raise
 
     def unseen_bytes(self, shapes: Shapes) -> int:
