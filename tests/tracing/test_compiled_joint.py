@@ -227,6 +227,17 @@ def test_what_is_computed_again_can_be_captured_in_a_cuda_graph():
     assert [get_first_incompatible_cudagraph_node(module) for module in (forward, backward)] == [None, None]
 
 
+def test_what_is_held_for_another_region_is_no_sign_of_another_graph():
+    units, step, eager, parts = caught("whole", 0.1)
+    traced = with_compiled(eager, parts, None)
+    regions = {region.name: region.graph for region in traced.regions if region.is_compiled}
+    known = {name: frozenset(graph.values[slot.value].name for slot in graph.slots) for name, graph in regions.items()}
+    assert "blocks.0:add" in known["blocks.1"] - known["blocks.0"]
+    keeps = PlannedPartitioner(dict.fromkeys(known, frozenset()), known)
+    with in_place(units, lambda unit: functools.partial(unit.call.captured(keeps), unit.module)):
+        step.run()
+
+
 class Nested(Block):
     forward = torch.compiler.nested_compile_region(Block.forward)
 

@@ -80,10 +80,14 @@ class PlannedPartitioner(Partitioner):
             node: (region_of[node], _local(found.names[node], region_of[node])) for node in read if node in found.names
         }
         again: set[fx.Node] = set()
+        decided: list[tuple[str, str]] = []
         for node, (region, local) in named.items():
+            readers = {found.kernels[at].region for at in read[node]}
+            if region in readers:  # what only others read is held for them: no decision of its region
+                decided.append((region, local))
             if local in self._dropped.get(region, ()):
                 self.found.add((region, local))
-                if all(found.kernels[at].region == region for at in read[node]):  # else another region holds it
+                if readers == {region}:  # else another region holds it
                     again.add(node)
         held = [node for node in read if node.op == "call_function" and node not in again]
         for node in (*held, *_boundaries(found, again)):
@@ -99,7 +103,7 @@ class PlannedPartitioner(Partitioner):
         for node in found.nodes:
             # Before torch 2.10 whatever is computed again must name a part of the graph; there is one part here.
             node.meta["ac_graph_id"] = 0
-        self._refuse_other_graph(named.values())
+        self._refuse_other_graph(decided)
         _note_kernels(found)
         _hide_drawless(graph)
 
