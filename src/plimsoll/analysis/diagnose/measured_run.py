@@ -29,7 +29,7 @@ from plimsoll.analysis.diagnose.chrome_reader import read_chrome
 from plimsoll.analysis.diagnose.profile import DeviceKind, Profile, clip
 from plimsoll.artifacts.estimate import Estimate, MeasuredFigure, StageEstimate
 from plimsoll.artifacts.files import FileRefused, ReadLimits, decode_json, read_file, write_whole
-from plimsoll.errors import InvalidOption
+from plimsoll.errors import InvalidOption, PlimsollError
 from plimsoll.planning.costing.devices import DeviceCorrection
 from plimsoll.units import GIB, parse_bytes
 
@@ -116,9 +116,28 @@ def _read(path: Path) -> RunFigures:
             return _of_profile(read_chrome(path))
         if isinstance(node, dict) and "segments" in node:
             return _of_snapshot(node, path)
-        return msgspec.convert(node, RunFigures)
+        return _checked(msgspec.convert(node, RunFigures))
     except (FileRefused, ValueError, pickle.UnpicklingError, EOFError) as error:
         raise _refused(path, str(error), f"its keys are {', '.join(RunFigures.__struct_fields__)}") from error
+
+
+def _checked(run: RunFigures) -> RunFigures:
+    """The figures, of which each is above zero and each size has a unit that is known.
+
+    Raises:
+        ValueError: one is not.
+    """
+    figures = {key: value for key, value in msgspec.structs.asdict(run).items() if key not in ("stage", "items")}
+    for name, value in [*figures.items(), *run.items.items()]:
+        if isinstance(value, int | float) and value <= 0:
+            raise ValueError(f"its {name} is {value:g}, and what a run measures is above 0")
+    sizes = {"allocated": run.allocated, "reserved": run.reserved, "device": run.device} | run.items
+    for name, size in sizes.items():
+        try:
+            parse_bytes(1 if size is None else size)
+        except PlimsollError as error:
+            raise ValueError(f"its {name} is {size!r}, which is no size such as 31.2GiB") from error
+    return run
 
 
 def _refused(path: Path, why: str, advice: str) -> InvalidOption:
@@ -329,6 +348,7 @@ def correct_device(estimate: Estimate) -> DeviceCorrection:
         arithmetic=arithmetic,
         bandwidth=movement,
         links=1.0 if has_kernels or step is None else step,
+        launches=movement,
         source=f"{estimate.target} on {estimate.layout}: {estimate.measured_source}",
     )
 

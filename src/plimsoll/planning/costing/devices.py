@@ -77,12 +77,13 @@ class Device:
 
 
 class DeviceCorrection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How many times as fast one machine's device runs as the catalogue says: products, memory, links."""
+    """How many times as fast one machine's device runs as the catalogue says: products, memory, links, the least of an op."""
 
     device: str
     arithmetic: float = 1.0
     bandwidth: float = 1.0
     links: float = 1.0
+    launches: float = 1.0
     source: str = ""
 
 
@@ -101,7 +102,7 @@ def read_correction(path: Path) -> Device:
             next="name a device of the catalogue, or a file that --save-device wrote",
         ) from error
     base = find_device(found.device) if not found.device.endswith(_FILE) else None
-    factors = (found.arithmetic, found.bandwidth, found.links)
+    factors = (found.arithmetic, found.bandwidth, found.links, found.launches)
     if base is None or not all(0 < factor < _MOST_CORRECTION for factor in factors):
         raise UnknownDevice(
             f"{path} describes no device.",
@@ -114,6 +115,7 @@ def read_correction(path: Path) -> Device:
         achieved_attention=base.achieved_attention * found.arithmetic,
         achieved_bandwidth=base.achieved_bandwidth * found.bandwidth,
         achieved_link=base.achieved_link * found.links,
+        launch_seconds=base.launch_seconds / found.launches,
         source=f"{base.source}; corrected by {found.source or path}",
         is_corrected=True,
     )
