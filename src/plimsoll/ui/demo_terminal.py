@@ -10,7 +10,7 @@ from rich.text import Text
 
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.plan import Plan
-from plimsoll.ui.document import MemoryChart, Table, Tone
+from plimsoll.ui.document import MemoryChart, Table, Tone, format_budget, name_budget
 from plimsoll.ui.terminal import render_elements
 from plimsoll.ui.views.plan import classes_table, decisions_table
 from plimsoll.units import format_bytes, format_more, format_seconds, format_share
@@ -35,7 +35,7 @@ def render_introduction(setup: DemoSetup) -> RenderableType:
 def render_preparation(ready: Preparation) -> RenderableType:
     """The plan before the training starts."""
     plan = ready.plan
-    budget = "no budget" if plan.budget_bytes is None else f"budget {format_bytes(plan.budget_bytes)}"
+    budget = name_budget(plan.budget_bytes)
     return Group(
         Text(f"{ready.parameters / 1e6:.1f} million parameters; plain training peaks at "
              f"{format_bytes(plan.baseline_peak_bytes)}, {budget}, floor {format_bytes(plan.floor_bytes)}.\n"),
@@ -127,7 +127,7 @@ def _dropped(plan: Plan) -> tuple[int, int]:
 
 
 def _budget(plan: Plan) -> str:
-    return "no budget" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
+    return format_budget(plan.budget_bytes, "no budget")
 
 
 def _bytes(bytes_: int | None) -> str:

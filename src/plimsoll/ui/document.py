@@ -18,10 +18,13 @@ from plimsoll.artifacts.finding import OverheadPart
 from plimsoll.artifacts.plan import Plan, RegionPlan, TimelinePoint
 from plimsoll.artifacts.store import Reportable
 from plimsoll.artifacts.verdict import NormComparison
+from plimsoll.units import format_bytes
 
 T = TypeVar("T")
 UNKNOWN = "–"
 """What stands in a cell of which nothing is known."""
+_MOST_ROOM = 2.0
+"""A budget that is more than so many times the peak is not drawn."""
 
 
 class Tone(enum.StrEnum):
@@ -144,6 +147,12 @@ class MemoryChart:
     name: ClassVar[str] = "memory"
     points: Sequence[TimelinePoint]
     budget_bytes: int | None = None
+
+    @property
+    def drawn_budget_bytes(self) -> int | None:
+        """The budget, unless it lies so far above the peak that a line for it would leave no room for the rest."""
+        highest_bytes = max((point.bytes for point in self.points), default=0)
+        return self.budget_bytes if (self.budget_bytes or 0) <= _MOST_ROOM * highest_bytes else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +281,16 @@ def opened(elements: Sequence[Element], *, with_details: bool) -> Iterator[Eleme
     for element in elements:
         if with_details or not (isinstance(element, Fold) and element.is_detail):
             yield element
+
+
+def name_budget(budget_bytes: int | None) -> str:
+    """``budget 90.0 MiB``, or that there is none."""
+    return "no budget" if budget_bytes is None else f"budget {format_bytes(budget_bytes)}"
+
+
+def format_budget(budget_bytes: int | None, without: str = "none") -> str:
+    """``90.0 MiB``, or the word for none."""
+    return without if budget_bytes is None else format_bytes(budget_bytes)
 
 
 def sentence(text: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from plimsoll.artifacts.plan import Plan, TimelinePoint
 from plimsoll.errors import InvalidReport
+from plimsoll.ui.document import name_budget
 from plimsoll.units import format_bytes
 
 _PHASES = 1
@@ -54,7 +55,7 @@ def _is_timed(plan: Plan) -> bool:
 
 def _events(plan: Plan, process: int) -> Iterator[dict[str, Any]]:
     """One process of the trace: its name, the phases, a counter per category, the budget, the peak."""
-    limit = "no budget" if plan.budget_bytes is None else f"budget {format_bytes(plan.budget_bytes)}"
+    limit = name_budget(plan.budget_bytes)
     yield _event("M", "process_name", process, args={"name": f"{plan.model}, plan {plan.strategy}, {limit}"})
     yield _event("M", "thread_name", process, tid=_PHASES, args={"name": "phases of the step"})
     starts = _starts(plan)

@@ -34,20 +34,18 @@ _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _LABEL_WIDTH = 10
 _BUDGET = " budget"
 _MOST_COLUMNS = 96
-_MOST_ROOM = 2.0
-"""A budget that is more than so many times the peak is not drawn."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryTimeline:
     """A timeline that takes the width of the terminal that it is printed on."""
 
-    points: Sequence[TimelinePoint]
-    budget_bytes: int | None = None
+    chart: MemoryChart
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         room = options.max_width - _LABEL_WIDTH - 1 - len(_BUDGET)
-        yield draw_timeline(self.points, budget_bytes=self.budget_bytes, width=max(8, min(room, _MOST_COLUMNS)))
+        width = max(8, min(room, _MOST_COLUMNS))
+        yield draw_timeline(self.chart.points, budget_bytes=self.chart.drawn_budget_bytes, width=width)
 
 
 def draw_timeline(
@@ -57,7 +55,7 @@ def draw_timeline(
 
     Args:
         points: the timeline of a plan, in order.
-        budget_bytes: drawn as a dashed line, unless it lies far above the bars.
+        budget_bytes: drawn as a dashed line.
         width: columns of bars.
         height: rows of bars.
 
@@ -69,8 +67,6 @@ def draw_timeline(
         return Text("no timeline was recorded")
     columns = [max(part, key=lambda point: point.bytes) for part in _split(points, min(width, len(points)))]
     highest_bytes = max(point.bytes for point in columns)
-    if budget_bytes is not None and budget_bytes > _MOST_ROOM * highest_bytes:
-        budget_bytes = None  # far above: a line for it would leave no room for the bars
     top_bytes = max(highest_bytes, budget_bytes or 0, 1)
     picture = Text()
     for row in range(height - 1, -1, -1):
@@ -211,7 +207,7 @@ def _render(element: Element) -> RenderableType | None:
         case Fold():
             return Group(*render_elements(element.elements, with_details=True))
         case MemoryChart():
-            return MemoryTimeline(element.points, element.budget_bytes)
+            return MemoryTimeline(element)
         case _:
             return None
 

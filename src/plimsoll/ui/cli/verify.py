@@ -111,12 +111,12 @@ def verify(
 
 def _saved(context: typer.Context, plan: Path | None, revised_plan: Path | None, *, is_own: bool) -> Plan | None:
     """The plan that ``--plan`` names, if it names one, once options that would have no effect are refused."""
-    from plimsoll.artifacts.store import load_plan
+    from plimsoll.ui.cli.work import load_saved
 
     options.refuse_beside_plan(context)
     if is_own:
         options.refuse_without_plan(context)
-    saved = None if plan is None else load_plan(plan)
+    saved = load_saved(plan)
     _check_revised(revised_plan, saved)
     return saved
 

@@ -44,8 +44,6 @@ CATEGORIES = {
 }
 """torch's memory categories, what stays longest first: the order in which they are stacked. Others come last, in pink."""
 
-_MOST_ROOM = 2.0
-"""A budget that is more than so many times the peak is not drawn."""
 _HEADROOM = 1.3
 """The chart is so many times as high as the peak: the words about it stand above."""
 _LINE_LETTERS = 28
@@ -57,7 +55,7 @@ def draw_memory(chart: MemoryChart) -> Drawing:
     points = chart.points
     peak = max(points, key=lambda point: point.bytes)
     scale = byte_scale(point.bytes for point in points)
-    budget_bytes = _drawn_budget(chart.budget_bytes, peak.bytes)
+    budget_bytes = chart.drawn_budget_bytes
     highest = max(peak.bytes, budget_bytes or 0, *(point.unmanaged_bytes or 0 for point in points))
     side = "start" if peak.tick - points[0].tick < points[-1].tick - peak.tick else "end"
     rules, notes = _phases(points)
@@ -83,11 +81,6 @@ def draw_memory(chart: MemoryChart) -> Drawing:
             f"compressed ones count as activations, workspaces as temporary.{above}"
         ),
     )
-
-
-def _drawn_budget(budget_bytes: int | None, peak_bytes: int) -> int | None:
-    """The budget, unless it lies so far above the peak that a line for it would leave no room for the rest."""
-    return None if budget_bytes is None or budget_bytes > _MOST_ROOM * peak_bytes else budget_bytes
 
 
 def _areas(points: Sequence[TimelinePoint], scale: Scale) -> Iterator[Area]:

@@ -44,6 +44,8 @@ from plimsoll.ui.document import (
     Section,
     Subject,
     Tone,
+    format_budget,
+    name_budget,
 )
 from plimsoll.ui.html.drawing import Drawing
 from plimsoll.ui.html.evidence_charts import draw_bytes, draw_curves, draw_norms, draw_parts
@@ -168,8 +170,7 @@ def _set_apart(artifacts: Sequence[Artifact], documents: Sequence[Document]) -> 
         if not plans or not isinstance(artifact, Receipt) or any(_is_about(artifact, plan) for plan in plans):
             own.append(document)
             continue
-        limit = "no budget" if artifact.budget_bytes is None else f"budget {format_bytes(artifact.budget_bytes)}"
-        mark = f" of another plan ({artifact.strategy}, {limit})"
+        mark = f" of another plan ({artifact.strategy}, {name_budget(artifact.budget_bytes)})"
         moved = [dataclasses.replace(part, title=part.title + mark, place=Place.DETAIL) for part in document.sections]
         source = f"{document.source}{mark}"
         about = dataclasses.replace(document.about, budget_bytes=None)
@@ -201,13 +202,12 @@ def _numbers(artifacts: Sequence[Artifact], documents: Sequence[Document]) -> li
         spread = math.hypot(receipt.measured_spread_seconds, receipt.measured_baseline_spread_seconds) / before_seconds
         source = f"measured, ± {spread:.1%}; {format_more(plan.predicted_overhead)} predicted"
     exact = "equal bit for bit" if receipt is not None and receipt.is_bit_equal else ""
-    limit = "none" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
     gradients = "not verified yet" if words is None else exact or str(words.word).replace("_", " ").lower()
     return [
         ("peak", f"{format_bytes(before)} → {format_bytes(peak)}", "measured" if is_measured else "predicted"),
         ("cost", f"{format_more(cost)} time", source),
         ("gradients", gradients, "by the receipt" if words else "plimsoll verify compares them"),
-        ("budget", limit, f"plan {plan.strategy}, {plan.status}"),
+        ("budget", format_budget(plan.budget_bytes), f"plan {plan.strategy}, {plan.status}"),
     ]
 
 

@@ -24,6 +24,8 @@ from plimsoll.ui.document import (
     Section,
     Table,
     Tone,
+    format_budget,
+    name_budget,
     subject_of,
     table_of_known,
 )
@@ -39,7 +41,6 @@ _REBUILT = " rebuilt "
 
 def view_plan(plan: Plan) -> Document:
     """Status, figures, memory, decisions; reasons and other budgets are details."""
-    limit = "no budget" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
     sections = [
         Section("In figures", [NamedFigures(plan_figures(plan))], Place.DETAIL),
         Section("Memory over the step", _memory(plan), Place.PICTURE),
@@ -57,7 +58,7 @@ def view_plan(plan: Plan) -> Document:
         tone=_TONES.get(plan.status, Tone.GOOD),
         about=subject_of(
             plan,
-            label=f"{plan.strategy}, {limit}",
+            label=f"{plan.strategy}, {format_budget(plan.budget_bytes, 'no budget')}",
             origins={"costs": f"{plan.cost_source} on {plan.cost_device}"},
         ),
         lines=[_lead(plan), plan.status.advice] if plan.status.is_usable else [plan.status.advice],
@@ -69,9 +70,9 @@ def view_plan(plan: Plan) -> Document:
 
 def _lead(plan: Plan) -> str:
     """Peak, budget and cost in one line, before anything else."""
-    limit = "no budget" if plan.budget_bytes is None else f"budget {format_bytes(plan.budget_bytes)}"
     return (
-        f"Peak {format_bytes(plan.predicted_peak_bytes)}, {limit}, {format_bytes(plan.baseline_peak_bytes)} without a plan; "
+        f"Peak {format_bytes(plan.predicted_peak_bytes)}, {name_budget(plan.budget_bytes)}, "
+        f"{format_bytes(plan.baseline_peak_bytes)} without a plan; "
         f"cost {format_more(plan.predicted_overhead)} time a step."
     )
 
@@ -91,10 +92,9 @@ def _statement(plan: Plan) -> str:
 
 def plan_figures(plan: Plan) -> list[tuple[str, str]]:
     """The plan's figures as pairs of name and text."""
-    budget = "none" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
     share = plan.predicted_peak_bytes / plan.baseline_peak_bytes if plan.baseline_peak_bytes else 1.0
     return [
-        ("budget", f"{budget} (floor {format_bytes(plan.floor_bytes)})"),
+        ("budget", f"{format_budget(plan.budget_bytes)} (floor {format_bytes(plan.floor_bytes)})"),
         (
             "predicted peak",
             f"{format_bytes(plan.predicted_peak_bytes)}, {share:.0%} of the unmanaged "

@@ -8,7 +8,18 @@ from collections.abc import Sequence
 from plimsoll.artifacts.decision import Engine
 from plimsoll.artifacts.naming import compress_names, name_call
 from plimsoll.artifacts.receipt import OWN, Claim, Confirmation, Intermediate, Mismatch, Receipt
-from plimsoll.ui.document import CurvesChart, Document, Element, Fold, NamedFigures, Section, Table, Tone, subject_of
+from plimsoll.ui.document import (
+    CurvesChart,
+    Document,
+    Element,
+    Fold,
+    NamedFigures,
+    Section,
+    Table,
+    Tone,
+    format_budget,
+    subject_of,
+)
 from plimsoll.units import format_bytes, format_seconds, format_share
 
 _SHOWN = 10
@@ -17,13 +28,12 @@ _SHOWN = 10
 def view_receipt(receipt: Receipt) -> Document:
     """Verdict, equality, peaks, seconds, engines."""
     subject = receipt.method if receipt.strategy == OWN else f"plan {receipt.strategy!r}"
-    limit = "no budget" if receipt.budget_bytes is None else format_bytes(receipt.budget_bytes)
     return Document(
         source="Receipt",
         subject=f"for {subject}, {receipt.model} on {receipt.device}",
         word=receipt.verdict,
         tone=Tone.GOOD if receipt.verdict.is_pass else Tone.BAD,
-        about=subject_of(receipt, label=f"{receipt.strategy}, {limit}"),
+        about=subject_of(receipt, label=f"{receipt.strategy}, {format_budget(receipt.budget_bytes, 'no budget')}"),
         lines=[receipt.verdict.advice],
         statement=_statement(receipt),
         sections=[Section("Measured beside the unmanaged step", _evidence(receipt))],
@@ -79,7 +89,7 @@ def _figures(receipt: Receipt) -> list[tuple[str, str]]:
         *_further_evidence(receipt),
     ]
     if not is_own:
-        rows.append(("budget", "none" if receipt.budget_bytes is None else format_bytes(receipt.budget_bytes)))
+        rows.append(("budget", format_budget(receipt.budget_bytes)))
     rows += [
         ("peak", _peak(receipt.predicted_peak_bytes, receipt.measured_peak_bytes)),
         ("unmanaged peak", _peak(receipt.predicted_baseline_peak_bytes, receipt.measured_baseline_peak_bytes)),
