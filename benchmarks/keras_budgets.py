@@ -1,10 +1,12 @@
-"""Keras models on JAX at shares of their memory: planned value by value, and layer by layer under ``RematScope``.
+"""Keras models at shares of their memory: planned value by value (on JAX), and layer by layer under ``RematScope``.
 
     PYTHONPATH=src:tests python -m benchmarks.keras_budgets [vit | convolutional]
+    KERAS_BACKEND=tensorflow PYTHONPATH=src:tests python -m benchmarks.keras_budgets [vit | convolutional]
 
 A model is a functional one of residual blocks, each a layer of its own. Budgets lie between all blocks run again and
-unmanaged. Memory is XLA's figure for the compiled gradient. Seconds are the process's CPU time per gradient on one thread; plan
-and unmanaged run in turns, and a ratio is the median over the pairs' ratios.
+unmanaged. Memory is XLA's figure for the compiled gradient, or the most that TensorFlow counts in three traces. Seconds are
+the process's CPU time per gradient on one thread; plan and unmanaged run in turns, and a ratio is the median over the pairs'
+ratios.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import time
 from typing import Any
 
 os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
-os.environ["KERAS_BACKEND"] = "jax"
+os.environ.setdefault("KERAS_BACKEND", "jax")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import jax
 import keras
@@ -26,7 +29,7 @@ from benchmarks.page import format_table
 from plimsoll.errors import BudgetBelowFloor
 from plimsoll.integrations import jax as pj
 from plimsoll.integrations import keras as pk
-from plimsoll.integrations.keras.steps import constructed, jax_step
+from plimsoll.integrations.keras.steps import constructed, jax_step, tensorflow_step
 from plimsoll.units import MIB
 
 _SHARES = (0.1, 0.25, 0.5, 0.75, 0.9)
@@ -112,49 +115,74 @@ def mib(bytes_: int | None) -> str:
 
 
 def table(make: Any) -> list[str]:
-    """Both kinds of plan at every share."""
+    """All kinds of plan at every share."""
     keras.utils.set_random_seed(0)
     model, batch = make()
-    loss, args = jax_step(model, *batch)
-    unmanaged = pj.temporary_bytes(loss, *args)
     names = {each.name for each in model.layers if isinstance(each, Parts)}
-    least = pj.temporary_bytes(*_step(constructed(model, names), batch))
+    least, unmanaged = taken_bytes(constructed(model, names), batch), taken_bytes(model, batch)
     rows = []
     for share in _SHARES:
         budget = int(least + share * (unmanaged - least))
-        for kind in ("values", "layers"):
+        for kind in ("values", "layers") if is_on_jax() else ("layers",):
             began = time.process_time()
             try:
-                if kind == "values":
-                    plan = pk.plan(model, *batch, budget=budget)
-                    managed: Any = pj.wrap(loss, plan)
-                else:
-                    plan = pk.plan_layers(model, *batch, budget=budget)
-                    rebuilt = _step(pk.rebuild(model, plan), batch)[0]
-                    managed = lambda *given, step=rebuilt: step(*given)  # noqa: E731
+                plan = (pk.plan if kind == "values" else pk.plan_layers)(model, *batch, budget=budget)
             except BudgetBelowFloor as refused:
-                rows.append([f"{share:.0%}", mib(budget), kind, "refused", str(refused.found)[-40:], "", ""])
+                rows.append([f"{share:.0%}", mib(budget), kind, "refused", str(refused.found)[-40:], "", "", ""])
                 continue
             seconds = time.process_time() - began
-            [row] = pj.compare(loss, *args, ways={kind: managed}, steps=_STEPS).rows
-            figures = [mib(row.measured_peak_bytes), f"{row.measured_ratio:.3f}", f"{row.gradient_error:.1g}"]
-            rows.append([f"{share:.0%}", mib(budget), kind, *figures, f"{seconds:.1f} s"])
+            [row] = pk.compare(model, *batch, plans={kind: plan}, steps=_STEPS).rows
+            most = row.measured_peak_bytes or 0
+            if not is_on_jax():
+                most = max(most, *(counted_bytes(pk.rebuild(model, plan), batch) for _ in range(2)))
+            figures = [mib(most), f"{row.measured_ratio:.3f}", f"{row.gradient_error:.1g}"]
+            rows.append(
+                [f"{share:.0%}", mib(budget), kind, mib(plan.predicted_peak_bytes), *figures, f"{seconds:.1f} s"]
+            )
             print(rows[-1], file=sys.stderr, flush=True)
-    head = ["budget", "", "planned by", "XLA", "seconds / unmanaged", "gradient", "planning"]
+    counter = "XLA" if is_on_jax() else "TensorFlow"
+    head = ["budget", "", "planned by", "promised", counter, "seconds / unmanaged", "gradient", "planning"]
     told = f"Between {mib(least)} with every block run again and {mib(unmanaged)} unmanaged:"
     return [f"## {make.__name__}: {make.__doc__.rstrip('.')}", "", told, "", *format_table(head, rows), ""]
 
 
-def _step(model: Any, batch: Any) -> tuple[Any, ...]:
-    loss, args = jax_step(model, *batch)
-    return (loss, *args)
+def is_on_jax() -> bool:
+    """Whether Keras runs on JAX; on TensorFlow otherwise."""
+    return bool(keras.backend.backend() == "jax")
+
+
+def taken_bytes(model: Any, batch: Any) -> int:
+    """What a step takes, as plans are counted."""
+    if is_on_jax():
+        loss, args = jax_step(model, *batch)
+        return pj.temporary_bytes(loss, *args)
+    from plimsoll.integrations import tensorflow as ptf
+    from plimsoll.integrations.layers_in_graph import bytes_in_any_state
+
+    return bytes_in_any_state(*(ptf.gradient_run(tensorflow_step(model), *batch) for _ in range(2)))
+
+
+def counted_bytes(model: Any, batch: Any) -> int:
+    """What TensorFlow counts in a trace of its own."""
+    from plimsoll.integrations import tensorflow as ptf
+
+    return ptf.allocated_bytes(tensorflow_step(model), *batch)
 
 
 def main() -> int:
     """Print the page."""
     command = "PYTHONPATH=src:tests python -m benchmarks.keras_budgets"
+    packages = versions() | {"keras": keras.__version__}
+    if is_on_jax():
+        packages["jax"] = jax.__version__
+    else:
+        import tensorflow as tf
+
+        tf.config.threading.set_inter_op_parallelism_threads(1)
+        tf.config.threading.set_intra_op_parallelism_threads(1)
+        command = f"KERAS_BACKEND=tensorflow {command}"
+        packages["tensorflow"] = tf.__version__
     device = f"{jax.devices()[0].device_kind}, one thread, load {os.getloadavg()[0]:.1f}"
-    packages = versions() | {"jax": jax.__version__, "keras": keras.__version__}
     print("\n".join([*page_head("Keras at shares of its memory", command, device=device, versions=packages), ""]))
     for make in (vit, convolutional):
         if not sys.argv[1:] or make.__name__ in sys.argv[1:]:

@@ -275,6 +275,28 @@ def keras() -> Names:
     return {"model": model, "x": numpy.ones((64, 4), "float32"), "y": numpy.ones((64, 1), "float32")}
 
 
+def layered() -> Names:
+    """Blocks of TensorFlow, and a loss of them."""
+    import tensorflow as tf
+
+    class Block(tf.Module):
+        def __init__(self, name: str) -> None:
+            super().__init__(name=name)
+            self.up, self.down = tf.Variable(tf.fill((64, 512), 0.01)), tf.Variable(tf.fill((512, 64), 0.01))
+
+        def __call__(self, x: Any) -> Any:
+            return x + tf.tanh(x @ self.up) @ self.down
+
+    model = SimpleNamespace(blocks=[Block(f"block_{number}") for number in range(3)])
+
+    def loss(x: Any, y: Any) -> Any:
+        for each in model.blocks:
+            x = each(x)
+        return tf.reduce_mean((x - y) ** 2)
+
+    return {"tf": tf, "model": model, "loss": loss, "x": tf.ones((1024, 64)), "y": tf.zeros((1024, 64))}
+
+
 SETUPS: dict[str, Callable[[], Names]] = {
     "README.md": front,
     "docs/chunked-loss.md": hidden,
@@ -287,6 +309,7 @@ SETUPS: dict[str, Callable[[], Names]] = {
     "docs/integrations/keras.md": keras,
     "docs/integrations/lightning.md": lightning,
     "docs/integrations/loops.md": pictures,
+    "docs/integrations/tensorflow.md": layered,
     "docs/integrations/transformers.md": hugging_face,
     "docs/integrations/trl.md": trl,
     "docs/out-of-memory.md": room,

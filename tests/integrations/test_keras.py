@@ -215,18 +215,17 @@ def test_compare_measures_plans_for_values_and_for_layers(layer_plan: Any):
 
 ON_TENSORFLOW = """
 import numpy as np, tensorflow as tf, test_keras as t
-tf.config.threading.set_inter_op_parallelism_threads(1)  # so that a traced step allocates the same in every run
+tf.config.threading.set_inter_op_parallelism_threads(1)
 from plimsoll.integrations import keras as pk
 t.ROWS = 2048
 model = t.network_of_blocks()
 everything = pk.plan_layers(model, *t.batch(), budget=None)
-plan = pk.plan_layers(model, *t.batch(), budget=int(0.7 * everything.predicted_peak_bytes))
+plan = pk.plan_layers(model, *t.batch(), budget=int(0.85 * everything.predicted_peak_bytes))
 assert any(not region.is_untouched for region in plan.regions), plan
 [row] = pk.compare(model, *t.batch(), plans={"it": plan}, steps=1).rows
-# Traced once more, operations may come in another order: one tensor of 1 MiB more or less.
-assert row.is_bit_equal and abs(row.measured_peak_bytes - plan.predicted_peak_bytes) <= 2**20, row
+assert row.is_bit_equal and row.measured_peak_bytes <= plan.predicted_peak_bytes, row
 whole = pk.estimate(model, *t.batch(), device="laptop-CPU")
-limit = whole.stages[0].allocated_bytes * 4 // 5
+limit = whole.stages[0].allocated_bytes * 9 // 10
 assert pk.estimate(model, *t.batch(), device="laptop-CPU", budget=limit).stages[0].allocated_bytes <= limit, str(whole)
 fits = pk.fit(model, lambda rows: tuple(each[: 512 * rows] for each in t.batch()), limit, device="laptop-CPU", most_batch=4)
 assert fits.best_point.predicted_peak_bytes <= limit, str(fits)

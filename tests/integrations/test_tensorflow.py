@@ -16,12 +16,12 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("KERAS_BACKEND", "jax")
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is an extra: pip install torch-plimsoll[tensorflow]")
 
-tf.config.threading.set_inter_op_parallelism_threads(1)  # so that a traced step allocates the same in every run
+tf.config.threading.set_inter_op_parallelism_threads(1)
 
 from plimsoll.artifacts.store import load_plan  # noqa: E402
 from plimsoll.errors import BudgetBelowFloor, InvalidOption, PlanMismatch  # noqa: E402
 from plimsoll.integrations import tensorflow as ptf  # noqa: E402
-from plimsoll.integrations.layers_in_graph import rates_of, read_layers  # noqa: E402
+from plimsoll.integrations.layers_in_graph import bytes_in_any_state, peak_bytes, rates_of, read_layers  # noqa: E402
 
 ROWS, WIDTH, WIDER, BLOCKS = 512, 64, 512, 6
 
@@ -72,7 +72,7 @@ def unmanaged_bytes() -> int:
 
 @pytest.fixture(scope="module")
 def plan(unmanaged_bytes: int) -> Any:
-    return ptf.plan(loss, X, layers=LAYERS, budget=int(0.6 * unmanaged_bytes))
+    return ptf.plan(loss, X, layers=LAYERS, budget=int(0.8 * unmanaged_bytes))
 
 
 def test_the_graph_says_what_a_layer_holds_inside():
@@ -83,30 +83,56 @@ def test_the_graph_says_what_a_layer_holds_inside():
     assert not any(each.obstacle for each in costs)
 
 
-def test_a_run_allocates_no_more_than_the_budget_and_gradients_have_equal_bits(plan: Any, unmanaged_bytes: int):
+def test_other_traces_allocate_no_more_than_the_budget_and_gradients_have_equal_bits(plan: Any, unmanaged_bytes: int):
     managed = ptf.wrap(loss, plan, layers=LAYERS)
-    assert plan.predicted_peak_bytes <= 0.6 * unmanaged_bytes
-    # Traced once more, operations may come in another order: one tensor more or less.
-    assert abs(ptf.allocated_bytes(managed, X) - plan.predicted_peak_bytes) <= 4 * ROWS * WIDER
+    assert plan.predicted_peak_bytes <= 0.8 * unmanaged_bytes
+    beside = []
+    for number in range(3):
+        beside.append(tf.zeros([number * 123_456 + 300_000]))
+        assert ptf.allocated_bytes(managed, X) <= plan.predicted_peak_bytes
     assert 0 < sum(not region.is_untouched for region in plan.regions) < BLOCKS
     for a, b in zip(gradients(loss), gradients(managed), strict=True):
         assert tf.reduce_all(a == b)
 
 
-def test_a_run_is_repeated_until_its_peak_rises_no_more(monkeypatch: pytest.MonkeyPatch):
+def counted(monkeypatch: pytest.MonkeyPatch, peaks: list[int]) -> Any:
+    """A run, of which TensorFlow says these peaks; the first run is not looked at."""
+    left = iter([0, *peaks])
+    info = {"current": 0, "peak": 0}
+    monkeypatch.setattr(tf.config.experimental, "get_memory_info", lambda device: dict(info))
+    monkeypatch.setattr(tf.config.experimental, "reset_memory_stats", lambda device: None)
+    run = lambda: info.update(peak=next(left))  # noqa: E731
+    monkeypatch.setattr(ptf, "gradient_run", lambda step, *args: run)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("peaks", "most"),
+    [([7, 7, 7, 9], 7), ([7, 6, 7, 9, 6, 6, 6, 6, 10], 9), (list(range(1, 40)), 16)],
+    ids=["alike", "one higher", "rising"],
+)
+def test_a_run_is_repeated_until_its_peak_rises_no_more(monkeypatch: pytest.MonkeyPatch, peaks: list[int], most: int):
     """Operations run in whatever order they become ready in, so the peaks of runs differ."""
+    counted(monkeypatch, peaks)
+    assert ptf.allocated_bytes(loss, X) == most
 
-    def found(peaks: list[int]) -> tuple[int, int]:
-        left = iter([0, *peaks])
-        info = {"current": 0, "peak": 0}
-        monkeypatch.setattr(tf.config.experimental, "get_memory_info", lambda device: dict(info))
-        monkeypatch.setattr(tf.config.experimental, "reset_memory_stats", lambda device: None)
-        taken = ptf.bytes_of_runs(lambda: info.update(peak=next(left)))
-        return taken, len(peaks) - len(list(left))
 
-    assert found([7, 7, 7, 9]) == (7, 3)
-    assert found([7, 6, 7, 9, 6, 6, 6, 6, 10]) == (9, 8)
-    assert found(list(range(1, 40))) == (16, 16)
+def test_what_is_promised_lies_two_standard_deviations_above_the_most_of_runs(monkeypatch: pytest.MonkeyPatch):
+    assert bytes_in_any_state(counted(monkeypatch, [100] * 5)) == 100
+    # The squares of the distances from 120 come to 8000, and a fourth of that is 2000.
+    assert bytes_in_any_state(counted(monkeypatch, [100] * 4 + [200])) == 200 + int(2 * 2000**0.5)
+
+
+def test_what_else_the_process_holds_moves_the_peak_of_one_trace():
+    """The allocator hands free chunks of up to twice the size out whole: why plans are counted in several states."""
+    run = ptf.gradient_run(loss, X)
+    run()
+    size, found = 4 * ROWS * WIDER, set()
+    for share in (1.0, 1.3, 1.6, 1.9):
+        beside = [tf.zeros([int(share * size)], tf.int8) for _ in range(12)]
+        del beside[::2]
+        found.add(peak_bytes(run))
+    assert len(found) > 1
 
 
 def test_afterwards_the_layers_are_what_they_were(plan: Any):
@@ -118,6 +144,45 @@ def test_a_layer_that_draws_random_numbers_is_kept():
     noisy = Noisy(0)
     [cost] = read_layers(lambda x: tf.reduce_sum(noisy(x)), (X,), [noisy], rates_of(None))[0].layers
     assert "twice" in cost.obstacle
+
+
+class Gated(Block):
+    """A block with a gate that it is given by name, or reads from itself, and a switch."""
+
+    gate: Any = None
+
+    def __call__(self, x: Any, is_on: bool = True, *, gate: Any = None, scale: float = 1.0) -> Any:
+        return x + (self.gate if gate is None else gate) * super().__call__(x, scale=scale) if is_on else x
+
+
+def test_gradients_go_through_tensors_by_name_and_switches_stay_python():
+    layers = [Gated(number) for number in range(3)]
+
+    def step(x: Any) -> Any:
+        gate = tf.reduce_mean(x @ layers[0].up, -1, keepdims=True)
+        for number, layer in enumerate(layers):
+            x = layer(x, number != 1, gate=gate)
+        return tf.reduce_mean(x**2)
+
+    def found(each: Any) -> list[Any]:
+        run = ptf.gradient_run(each, X)
+        return run()[1]
+
+    for a, b in zip(found(step), found(ptf._rerunning(step, {layer.name for layer in layers}, layers)), strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or tf.reduce_all(a == b)
+
+
+def test_a_layer_that_reads_a_tensor_beside_its_arguments_is_kept():
+    """Its gradient would be lost without a word."""
+    gated = Gated(0)
+
+    def step(x: Any) -> Any:
+        gated.gate = tf.reduce_mean(x @ LAYERS[0].up, -1, keepdims=True)
+        return tf.reduce_mean(gated(x))
+
+    [cost] = read_layers(step, (X,), [gated], rates_of(None))[0].layers
+    assert "no argument of its call" in cost.obstacle
 
 
 def test_a_budget_that_no_run_keeps_is_refused():

@@ -1,7 +1,13 @@
 """What layers of a traced ``tf.function`` cost: the tensors that they make and their gradients read, and seconds.
 
 Operations of a graph are in the order in which they were made, so those of a layer's call, and those of the gradient, are
-ranges of it.
+ranges of it. What a step takes as a whole is counted while it runs.
+
+TensorFlow's allocator hands out a free chunk whole if it is less than twice of what was asked for, and counts the chunk. So
+what one and the same step takes depends on what else the process holds and held; another trace may take another order as
+well. A plan's runs are counted in two traces beside other tensors, and the most of them and their spread say what is promised.
+
+Source: ``BFCAllocator::FindChunkPtr`` (``xla/tsl/framework/bfc_allocator.cc``).
 """
 
 from __future__ import annotations
@@ -9,8 +15,10 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import random
+import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,18 +33,29 @@ _SAME_BYTES = frozenset({"Identity", "Reshape", "Squeeze", "ExpandDims", "StopGr
 _HARMLESS = frozenset({"ReadVariableOp", "VarHandleOp", "ResourceGather", "Placeholder", "PartitionedCall"})
 """Operations with the mark of state that neither write nor draw."""
 _NOT_MADE = frozenset({"ReadVariableOp", "Const"})
+_FROM_OUTSIDE = frozenset({"Const", "Placeholder"})
+"""Numbers, and what a graph captures: no gradient goes there."""
 _EXPONENTIALS = frozenset({"Exp", "Tanh", "Sigmoid", "Erf", "Softmax", "Log", "Pow", "Rsqrt", "Sqrt"})
 _PRODUCTS = {"MatMul": "transpose_a", "BatchMatMulV2": "adj_x", "BatchMatMulV3": "adj_x"}
 """Matrix products, and the attribute that says whether the first operand is transposed."""
 _RATE_SIDE = 512
+_MOST_RUNS = 16
+"""Runs of one step in which its peak is looked for."""
+_STATES, _DEVIATIONS = 4, 2
+"""Runs of one trace beside other tensors, and standard deviations of all runs between the most of them and what is promised."""
+_COUNTED_FROM = 256 * 1024
+"""Bytes of the smallest tensor that TensorFlow counts on a CPU."""
+_BESIDE, _SHARE_BESIDE = 12, 8
+"""Tensors that are made before such a run, and what part of the step's bytes the largest has. A third stay during the run."""
 
 
 @dataclass(frozen=True)
 class _Span:
-    """One call of a layer: operations ``first`` to ``stop`` of the graph; ``results`` are the ids of its tensors."""
+    """One call of a layer: operations ``first`` to ``stop`` of the graph; ids of the tensors that go in and come out."""
 
     first: int
     stop: int
+    given: frozenset[int]
     results: frozenset[int]
 
 
@@ -81,8 +100,9 @@ def read_layers(
     def observe(name: str, call: Callable[..., Any], inputs: Any, options: Any) -> Any:
         first = size()
         result = call(*inputs, **options)
+        given = frozenset(map(id, tf.nest.flatten((inputs, options))))
         ids = frozenset(id(_root(each)) for each in tf.nest.flatten(result) if tf.is_tensor(each))
-        spans.setdefault(name, []).append(_Span(first, size(), ids))
+        spans.setdefault(name, []).append(_Span(first, size(), given, ids))
         return result
 
     def gradient(*given: Any) -> Any:
@@ -95,9 +115,8 @@ def read_layers(
     kinds = kinds_of(layers)
     given = [tf.convert_to_tensor(each) for each in args]
     traced = tf.function(gradient).get_concrete_function(*given)
-    graph = traced.graph
     _check_calls([name for name in kinds if name not in spans], spans)
-    operations = graph.get_operations()
+    operations = traced.graph.get_operations()
     saved = _saved_bytes(operations, marks[-1], spans)
 
     def seconds_of(some: Iterable[Any]) -> float:
@@ -114,7 +133,7 @@ def read_layers(
                 saved_bytes=saved.get(name, 0),
                 forward_seconds=seconds,
                 backward_seconds=2 * seconds,
-                obstacle=_obstacle(own),
+                obstacle=_obstacle(own, frozenset().union(*(span.given for span in spans[name]))),
             )
         )
     inside = sum(each.forward_seconds for each in found)
@@ -190,9 +209,14 @@ def _flops(op: Any) -> int:
     return made * (8 if op.type in _EXPONENTIALS else 1)
 
 
-def _obstacle(operations: Sequence[Any]) -> str:
-    """Why a layer cannot run again; empty if it can."""
+def _obstacle(operations: Sequence[Any], given: Collection[int]) -> str:
+    """Why a layer with these operations, called with tensors of these ids, cannot run again; empty if it can."""
+    own = set(operations)
     for op in operations:
+        for tensor in op.inputs:
+            is_known = tensor.op in own or id(tensor) in given or tensor.op.type in _FROM_OUTSIDE
+            if tensor.dtype.is_floating and not is_known:
+                return f"it reads {tensor.op.name}, no argument of its call, and tf.recompute_grad loses that gradient"
         if op.op_def is not None and op.op_def.is_stateful and op.type not in _HARMLESS:
             return f"{op.type} writes or draws, which would happen twice"
     return ""
@@ -214,3 +238,68 @@ def _measured_rates() -> tuple[float, float]:
 
     flop = least(lambda: tf.matmul(square, square)) / (2 * _RATE_SIDE**3)
     return flop, least(lambda: wide + wide) / (4 * 4 * _RATE_SIDE**2)
+
+
+# Bytes of runs ----------------------------------------------------------------------------------------------------
+
+
+def most_bytes(run: Callable[[], object]) -> int:
+    """The most that a few runs allocate at their peaks, beside what was there before."""
+    # The first run also makes what stays, such as constants and the kernels' own caches.
+    run()
+    peaks: list[int] = []
+    while len(peaks) < _MOST_RUNS and (len(peaks) < 3 or (len(set(peaks)) > 1 and max(peaks) in peaks[-4:])):
+        peaks.append(peak_bytes(run))
+    return max(peaks)
+
+
+def bytes_in_any_state(*runs: Callable[[], object]) -> int:
+    """What a step allocates at its peak whatever else the process holds: the most of its runs and twice their deviation.
+
+    Tensors of random sizes are made before a run, and most of them are freed, so that chunks of other sizes are free.
+
+    Args:
+        runs: traces of one step, from ``gradient_run``; each runs six times.
+
+    Raises:
+        InvalidOption: TensorFlow does not count bytes on this device.
+    """
+    peaks: list[int] = []
+    draw = random.Random(0)
+    for run in runs:
+        run()
+        peaks.append(peak_bytes(run))
+        largest = max(peaks[0] // _SHARE_BESIDE, 8 * _COUNTED_FROM)
+        for at in range(_STATES):
+            beside = [tf.zeros([draw.randint(_COUNTED_FROM, largest)], tf.int8) for _ in range(_BESIDE)]
+            del beside[at % 3 :: 3], beside[at % 2 :: 2]
+            peaks.append(peak_bytes(run))
+    return max(peaks) + int(_DEVIATIONS * statistics.stdev(peaks))
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """What one run allocates at its peak, beside what was there before."""
+    device = f"{device_kind()}:0"
+    try:
+        before = tf.config.experimental.get_memory_info(device)["current"]
+        tf.config.experimental.reset_memory_stats(device)
+        run()
+        peak = int(tf.config.experimental.get_memory_info(device)["peak"] - before)
+    except ValueError as error:
+        raise InvalidOption(
+            f"TensorFlow does not say what {device} allocates.",
+            why=f"{error}; on a CPU the allocator of oneDNN alone counts",
+            next="leave TF_ENABLE_ONEDNN_OPTS at its default, or plan on a GPU",
+        ) from error
+    if not peak:
+        raise InvalidOption(
+            "TensorFlow counts no byte of this step.",
+            why="on a CPU its allocator counts tensors of 256 KiB and more alone",
+            next="plan with a batch of the size that is trained with",
+        )
+    return peak
+
+
+def device_kind() -> str:
+    """What steps run on, as TensorFlow calls it."""
+    return "GPU" if tf.config.list_physical_devices("GPU") else "CPU"

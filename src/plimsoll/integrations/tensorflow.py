@@ -7,8 +7,8 @@
 from the graph of a traced ``tf.function``: the tensors that the layer's operations make and those of the gradient read. A
 plan is run before it is handed over, and what it allocates is compared with the budget.
 
-Known weakness: on a CPU TensorFlow counts no tensor of less than 256 KiB. Time is arithmetic and traffic at two rates that
-are measured here. A layer that writes variables or draws random numbers is never run again: it would do so twice.
+Known weakness: on a CPU TensorFlow counts no tensor of less than 256 KiB. Time is arithmetic and traffic at two rates that are
+measured here. A layer that writes variables or draws random numbers is never run again: it would do so twice.
 """
 
 from __future__ import annotations
@@ -23,15 +23,12 @@ import tensorflow as tf
 
 from plimsoll.artifacts.comparison import Comparison
 from plimsoll.artifacts.plan import Plan
-from plimsoll.errors import InvalidOption
 from plimsoll.integrations.comparing import TimedOn, Way, compare_ways
 from plimsoll.integrations.layers import LayerPlans, calling, check_fingerprint, kinds_of, rerun_layers, rerun_meter
-from plimsoll.integrations.layers_in_graph import rates_of, read_layers
+from plimsoll.integrations.layers_in_graph import bytes_in_any_state, device_kind, most_bytes, rates_of, read_layers
 from plimsoll.units import parse_bytes
 
 FRAMEWORK = "tensorflow"
-_MOST_RUNS = 16
-"""Runs of one step in which its peak is looked for."""
 
 
 def plan(step: Callable[..., Any], *args: Any, layers: Sequence[Any], budget: str | int | None) -> Plan:
@@ -44,7 +41,7 @@ def plan(step: Callable[..., Any], *args: Any, layers: Sequence[Any], budget: st
         budget: bytes that a step allocates at its peak, gradients included, such as ``"8GiB"``; ``None`` for the fastest plan.
 
     Returns:
-        A plan for ``wrap``. ``predicted_peak_bytes`` is what one run of its step allocated.
+        A plan for ``wrap``. ``predicted_peak_bytes`` is what ``bytes_in_any_state`` says of its step.
 
     Raises:
         BudgetBelowFloor: no plan that was run stays within the budget.
@@ -58,7 +55,8 @@ def plan(step: Callable[..., Any], *args: Any, layers: Sequence[Any], budget: st
     name = getattr(step, "__name__", type(step).__name__)
 
     def measure(names: frozenset[str]) -> int:
-        return allocated_bytes(_rerunning(step, names, layers), *args) if names else bytes_of_runs(run)
+        managed = _rerunning(step, names, layers)
+        return bytes_in_any_state(gradient_run(managed, *args) if names else run, gradient_run(managed, *args))
 
     meter = rerun_meter(FRAMEWORK, "TensorFlow", measure)
     found = LayerPlans(costs, meter, name=name).plan(None if budget is None else parse_bytes(budget))
@@ -84,7 +82,10 @@ def wrap(step: Callable[..., Any], plan: Plan, *, layers: Sequence[Any]) -> Call
 
 
 def allocated_bytes(step: Callable[..., Any], *args: Any) -> int:
-    """What one run of a step and its gradient allocates at its peak, beside what was there before.
+    """What one run of a step and its gradient allocates at its peak, beside what was there before: the most of several.
+
+    With more threads than one between operations they run in whatever order they become ready in, and the peaks of runs
+    differ. Runs that are all alike end after three, others when four have brought nothing new.
 
     Args:
         step: returns a scalar; run inside of ``tf.function``, four times at least.
@@ -97,42 +98,14 @@ def allocated_bytes(step: Callable[..., Any], *args: Any) -> int:
         >>> ptf.allocated_bytes(managed, x, y) <= 8 * 2**30  # doctest: +SKIP
         True
     """
-    run = tf.function(functools.partial(_gradient, step))
-    return bytes_of_runs(functools.partial(run, *(tf.convert_to_tensor(each) for each in args)))
+    return most_bytes(gradient_run(step, *args))
 
 
-def bytes_of_runs(run: Callable[[], object]) -> int:
-    """What a run allocates at its peak, beside what was there before: the most of several.
-
-    With more threads than one between operations they run in whatever order they become ready in, and the peaks of runs
-    differ. Runs that are all alike end after three, others when four have brought nothing new.
-
-    Raises:
-        InvalidOption: TensorFlow does not count bytes on this device.
-    """
-    # The first run also makes what stays, such as constants and the kernels' own caches.
-    run()
-    device = f"{_device()}:0"
-    peaks: list[int] = []
-    try:
-        before = tf.config.experimental.get_memory_info(device)["current"]
-        while len(peaks) < _MOST_RUNS and (len(peaks) < 3 or (len(set(peaks)) > 1 and max(peaks) in peaks[-4:])):
-            tf.config.experimental.reset_memory_stats(device)
-            run()
-            peaks.append(int(tf.config.experimental.get_memory_info(device)["peak"] - before))
-    except ValueError as error:
-        raise InvalidOption(
-            f"TensorFlow does not say what {device} allocates.",
-            why=f"{error}; on a CPU the allocator of oneDNN alone counts",
-            next="leave TF_ENABLE_ONEDNN_OPTS at its default, or plan on a GPU",
-        ) from error
-    if not max(peaks):
-        raise InvalidOption(
-            "TensorFlow counts no byte of this step.",
-            why="on a CPU its allocator counts tensors of 256 KiB and more alone",
-            next="plan with a batch of the size that is trained with",
-        )
-    return max(peaks)
+def gradient_run(step: Callable[..., Any], *args: Any) -> Callable[[], Any]:
+    """Runs a step and its gradient on ``args``, traced in the first run, and returns both."""
+    return functools.partial(
+        tf.function(functools.partial(_gradient, step)), *(tf.convert_to_tensor(each) for each in args)
+    )
 
 
 def compare(step: Callable[..., Any], *args: Any, ways: Mapping[str, Callable[..., Any]], steps: int = 5) -> Comparison:
@@ -153,13 +126,13 @@ def compare(step: Callable[..., Any], *args: Any, ways: Mapping[str, Callable[..
     given = tuple(tf.convert_to_tensor(each) for each in args)
 
     def way(each: Callable[..., Any]) -> Way:
-        run = tf.function(functools.partial(_gradient, each))
-        gradient = [tf.convert_to_tensor(part).numpy() for part in run(*given)[1] if part is not None]
-        return Way(run=lambda: run(*given)[0].numpy(), gradient=gradient, peak_bytes=allocated_bytes(each, *given))
+        run = gradient_run(each, *given)
+        gradient = [tf.convert_to_tensor(part).numpy() for part in run()[1] if part is not None]
+        return Way(run=lambda: run()[0].numpy(), gradient=gradient, peak_bytes=most_bytes(run))
 
     place = TimedOn(
-        clock=time.process_time if _device() == "CPU" else time.perf_counter,
-        device=_device(),
+        clock=time.process_time if device_kind() == "CPU" else time.perf_counter,
+        device=device_kind(),
         versions={"tensorflow": tf.__version__},
         signature=" ".join(f"{each.dtype.name}{each.shape.as_list()}" for each in given),
         note="peaks are what TensorFlow says that a run allocates, gradients included",
@@ -174,10 +147,6 @@ def _gradient(step: Callable[..., Any], *args: Any) -> Any:
     return loss, tape.gradient(loss, tape.watched_variables())
 
 
-def _device() -> str:
-    return "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
-
-
 # Layers that run otherwise ------------------------------------------------------------------------------------------
 
 
@@ -185,7 +154,18 @@ def _rerunning(step: Callable[..., Any], names: Collection[str], layers: Sequenc
     def again(name: str, call: Callable[..., Any], inputs: Any, options: Any) -> Any:
         if name not in names:
             return call(*inputs, **options)
-        return tf.recompute_grad(functools.partial(call, **options))(*inputs)
+        flat = tf.nest.flatten((inputs, options))
+        # recompute_grad makes a tensor of every argument, and takes gradients of positional ones alone.
+        tensors = [at for at, each in enumerate(flat) if tf.is_tensor(each) and not isinstance(each, tf.Variable)]
+        places = [at for at in tensors if flat[at].dtype.is_floating] or tensors
+
+        def of_tensors(*given: Any) -> Any:
+            held = dict(zip(places, given, strict=True))
+            rest = [held.get(at, each) for at, each in enumerate(flat)]
+            positional, named = tf.nest.pack_sequence_as((inputs, options), rest)
+            return call(*positional, **named)
+
+        return tf.recompute_grad(of_tensors)(*(flat[at] for at in places))
 
     @functools.wraps(step)
     def managed(*args: Any, **kwargs: Any) -> Any:

@@ -88,20 +88,19 @@ def layer_plans(model: Any, x: Any, y: Any, device: str | None = None) -> LayerP
 
 def _plans_on_tensorflow(model: Any, x: Any, y: Any, device: str | None) -> LayerPlans:
     from plimsoll.integrations import tensorflow as ptf
-    from plimsoll.integrations.layers_in_graph import rates_of, read_layers
+    from plimsoll.integrations.layers_in_graph import bytes_in_any_state, rates_of, read_layers
 
     layers = layers_of(model)
     refused = {layer.name for layer in layers if "training" in inspect.signature(layer.call).parameters}
-    step, run = read_layers(tensorflow_step(model), (x, y), layers, rates_of(device))
+    step, _ = read_layers(tensorflow_step(model), (x, y), layers, rates_of(device))
     costs = tuple(
         dataclasses.replace(cost, obstacle=cost.obstacle or _BY_NAME) if cost.name in refused else cost
         for cost in step.layers
     )
 
     def measure(names: frozenset[str]) -> int:
-        if not names:
-            return ptf.bytes_of_runs(run)
-        return ptf.allocated_bytes(tensorflow_step(constructed(model, names)), x, y)
+        managed = tensorflow_step(constructed(model, names) if names else model)
+        return bytes_in_any_state(*(ptf.gradient_run(managed, x, y) for _ in range(2)))
 
     meter = rerun_meter(FRAMEWORK, "TensorFlow", measure)
     return LayerPlans(dataclasses.replace(step, layers=costs), meter, name=model.name)
