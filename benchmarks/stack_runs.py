@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import re
 import socket
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -115,19 +116,30 @@ def _train(set_up: SetUp, arm: Arm, steps: int, rank: int, port: int, told: Conn
         told.recv()
 
     watch = Watch(LiveStorages()) if is_metered else Watch(takes_turns=take_turns)
+    said: list[warnings.WarningMessage] = []
     try:
-        with one_thread():
+        with one_thread(), warnings.catch_warnings(record=is_metered) as caught:
+            if caught is not None:
+                warnings.simplefilter("always")
+                said = caught
             set_up.train(watch, arm, steps)
         digest = hashlib.sha256()
         for weight in watch.weights:
             digest.update(local_of(weight).contiguous().view(torch.uint8).numpy().tobytes())
-        ended = Ended(peaks=tuple(watch.peaks), losses=tuple(watch.losses), digest=digest.hexdigest())
+        floor_bytes = max((_floor_in(str(each.message)) for each in said), default=0)
+        ended = Ended(
+            peaks=tuple(watch.peaks), losses=tuple(watch.losses), digest=digest.hexdigest(), floor_bytes=floor_bytes
+        )
     except BudgetBelowFloor as error:
-        floors = map(int, re.findall(r"\((\d+) bytes\)", error.next))
-        ended = Ended(failure=f"BudgetBelowFloor: {error.found}", floor_bytes=max(floors))
+        ended = Ended(failure=f"BudgetBelowFloor: {error.found}", floor_bytes=_floor_in(error.next))
     except Exception as error:  # noqa: BLE001 - whoever started it is told
         ended = Ended(failure=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
     told.send(ended)
+
+
+def _floor_in(text: str) -> int:
+    """The largest budget that a refusal advises, or a warning of several ranks in its place."""
+    return max(map(int, re.findall(r"\((\d+) bytes\)", text)), default=0)
 
 
 def _as_torchrun(rank: int, ranks: int, port: int) -> dict[str, str]:
