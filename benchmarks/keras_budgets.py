@@ -85,7 +85,7 @@ class Convolutions(Parts):
 
 
 def vit() -> tuple[Any, tuple[np.ndarray, np.ndarray]]:
-    """Images of 32 × 32, patches of 4 × 4, width 128, 8 images."""
+    """Images of 32 × 32, patches of 4 × 4, width 128, 16 images."""
     given = keras.Input((32, 32, 3))
     x = layers.Reshape((64, 128))(layers.Conv2D(128, 4, 4)(given))
     for number in range(_BLOCKS):
@@ -94,7 +94,7 @@ def vit() -> tuple[Any, tuple[np.ndarray, np.ndarray]]:
 
 
 def convolutional() -> tuple[Any, tuple[np.ndarray, np.ndarray]]:
-    """Images of 32 × 32, width 48, 4 images."""
+    """Images of 32 × 32, width 48, 8 images."""
     given = keras.Input((32, 32, 3))
     x = layers.Conv2D(48, 2, 2)(given)
     for number in range(_BLOCKS):
