@@ -130,9 +130,10 @@ class ShapePlans:
         self._most_solved_bytes = self._unmanaged_bytes(shapes)
         self._measured_bytes, ladder = measured[0], self._known_ladder(shapes)
         if ladder.rungs[0].plan is plan:  # another rank may have made it, and this one's step have no such values
+            forecast = ladder.at(_split(shapes)[1])[0]
             # What was measured may be more than comes again: the plan that was accepted for this step fits.
-            room_bytes = self._budget_bytes - ladder.at(_split(shapes)[1])[0].before_optimizer_bytes
-            self._measured_bytes = min(measured[0], max(0, room_bytes))
+            self._measured_bytes = min(measured[0], max(0, self._budget_bytes - forecast.before_optimizer_bytes))
+            self._known[shapes] = plan, forecast  # with the figures that it was accepted by
         self._fixed_bytes = min(measured[1], self._measured_bytes)
 
     def knows(self, shapes: Shapes) -> bool:
