@@ -2,6 +2,7 @@
 
 import functools
 from collections import Counter
+from uuid import uuid4
 
 import pytest
 import torch
@@ -207,7 +208,7 @@ class Attention(nn.Module):
 def test_what_is_computed_again_can_be_captured_in_a_cuda_graph():
     class Watched(PlannedPartitioner):
         def uuid(self):
-            return None  # not from torch's caches
+            return uuid4().hex  # not from torch's caches: None would be a key like another
 
         def __call__(self, *args, **options):
             modules.extend(super().__call__(*args, **options))
