@@ -21,10 +21,10 @@ from plimsoll.artifacts.plan import ValueDecision
 from plimsoll.artifacts.receipt import RegionOutcome
 from plimsoll.engine.apply import Handle
 from plimsoll.engine.inspection import Inspector
-from plimsoll.engine.linked_inputs import LinkTable
 from plimsoll.engine.offload.protocol import Link
 from plimsoll.engine.offload.transfers import TransfersUnderWay
 from plimsoll.engine.program import Shared
+from plimsoll.engine.region_inputs import LinkTable
 from plimsoll.engine.replay_rng import generators_of
 from plimsoll.engine.sampling import SentinelPolicy
 from plimsoll.engine.stored_forms import Packer
@@ -73,6 +73,7 @@ class Drops:
     has_offload: bool = False
     is_untouched: bool = False
     call: int = 0
+    steady_inputs: tuple[str, ...] = ()
     decisions: tuple[ValueDecision, ...] = ()
     dropped: Names = field(init=False)
     packed: FormOf = field(init=False)

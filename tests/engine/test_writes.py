@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import plimsoll
 from contracts.harness import assert_unchanged, batch, manage, plain_step, stack_of, weigh
@@ -231,3 +232,76 @@ def test_memory_written_behind_pytorch_is_never_rebuilt(write):
         return x * noise * noise.exp()
 
     assert_unchanged(stack_of(lambda: Inner(written), count=2), plain_step, engine=None)
+
+
+class Frozen(nn.Module):
+    """Blocks behind a frozen embedding, so that autograd saves no block's input; ``between`` runs after the first block."""
+
+    def __init__(self, between=lambda x: None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(16, 8).requires_grad_(False)
+        self.blocks = nn.ModuleList(Lined(lambda line, x: line((x + 1).exp().tanh())) for _ in range(2))
+        self.between, self.made = between, None
+
+    def forward(self, ids):
+        x = self.words(ids)
+        self.made = StorageWeakRef(x.untyped_storage())
+        y = self.blocks[0](x)
+        self.between(x)
+        return weigh(self.blocks[1](y))
+
+
+IDS = torch.arange(16).view(4, 4)
+
+
+def gradients_of(model, after_forward=lambda: None):
+    model.zero_grad()
+    loss = model(IDS)
+    after_forward()
+    loss.backward()
+    return [each.grad.clone() for each in model.blocks.parameters()]
+
+
+def assert_right(model, plan, after_forward=lambda: None):
+    """Three steps under the plan give the gradients that one without it gives, bit for bit."""
+    wanted = gradients_of(model, after_forward)
+    with plimsoll.apply(model, plan):
+        for _ in range(3):
+            assert all(map(torch.equal, gradients_of(model, after_forward), wanted))
+
+
+def test_an_input_that_forward_made_is_held_as_it_is():
+    model = Frozen()
+    plan = plimsoll.plan(model, IDS, strategy="full")
+    assert "input:0" in plan.regions[0].steady_inputs
+    with plimsoll.apply(model, plan):
+        for _ in range(2):  # recorded, steady
+            loss = model(IDS)
+            assert not model.made.expired()
+            loss.backward()
+            del loss
+            assert model.made.expired()
+    assert_right(model, plan)
+
+
+def test_an_input_that_somebody_keeps_is_copied_when_forward_is_through():
+    model = Frozen()
+    plan = plimsoll.plan(model, IDS, strategy="full")
+    model.between = lambda x: setattr(model, "kept", x)
+    assert_right(model, plan, lambda: model.kept.zero_())
+
+
+def test_an_input_that_forward_writes_to_later_is_copied_at_once():
+    model = Frozen(lambda x: x.zero_())
+    plan = plimsoll.plan(model, IDS, strategy="full")
+    assert "input:0" not in plan.regions[0].steady_inputs
+    assert_right(model, plan)
+
+
+def test_a_write_in_forward_that_the_planned_step_did_not_do_is_an_error():
+    model = Frozen()
+    plan = plimsoll.plan(model, IDS, strategy="full")
+    model.between = lambda x: x.zero_()
+    with plimsoll.apply(model, plan), pytest.raises(SavedTensorModified, match="has written to it"):
+        gradients_of(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from planning.builders import OUT, StepBuilder, in_regions, transformer
@@ -9,6 +10,7 @@ from planning.form_builders import compressed, forms_for, offloaded
 from plimsoll.artifacts.forms import Form, LinkCost
 from plimsoll.planning.choice import Choice
 from plimsoll.planning.describe import classes_at_peak, describe_peak, describe_timeline
+from plimsoll.planning.measuring import Measuring
 from plimsoll.planning.replay_schedule import Unreachable, recipe_ops
 from plimsoll.planning.simulate import Simulation, run_choices
 from plimsoll.planning.step import StepIndex
@@ -73,6 +75,21 @@ def test_an_input_that_no_slot_holds_is_copied_at_entry() -> None:
     assert kept.curve[2 * 4 + 1] == 20 + 40 + 5 + 1
     assert dropped.curve[2 * 4 + 1] == 10 + 5 + 1
     assert dropped.curve[2 * 1 + 1] == kept.curve[2 * 1 + 1] + 10
+
+
+def test_a_steady_input_that_no_slot_holds_is_held_as_it_is() -> None:
+    trace, costs = chain(unsaved_input=True).finish()
+    [call] = trace.regions
+    values = tuple(msgspec.structs.replace(v, is_steady=v.producer < 0) for v in call.graph.values)
+    graph = msgspec.structs.replace(call.graph, values=values)
+    trace = msgspec.structs.replace(trace, regions=(msgspec.structs.replace(call, graph=graph),))
+    index = StepIndex(trace, costs)
+    dropped = run_choices(index, [Choice(frozenset())])
+    copied = run(chain(unsaved_input=True), [set()])
+    held = [10 * (index.life(graph.values[0].storage)[1] > 2 * tick + 1) for tick in (1, 4)]
+    assert [copied.curve[2 * tick + 1] - dropped.curve[2 * tick + 1] for tick in (1, 4)] == held
+    [effect] = Measuring(index, index.views[0]).measure([Choice(frozenset())])
+    assert effect.copied_bytes == 0
 
 
 def test_in_place_steps_take_over_the_replays_own_memory() -> None:

@@ -50,6 +50,8 @@ class RegionPlan(msgspec.Struct, frozen=True, kw_only=True):
     With ``is_boundary_dropped`` the region's input is not held either: it is rebuilt through the region before.
     ``price_seconds_per_byte`` is what a byte costs that is held from this region's forward to the end of its backward: an
     early region holds its values through more moments of scarcity than a late one (``None``: an older plan did not say).
+    ``steady_inputs`` are those that autograd does not save, and that forward, which made them, does not write to any more:
+    where recipes need one it is held as it is, and any other is copied.
     """
 
     name: str
@@ -60,6 +62,7 @@ class RegionPlan(msgspec.Struct, frozen=True, kw_only=True):
     replay_seconds: float
     is_boundary_dropped: bool = False
     price_seconds_per_byte: float | None = None
+    steady_inputs: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _refuse_twice([decision.value for decision in self.decisions], "values")
@@ -82,7 +85,8 @@ class RegionPlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def effect(self) -> tuple[object, ...]:
         """What the region will do: plans that are equal in this differ in predictions alone."""
-        return (self.call, self.dropped, tuple(sorted(self.packed.items())), self.is_boundary_dropped)
+        packed = tuple(sorted(self.packed.items()))
+        return (self.call, self.dropped, packed, self.is_boundary_dropped, self.steady_inputs)
 
     @property
     def saved_ops(self) -> dict[str, tuple[int, ...]]:

@@ -31,7 +31,7 @@ class Value(msgspec.Struct, frozen=True, kw_only=True):
     the storage has the values of all iterations, of one of them. ``storage`` is the trace-wide id of that storage, so two
     values with the same ``storage`` are versions of the same memory and are counted once. ``producer`` is the op that
     wrote it (``-1`` for leaves). A value that is ``is_storable`` may be held from forward to backward (autograd saves it,
-    or it is an input).
+    or it is an input). An input is ``is_steady`` if forward made it and does not write to it any more once the region has it.
     """
 
     id: int
@@ -41,6 +41,7 @@ class Value(msgspec.Struct, frozen=True, kw_only=True):
     origin: Origin
     producer: int = -1
     is_storable: bool = False
+    is_steady: bool = False
 
 
 class RegionOp(msgspec.Struct, frozen=True, kw_only=True):

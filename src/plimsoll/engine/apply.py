@@ -17,12 +17,12 @@ from plimsoll.artifacts.plan import COLLECTIVES, Plan, RegionPlan
 from plimsoll.artifacts.receipt import RegionOutcome
 from plimsoll.engine.copies import ModelHook
 from plimsoll.engine.inspection import Inspector
-from plimsoll.engine.linked_inputs import LinkTable
 from plimsoll.engine.offload.open import open_link
 from plimsoll.engine.offload.protocol import Link
 from plimsoll.engine.offload.transfers import TransfersUnderWay
 from plimsoll.engine.program import Shared
 from plimsoll.engine.region import ManagedRegion
+from plimsoll.engine.region_inputs import LinkTable
 from plimsoll.engine.replay_rng import generators_of
 from plimsoll.engine.sampling import SentinelPolicy
 from plimsoll.engine.sensing import Sensor
@@ -156,8 +156,11 @@ class Handle(RemovedAtEnd):
         if self.regions and not self._root_hooks:
             self._root_hooks = [
                 model.register_forward_pre_hook(ModelHook(model, lambda *_: self.begin_step()), prepend=True),
-                model.register_forward_hook(ModelHook(model, lambda *_: shared.links.clear()), always_call=True),
+                # The last of all: what other hooks run (trials of plans) is another forward.
+                model.register_forward_pre_hook(ModelHook(model, lambda *_: shared.inputs.begin())),
+                model.register_forward_hook(ModelHook(model, lambda *_: self._forward_ended()), always_call=True),
             ]
+        shared.inputs.begin()  # a hook may have put the plan to work in the call that is under way
         self.resume()
 
     def remove_with_me(self, hook: Removable) -> None:
@@ -269,6 +272,10 @@ class Handle(RemovedAtEnd):
                 if service.program is not None and service.program.plan.choice.obstacles:
                     found.setdefault(name, {}).update(service.program.plan.choice.obstacles)
         return found
+
+    def _forward_ended(self) -> None:
+        self._shared.links.clear()
+        self._shared.inputs.settle()
 
     def begin_step(self) -> None:
         """A new call of the model begins: calls of its regions are counted from zero."""

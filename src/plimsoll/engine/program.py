@@ -14,10 +14,9 @@ from plimsoll.engine.call_stream import Alarm
 from plimsoll.engine.guards import Guard
 from plimsoll.engine.hooks import OpenCall, Readable
 from plimsoll.engine.inspection import Inspector
-from plimsoll.engine.linked_inputs import LinkedInput, LinkTable
 from plimsoll.engine.offload.transfers import TransfersUnderWay
+from plimsoll.engine.region_inputs import HeldInputs, LinkedInput, LinkTable
 from plimsoll.engine.replay import CallReplay, Examiner, Recipes
-from plimsoll.engine.replay_code import copy_storage
 from plimsoll.engine.replay_plan import ReplayPlan
 from plimsoll.engine.sampling import Sampler, SentinelPolicy
 from plimsoll.engine.sensing import Sensor
@@ -32,8 +31,8 @@ from plimsoll.tracing.torch_internals import below_autograd
 class Shared:
     """What all regions of one managed model share.
 
-    ``links`` between regions, what packs and moves values, who checks and inspects, what surprises were met, and who watches
-    (``None``: nobody).
+    ``links`` between regions and ``inputs`` that they hold, what packs and moves values, who checks and inspects, what
+    surprises were met, and who watches (``None``: nobody).
 
     ``splits_backward``: gradients of inputs and of weights are made one after the other, from one graph (see
     ``split_backward``).
@@ -45,6 +44,7 @@ class Shared:
     policy: SentinelPolicy
     inspector: Inspector
     generators: tuple[torch.Generator, ...]
+    inputs: HeldInputs = field(default_factory=HeldInputs)
     alarm: Alarm = field(default_factory=Alarm)
     sensor: Sensor | None = None
     repeats_collectives: bool = False
@@ -105,7 +105,7 @@ class Program:
             OffloadFailed: the link has no room; nothing is done.
         """
         plan = self.plan
-        copies = self._copy_inputs(inputs, versions)
+        copies = self._hold_inputs(inputs, versions)
         if copies is None:
             return False
         self._calls += 1
@@ -139,24 +139,14 @@ class Program:
         self._shared.links.offer(replay, cells, packed, link, output)
         return True
 
-    def _copy_inputs(self, inputs: Sequence[torch.Tensor], versions: Sequence[int]) -> dict[int, Readable] | None:
-        """Private copies of inputs that recipes need: nobody saved them, so anybody may write to them before backward."""
+    def _hold_inputs(self, inputs: Sequence[torch.Tensor], versions: Sequence[int]) -> dict[int, Readable] | None:
+        """Inputs that recipes need and nobody saved, as they are or copied."""
         copies: dict[int, Readable] = {}
-        for value, position in self.plan.copied_inputs:
+        for value, position in self.plan.unsaved_inputs:
             if version_of(inputs[position]) != versions[position]:
                 return None
             tensor = settled(inputs[position]).detach()
             if Geometry.of(tensor) != self.plan.recording.values[value].base:
                 return None
-            copies[value] = _InputCopy(copy_storage(tensor))
+            copies[value] = self._shared.inputs.hold(tensor, is_steady=value in self.plan.steady)
         return copies
-
-
-class _InputCopy:
-    __slots__ = ("_tensor",)
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-
-    def read(self) -> torch.Tensor:
-        return self._tensor

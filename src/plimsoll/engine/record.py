@@ -80,6 +80,7 @@ class Recording:
             codecs={value: packer.codec(form) for value, form in choice.packed.items()},
             parameters=self._parameters(choice, shared),
             not_rebuildable=self.not_rebuildable,
+            steady=frozenset(value.id for value in self.graph.values if value.name in plan.steady_inputs),
         )
 
     def serve(self, made: ReplayPlan, plan: RegionPlan, shared: Shared, like: Program | None = None) -> Program:

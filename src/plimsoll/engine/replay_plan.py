@@ -118,6 +118,8 @@ class ReplayPlan:
     codecs: Mapping[int, Codec | None]
     parameters: tuple[tuple[int, ParameterSource], ...]
     not_rebuildable: Mapping[int, str]
+    steady: frozenset[int] = frozenset()
+    """Inputs that forward has made and writes to no more."""
     template: ReplayPlan | None = None
     """The same plan with its numbers left open, where it was made of one."""
     numbers: tuple[Number, ...] = ()
@@ -156,8 +158,8 @@ class ReplayPlan:
         return tuple((value, slot) for value, slot in self._cell_of.items() if value in self._used)
 
     @cached_property
-    def copied_inputs(self) -> tuple[tuple[int, int], ...]:
-        """Values that recipes start from and that autograd does not save, each with its input position."""
+    def unsaved_inputs(self) -> tuple[tuple[int, int], ...]:
+        """Inputs that recipes start from and that autograd does not save, each with its position."""
         return tuple((value, position) for value, position in self._input_of.items() if value in self._used)
 
     @property
@@ -168,7 +170,7 @@ class ReplayPlan:
     @cached_property
     def needs_inputs(self) -> bool:
         """Whether dropping needs the tensors that the region was called with."""
-        return bool(self.copied_inputs) or self.choice.link is not None
+        return bool(self.unsaved_inputs) or self.choice.link is not None
 
     @property
     def link_position(self) -> int:

@@ -46,6 +46,7 @@ def decide(simulation: Simulation, prices_seconds_per_byte: Sequence[float]) -> 
                 replay_seconds=op_seconds.get(view.call.index, 0.0) + engine,
                 is_boundary_dropped=bool(linked),
                 price_seconds_per_byte=float(price),
+                steady_inputs=tuple(sorted(view.graph.values[value].name for value in view.steady)),
             )
         )
     return tuple(plans)
@@ -101,8 +102,13 @@ def _retained_bytes(
         if storage not in counted and value not in view.free:
             counted.add(storage)
             total += index.trace.storages[storage].bytes
-    copied = {leaf for leaves in schedule.leaves.values() for leaf in leaves} & view.copied
-    return total + sum(graph.values[leaf].bytes for leaf in copied)
+    for leaf in sorted({leaf for leaves in schedule.leaves.values() for leaf in leaves} & view.copied):
+        storage = graph.values[leaf].storage
+        if leaf not in view.steady or storage not in counted:
+            total += graph.values[leaf].bytes
+        if leaf in view.steady:
+            counted.add(storage)
+    return total
 
 
 def _decisions(

@@ -106,7 +106,7 @@ def likeness(index: StepIndex, view: RegionView) -> Hashable:
     )
     covers = tuple(
         tuple((relative(a), relative(b)) for a, b in own_cover(index, frame, graph.values[v].storage))
-        for v in view.saved
+        for v in (*view.saved, *sorted(view.steady))
     )
     span = (frame.exit - frame.entry, frame.stop - frame.start)
     return (program(view), tuple(view.forms.items()), _windows(index, view), slots, covers, graph.outputs, span)
@@ -126,7 +126,8 @@ def structure(view: RegionView) -> Hashable:
     forms = tuple((value, tuple(form.name for form in entry.forms)) for value, entry in view.forms.items())
     # Overrides belong to it: one block of many may be pinned, and its choices are not those of the others.
     pins = tuple(sorted(view.pins.items()))
-    return (view.droppable, view.movable, view.copied, view.free, ops, values, saved, graph.backward_order, forms, pins)
+    inputs = (view.copied, view.steady, view.free)
+    return (view.droppable, view.movable, *inputs, ops, values, saved, graph.backward_order, forms, pins)
 
 
 def _windows(index: StepIndex, view: RegionView) -> Hashable:
@@ -140,11 +141,14 @@ def _windows(index: StepIndex, view: RegionView) -> Hashable:
 
 
 def held_bytes(index: StepIndex, view: RegionView) -> dict[int, int]:
-    """Bytes that holding each decided value or copying each input adds between the region's forward and backward."""
+    """Bytes that holding each decided value or copying each input adds between the region's forward and backward.
+
+    An input that is held as it is adds none here: other regions may hold it too.
+    """
     frame = frame_of(index, view)
     bytes_ = {}
     for value in view.decided:
         storage = view.graph.values[value].storage
         is_free = is_between(frame, own_cover(index, frame, storage))
         bytes_[value] = 0 if is_free else index.trace.storages[storage].bytes
-    return bytes_ | {value: view.graph.values[value].bytes for value in view.copied}
+    return bytes_ | {value: 0 if value in view.steady else view.graph.values[value].bytes for value in view.copied}

@@ -61,7 +61,7 @@ class Measuring:
         self.workspaces = np.array([index.trace.workspaces.get(op.cost_key, 0) for op in graph.ops], dtype=np.int64)
         self.touch_seconds = engine_seconds(index, view)
         self.columns = self._columns()
-        storages = dict.fromkeys(graph.values[value].storage for value in view.saved)
+        storages = dict.fromkeys(graph.values[value].storage for value in (*view.saved, *view.steady))
         self.holdings = {storage: _Holding.of(index, self.frame, storage) for storage in storages}
         self.slot_stops = {v: max(slot_stop(index.trace, slot) for slot in view.slots_of[v]) for v in view.saved}
         self.own = {graph.values[value].storage for value in view.decided}
@@ -325,7 +325,7 @@ class _Pass:
         """Per storage until when it is held: for kept values, for slots that are made of them, for transfers on their way."""
         view, values = self.region.view, self.region.view.graph.values
         held: dict[int, Ints] = {}
-        for value in view.saved:
+        for value in (*view.saved, *view.steady):
             if value in view.free:
                 continue
             until = np.where(self.held[value], self.until[value], -1)
@@ -380,7 +380,7 @@ class _Pass:
         """Bytes of the inputs that are copied at entry."""
         view = self.region.view
         copied = np.zeros(self.count, dtype=np.int64)
-        for value in view.copied:
+        for value in view.copied - view.steady:
             size = view.graph.values[value].bytes
             is_copied = self.until[value] >= 0
             copied += is_copied * size

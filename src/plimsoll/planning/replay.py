@@ -193,10 +193,11 @@ class _Machine:
                         continue
                     if leaf in part.choice.forms:
                         packed[leaf] = max(packed.get(leaf, 0), stop)
-                    elif leaf in part.view.copied:
+                    elif leaf in part.view.copied - part.view.steady:
                         copied[leaf] = max(copied.get(leaf, 0), stop)
                     else:
-                        first = min(slot.packed for slot in part.view.slots_of[leaf])
+                        entry = part.view.call.forward[0]
+                        first = min((slot.packed for slot in part.view.slots_of.get(leaf, ())), default=entry)
                         self._hold(part, leaf, 2 * first, stop)
             entry = 2 * part.view.call.forward[0]
             for leaf, stop in copied.items():

@@ -42,7 +42,8 @@ class RegionView:
     ``saved`` are the distinct values of its managed slots in the order of saving, ``droppable`` those of them that may be
     RECOMPUTE, ``movable`` those that must be held, but may be held in another form, ``forced`` the rest. ``forms`` are
     what is known of the forms of saved values, ``pins`` what the user has decided. ``copied`` are inputs that no slot
-    holds: a recipe that needs one copies it at entry. ``free`` are parameters and buffers.
+    holds: a recipe that needs one copies it at entry, or holds it as it is where it is one of the ``steady``. ``free`` are
+    parameters and buffers.
     """
 
     call: RegionCall
@@ -51,6 +52,7 @@ class RegionView:
     movable: tuple[int, ...]
     forms: dict[int, ValueForms]
     copied: frozenset[int]
+    steady: frozenset[int]
     free: frozenset[int]
     slots_of: dict[int, tuple[Slot, ...]]
     pins: dict[int, str] = field(default_factory=dict)
@@ -383,6 +385,7 @@ def _view(
         ),
         forms=entries,
         copied=copied,
+        steady=frozenset(v for v in copied if graph.values[v].is_steady),
         free=free,
         slots_of=slots_of,
     )

@@ -226,6 +226,7 @@ def _region(
         region.book.order,
         region.leaves,
         region.name,
+        region.steady,
     )
     touched = [tick for tick in range(region.end, log.backward_end) if op_regions[tick] == index]
     touched += [slot.unpacked for slot in slots if slot.unpacked >= 0]

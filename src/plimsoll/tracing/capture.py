@@ -145,6 +145,8 @@ class RegionLog:
     value_reads: int = 0
     latest: dict[int, int] = field(default_factory=dict)
     """Current value of every slot's storage when the region returned."""
+    steady: frozenset[int] = frozenset()
+    """Its inputs that were made in forward, and that nothing has written to when forward is through."""
 
 
 @dataclass(slots=True)
@@ -267,6 +269,14 @@ class StepCapture:
 
     def _forward_ended(self, first_node: int) -> None:
         self._sequence = (first_node, sequence_number())
+        made, current, values = self.tracer.born, self.tracer.current, self.tracer.values
+        for log in self._logs:
+            inputs = (value for value, (origin, _) in log.leaves.items() if origin is Origin.INPUT)
+            log.steady = frozenset(
+                value
+                for value in inputs
+                if made.get(values[value].storage, -1) >= 0 and current.get(values[value].storage) == value
+            )
 
     def _backward_at(self, node: int) -> None:
         first, last = self._sequence

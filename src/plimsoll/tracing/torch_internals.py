@@ -75,6 +75,7 @@ is_profiler_on: Callable[[], bool] = internal("torch._C._autograd._profiler_enab
 """Whether any profiler runs, our meters' own among them."""
 is_storage_gone: Callable[[int], bool] = internal("torch._C.StorageBase._expired")
 """Whether the storage that a weak reference points to is gone."""
+_count_uses: Callable[[int], int] = internal("torch._C._storage_Use_Count")
 has_storage: Callable[[torch.Tensor], bool] = internal("torch._C._has_storage")
 preserving_versions: Callable[[Sequence[torch.Tensor]], AbstractContextManager[None]] = internal(
     "torch.autograd.grad_mode._unsafe_preserve_version_counter"
@@ -98,6 +99,11 @@ resolve_group: Callable[[str], Any] = (
 
 internal("torch.autograd.forward_ad._current_level")
 internal("torch.autograd.profiler._is_profiler_enabled")
+
+
+def count_holders(tensor: torch.Tensor) -> int:
+    """How many hold the tensor's storage, to be compared with other such numbers: to look at it makes one more."""
+    return _count_uses(tensor.untyped_storage()._cdata)
 
 
 def is_in_forward_ad() -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from plimsoll.artifacts.region import Origin, RegionGraph, RegionOp, Slot, Value
 from plimsoll.tracing.recorder.recorder import RecordedOp, RecordedValue
@@ -36,11 +38,13 @@ def build_region_graph(
     backward_order: Sequence[int],
     leaves: Mapping[int, tuple[Origin, str]],
     prefix: str,
+    steady: Collection[int] = (),
 ) -> tuple[RegionGraph, LocalIds]:
     """Cut a region out of the log: its ops, and the slots in the order of saving.
 
     ``backward_order`` is the order in which backward read them (reverse order of saving if not known). ``leaves`` are
-    values that the region did not make, with origin and name, in an order that is the same in every region of one kind.
+    values that the region did not make, with origin and name, in an order that is the same in every region of one kind, and
+    ``steady`` those to which forward writes no more.
     The module path ``prefix`` is cut off names, so that equal blocks have equal graphs.
     """
     made = {write: op for op in ops for write in op.writes}
@@ -53,7 +57,10 @@ def build_region_graph(
     op_ids = {op.id: position for position, op in enumerate(ops)}
     graph = RegionGraph(
         values=tuple(
-            _value(values[log_id], position, made.get(log_id), op_ids, leaves.get(log_id), storable, prefix)
+            msgspec.structs.replace(
+                _value(values[log_id], position, made.get(log_id), op_ids, leaves.get(log_id), storable, prefix),
+                is_steady=log_id in steady,
+            )
             for position, log_id in enumerate(order)
         ),
         ops=tuple(

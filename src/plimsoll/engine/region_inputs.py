@@ -1,7 +1,12 @@
-"""Links between regions: where one region's input is the output of the one before, the plan may hold neither.
+"""What recipes start from where they need an input of their region that autograd has not saved.
 
-The next region then starts its recipes from a `LinkedInput`, which makes the region before remake its outputs. (Links to
-host memory or a disk, over which tensors are offloaded, are another thing: see ``offload``.)
+*Held*: nobody checks such a tensor, and whoever has it may write to it before backward. What forward has made, and writes to
+no more, is held as it is; when forward has returned, it is copied if anybody else still has it. Every other input is copied
+at once.
+
+*Linked*: where one region's input is the output of the one before, the plan may hold neither. The next region then starts
+its recipes from a `LinkedInput`, which makes the region before remake its outputs. (Links to host memory or a disk, over
+which tensors are offloaded, are another thing: see ``offload``.)
 
 That the input is that very output is told by living storage (a weak reference proves that it lives), offset, sizes, strides,
 dtype and version: the tensor object may change on the way (FSDP wraps it), the storage does not.
@@ -9,6 +14,7 @@ dtype and version: the tensor object may change on the way (FSDP wraps it), the 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +24,79 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from plimsoll.engine.hooks import Cell, Readable
 from plimsoll.engine.replay import CallReplay
+from plimsoll.engine.replay_code import copy_storage
 from plimsoll.engine.replay_plan import ReplayPlan
+from plimsoll.errors import SavedTensorModified
 from plimsoll.planning.replay_schedule import BOUNDARY
 from plimsoll.tracing.local_tensors import local_of, version_of
 from plimsoll.tracing.recorder.calling import output_tensors
 from plimsoll.tracing.recorder.storages import Geometry, is_plain
+from plimsoll.tracing.torch_internals import count_holders
+
+
+class HeldInput:
+    """An input of a region, or its copy."""
+
+    __slots__ = ("__weakref__", "_version", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.take(tensor)
+
+    def take(self, tensor: torch.Tensor) -> None:
+        """Hold this from now on."""
+        self.tensor, self._version = tensor, tensor._version
+
+    @property
+    def is_as_it_was(self) -> bool:
+        """Whether nothing has written to it since it is held."""
+        return self.tensor._version == self._version
+
+    def read(self) -> torch.Tensor:
+        if not self.is_as_it_was:
+            raise SavedTensorModified(
+                f"Backward needs an input of a region, of shape {tuple(self.tensor.shape)}, to make values again, but the "
+                "model has written to it in place since.",
+                why="it did not in the step that was planned, so that the input was held and not copied",
+                next="plan a step in which it does (attach anew), or replace the in-place operation (x += y becomes x = x + y)",
+            )
+        return self.tensor
+
+
+class HeldInputs:
+    """The inputs that regions hold as they are while forward runs."""
+
+    def __init__(self) -> None:
+        self._held: list[weakref.ref[HeldInput]] = []
+        self._is_open = False
+
+    def begin(self) -> None:
+        """A forward of the model begins."""
+        self.settle()
+        self._is_open = True
+
+    def hold(self, tensor: torch.Tensor, *, is_steady: bool) -> HeldInput:
+        """An input for a recipe; a copy of it unless it ``is_steady`` and forward runs."""
+        if not (is_steady and self._is_open):
+            return HeldInput(copy_storage(tensor))
+        held = HeldInput(tensor)
+        self._held.append(weakref.ref(held))
+        return held
+
+    def settle(self) -> None:
+        """Forward has returned: copy what others have as well, once for all regions that hold it."""
+        shared: dict[int, list[HeldInput]] = {}
+        for each in self._held:
+            held = each()
+            if held is not None and held.is_as_it_was:
+                shared.setdefault(held.tensor.untyped_storage()._cdata, []).append(held)
+        self._held, self._is_open = [], False
+        nobodys = count_holders(torch.empty(0)) - 1 if shared else 0
+        for holders in shared.values():
+            first = holders[0].tensor
+            if count_holders(first) - len(holders) > nobodys:
+                copied = copy_storage(first)
+                for held in holders:
+                    held.take(Geometry.of(held.tensor).view_on(copied))
 
 
 class LinkedInput:
