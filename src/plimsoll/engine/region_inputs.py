@@ -57,17 +57,18 @@ class HeldInput:
                 f"Backward needs an input of a region, of shape {tuple(self.tensor.shape)}, to make values again, but the "
                 "model has written to it in place since.",
                 why="it did not in the step that was planned, so that the input was held and not copied",
-                next="plan a step in which it does (attach anew), or replace the in-place operation (x += y becomes x = x + y)",
+                next="run the step again: from now on such inputs are copied, which takes memory that the plan does not count; "
+                "replace the in-place operation (x += y becomes x = x + y), or plan a step in which it runs (attach anew)",
             )
         return self.tensor
 
 
 class HeldInputs:
-    """The inputs that regions hold as they are while forward runs."""
+    """The inputs that regions hold as they are while forward runs; none any more once forward has written to one."""
 
     def __init__(self) -> None:
         self._held: list[weakref.ref[HeldInput]] = []
-        self._is_open = False
+        self._is_open = self._is_written_to = False
 
     def begin(self) -> None:
         """A forward of the model begins."""
@@ -76,7 +77,7 @@ class HeldInputs:
 
     def hold(self, tensor: torch.Tensor, *, is_steady: bool) -> HeldInput:
         """An input for a recipe; a copy of it unless it ``is_steady`` and forward runs."""
-        if not (is_steady and self._is_open):
+        if not (is_steady and self._is_open) or self._is_written_to:
             return HeldInput(copy_storage(tensor))
         held = HeldInput(tensor)
         self._held.append(weakref.ref(held))
@@ -87,7 +88,11 @@ class HeldInputs:
         shared: dict[int, list[HeldInput]] = {}
         for each in self._held:
             held = each()
-            if held is not None and held.is_as_it_was:
+            if held is None:
+                continue
+            if not held.is_as_it_was:
+                self._is_written_to = True
+            else:
                 shared.setdefault(held.tensor.untyped_storage()._cdata, []).append(held)
         self._held, self._is_open = [], False
         nobodys = count_holders(torch.empty(0)) - 1 if shared else 0
