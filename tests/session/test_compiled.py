@@ -116,6 +116,41 @@ def test_torchs_memory_budgets_are_compared_with_plans_and_draw_other_masks(bloc
         plimsoll.compare(model, batch, ["memory-budget:2"])
 
 
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_checkpointing_under_torch_compile_is_compared_with_plans(blocks: Model, is_whole: bool) -> None:
+    model, batch = blocks
+    if is_whole:
+        model = zoo.build("gpt2")
+        model.compile(dynamic=False)
+    forwards = [block.__dict__.get("forward") for block in model.transformer.h]
+    found = plimsoll.compare(model, batch, ["checkpoint:selective", *([] if is_whole else ["checkpoint"])], steps=1)
+    for row in found.rows:
+        assert row.is_bit_equal
+        assert row.measured_peak_bytes is not None
+        assert row.measured_peak_bytes < 0.9 * found.baseline_peak_bytes
+    assert found.exit_code == 0
+    assert [block.__dict__.get("forward") for block in model.transformer.h] == forwards
+
+
+class Remembering(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = x  # torch refuses a side effect inside of a checkpoint
+        return self.down(self.up(x).relu()).sum()
+
+
+def test_what_torch_cannot_compile_under_checkpointing_is_a_row_that_says_so() -> None:
+    model = Remembering()
+    model.compile(fullgraph=True)
+    kept, refused = plimsoll.compare(model, torch.ones(64, 16), ["none", "checkpoint"], steps=1).rows
+    assert kept.is_bit_equal
+    assert refused.measured_peak_bytes is None
+    assert refused.note.startswith("torch cannot compile it: ")
+
+
 def test_the_peak_of_a_compiled_step_is_explained_as_its_kernels(blocks: Model, plan: Plan) -> None:
     model, batch = blocks
     unmanaged = plimsoll.plan(model, batch, strategy="none").predicted_peak_bytes

@@ -170,6 +170,24 @@ def test_the_step_has_the_kernels_in_the_places_of_the_units_ops(how):
     assert totals[0][Category.PARAMETER] == totals[1][Category.PARAMETER] == totals[1][Category.GRADIENT]
 
 
+def test_a_product_of_an_expanded_gradient_is_timed():
+    class SummedUp(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).sum()
+
+    model = SummedUp(WIDTH, WIDTH)
+    model.compile(dynamic=False)
+    units = find_units(model)
+    batch = (torch.randn(ROWS, WIDTH),)
+    with in_place(units, lambda unit: None):
+        eager = trace(model, batch, regions={"": model}, repeats=1)
+    captured = capture(units, {"": ("",)}, TrainingStep(model, batch, {}).run)
+    step = with_compiled(eager, captured, torch.device("cpu"))
+    products = [op for op in step.ops if op.name in ("mm", "addmm")]
+    assert len(products) >= 2
+    assert all(min(step.timings[op.cost_key]) > 0 for op in products)
+
+
 def test_zeros_stand_for_the_gradient_of_an_output_that_has_none():
     _, _, eager, parts = caught("whole")
     zeros = [

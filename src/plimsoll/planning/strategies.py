@@ -65,8 +65,9 @@ TORCHTITAN = "torchtitan"
 _SAVED_BY_TORCHTITAN = ("mm/2", "addmm", "bmm", "baddbmm", "_grouped_mm", "convolution", "sdpa", "topk", "max")
 """Ops that its ``SelectiveAC`` saves, of products without bias every second one (seen in torchtitan 0.3)."""
 _OP_ALIASES = {"sdpa": "scaled_dot_product"}
-MEMORY_BUDGET = "memory-budget"
-"""torch's own budget under torch.compile, as a share: ``memory-budget:0.5``."""
+MEMORY_BUDGET, CHECKPOINT, SELECTIVE = "memory-budget", "checkpoint", "checkpoint:selective"
+"""torch's own under torch.compile: its budget as a share (``memory-budget:0.5``), and checkpointing of every region, which
+in the last case saves what products and attention return."""
 _SOFTMAX = "_softmax"
 _PRODUCTS = frozenset(["bmm", "baddbmm", "mm", "addmm"])
 
@@ -272,14 +273,14 @@ def uses_link(strategy: str) -> bool:
     return strategy == "offload"
 
 
-def is_memory_budget(strategy: str) -> bool:
-    """Whether a strategy is torch's own, and so none of the planner's.
+def is_torchs_own(strategy: str) -> bool:
+    """Whether a strategy is torch's own under torch.compile, and so none of the planner's.
 
     Example:
-        >>> is_memory_budget("memory-budget:0.5"), is_memory_budget("full")
-        (True, False)
+        >>> is_torchs_own("memory-budget:0.5"), is_torchs_own("checkpoint"), is_torchs_own("full")
+        (True, True, False)
     """
-    return strategy.partition(":")[0] == MEMORY_BUDGET
+    return strategy in (CHECKPOINT, SELECTIVE) or strategy.partition(":")[0] == MEMORY_BUDGET
 
 
 def check_strategy(strategy: str) -> None:

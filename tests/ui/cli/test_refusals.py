@@ -83,6 +83,7 @@ REFUSED = {
     "report plan.json --timeline no/trace.json": "there is no directory",
     "plan targets:broken --strategy memory-budget:0.5 --compile whole": "is not a strategy",
     "compare targets:broken --strategy memory-budget:0.5": "is not a strategy",
+    "compare targets:broken --strategy checkpoint": "is not a strategy",
     "plan targets:without_loss": "InvalidLoss",
     "plan targets:broken_loss": "InvalidLoss",
     "plan targets:refused": "InvalidBatch",

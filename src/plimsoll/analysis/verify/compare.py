@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from plimsoll.analysis.verify.evidence import (
     Apart,
     Depth,
     Evidence,
-    MemoryBudget,
     collect_evidence,
     compare_with,
     compiled_rounding,
     managed_run,
     of_all_ranks,
     read_measurable,
-    read_shares,
     versions,
 )
 from plimsoll.artifacts.comparison import Comparison, ComparisonRow
@@ -30,7 +30,9 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.artifacts.receipt import finite
 from plimsoll.artifacts.trace import Category
-from plimsoll.planning.strategies import MEMORY_BUDGET
+from plimsoll.errors import InvalidStrategy
+from plimsoll.planning.costing.roofline import is_product
+from plimsoll.planning.strategies import CHECKPOINT, MEMORY_BUDGET, SELECTIVE, is_torchs_own
 from plimsoll.session.agreement import Agreement, agreement_for, described
 from plimsoll.session.compiled import compiled_planner
 from plimsoll.session.manage import manage
@@ -40,6 +42,7 @@ from plimsoll.session.step_planner import StepPlanner
 from plimsoll.session.task import TrainingTask
 from plimsoll.session.tightest_rank import eager_planner
 from plimsoll.session.training_step import TrainingStep
+from plimsoll.tracing.compiled.units import Unit, install, split_regions
 from plimsoll.tracing.meters.timing import Timing, paired_ratio, time_in_turns
 from plimsoll.tracing.recorder.calling import Loss
 from plimsoll.tracing.recorder.untouched import untouched
@@ -49,7 +52,8 @@ BASELINE = ""
 """The unmanaged step's name among the timings."""
 STRATEGIES = ("none", "full", "every:2", "sqrt", "selective:attention")
 _BESIDE = "compared with the same model compiled under torch's default partition"
-COMPILED_STRATEGIES = ("none", "full", *(f"{MEMORY_BUDGET}:{share}" for share in ("0.7", "0.5", "0.3", "0")))
+_SHARES = ("0.7", "0.5", "0.3", "0")
+COMPILED_STRATEGIES = ("none", "full", *(f"{MEMORY_BUDGET}:{share}" for share in _SHARES), CHECKPOINT, SELECTIVE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +89,10 @@ def compare(
     Args:
         model: as for ``plimsoll.plan``.
         batch: as for ``plimsoll.plan``.
-        strategies: names as in ``plimsoll.plan``; for a compiled model also ``memory-budget:SHARE``, torch's own budget of
-            so much of the bytes that each graph saves (``memory-budget:0.5``). By default the usual ones, and ``auto`` where
-            there is a budget.
+        strategies: names as in ``plimsoll.plan``; for a compiled model also what torch has: ``memory-budget:SHARE``, its own
+            budget of so much of the bytes that each graph saves (``memory-budget:0.5``); ``checkpoint``, every compiled
+            region in ``torch.utils.checkpoint``; and ``checkpoint:selective``, where that saves what products, convolutions
+            and attention return. By default the usual ones, and ``auto`` where there is a budget.
         budget: goes to ``auto``; the others run as they are.
         loss: as for ``plimsoll.plan``.
         optimizer: as for ``plimsoll.plan``.
@@ -117,9 +122,9 @@ def compare(
         check_count("steps", steps, least=1)
         limit = Budget.read(budget)
         names = _named(strategies, task, has_budget=budget is not None)
-        shares = read_shares(names) if task.units else {}
+        own = _read_own(names) if task.units else {}
         options = PlanOptions.read(
-            strategies=[each for each in names if each not in shares],
+            strategies=[each for each in names if each not in own],
             regions=regions,
             allow=allow,
             max_error=max_error,
@@ -134,9 +139,9 @@ def compare(
             planner_of = compiled_planner if task.units else eager_planner
             planner = planner_of(agreement, task, options, limit, part_of(report, 0.0, 0.35))
             plans = _plan_all(planner, task.step(), part_of(report, 0.35, 0.5))
-            budgets = {name: MemoryBudget(task.units, share) for name, share in shares.items()}
+            made = {name: of(task, options.regions) for name, of in own.items()}
             with agreement.stepping(), untouched(model, planner.trace.written):
-                measured = _measure(task, model, {**plans, **budgets}, steps, part_of(report, 0.5, 1.0))
+                measured = _measure(task, model, {**plans, **made}, steps, part_of(report, 0.5, 1.0))
         report("done", 1.0)
         found = Comparison(
             model=planner.trace.model,
@@ -176,13 +181,15 @@ class _Measured:
 
     baseline_peak_bytes: int
     by_name: dict[str, PlanMeasurement]
+    refused: dict[str, str]
+    """Why torch compiles nothing of a strategy of its own."""
     timings: dict[str, Timing]
     rounding: float
     """The relative error of the gradient that other fusions may make; 0: the same kernels run."""
 
     def row(self, name: str, plan: Plan | None) -> ComparisonRow:
         """What a strategy's plan predicts, if there is one, beside what was measured."""
-        row = ComparisonRow(strategy=name) if plan is None else _predicted(name, plan)
+        row = ComparisonRow(strategy=name, note=self.refused.get(name, "")) if plan is None else _predicted(name, plan)
         measured = self.by_name.get(name)
         if measured is None:
             return row
@@ -214,7 +221,7 @@ def _predicted(name: str, plan: Plan) -> ComparisonRow:
 
 
 def _measure(
-    task: TrainingTask, model: nn.Module, managers: Mapping[str, Plan | MemoryBudget], rounds: int, report: Progress
+    task: TrainingTask, model: nn.Module, managers: Mapping[str, Plan | TorchsOwn], rounds: int, report: Progress
 ) -> _Measured:
     """Run every strategy that can be applied, then time all of them and the unmanaged step in turns."""
     step = task.step()
@@ -227,14 +234,23 @@ def _measure(
     evidence = collect_evidence(step, Depth())
     baseline_peak_bytes = step.measure_peak().peak_bytes + absent_bytes
     measured: dict[str, PlanMeasurement] = {}
+    refused: dict[str, str] = {}
     runs: dict[str, Callable[[], object]] = {BASELINE: step.run}
     with contextlib.ExitStack() as stack:
         for position, (name, manager) in enumerate(usable.items()):
             report(f"running {name}", 0.1 + 0.4 * position / len(usable))
-            handle = manager.resumed() if isinstance(manager, MemoryBudget) else manage(model, manager)
+            handle = manager.resumed() if isinstance(manager, TorchsOwn) else manage(model, manager)
             stack.callback(handle.remove)
             if task.units:
-                step.run()  # what the compiler takes is not the step's
+                try:
+                    step.run()  # what the compiler takes is not the step's
+                except torch._dynamo.exc.TorchDynamoException as error:
+                    if not isinstance(manager, TorchsOwn):
+                        raise
+                    # Such as checkpoints in what DDP's reducer cuts into pieces.
+                    refused[name] = f"torch cannot compile it: {str(error).strip().partition(chr(10))[0]}"
+                    handle.remove()
+                    continue
             measured[name] = _run_twice(step, evidence, absent_bytes)
             handle.pause()
             runs[name] = managed_run(step, handle)
@@ -242,7 +258,9 @@ def _measure(
         timings = time_in_turns(runs, device=step.device, rounds=rounds)
     rounding = compiled_rounding(step, task.units, evidence) if task.units else 0.0
     step.clear_gradients()
-    return _Measured(baseline_peak_bytes=baseline_peak_bytes, by_name=measured, timings=timings, rounding=rounding)
+    return _Measured(
+        baseline_peak_bytes=baseline_peak_bytes, by_name=measured, refused=refused, timings=timings, rounding=rounding
+    )
 
 
 def _run_twice(step: TrainingStep, evidence: Evidence, absent_bytes: int) -> PlanMeasurement:
@@ -279,3 +297,125 @@ def _merged_row(rows: Sequence[ComparisonRow]) -> ComparisonRow:
         gradient_error=max(errors, default=None),
         is_bit_equal=all(equal) if equal else None,
     )
+
+
+def _read_own(strategies: Iterable[str]) -> dict[str, Callable[[TrainingTask, tuple[str, ...] | None], TorchsOwn]]:
+    """What torch has itself, by strategy; others are left to the planner.
+
+    Raises:
+        InvalidStrategy: no share from 0 to 1.
+    """
+    found: dict[str, Callable[..., TorchsOwn]] = {}
+    for strategy in filter(is_torchs_own, strategies):
+        if strategy in (CHECKPOINT, SELECTIVE):
+            found[strategy] = functools.partial(_checkpointed, is_selective=strategy == SELECTIVE)
+            continue
+        share = -1.0
+        with contextlib.suppress(ValueError):
+            share = float(strategy.partition(":")[2])
+        if not 0 <= share <= 1:
+            raise InvalidStrategy(
+                f"{strategy!r} is not a strategy.",
+                why="torch's memory budget is a share, from 0 to 1, of the bytes that each graph saves",
+                next=f"{MEMORY_BUDGET}:0.5, or another share",
+            )
+        found[strategy] = functools.partial(_budgeted, share=share)
+    return found
+
+
+class TorchsOwn:
+    """Compiled units with what torch itself has to save memory, from ``resume`` until ``pause``."""
+
+    def __init__(
+        self, calls: Mapping[Unit, Callable[..., Any]], forwards: Mapping[nn.Module, Callable[..., Any]]
+    ) -> None:
+        """``calls`` take the units' place; ``forwards`` are other forwards of modules inside of them."""
+        self._calls, self._forwards = calls, forwards
+        self._put_back: list[Callable[[], None]] = []
+
+    def resumed(self) -> TorchsOwn:
+        """Itself, at work."""
+        self.resume()
+        return self
+
+    def resume(self) -> None:
+        """Put it to work."""
+        self._put_back = [install(unit, call) for unit, call in self._calls.items()]
+        for module, forward in self._forwards.items():
+            self._put_back.append(_with_forward(module, forward))
+
+    def remove(self) -> None:
+        """End it."""
+        self.pause()
+
+    def pause(self) -> None:
+        """Put back what the user's torch.compile made."""
+        while self._put_back:
+            self._put_back.pop()()
+
+
+def _with_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+    before = module.__dict__.get("forward")
+    module.forward = forward
+
+    def put_back() -> None:
+        del module.forward
+        if before is not None:
+            module.forward = before
+
+    return put_back
+
+
+def _budgeted(task: TrainingTask, _: tuple[str, ...] | None, *, share: float) -> TorchsOwn:
+    """Every unit under torch's memory budget; nothing of the process is configured.
+
+    Private to torch, seen in torch 2.9 to 2.13: ``torch._functorch.config.activation_memory_budget``, which is read when a
+    graph is partitioned.
+    """
+    compiled = {unit.call.key: unit.call.compile(backend=_backend(unit.call.options, share)) for unit in task.units}
+    return TorchsOwn({unit: functools.partial(compiled[unit.call.key], unit.module) for unit in task.units}, {})
+
+
+def _backend(options: Any, share: float) -> Callable[..., Any]:
+    """Compile by inductor with a budget of its own. Caches know nothing of it, so none is read."""
+    from torch._inductor.compile_fx import compile_fx  # takes seconds to import
+
+    def backend(graph: Any, inputs: Sequence[Any]) -> Any:
+        settings = {"activation_memory_budget": share, "enable_autograd_cache": False}
+        with torch._functorch.config.patch(settings):
+            return compile_fx(graph, list(inputs), config_patches=dict(options))
+
+    return backend
+
+
+def _checkpointed(task: TrainingTask, patterns: tuple[str, ...] | None, *, is_selective: bool) -> TorchsOwn:
+    """Every compiled region in ``torch.utils.checkpoint``, compiled with it; equal blocks share a compilation."""
+    contexts = functools.partial(create_selective_checkpoint_contexts, _saves_products)
+    words: dict[str, Any] = {"use_reentrant": False, **({"context_fn": contexts} if is_selective else {})}
+    compiled = {unit.call.key: unit.call.compile() for unit in task.units}
+    held, _ = split_regions(task.model, task.units, patterns)
+    calls: dict[Unit, Callable[..., Any]] = {}
+    forwards: dict[nn.Module, Callable[..., Any]] = {}
+    for unit in task.units:
+        module = _Checkpointed(unit.module, words) if held[unit.path] == (unit.path,) else unit.module
+        calls[unit] = functools.partial(compiled[unit.call.key], module)
+        for region in filter(None, map(unit.local, held[unit.path])):
+            inner = unit.module.get_submodule(region)
+            forwards[inner] = functools.partial(checkpoint, inner.forward, **words)
+    return TorchsOwn(calls, forwards)
+
+
+class _Checkpointed(nn.Module):
+    """A module that is checkpointed as a whole, with its hooks."""
+
+    def __init__(self, module: nn.Module, words: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.module, self.words = module, dict(words)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(self.module._call_impl, *args, **self.words, **kwargs)
+
+
+def _saves_products(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    is_saved = is_product(op.overloadpacket.__name__)
+    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE

@@ -13,13 +13,12 @@ lengths, and by the precision of the parameters.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import nn
@@ -30,14 +29,12 @@ from plimsoll.artifacts.comparison import Comparison
 from plimsoll.artifacts.fault import Fault
 from plimsoll.artifacts.receipt import Intermediate, Mismatch, Receipt, Slope, finite
 from plimsoll.artifacts.store import from_json
-from plimsoll.engine.apply import Handle
-from plimsoll.errors import InvalidModel, InvalidStrategy
-from plimsoll.planning.strategies import MEMORY_BUDGET, is_memory_budget
+from plimsoll.errors import InvalidModel
 from plimsoll.session.agreement import Agreement
 from plimsoll.session.step_snapshot import KeptContents
 from plimsoll.session.task import TrainingTask
 from plimsoll.session.training_step import TrainingStep, copies, relative_error
-from plimsoll.tracing.compiled.units import Unit, in_place, install
+from plimsoll.tracing.compiled.units import Unit, in_place
 from plimsoll.tracing.meters.timing import Timing, time_in_turns
 from plimsoll.tracing.recorder.calling import Loss
 
@@ -51,6 +48,16 @@ _LAST_DIGITS = 4.0
 """Where fusing does nothing, the relative error that fusing otherwise may cause, in units of the precision."""
 _LENGTHS = (0.02, 0.01)
 """Step lengths as shares of the loss that the gradient claims them to change."""
+
+
+class Pausable(Protocol):
+    """What saves memory from ``resume`` until ``pause``, such as a plan's handle."""
+
+    def resume(self) -> None:
+        """Put it to work."""
+
+    def pause(self) -> None:
+        """Stop it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +185,7 @@ def run_intermediates(step: TrainingStep, depth: Depth) -> Found:
     return found
 
 
-def managed_run(step: TrainingStep, handle: Handle | MemoryBudget) -> Callable[[], None]:
+def managed_run(step: TrainingStep, handle: Pausable) -> Callable[[], None]:
     """The step under a plan that is paused before and after it."""
 
     def run() -> None:
@@ -354,69 +361,3 @@ def _shifted(step: TrainingStep, gradients: Mapping[str, torch.Tensor | None], f
             for parameter, gradient in moved.items():
                 parameter.add_(gradient.to(parameter.dtype), alpha=factor)
         yield
-
-
-def read_shares(strategies: Iterable[str]) -> dict[str, float]:
-    """The share that each of ``memory-budget:SHARE`` names, by strategy; others are left to the planner.
-
-    Raises:
-        InvalidStrategy: no share from 0 to 1.
-
-    Example:
-        >>> read_shares(["full", "memory-budget:0.5"])
-        {'memory-budget:0.5': 0.5}
-    """
-    found = {}
-    for strategy in filter(is_memory_budget, strategies):
-        with contextlib.suppress(ValueError):
-            found[strategy] = float(strategy.partition(":")[2])
-        if not 0 <= found.get(strategy, -1) <= 1:
-            raise InvalidStrategy(
-                f"{strategy!r} is not a strategy.",
-                why="torch's memory budget is a share, from 0 to 1, of the bytes that each graph saves",
-                next=f"{MEMORY_BUDGET}:0.5, or another share",
-            )
-    return found
-
-
-class MemoryBudget:
-    """Compiled units under torch's memory budget from ``resume`` until ``pause``; nothing of the process is configured.
-
-    Private to torch, seen in torch 2.9 to 2.13: ``torch._functorch.config.activation_memory_budget``, which is read when a
-    graph is partitioned.
-    """
-
-    def __init__(self, units: Sequence[Unit], share: float) -> None:
-        compiled = {unit.call.key: unit.call.compile(backend=_backend(unit.call.options, share)) for unit in units}
-        self._calls = [(unit, functools.partial(compiled[unit.call.key], unit.module)) for unit in units]
-        self._put_back: list[Callable[[], None]] = []
-
-    def resumed(self) -> MemoryBudget:
-        """Itself, at work."""
-        self.resume()
-        return self
-
-    def resume(self) -> None:
-        """Put the budget to work."""
-        self._put_back = [install(unit, call) for unit, call in self._calls]
-
-    def remove(self) -> None:
-        """End it."""
-        self.pause()
-
-    def pause(self) -> None:
-        """Put back what the user's torch.compile made."""
-        while self._put_back:
-            self._put_back.pop()()
-
-
-def _backend(options: Any, share: float) -> Callable[..., Any]:
-    """Compile by inductor with a budget of its own. Caches know nothing of it, so none is read."""
-    from torch._inductor.compile_fx import compile_fx  # takes seconds to import
-
-    def backend(graph: Any, inputs: Sequence[Any]) -> Any:
-        settings = {"activation_memory_budget": share, "enable_autograd_cache": False}
-        with torch._functorch.config.patch(settings):
-            return compile_fx(graph, list(inputs), config_patches=dict(options))
-
-    return backend

@@ -100,7 +100,10 @@ def _like(node: fx.Node, device: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
         shape, stride = [hinted(size) for size in value.shape], [hinted(step) for step in value.stride()]
         made = torch.empty_strided(shape, stride, dtype=value.dtype, device=device)
-        return made.normal_() if made.is_floating_point() else made.zero_()
+        # All of the storage: what is expanded, as the gradient of a sum, cannot be written to by its own shape.
+        whole = made.as_strided((made.untyped_storage().nbytes() // made.element_size(),), (1,))
+        whole.normal_() if made.is_floating_point() else whole.zero_()
+        return made
     return hinted(value)
 
 

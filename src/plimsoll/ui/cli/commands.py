@@ -176,13 +176,13 @@ def _refuse_early(typed: Mapping[str, Any], *, plans_if_asked: bool) -> None:
     if not {"budget", "strategy"} & typed.keys():
         return
     from plimsoll.planning.costing.devices import find_device
-    from plimsoll.planning.strategies import is_memory_budget
+    from plimsoll.planning.strategies import is_torchs_own
     from plimsoll.session.options import Budget, PlanOptions, read_error
 
     asked = "auto" if typed.get("strategy") in (None, []) else typed["strategy"]
     # Of several, beside --compile, some may be torch's own.
     strategies = (
-        [asked] if isinstance(asked, str) else [s for s in asked if not (typed["compiled"] and is_memory_budget(s))]
+        [asked] if isinstance(asked, str) else [s for s in asked if not (typed["compiled"] and is_torchs_own(s))]
     )
     is_asked = typed.get("budget") or asked != "auto" or typed.get("override")
     is_planned = typed.get("plan") is None and (is_asked or not plans_if_asked)

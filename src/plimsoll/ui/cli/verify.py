@@ -55,7 +55,7 @@ StrategiesOption = Annotated[
         "-s",
         metavar="NAME",
         help="May be repeated. By default none, full, every:2, sqrt, selective:attention, and with a budget auto; with "
-        "--compile none, full and torch's own memory-budget:0.7, 0.5, 0.3, 0.",
+        "--compile none, full and torch's own: memory-budget:0.7, 0.5, 0.3, 0, checkpoint, checkpoint:selective.",
     ),
 ]
 
