@@ -29,7 +29,7 @@ import transformers
 from benchmarks.machine import device_name, page_head, versions
 from benchmarks.page import format_table
 from benchmarks.stack_runs import Ended, metered, timed_in_turns
-from benchmarks.stack_setups import accelerate, hugging_face, lightning, loops, torchtitan
+from benchmarks.stack_setups import accelerate, deepspeed, hugging_face, lightning, loops, torchtitan
 from benchmarks.stack_setups.set_up import Arm, SetUp
 from plimsoll.units import MIB
 
@@ -38,6 +38,7 @@ SET_UPS: tuple[SetUp, ...] = (
     *lightning.SET_UPS,
     *accelerate.SET_UPS,
     *torchtitan.SET_UPS,
+    *deepspeed.SET_UPS,
     *loops.SET_UPS,
 )
 """A framework's rows come from its file in ``stack_setups``."""

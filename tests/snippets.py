@@ -322,6 +322,7 @@ SETUPS: dict[str, Callable[[], Names]] = {
 """By page, what makes the names that its snippets take for granted; ``step`` elsewhere."""
 NOT_HERE = {
     "docs/integrations/axolotl.md": "LLaMA-Factory is not installed",
+    "docs/integrations/deepspeed.md": "DeepSpeed is not installed",
     "docs/integrations/torchtitan.md": "torchtitan is not installed",
 }
 """Pages whose snippets nobody runs, and why."""

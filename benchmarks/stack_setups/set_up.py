@@ -12,6 +12,7 @@ from torch import nn
 
 import zoo
 from metering import LiveStorages
+from plimsoll.tracing.zero import inside_engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class Watch:
     def attached(self, model: nn.Module | None) -> None:
         """Training is about to begin, and whatever manages the model is on it; ``None``: no module's calls are the steps."""
         if self.meter is not None and model is not None:
-            self.meter.watch(model)
+            self.meter.watch(inside_engine(model))
         self._began = time.process_time()
 
     def stepped(self) -> None:

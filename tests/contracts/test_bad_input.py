@@ -239,7 +239,7 @@ def test_a_plan_for_another_step_is_not_verified(plan: Plan):
 
 
 @pytest.mark.parametrize("written", ["ds_id", "_hp_mapping"])
-def test_what_deepspeed_trains_is_refused_as_it_holds_what_no_budget_counts(written: str):
+def test_what_deepspeed_trains_without_an_engine_in_view_is_refused(written: str):
     model, batch, loss = stack()
     setattr(next(model.parameters()), written, 0)
     with pytest.raises(errors.InvalidModel, match="ZeRO"):

@@ -19,18 +19,26 @@ from typing import Any
 
 import torch
 from torch import nn
+
+# The module is private by its name alone; seen in torch 2.9 to 2.13.
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.torch_version import TorchVersion
 
 from plimsoll.artifacts.plan import Plan
 from plimsoll.errors import BudgetBelowFloor, InvalidModel, InvalidOption, UnsupportedFramework
-from plimsoll.integrations.own_checkpointing import switch_off
 from plimsoll.session.attach import attach
 from plimsoll.session.attachment import Attachment
 from plimsoll.session.compiled_attachment import CompiledAttachment
 from plimsoll.session.options import Budget
 from plimsoll.session.shapes import told
 from plimsoll.tracing.meters.memory import storage_bytes
+from plimsoll.tracing.zero import engine_of, inside_engine
 from plimsoll.units import format_bytes, parse_bytes
+
+_FLAGS = ("gradient_checkpointing", "grad_checkpointing")
+"""By which transformers, diffusers and timm switch the checkpointing of a module on."""
+_OF_DEEPSPEED = "deepspeed.runtime.activation_checkpointing.checkpointing"
+"""Where models look up DeepSpeed's ``checkpoint``, which its ``activation_checkpointing`` section sets up (seen in 0.19)."""
 
 
 def calling(kind: type) -> Iterator[Any]:
@@ -250,9 +258,10 @@ def _bytes_beside(model: nn.Module, others: Iterable[nn.Module]) -> int:
 
 
 def _inner(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
-    """The optimizer that a framework's own wraps: the wrapper's step takes other arguments."""
-    inner = getattr(optimizer, "optimizer", None)
-    return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
+    """The optimizer that a framework's own wraps: the wrapper's step takes other arguments. DeepSpeed's are two."""
+    while (inner := getattr(optimizer, "optimizer", None)) is not None:
+        optimizer = inner
+    return optimizer
 
 
 def _compiled(model: nn.Module) -> InvalidModel:
@@ -261,3 +270,39 @@ def _compiled(model: nn.Module) -> InvalidModel:
         why="this trainer's steps are planned by the eager engine alone",
         next="train it uncompiled, or call plimsoll.attach(model, budget) yourself, which plans compiled models",
     )
+
+
+def switch_off(model: nn.Module, undo: contextlib.ExitStack) -> int:
+    """Let every layer run once, as if it were not checkpointed; ``undo`` puts back what was there.
+
+    A budget decides for every saved activation, and a layer that runs again as a whole leaves it nothing to decide. Frameworks
+    keep the switch in a flag on modules, in torch's wrapper modules (FSDP plugins), or in a function that models call
+    (DeepSpeed).
+
+    Returns:
+        How many layers were checkpointed, or offloaded.
+    """
+    count = 0
+    for module in model.modules():
+        for flag in _FLAGS:
+            if vars(module).get(flag) is True:
+                undo.callback(setattr, module, flag, True)
+                setattr(module, flag, False)
+                count += 1
+        if isinstance(module, ActivationWrapper) and "forward" not in vars(module):
+            undo.callback(vars(module).pop, "forward", None)
+            vars(module)["forward"] = next(module.children())
+            count += 1
+    own: Any = sys.modules.get(_OF_DEEPSPEED)
+    if own is not None and engine_of(inside_engine(model)) is not None:
+        for name in ("checkpoint", "non_reentrant_checkpoint"):
+            undo.callback(setattr, own, name, getattr(own, name))
+            setattr(own, name, _run_once)
+        count += int(own.is_configured())
+    return count
+
+
+def _run_once(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """In the place of DeepSpeed's ``checkpoint``, which returns what is alone in a tuple without the tuple."""
+    made = function(*args, **kwargs)
+    return made[0] if isinstance(made, tuple | list) and len(made) == 1 else made

@@ -21,6 +21,7 @@ from plimsoll.session.task import check_model
 from plimsoll.tracing.compiled.units import Unit, find_units
 from plimsoll.tracing.ddp import inner_module, reduced_parameters
 from plimsoll.tracing.recorder.fingerprint import fingerprint
+from plimsoll.tracing.zero import inside_engine
 from plimsoll.units import check_count
 
 
@@ -57,7 +58,7 @@ def attach(
     identical plan where values may be compressed or offloaded, or collectives repeated.
 
     Args:
-        model: the model as it will be trained.
+        model: the model as it will be trained, or the engine that DeepSpeed has made of it.
         budget: as for ``plimsoll.plan``.
         optimizer: lets the plan count its state before it exists; without it the first step measures it.
         regions: as for ``plimsoll.plan``.
@@ -88,6 +89,7 @@ def attach(
         ...     loss = model(**batch).loss
         ...     loss.backward()
     """
+    model = inside_engine(model)
     with agreement_for(model, "attach", ranks=ranks, timeout_seconds=timeout_seconds) as agreement:
         check_model(model, optimizer)
         _refuse_attached(model)

@@ -41,10 +41,10 @@ class Assembled:
     ids: dict[int, int]
 
 
-def assemble(log: StepLog, optimizer: OptimizerLog | None, *, bucket_bytes: int) -> Assembled:
+def assemble(log: StepLog, optimizer: OptimizerLog | None, *, beside: Mapping[str, int]) -> Assembled:
     """Attribute ops to regions, close lives, name storages.
 
-    ``bucket_bytes`` is what a reducer holds for gradients on their way, from before the step to after it.
+    ``beside`` are the bytes that wrappers hold for parameters and gradients, from before the step to after it, by name.
     """
     op_regions = _attribute(log)
     ops, specs = _ops(log, op_regions), dict(log.tracer.specs)
@@ -52,12 +52,12 @@ def assemble(log: StepLog, optimizer: OptimizerLog | None, *, bucket_bytes: int)
     if optimizer is not None:
         ops += optimizer.ops()
         specs |= optimizer.tracer.specs
-    if bucket_bytes:
-        label = "buckets of DistributedDataParallel"
-        category = Category.COMMUNICATION
-        storages.append(
-            Storage(id=len(storages), bytes=bucket_bytes, category=category, label=label, born=-1, dies=len(ops))
-        )
+    for label, held_bytes in beside.items():
+        if held_bytes:
+            category = Category.COMMUNICATION
+            storages.append(
+                Storage(id=len(storages), bytes=held_bytes, category=category, label=label, born=-1, dies=len(ops))
+            )
     # From here on ids of storages are the trace's. What backward got as a stand-in has none, and no region knows it.
     values = [replace(value, storage=ids.get(value.storage, -1)) for value in log.tracer.values]
     logged = [replace(op, births=tuple(ids[born] for born in op.births if born in ids)) for op in log.tracer.ops]

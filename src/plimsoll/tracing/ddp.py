@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from plimsoll.tracing.zero import is_stepped_by_zero
+
 
 def inner_module(model: nn.Module) -> nn.Module:
     """The model inside of ``DistributedDataParallel`` and of ``torch.compile(model)``, in whatever order; any other model is
@@ -119,18 +121,17 @@ def begin_anew(model: nn.Module) -> None:
 
 
 class Twins:
-    """Parameters of the same memory as those of a wrapped model, without the reducer's hooks.
-
-    Without a reducer there is nothing to keep out of a step, and nothing happens.
-    """
+    """Parameters of the memory of a wrapped model's, without hooks of the reducer or of ZeRO; none for any other model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
-        self._moved = frozenset(reduced_parameters(model)) if gradients_are_views(model) else frozenset()
-        self._reducer = _reducer(model)
-        for module in () if self._reducer is None else inner_module(model).modules():
+        self._reducer, is_zero = _reducer(model), is_stepped_by_zero(model.parameters())
+        for module in () if self._reducer is None and not is_zero else inner_module(model).modules():
             self._places += [(module, name, each) for name, each in module._parameters.items() if each is not None]
         originals = dict.fromkeys(parameter for _, _, parameter in self._places)
+        # ZeRO's hooks put every gradient into a bucket, too.
+        moved = originals if is_zero else reduced_parameters(model) if gradients_are_views(model) else ()
+        self._moved = frozenset(parameter for parameter in moved if parameter.requires_grad)
         self._twins = {each: nn.Parameter(each.detach(), requires_grad=each.requires_grad) for each in originals}
 
     @contextlib.contextmanager

@@ -20,6 +20,7 @@ from torch import nn
 
 from plimsoll.tracing.local_tensors import is_sharded
 from plimsoll.tracing.torch_internals import is_at_least, lacking
+from plimsoll.tracing.zero import partitions
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -74,8 +75,10 @@ def process_groups(model: nn.Module) -> Iterator[torch.distributed.ProcessGroup]
 
 
 def every_parameter(model: nn.Module) -> list[nn.Parameter]:
-    """Every parameter once; of one that is gathered right now the shard too, which is what an optimizer holds."""
-    return list(dict.fromkeys([*model.parameters(), *sharded_parameters(model)]))
+    """Every parameter once; also what an optimizer holds in its place: the shard of one that is gathered right now, ZeRO's
+    partitions.
+    """
+    return list(dict.fromkeys([*model.parameters(), *sharded_parameters(model), *partitions(model)]))
 
 
 def every_gradient(model: nn.Module) -> list[torch.Tensor]:

@@ -32,6 +32,7 @@ from plimsoll.tracing.kernels import runs_gpu_kernels
 from plimsoll.tracing.local_tensors import dense_parts
 from plimsoll.tracing.refusals import first_line
 from plimsoll.tracing.tracer import StepTracer
+from plimsoll.tracing.zero import partitions
 
 _PATCHED = ("step", "profile_hook_step")
 """Attributes by which schedulers and profilers wrap an optimizer's methods."""
@@ -171,6 +172,7 @@ def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 def _parameter_names(optimizer: Optimizer, model: nn.Module) -> dict[int, str]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names |= {id(each): f"partition {number}" for number, each in enumerate(partitions(model))}
     strangers = [parameter for parameter in _parameters(optimizer) if id(parameter) not in names]
     if strangers:
         total = sum(1 for _ in _parameters(optimizer))

@@ -51,6 +51,7 @@ from plimsoll.tracing.refusals import (
 from plimsoll.tracing.regions import find_regions
 from plimsoll.tracing.torch_internals import current_autograd_node
 from plimsoll.tracing.tracer import OpTimer, StepTracer, register_statics
+from plimsoll.tracing.zero import bytes_beside
 
 _Timings = Mapping[str, Sequence[float]]
 _ROOM_TO_HOLD = 2
@@ -216,7 +217,8 @@ class _Step:
         if self._optimizer is not None:
             on_gpu = runs_gpu_kernels(self._target)
             stepped = trace_optimizer(self._optimizer, self.model, log.without_gradient, on_gpu=on_gpu)
-        parts = assemble(log, stepped, bucket_bytes=bucket_bytes(self._wrapped))
+        buckets = {"buckets of DistributedDataParallel": bucket_bytes(self._wrapped)}
+        parts = assemble(log, stepped, beside=buckets | {"partitions of ZeRO": bytes_beside(self.model)})
         found = Trace(
             model=type(self.model).__name__,
             fingerprint=fingerprint(self.model),
