@@ -14,6 +14,7 @@ if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("DeepSpeed is no test extra: it compiles when it is installed", allow_module_level=True)
 
 CASES = [
+    {"stage": 0, "precision": "bf16"},
     {"stage": 1},
     {"stage": 1, "precision": "bf16", "accumulation": 2},
     {"stage": 2},

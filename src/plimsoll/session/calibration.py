@@ -31,7 +31,7 @@ from plimsoll.tracing.local_tensors import beside_weights
 from plimsoll.tracing.meters.memory import MeasurementLost, PeakMeter, instances_of, storage_bytes
 from plimsoll.tracing.recorder.calling import output_tensors
 from plimsoll.tracing.torch_internals import is_profiled, is_profiler_on
-from plimsoll.tracing.zero import held_by_zero
+from plimsoll.tracing.zero import held_by_deepspeed
 
 FORWARD, LOSS, BACKWARD, OPTIMIZER = "forward", "loss", "backward", "optimizer"
 """The parts of a measured step: the loss's lasts from the end of a forward until gradients reach what that returned."""
@@ -273,7 +273,7 @@ def held_tensors(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     beside = (holder[key] for _, holder, key in beside_weights(model))
     held = (
         *every_parameter(model),
-        *held_by_zero(model),
+        *held_by_deepspeed(model),
         *beside,
         *gathered,
         *model.buffers(),

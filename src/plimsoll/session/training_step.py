@@ -30,7 +30,7 @@ from plimsoll.tracing.local_tensors import beside_weights, densified
 from plimsoll.tracing.meters.memory import PeakMeter, storage_bytes
 from plimsoll.tracing.recorder.calling import Context, Loss, output_tensors, scalar_loss
 from plimsoll.tracing.recorder.untouched import KeptState, RandomState, forwards_kept, private_copy
-from plimsoll.tracing.zero import held_by_zero
+from plimsoll.tracing.zero import held_by_deepspeed
 
 
 @contextlib.contextmanager
@@ -189,7 +189,7 @@ class TrainingStep:
         batch = output_tensors((self._args, self._kwargs))
         beside = [holder[key] for _, holder, key in beside_weights(self.model)]
         held = [*every_parameter(self.model), *beside, *self.model.buffers(), *every_gradient(self.model), *batch]
-        held += held_by_zero(self.model)
+        held += held_by_deepspeed(self.model)
         return storage_bytes(held, self.device) + bucket_bytes(self._wrapped) + self.optimizer_bytes()
 
     def gradient_bytes(self) -> int:

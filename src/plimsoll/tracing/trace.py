@@ -218,7 +218,7 @@ class _Step:
             on_gpu = runs_gpu_kernels(self._target)
             stepped = trace_optimizer(self._optimizer, self.model, log.without_gradient, on_gpu=on_gpu)
         buckets = {"buckets of DistributedDataParallel": bucket_bytes(self._wrapped)}
-        parts = assemble(log, stepped, beside=buckets | {"partitions of ZeRO": bytes_beside(self.model)})
+        parts = assemble(log, stepped, beside=buckets | {"weights that DeepSpeed steps": bytes_beside(self.model)})
         found = Trace(
             model=type(self.model).__name__,
             fingerprint=fingerprint(self.model),

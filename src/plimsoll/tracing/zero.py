@@ -1,11 +1,11 @@
-"""All that knows DeepSpeed's ZeRO, stages 1 and 2: the model in its engine, the parameters that it steps, what it holds.
+"""All that knows DeepSpeed, with ZeRO in stages 1 and 2 or without: the model in its engine, what it steps, what it holds.
 
 The engine calls the model, whose parameters are views of flat ones. Hooks on the parameters move every gradient into a bucket
 while backward runs; a trial step must not reach them, so it runs on twins (see ``ddp``). The optimizer inside steps flat
-partitions in its own type, of which the model knows nothing.
+partitions in its own type (without ZeRO, copies of 16-bit parameters in 32 bits), of which the model knows nothing.
 
-Source: deepspeed.runtime.zero.stage_1_and_2 and bf16_optimizer. What ZeRO writes on parameters, and what it calls its own, was
-seen in DeepSpeed 0.19. Importing it takes seconds; where nobody has, no model is in its hands.
+Source: deepspeed.runtime.zero.stage_1_and_2, bf16_optimizer and fp16. What it writes on parameters, and what it calls its own,
+was seen in DeepSpeed 0.19. Importing it takes seconds; where nobody has, no model is in its hands.
 """
 
 from __future__ import annotations
@@ -47,27 +47,28 @@ def engine_of(model: nn.Module) -> Any | None:
 
 
 def partitions(model: nn.Module) -> list[nn.Parameter]:
-    """The flat partitions that the optimizer inside steps on this rank; empty without ZeRO."""
-    zero = _zero_of(model)
-    return [] if zero is None else [each for group in zero.optimizer.param_groups for each in group["params"]]
+    """What DeepSpeed steps on this rank in place of the parameters: flat partitions (ZeRO), or copies in 32 bits."""
+    wrapper = _wrapper_of(model)
+    return [] if wrapper is None else [each for group in wrapper.optimizer.param_groups for each in group["params"]]
 
 
-def held_by_zero(model: nn.Module) -> list[torch.Tensor]:
-    """What ZeRO holds between steps beside optimizer state: partitions, and gradients while they accumulate."""
-    zero = _zero_of(model)
-    leaves = [] if zero is None else tree_leaves(list(vars(zero).values()))
+def held_by_deepspeed(model: nn.Module) -> list[torch.Tensor]:
+    """What DeepSpeed holds between steps beside optimizer state: partitions, and gradients while they accumulate."""
+    wrapper = _wrapper_of(model)
+    leaves = [] if wrapper is None else tree_leaves(list(vars(wrapper).values()))
     return [*partitions(model), *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))]
 
 
 def bytes_beside(model: nn.Module) -> int:
     """The same, but for the flat parameters themselves, of which the model's are views."""
     own = list(model.parameters())
-    return storage_bytes([*own, *held_by_zero(model)], own[0].device) - storage_bytes(own, own[0].device)
+    return storage_bytes([*own, *held_by_deepspeed(model)], own[0].device) - storage_bytes(own, own[0].device)
 
 
-def _zero_of(model: nn.Module) -> Any | None:
-    engine = engine_of(model)
-    return None if engine is None or not is_stepped_by_zero(model.parameters()) else engine.optimizer
+def _wrapper_of(model: nn.Module) -> Any | None:
+    """DeepSpeed's optimizer around torch's, if the engine has one: without ZeRO and in 32 bits it has torch's alone."""
+    wrapper = getattr(engine_of(model), "optimizer", None)
+    return wrapper if wrapper is not None and "optimizer" in vars(wrapper) else None
 
 
 def _engine_kind() -> Any | None:
