@@ -56,6 +56,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--how", nargs="+", choices=(WHOLE, BLOCK), default=[WHOLE, BLOCK], help="what is compiled")
     parser.add_argument("--size", choices=COMPILED_SIZES, default="small")
     parser.add_argument("--rounds", type=int, default=9, metavar="N", help="timed steps per row (default 9)")
+    parser.add_argument(
+        "--shares", type=float, nargs="+", default=list(compiled_plans.SHARES), help="of floor to peak, for 'budgets'"
+    )
     parser.add_argument("--steps", type=int, default=200, help="of the training whose losses are compared")
     parser.add_argument(
         "--layers", type=int, nargs="+", default=[12, 80], help="blocks of the graphs that are decided on"
@@ -88,7 +91,7 @@ def _sections(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], l
     shares = [at / 20 for at in range(1, 21)]
     of_one: dict[str, tuple[str, Callable[[Subject], list[str]]]] = {
         "peers": ("beside peers", partial(compiled_peers.measure, rounds=options.rounds)),
-        "budgets": ("between floor and peak", compiled_plans.budgets),
+        "budgets": ("between floor and peak", partial(compiled_plans.budgets, shares=options.shares)),
         "monotone": ("twenty budgets", partial(compiled_plans.budgets, shares=shares)),
     }
     wanted = [of_one[part] for part in of_one if part in options.only]

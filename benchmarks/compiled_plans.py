@@ -33,7 +33,7 @@ SHARES = (0.0, 0.10, 0.25, 0.50, 0.75, 0.90)
 _BUDGET_HEAD = ("budget", "MiB", "peak MiB", "within", "predicted / measured", "gradients", "units that recompute")
 
 
-def budgets(subject: Subject, shares: Sequence[float] = SHARES) -> list[str]:
+def budgets(subject: Subject, shares: Sequence[float]) -> list[str]:
     """Plans between the floor and the unmanaged compiled peak."""
     rows, peaks, misses = [], [], []
     floor_bytes, peak_bytes = subject.floor_bytes, subject.unmanaged.steady.total_peak_bytes

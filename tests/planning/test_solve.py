@@ -87,6 +87,17 @@ def test_measured_excess_is_taken_off_the_budget() -> None:
     assert plan.budget_bytes == budget_at(0.5)
 
 
+def test_an_excess_that_the_program_does_not_see_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose, above = PLANNER.problem.choose, solve(PLANNER, budget_bytes=budget_at(0.55)).predicted_peak_bytes
+    expected = solve(PLANNER, budget_bytes=above - 1)
+    rungs = [each.seconds for each in PLANNER.ladder if each.peak_bytes < above]
+    assert expected.predicted_seconds < min(rungs)
+    monkeypatch.setattr(
+        PLANNER.problem, "choose", lambda target, gap: choose(budget_at(0.55) if target > above - 30 else target, gap)
+    )
+    assert solve(PLANNER, budget_bytes=above - 1).predicted_seconds == expected.predicted_seconds
+
+
 def test_a_named_strategy_above_the_budget_points_to_auto() -> None:
     with pytest.raises(BudgetBelowFloor) as raised:
         solve(PLANNER, budget_bytes=budget_at(0.5), strategy="none")

@@ -41,8 +41,9 @@ from plimsoll.planning.what_if import peak_with_chunked_loss
 TIME_LIMIT_SECONDS = 60.0
 """What the solver may take in all."""
 _FRONTIER_POINTS = 12
-_TIGHTENINGS = 8
-"""How often the target is lowered by what the simulator finds above the budget, before the ladder's plans have to do."""
+_TIGHTENINGS, _LEAPS = 8, 5
+"""How often the target is lowered by what the simulator finds above the budget, and then by twice, four times as much and so
+on, before the ladder's plans have to do."""
 _ERROR_ROOM = 4.0
 """Choices are made for limits that may turn out so much wider, when a plan is measured to err less than expected."""
 _OPTIMAL_WITHIN = 1e-6
@@ -311,7 +312,7 @@ class Planner:
         lower = 0.0
         is_finished = True
         target = budget_bytes
-        for attempt in range(_TIGHTENINGS):
+        for attempt in range(_TIGHTENINGS + _LEAPS):
             selection = self.problem.choose(target, self.gap)
             is_finished = is_finished and selection.is_finished
             if attempt == 0:
@@ -323,7 +324,8 @@ class Planner:
                 if self.allows(simulation):
                     fitting.append(simulation)
                 break
-            target -= simulation.peak_bytes - budget_bytes
+            # An excess that stays as it is while the target falls is one that the program does not see.
+            target -= (simulation.peak_bytes - budget_bytes) * 2 ** max(attempt + 1 - _TIGHTENINGS, 0)
         best = min(fitting, key=lambda s: (s.seconds, s.peak_bytes)) if fitting else None
         return BestStep(best, lower if np.isfinite(lower) else 0.0, is_finished)
 
