@@ -256,7 +256,7 @@ def _measure(
             runs[name] = managed_run(step, handle)
         report("timing in turns", 0.5)
         timings = time_in_turns(runs, device=step.device, rounds=rounds)
-    rounding = compiled_rounding(step, task.units, evidence) if task.units else 0.0
+    rounding = compiled_rounding(step, task.units, evidence.gradients) if task.units else 0.0
     step.clear_gradients()
     return _Measured(
         baseline_peak_bytes=baseline_peak_bytes, by_name=measured, refused=refused, timings=timings, rounding=rounding

@@ -13,6 +13,8 @@ lengths, and by the precision of the parameters.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import math
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,6 +48,8 @@ _FUSIONS = 10.0
 """So many times what fusing at all does to a gradient, fusing otherwise may do."""
 _LAST_DIGITS = 4.0
 """Where fusing does nothing, the relative error that fusing otherwise may cause, in units of the precision."""
+_CASTS = 4.0
+"""So many times what rounding at every op does to a gradient, another choice of where to round may do."""
 _LENGTHS = (0.02, 0.01)
 """Step lengths as shares of the loss that the gradient claims them to change."""
 
@@ -165,15 +169,68 @@ def compare_with(evidence: Evidence, step: TrainingStep) -> Apart:
     )
 
 
-def compiled_rounding(step: TrainingStep, units: Sequence[Unit], evidence: Evidence) -> float:
-    """The relative error of the gradient that other fusions may make: ten times what lies between the compiled and the
-    uncompiled step, or a few units of the last digit where that is nothing. Never more than half the digits, which is taken
-    where the two draw other random numbers.
+def compiled_rounding(step: TrainingStep, units: Sequence[Unit], gradients: Mapping[str, torch.Tensor | None]) -> float:
+    """The relative error of the gradient that other fusions may make: ten times what lies between the compiled step, whose
+    ``gradients`` these are, and the uncompiled one, or a few units of the last digit where that is nothing. Never more than
+    half the digits, which is taken where the two draw other random numbers.
     """
     with in_place(units, lambda _: None):
         step.run()
     half = half_the_digits(step.model)
-    return min(max(_FUSIONS * relative_error(evidence.gradients, step.gradients()), _LAST_DIGITS * half**2), half)
+    return min(max(_FUSIONS * relative_error(gradients, step.gradients()), _LAST_DIGITS * half**2), half)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptCasts:
+    """What is left of a difference once all values of half precision are rounded where an op leaves them.
+
+    Inductor computes these in 32 bits and rounds them where they go through memory. So what a kernel reads is rounded or
+    not by where the graph is cut and which ops are fused, as under autocast a saved ``tanh`` and one that is made again.
+    With ``emulate_precision_casts`` neither matters.
+    """
+
+    error: float
+    """The relative error of the managed gradient."""
+    tolerance: float
+    """That error which other fusions may make still."""
+    moved: float
+    """How far keeping the casts moves the gradient of the unmanaged step."""
+
+    @property
+    def note(self) -> str:
+        """What was found, and what is allowed for it."""
+        apart = f"{self.error:.1e} apart" if self.error else "equal bit for bit"
+        return (
+            f"with each value rounded to 16 bits where an op leaves it (emulate_precision_casts), both gradients are {apart}: "
+            f"they differ by where kernels round. That moves the unmanaged gradient by {self.moved:.1e}; a plan may move it "
+            f"{_CASTS:.0f} times as far"
+        )
+
+    @property
+    def allowed(self) -> float:
+        """The error that where kernels round may make; 0: it does not explain what differs."""
+        return _CASTS * self.moved if self.error <= self.tolerance else 0.0
+
+
+def keep_casts(
+    step: TrainingStep, units: Sequence[Unit], managed: Callable[[], AbstractContextManager[object]]
+) -> KeptCasts:
+    """Compile the unmanaged and the managed step anew with their casts kept, and compare their gradients."""
+
+    def kept(unit: Unit) -> Callable[..., Any]:
+        call = dataclasses.replace(unit.call, options={**unit.call.options, "emulate_precision_casts": True})
+        return functools.partial(call.compile(), unit.module)
+
+    step.run()
+    plain = copies(step.gradients())
+    with in_place(units, kept):
+        step.run()
+        gradients = copies(step.gradients())
+        with managed():
+            step.run()
+        error = relative_error(gradients, step.gradients())
+        tolerance = compiled_rounding(step, units, gradients)
+    return KeptCasts(error, tolerance, relative_error(plain, gradients))
 
 
 def run_intermediates(step: TrainingStep, depth: Depth) -> Found:

@@ -17,6 +17,7 @@ from plimsoll.analysis.verify.evidence import (
     compare_with,
     compiled_rounding,
     consecutive_losses,
+    keep_casts,
     make_receipt,
     of_all_ranks,
     read_measurable,
@@ -169,7 +170,12 @@ def _on_this_rank(
 
     def hold(held: Plan, depth: Depth, report: Progress) -> Receipt:
         with agreement.stepping():
-            return _hold_plan(step, task.model, held, steps=steps, depth=depth, report=report)
+            receipt = _hold_plan(step, task.model, held, steps=steps, depth=depth, report=report)
+        is_equal = receipt.verdict is not ReceiptVerdict.GRADIENTS_DIFFER
+        if not held.compiled or agreement.every("equal gradients", holds=is_equal):
+            return receipt
+        with agreement.stepping():
+            return _with_casts_kept(step, task.model, held, receipt)
 
     if not needs_confirmation(plan):
         return hold(plan, depth, report)
@@ -256,7 +262,7 @@ def _hold_plan(
             curve=curve,
             losses=plan_losses,
         )
-    rounding = compiled_rounding(step, find_units(model), evidence) if plan.compiled else 0.0
+    rounding = compiled_rounding(step, find_units(model), evidence.gradients) if plan.compiled else 0.0
     step.clear_gradients()
     absent_bytes = step.absent_state_bytes(plan.classes.get(Category.OPTIMIZER_STATE, 0))
     return make_receipt(
@@ -273,6 +279,16 @@ def _hold_plan(
         regions=outcomes,
         notes=(*_notes(step, plan, absent_bytes), *_notes_of_compiled(plan, rounding)),
     )
+
+
+def _with_casts_kept(step: TrainingStep, model: nn.Module, plan: Plan, receipt: Receipt) -> Receipt:
+    """The receipt of a compiled plan whose gradient differs, with what is allowed for where kernels round, if it is that."""
+    found = keep_casts(step, find_units(model), lambda: manage(model, plan))
+    step.clear_gradients()
+    if not found.allowed:
+        return receipt
+    allowed = max(receipt.rounding_tolerance, found.allowed)
+    return msgspec.structs.replace(receipt, rounding_tolerance=allowed, notes=(*receipt.notes, found.note))
 
 
 def _claims(plan: Plan) -> dict[str, Any]:

@@ -236,7 +236,8 @@ def find_units(model: nn.Module) -> tuple[Unit, ...]:
     *wrappers, inner = layers_of(model)
     for wrapper in wrappers:
         if is_compiled_wrapper(wrapper):
-            whole = Unit("", inner, CompileCall.read(wrapper.forward), wrapper)
+            # While what it was compiled to is replaced, that stands on the module.
+            whole = Unit("", inner, CompileCall.read(inner._compiled_call_impl or wrapper.forward), wrapper)
             _refuse(_refusal(whole))
             return (whole,)
         if wrapper._compiled_call_impl is not None:
