@@ -22,7 +22,7 @@ from contracts.harness import (
     train,
     weigh,
 )
-from engine.models import Inner, scaled, step_on
+from engine.models import Inner, Wrapped, scaled, step_on
 from plimsoll.artifacts.decision import Engine
 from plimsoll.engine import region
 from plimsoll.errors import ReplayMismatch
@@ -72,6 +72,23 @@ def branch(x):
 
 def branch_through_numpy(x):
     return x.exp().tanh() if x.detach().numpy().mean() > 0 else x.sigmoid() * x
+
+
+def test_a_call_that_ends_before_the_recorded_ones_is_said_to_have_made_fewer_calls():
+    returns_early: list[bool] = []
+
+    def way(x):
+        x = x.exp().tanh()
+        return x if returns_early else x.sigmoid() * x
+
+    model = Wrapped(Inner(way))
+    with warnings.catch_warnings(record=True) as caught, manage(model, ["block"]):
+        warnings.simplefilter("always")
+        train(model, plain_step, 3)
+        returns_early.append(True)
+        train(model, plain_step, 1)
+    (said,) = (str(warning.message) for warning in caught)
+    assert "made fewer torch calls than any recorded one" in said
 
 
 @pytest.mark.parametrize("function", [branch, branch_through_numpy])

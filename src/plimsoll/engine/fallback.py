@@ -27,12 +27,13 @@ class Fallback:
 
     def say_surprise(self, guard: StreamGuard, calls: int) -> None:
         """Say that a call has kept everything because it was none of those known."""
+        found = "fewer torch calls than any recorded one"
+        if guard.stranger is not None:
+            found = f"torch calls that no recorded one has made, first {called(guard.stranger)} at {guard.where}"
         warnings.warn(
-            f"plimsoll: a call of region {self._name!r} made torch calls that no recorded one has made, first "
-            f"{called(guard.stranger)} at {guard.where}: its Python code has decided something else, by state of the "
-            "host that has changed or by the size of its inputs. The call kept "
-            "everything, so its gradients are right and this step may be over its budget; the next "
-            f"{calls} calls are recorded anew.",
+            f"plimsoll: a call of region {self._name!r} made {found}: its Python code has decided something else, by state "
+            "of the host that has changed or by the size of its inputs. The call kept everything, so its gradients are "
+            f"right and this step may be over its budget; the next {calls} calls are recorded anew.",
             stacklevel=6,
         )
 
