@@ -233,3 +233,14 @@ def test_a_profile_and_marks_in_it_change_nothing_about_a_call():
         train(model, plain_step, 3)
         with torch.profiler.profile():
             train(model, plain_step, 2)
+
+
+def test_a_region_that_takes_a_forward_mode_derivative_is_served():
+    """Its tangents are zeros without memory, and shapes are looked for on the meta device."""
+
+    def way(net, x):
+        out, tangent = torch.func.jvp(lambda x: net.line(net.norm(x)).tanh(), (x,), (torch.ones_like(x),))
+        return out + 0.1 * tangent
+
+    build = stack_of(lambda: Net(way, norm=nn.LayerNorm(32), line=nn.Linear(32, 32)))
+    assert_unchanged(build, plain_step)

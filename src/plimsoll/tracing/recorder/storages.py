@@ -51,8 +51,10 @@ def has_lazy_bits(tensor: torch.Tensor) -> bool:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is dense and strided with a storage of its own kind (no subclass that hides several)."""
-    return tensor.layout is torch.strided and not is_wrapper(tensor)
+    """Whether the tensor is dense and strided with a storage of its own kind (no subclass that hides several, and no zeros of
+    forward-mode derivatives, which have no memory).
+    """
+    return tensor.layout is torch.strided and not is_wrapper(tensor) and not tensor._is_zerotensor()
 
 
 class StorageTable:
@@ -107,7 +109,7 @@ def storage_fingerprint(tensor: torch.Tensor) -> int:
     """A checksum of all bytes of the tensor's storage and their places; needs no memory of that size."""
     storage = tensor.untyped_storage()
     count = storage.nbytes()
-    if count == 0:
+    if count == 0 or storage.device.type == "meta":  # forward-mode derivatives look for shapes there
         return 0
     if count <= _SMALL_BYTES and storage.device.type == "cpu":  # where a dozen of torch's ops take longer
         return storage_crc(tensor)
@@ -147,7 +149,7 @@ def same_contents(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two tensors of equal shape and dtype hold the same bits, element by element."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
-    if first.numel() == 0:
+    if first.numel() == 0 or (first.is_meta and second.is_meta):
         return True
     if first.is_complex():
         first, second = torch.view_as_real(first.resolve_conj()), torch.view_as_real(second.resolve_conj())
