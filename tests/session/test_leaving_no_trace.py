@@ -15,7 +15,7 @@ from torch import nn
 import plimsoll
 from contracts.harness import Block, Stack, batch, differences, plain_step, train, weigh
 from plimsoll.artifacts.receipt import ReceiptVerdict
-from plimsoll.errors import TracingFailed
+from plimsoll.errors import InvalidBatch, TracingFailed
 from plimsoll.tracing.recorder.untouched import RandomState
 
 
@@ -185,3 +185,55 @@ def test_the_state_of_sparse_adam_is_left_to_the_user():
     optimizer = torch.optim.SparseAdam([model.words.weight])
     with pytest.raises(TracingFailed, match="plan without optimizer="):
         plimsoll.plan(model, torch.randint(0, 50, (4, 6)), loss=weigh, budget="10MiB", optimizer=optimizer)
+
+
+class Cache:
+    """What calls hand to each other, in a class of its own."""
+
+    def __init__(self):
+        self.parts, self.length = [], 0
+
+
+class Remembering(nn.Module):
+    """Reads what earlier calls have left in a cache, and leaves its own there."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(nn.Tanh()) for _ in range(3))
+
+    def forward(self, x, cache):
+        for block in self.blocks:
+            x = block(x)
+        cache.parts.append(x)
+        cache.length += len(x)
+        return torch.cat(cache.parts).square().mean() * cache.length
+
+
+def remembers(model, sizes):
+    """Two calls before one backward, the second of which reads what the first has made."""
+    model.zero_grad()
+    cache = Cache()
+    sum(model(batch(index, rows, 16), cache) for index, rows in enumerate(sizes)).backward()
+    assert len(cache.parts) == 2
+
+
+def test_planning_leaves_a_cache_among_the_arguments_and_the_graph_behind_it_alone():
+    torch.manual_seed(0)
+    plain = Remembering()
+    managed = copy.deepcopy(plain)
+    remembers(plain, (7, 4))
+    with plimsoll.attach(managed, "10MiB"):
+        for _ in range(2):
+            remembers(managed, (7, 7))
+        with pytest.warns(UserWarning, match="graph of an earlier call"):
+            remembers(managed, (7, 4))
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), managed.parameters(), strict=True))
+
+
+def test_a_plan_for_a_call_that_reads_an_earlier_graph_is_refused_before_its_backward():
+    model, cache = Remembering(), Cache()
+    first = model(batch(0, 4, 16), cache)
+    with pytest.raises(InvalidBatch, match="graph of an earlier call"):
+        plimsoll.plan(model, (batch(1, 4, 16), cache), "10MiB")
+    assert len(cache.parts) == 1
+    first.backward()

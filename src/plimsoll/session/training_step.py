@@ -29,7 +29,7 @@ from plimsoll.tracing.fsdp2 import (
 from plimsoll.tracing.local_tensors import beside_weights, densified
 from plimsoll.tracing.meters.memory import PeakMeter, storage_bytes
 from plimsoll.tracing.recorder.calling import Context, Loss, output_tensors, scalar_loss
-from plimsoll.tracing.recorder.untouched import KeptState, RandomState, forwards_kept, private_copy
+from plimsoll.tracing.recorder.untouched import KeptState, RandomState, arguments_kept, forwards_kept, private_copy
 from plimsoll.tracing.zero import held_by_deepspeed
 
 
@@ -104,7 +104,7 @@ class TrainingStep:
         return self._forward_and_backward(*private_copy((self._args, self._kwargs)))
 
     def _forward_and_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-        with self._twins.in_place(), self._entered(), forwards_kept(self.model):
+        with self._twins.in_place(), self._entered(), forwards_kept(self.model), arguments_kept((args, kwargs)):
             output = self.model(*args, **kwargs)
             loss = scalar_loss(output, self._loss)
             loss.backward()
@@ -127,7 +127,7 @@ class TrainingStep:
         self.rewind()
         args, kwargs = private_copy((self._args, self._kwargs))
         try:
-            with self._twins.in_place(), self._entered(), forwards_kept(self.model):
+            with self._twins.in_place(), self._entered(), forwards_kept(self.model), arguments_kept((args, kwargs)):
                 return float(scalar_loss(self.model(*args, **kwargs), self._loss).detach())
         finally:
             release_gathered(self.model)

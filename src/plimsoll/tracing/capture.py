@@ -26,7 +26,15 @@ from plimsoll.tracing.fsdp2 import Gathered
 from plimsoll.tracing.local_tensors import Shell, beside_weights, settled, unwrapped
 from plimsoll.tracing.meters.timing import OpClock
 from plimsoll.tracing.meters.workspaces import WorkspaceMeter
-from plimsoll.tracing.recorder.calling import Call, Loss, ModuleStack, call_tensors, output_tensors, scalar_loss
+from plimsoll.tracing.recorder.calling import (
+    Call,
+    Loss,
+    ModuleStack,
+    call_tensors,
+    output_tensors,
+    refuse_foreign_graph,
+    scalar_loss,
+)
 from plimsoll.tracing.recorder.graph import SlotRecord
 from plimsoll.tracing.recorder.storages import Geometry, is_plain
 from plimsoll.tracing.recorder.untouched import forwards_kept
@@ -180,14 +188,16 @@ def run_step(
     ``at_loss`` is called with the output between forward and backward.
 
     Raises:
-        InvalidBatch: the model refuses the batch.
+        InvalidBatch: the model refuses the batch, or goes back into the graph of an earlier call.
         InvalidLoss: there is no scalar loss.
         TracingFailed: the step depends on values that a fake tensor does not have, or backward fails.
     """
     args, kwargs = call
+    first_node = sequence_number()
     with explain_forward(model), forwards_kept(model):
         output = model(*args, **kwargs)
     value = scalar_loss(output, loss)
+    refuse_foreign_graph(value, first_node)
     at_loss(output)
     tracer.phase = Phase.BACKWARD
     torch.clear_autocast_cache()

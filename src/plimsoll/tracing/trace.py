@@ -40,7 +40,7 @@ from plimsoll.tracing.recorder.calling import (
     split_batch,
 )
 from plimsoll.tracing.recorder.fingerprint import fingerprint, signature
-from plimsoll.tracing.recorder.untouched import private_copy, untouched
+from plimsoll.tracing.recorder.untouched import arguments_kept, private_copy, untouched
 from plimsoll.tracing.refusals import (
     check_traceable,
     refuse_shards,
@@ -208,7 +208,7 @@ class _Step:
     @contextlib.contextmanager
     def on_its_device(self) -> Iterator[Call]:
         """Run something on a copy of the batch; model and reducer are as before afterwards."""
-        with untouched(self.model), unseen_by_reducer(self._wrapped):
+        with untouched(self.model), arguments_kept(self._call), unseen_by_reducer(self._wrapped):
             yield private_copy(self._call)
 
     def described(self, log: StepLog, workspaces: Mapping[str, int], timings: _Timings) -> tuple[Trace, dict[int, int]]:

@@ -90,6 +90,30 @@ def scalar_loss(output: Any, loss: Loss | None) -> torch.Tensor:
     return value
 
 
+def refuse_foreign_graph(loss: torch.Tensor, first_node: int) -> None:
+    """Refuse a loss whose backward goes on into a graph that was there before the forward: it would free what that has saved.
+
+    ``first_node`` is what `sequence_number` told before the forward.
+
+    Raises:
+        InvalidBatch: the loss depends on an earlier graph that holds tensors for its backward.
+    """
+    seen, left = set(), [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node._sequence_nr() < first_node and any(name.startswith("_raw_saved") for name in dir(node)):
+            raise InvalidBatch(
+                f"The step goes back into the graph of an earlier call, to {node.name()}.",
+                why="to plan, its backward runs once more, which would free what your own backward needs there",
+                next="detach what one call hands to the next (a cache, a hidden state), or attach to a module whose forward "
+                "makes both",
+            )
+        left.extend(following for following, _ in node.next_functions)
+
+
 def call_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors of a call in a fixed order (keywords sorted by name)."""
     tree = (args, {name: kwargs[name] for name in sorted(kwargs)})

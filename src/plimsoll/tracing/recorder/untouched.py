@@ -10,13 +10,13 @@ import random
 import traceback
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from plimsoll.errors import PlimsollError
 from plimsoll.tracing.ddp import inner_module
@@ -172,6 +172,43 @@ def forwards_kept(model: nn.Module) -> Iterator[None]:
                 attributes.pop("forward", None)
 
 
+@contextlib.contextmanager
+def arguments_kept(call: Any) -> Iterator[None]:
+    """Put back what the objects among a call's arguments hold, such as a cache of a class of its own that forward extends.
+
+    Their attributes are put back, and what is in lists, dictionaries and the like in these, through however many such objects.
+    Tensors are not copied: what forward writes into one stays.
+    """
+    values = with_contents(tree_leaves(call), attributes_as_well=True).values()
+    attributes = [(vars(value), dict(vars(value))) for value in values if _is_holder(value)]
+    contents = [(value, contents_of(value)) for value in values if type(value) in REFILLS]
+    try:
+        yield
+    finally:
+        for held, kept in attributes:
+            _drop(held, held.keys() - kept.keys())
+            held.update(kept)
+        for value, before in contents:
+            REFILLS[type(value)](value, before)
+
+
+def held_tensors(output: Any) -> list[torch.Tensor]:
+    """The tensors that objects of classes of somebody's own hold, such as a dataclass that a model returns."""
+    values = with_contents(tree_leaves(output), attributes_as_well=True).values()
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def _is_holder(value: Any) -> bool:
+    """Whether it is an object of a class of somebody's own that is there to hold something: no tensor, module or function."""
+    is_own = not type(value).__module__.startswith(("torch.", "numpy", "builtins"))
+    return (
+        is_own
+        and hasattr(value, "__dict__")
+        and not callable(value)
+        and not isinstance(value, torch.Tensor | ModuleType)
+    )
+
+
 _OF_MODULES = frozenset({*vars(nn.Module()), "forward", "_compiled_call_impl"} - {"_non_persistent_buffers_set"})
 """What every module has: its parts are put back one by one, and hooks and wrappers by who has put them in."""
 
@@ -222,8 +259,10 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in _OF_MODULES}
 
 
-def with_contents(values: Iterable[Any]) -> dict[int, Any]:
-    """Values and what lies in them, in however many lists, tuples, sets and dictionaries, each once, by ``id``."""
+def with_contents(values: Iterable[Any], *, attributes_as_well: bool = False) -> dict[int, Any]:
+    """Values and what lies in them, in however many lists, tuples, sets and dictionaries, each once, by ``id``; on request also
+    in attributes of other objects.
+    """
     found: dict[int, Any] = {}
     pending = list(values)
     while pending:
@@ -237,6 +276,8 @@ def with_contents(values: Iterable[Any]) -> dict[int, Any]:
             pending.extend(value.values())
         elif isinstance(value, UserDict):
             pending.append(value.data)
+        if attributes_as_well and _is_holder(value):
+            pending.extend(vars(value).values())
     return found
 
 
