@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import re
@@ -112,6 +113,31 @@ def test_a_budget_that_gradients_of_earlier_micro_batches_leave_room_in_takes_a_
         trained("1KiB")
     budget_bytes = sum(map(parse_bytes, re.findall(r'budget="([^"]+)"', refused.value.next))) // 2
     assert 0 < trained(budget_bytes) <= budget_bytes
+
+
+class Fragile(Stack):
+    """Refuses a batch with an error of its own."""
+
+    is_broken = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.is_broken:
+            raise ValueError("no such batch")
+        return super().forward(x)
+
+
+def test_a_batch_that_the_model_refuses_while_it_is_planned_for_leaves_the_budget_at_work():
+    model = Fragile(4, WIDTH)
+    with plimsoll.attach(model, BUDGET) as attachment:
+        for number in range(5):
+            model.is_broken = number == 1
+            with contextlib.suppress(ValueError):
+                mean_square(model(torch.randn(ROWS, WIDTH))).backward()
+            model.zero_grad()
+        assert not attachment.is_calibrating
+        assert dropped(attachment)
+        assert any("forward" in vars(module) for module in model.modules())
+        assert 0 < attachment.peak_bytes <= parse_bytes(BUDGET)
 
 
 @pytest.mark.parametrize("is_frozen_late", [False, True])

@@ -18,6 +18,7 @@ import plimsoll
 from metering import LiveStorages
 from plimsoll.errors import BudgetBelowFloor
 from plimsoll.tracing.meters.memory import RisingPeak
+from plimsoll.tracing.torch_internals import is_profiler_on
 from plimsoll.units import KIB, MIB
 from steps import Net, Stack, gpt2, mean_square
 
@@ -255,6 +256,130 @@ def test_more_forwards_before_one_backward_than_planned_are_said_once_and_planne
     training.run(later_pairs, budget, steps=6)
     assert max(training.peaks[-4:]) <= budget
     assert [text for text in training.said if "2 forwards" in text] == training.said[:1] == training.said
+
+
+class Shallow(Stack):
+    """Runs some of its blocks, as layers that are dropped by chance do."""
+
+    depth = 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in list(self.blocks)[: self.depth]:
+            x = block(x)
+        return x
+
+
+def deepens(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    """More blocks than before, now and then."""
+    assert isinstance(model, Shallow)
+    model.depth = 5 if number in (3, 5) or number > 6 else 2
+    plain(model, optimizer, number)
+
+
+@pytest.mark.parametrize("verb", ["attach", "apply"])
+def test_a_forward_that_runs_more_than_those_before_it_is_metered_and_named(verb: str):
+    training = Training(lambda: Shallow(5, WIDTH), torch.optim.SGD)
+    expected = training.run(deepens, steps=10)
+    unmanaged = training.peaks
+    budget = int(0.7 * max(unmanaged))
+    if verb == "attach":
+        found = training.run(deepens, budget, steps=10)
+        assert max(training.peaks[6:]) <= budget < max(training.peaks)
+        assert all(map(torch.equal, expected, found))
+        said = training.said
+    else:
+        model = Shallow(5, WIDTH)
+        plan = plimsoll.plan(model, torch.randn(ROWS, WIDTH), int(0.9 * unmanaged[2]), loss=mean_square)
+        with warnings.catch_warnings(record=True) as caught, plimsoll.apply(model, plan):
+            warnings.simplefilter("always")
+            for number in range(10):
+                deepens(model, torch.optim.SGD(model.parameters()), number)
+        said = [str(entry.message) for entry in caught][:1]
+    assert ["run more than in the steps before" in text and "more than the budget" in text for text in said] == [True]
+
+
+def casts_by_turns(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    """In lower precision at first: the same shapes take twice as much where it is off."""
+    with torch.autocast("cpu", enabled=number not in (2, 4)):
+        loss = loss_of(model)
+    loss.backward()
+    update(optimizer)
+
+
+def test_steps_with_and_without_autocast_take_plans_of_their_own():
+    training = Training(lambda: Stack(4, WIDTH), torch.optim.SGD)
+    expected = training.run(casts_by_turns, steps=6)
+    assert training.peaks[4] > 1.2 * training.peaks[5]
+    budget = int(0.7 * max(training.peaks))
+    found = training.run(casts_by_turns, budget, steps=6)
+    assert max(training.peaks[3:]) <= budget
+    assert "autocast" in training.attachment.plan.signature
+    assert all(map(torch.equal, expected, found))
+
+
+def test_an_applied_plan_says_that_autocast_is_another_than_it_was_made_for():
+    model, batch = Stack(3, WIDTH), torch.randn(ROWS, WIDTH)
+    with torch.autocast("cpu"):
+        plan = plimsoll.plan(model, batch, "100MiB", loss=mean_square)
+    plan = plan.__replace__(budget_bytes=plan.predicted_peak_bytes)
+    with plimsoll.apply(model, plan):
+        loss_of(model).backward()
+        model.zero_grad()
+        with pytest.warns(UserWarning, match="plan was made for .*, autocast cpu bf16"):
+            model(batch)
+
+
+class Made:
+    """What a model returns, in a class of its own."""
+
+    def __init__(self, loss: torch.Tensor) -> None:
+        self.loss = loss
+
+
+class Wrapping(Stack):
+    """Returns an object that holds its loss."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return Made(mean_square(super().forward(x)))
+
+
+def wrapped_pairs(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    first, second = (model(torch.randn(ROWS, WIDTH)) for _ in range(2))
+    (first.loss + second.loss).backward()
+    update(optimizer)
+
+
+def test_a_model_may_return_objects_of_a_class_of_its_own():
+    training = Training(lambda: Wrapping(3, WIDTH), torch.optim.SGD)
+    assert_kept(training, wrapped_pairs)
+    assert training.attachment.plan.in_flight == 2
+
+
+def scales_by_samples(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    """Gradients of single samples before the step."""
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+    loss_at = lambda weights, x: mean_square(torch.func.functional_call(model, weights, (x[None],)))  # noqa: E731
+    samples = torch.func.vmap(torch.func.grad(loss_at), (None, 0), randomness="same")(weights, torch.randn(2, WIDTH))
+    scale = 1 + max(gradient.abs().max() for gradient in samples.values())
+    del samples
+    (loss_of(model) / scale).backward()
+    update(optimizer)
+
+
+def steps_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    """Every parameter is stepped as soon as its gradient is there."""
+    if number == 0:
+        for parameter in model.parameters():
+            own = torch.optim.SGD([parameter], lr=1e-3)
+            parameter.register_post_accumulate_grad_hook(lambda _, own=own: update(own))
+    loss_of(model).backward()
+
+
+@pytest.mark.parametrize("loop", [scales_by_samples, steps_in_backward])
+def test_transforms_and_optimizers_within_backward_are_no_steps_of_their_own(loop: Loop):
+    training = Training(lambda: Stack(3, WIDTH), torch.optim.SGD)
+    assert_kept(training, loop, steps=5)
+    assert not is_profiler_on()
 
 
 def test_a_model_whose_forward_is_never_called_is_named_when_it_is_trained():

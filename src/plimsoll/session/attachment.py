@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from plimsoll.artifacts.plan import Plan
-from plimsoll.errors import BudgetBelowFloor
+from plimsoll.errors import BudgetBelowFloor, PlimsollError
 from plimsoll.session.agreement import Agreement
 from plimsoll.session.batch_shapes import Shapes, covers
 from plimsoll.session.calibration import (
@@ -38,7 +38,7 @@ from plimsoll.session.joint_traces import JointTraces, facts_of
 from plimsoll.session.options import Budget, PlanOptions
 from plimsoll.session.plans_at_work import AttachedBudget
 from plimsoll.session.pressure import Pressure
-from plimsoll.session.shapes import can_follow_shapes, told
+from plimsoll.session.shapes import ShapePlans, can_follow_shapes, told
 from plimsoll.session.step_planner import StepPlanner
 from plimsoll.session.step_watch import (
     MeteredSituations,
@@ -65,6 +65,8 @@ T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 _MOST_TRIES = 3
 """So many first steps may fail, or be profiled by the user, before the plan is made without a measurement."""
+_MOST_DEEPENED = 8
+"""So many steps are traced to find one that runs as much as one that took more than the budget."""
 
 
 class Attachment(AttachedBudget):
@@ -102,7 +104,7 @@ class Attachment(AttachedBudget):
         self._planner = self._shaped = None
         self._error_scale, self._tries = 1.0, 0
         self._counted, self._metered = CountedState(), MeteredSituations()
-        self._excess_bytes = self._overrun_bytes = 0
+        self._excess_bytes = self._overrun_bytes = self._deeper = self._deep_bytes = 0
         self._seen: set[object] = set()
         """Effects of plans that were at work before."""
 
@@ -161,6 +163,8 @@ class Attachment(AttachedBudget):
                     self._calibrate(args, kwargs, situation)
             elif self._shaped is None and not any(covers(known, situation.shapes) for known in self._shapes):
                 self._grow(args, kwargs, situation)
+            elif self._deeper and self._shaped is not None and self._steps.is_between_steps:
+                self._deepen(args, kwargs, situation, self._shaped)
             elif self._overrun_bytes or situation.in_flight > self._planner.in_flight:
                 self._tighten(situation)
             elif self._counted.is_behind(self._watch):
@@ -169,8 +173,9 @@ class Attachment(AttachedBudget):
                 self._choose(self._shaped, args, kwargs, situation, self._planner.in_flight)
             if not (self.is_calibrating or situation.accumulates) and self._steps.is_between_steps:
                 self._heed_room(args, kwargs, situation)
-        except BaseException:
-            self._is_given_up = not self._has_settled  # later the plan at work stays
+        except BaseException as error:
+            # Later the plan at work stays. After an error of the model's own in a trial, the next call tries again.
+            self._is_given_up = not self._has_settled and (self.plan is None or isinstance(error, PlimsollError))
             if self._is_given_up and not self._retry.is_running:
                 self.remove()
             raise
@@ -223,6 +228,19 @@ class Attachment(AttachedBudget):
         else:
             with self.agreement:
                 self._begin(args, kwargs, situation)
+
+    def _deepen(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation, plans: ShapePlans) -> None:
+        """A forward has run more than was traced: start over with this one if it does as well, which only a trace can tell."""
+        self._deeper -= 1
+        try:
+            self._begin(args, kwargs, situation)
+        except BudgetBelowFloor as error:
+            self._deeper = 0
+            warn_of_floor(error, "a forward runs more than was planned for")
+        if self.is_calibrating:
+            self._deeper = 0
+        elif not self._deeper:
+            plans.note_peak(self._deep_bytes)
 
     def _stay(self, situation: Situation) -> None:
         """Go on under the plan that all ranks have, although this rank's batch is larger than those that it is for."""
@@ -375,18 +393,23 @@ class Attachment(AttachedBudget):
         if self.is_calibrating or plan is None or planner is None or planner.own_budget_bytes is None:
             return
         peak_bytes = self._steps.taken_bytes(self._watch.bytes_now)
-        cause = self._metered.ended() if peak_bytes else ""
+        cause = self._metered.ended(self._steps.nodes) if peak_bytes else ""
+        self._metered.ran(self._steps.nodes)
         limit_bytes = planner.own_budget_bytes - self._withheld_bytes
         over_bytes = peak_bytes - limit_bytes
-        if self._shaped is not None and peak_bytes:
+        next_ = "the next step is planned with that taken off, where a plan takes less"
+        if self._shaped is not None and over_bytes > 0 and self._metered.has_run_more and self.agreement.size == 1:
+            self._deeper, self._deep_bytes = _MOST_DEEPENED, peak_bytes
+            next_ = (
+                f"up to {_MOST_DEEPENED} steps are traced to find one that runs as much, and that one is planned for"
+            )
+        elif self._shaped is not None and peak_bytes:
             self._shaped.note_peak(peak_bytes)
         if over_bytes > 0:
             # Plans are discrete: less than what this one was off by may give the same plan again.
             off_bytes = peak_bytes - predicted_before_optimizer(planner.own(plan))
             self._overrun_bytes = 0 if self._shaped is not None else max(self._excess_bytes + over_bytes, off_bytes)
-            warn_of_overrun(
-                peak_bytes, limit_bytes, cause, "the next step is planned with that taken off, where a plan takes less"
-            )
+            warn_of_overrun(peak_bytes, limit_bytes, cause, next_)
 
     def _tighten(self, situation: Situation) -> None:
         """Plan anew for a step that took more than the budget, or that is about to: more of its forwards wait at once."""

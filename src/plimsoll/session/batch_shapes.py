@@ -10,17 +10,19 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from plimsoll.tracing.recorder.calling import call_tensors
+from plimsoll.tracing.recorder.fingerprint import AUTOCAST, casts_in_force
 from plimsoll.tracing.recorder.opkey import dtype_name
 from plimsoll.tracing.recorder.storages import is_plain
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
-"""Type and shape of every tensor of a call, in a fixed order."""
+"""Type and shape of every tensor of a call, in a fixed order; then what autocast casts to, each without a shape."""
 _IN_LIST = " in list "
 
 
 def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
-    """The shapes of a call."""
-    return tuple((dtype_name(tensor.dtype), tuple(tensor.shape)) for tensor in call_tensors(args, kwargs))
+    """The shapes of a call, and what casts in it."""
+    shapes = ((dtype_name(tensor.dtype), tuple(tensor.shape)) for tensor in call_tensors(args, kwargs))
+    return (*shapes, *((cast, ()) for cast in casts_in_force()))
 
 
 def shapes_and_masks_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
@@ -31,11 +33,12 @@ def shapes_and_masks_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes
     """
     masks = {id(leaf) for name, value in kwargs.items() if "mask" in name for leaf in tree_leaves(value)}
     named = [*enumerate(args), *((name, kwargs[name]) for name in sorted(kwargs))]
-    return tuple(
+    shapes = (
         (f"{dtype_name(tensor.dtype)}{_gaps(tensor) if id(tensor) in masks else ''}{place}", tuple(tensor.shape))
         for name, value in named
         for tensor, place in _placed(value, name)
     )
+    return (*shapes, *((cast, ()) for cast in casts_in_force()))
 
 
 def _placed(value: Any, name: object, place: str = "") -> Iterator[tuple[torch.Tensor, str]]:
@@ -81,7 +84,10 @@ def standing_in(known: Iterable[Shapes], shapes: Shapes) -> list[Shapes]:
 
 def shown(shapes: Shapes) -> str:
     """``i64[2x512], i64[2x512]``."""
-    sizes = (f"{kind.partition(_IN_LIST)[0]}[{'x'.join(map(str, sizes))}]" for kind, sizes in shapes)
+    sizes = (
+        kind if kind.startswith(AUTOCAST) else f"{kind.partition(_IN_LIST)[0]}[{'x'.join(map(str, sizes))}]"
+        for kind, sizes in shapes
+    )
     return ", ".join(sizes) or "without tensors"
 
 

@@ -122,7 +122,8 @@ class CompiledAttachment(AttachedBudget):
         if plan is None or plan.budget_bytes is None:
             return
         peak_bytes = self._steps.taken_bytes(planned_state_bytes(plan))
-        cause = self._metered.ended() if peak_bytes else ""
+        cause = self._metered.ended(self._steps.nodes) if peak_bytes else ""
+        self._metered.ran(self._steps.nodes)
         if peak_bytes and self._shaped is not None:
             self._shaped.note_peak(peak_bytes)
         if peak_bytes > plan.budget_bytes:

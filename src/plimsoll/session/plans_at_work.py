@@ -190,6 +190,6 @@ class AttachedBudget(RemovedAtEnd):
     @contextlib.contextmanager
     def _tracing(self) -> Iterator[None]:
         """Trace steps like this call, without a plan at work and without a measurement that runs."""
-        self._steps.stop()
+        self._steps.drop()
         with self._steps.looking_away(), self._work.paused():
             yield

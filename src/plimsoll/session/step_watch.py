@@ -2,8 +2,9 @@
 
 A step begins with the first call after which a graph waits for its backward, and is over with the first call that finds none
 waiting. On a CPU metering takes torch's profiler, so a step is metered where something about it is new: shapes that no
-metered step covers, gradients that are there already, more forwards before one backward. On CUDA the allocator's peak
-counter is read after every backward, and never reset.
+metered step covers, gradients that are there already, more forwards before one backward. That a forward has run more than
+those before it (layers that are dropped by chance) shows when it is over, so steps are metered from then on until one runs as
+much. On CUDA the allocator's peak counter is read after every backward, and never reset.
 """
 
 from __future__ import annotations
@@ -39,11 +40,17 @@ from plimsoll.tracing.ddp import is_without_reduction
 from plimsoll.tracing.fsdp2 import every_gradient, every_parameter, holds_gradients_back
 from plimsoll.tracing.meters.memory import RisingPeak
 from plimsoll.tracing.open_graphs import OpenGraphs, is_in_backward
+from plimsoll.tracing.recorder.fingerprint import AUTOCAST
+from plimsoll.tracing.torch_internals import peek_functorch, sequence_number
 from plimsoll.units import format_bytes
 
 _MOST_TRIES = 3
 _ENOUGH = 6
 """So many calls with lists of other sizes tell what those between them take."""
+_MORE = 1.01
+"""A forward with so many times the autograd nodes runs more than another one."""
+_MOST_WAITED = 16
+"""So many steps are metered while waiting for one that runs as much as the largest."""
 _TENSOR = re.compile(r"\b([a-z]+[0-9]*\w*)\[([0-9]+(?:x[0-9]+)*)?\]")
 
 
@@ -103,6 +110,7 @@ def planned_situation(signature: str, in_flight: int) -> Situation:
     """The situation that a plan was made for, read from the signature of its step."""
     found = _TENSOR.findall(signature)
     shapes = tuple((kind, tuple(int(size) for size in sizes.split("x") if size)) for kind, sizes in found)
+    shapes += tuple((part, ()) for part in signature.split("; ") if part.startswith(AUTOCAST))
     return Situation(shapes, "accumulating" in signature, in_flight)
 
 
@@ -115,6 +123,9 @@ class MeteredSituations:
         self._tries: Counter[Situation] = Counter()
         self._current: Situation | None = None
         self._due: set[tuple[bool, bool]] = set()
+        self._metered_nodes = self._most_nodes = self._waits = 0
+        self.has_run_more = False
+        """Whether a forward of the step that was metered last has run more than those metered before it, at a known shape."""
 
     def expect(self) -> None:
         """The plan at work has not run before: its first step is to be metered, in every micro-batch, whatever is known of
@@ -128,9 +139,11 @@ class MeteredSituations:
         is_known = (
             situation in self._seen or any(map(situation.is_within, self._known)) or self._have_standing_in(situation)
         )
-        if (is_known and situation.turn not in self._due) or self._tries[situation] == _MOST_TRIES:
+        is_due = situation.turn in self._due or self._waits > 0
+        if (is_known and not is_due) or self._tries[situation] == _MOST_TRIES:
             self._seen.add(situation)
             return False
+        self._waits = max(0, self._waits - 1)
         self._tries[situation] += 1
         self._current = situation
         return True
@@ -140,18 +153,34 @@ class MeteredSituations:
         alike = [each.shapes for each in self._known if situation.is_alike(each)]
         return len(alike) >= _ENOUGH and len(standing_in(alike, situation.shapes)) >= _ENOUGH
 
+    def ran(self, nodes: int) -> None:
+        """A step is over, a forward of which has made so many autograd nodes: where none before it has made as many, steps are
+        metered until one does.
+        """
+        if nodes > _MORE * self._most_nodes:
+            self._most_nodes, self._waits = nodes, _MOST_WAITED
+        if self._most_nodes <= _MORE * self._metered_nodes:
+            self._waits = 0
+
     def know(self, situation: Situation) -> None:
         """What there is to say of it has been said."""
         self._known.append(situation)
 
-    def ended(self) -> str:
-        """The step that began last is over, and its peak is known; says what was new about it."""
+    def ended(self, nodes: int) -> str:
+        """The step that began last is over, and its peak is known; says what was new about it. A forward of it has made so many
+        autograd nodes.
+        """
+        before, self._metered_nodes = self._metered_nodes, max(self._metered_nodes, nodes)
+        self.has_run_more = False
         if self._current is None:
             return "nothing about the step is new: something else has come onto the device, or the model has changed"
         self._due.discard(self._current.turn)
         self._tries.pop(self._current, None)
         cause = self._current.differences(self._known) if self._known else ""
         self._known.append(self._current)
+        self.has_run_more = not cause and 0 < _MORE * before < nodes
+        if self.has_run_more:
+            cause = f"its forward has run more than in the steps before ({nodes} autograd nodes, not {before})"
         return cause or "it takes more than was predicted"
 
 
@@ -203,6 +232,8 @@ class StepWatch:
         """The most that ``taken_bytes`` has told of any step."""
         self.in_flight = 1
         """How many forwards the last step had before one backward."""
+        self.nodes = self._first_node = 0
+        """The most autograd nodes that a forward of the step has made."""
         self._watch = OptimizerWatch(())
         self._watch.remove()
         self._hooks: list[Any] = [
@@ -243,11 +274,15 @@ class StepWatch:
             step.has_trained |= self.graphs.has_backward
             self.measured = step if step.end() else None
 
-    def forget(self) -> None:
-        """The step has failed and is begun anew."""
+    def drop(self) -> None:
+        """End the measurement that runs, if one does, and do not use it."""
         if self.running is not None:
             self.running.has_failed = True
         self.stop()
+
+    def forget(self) -> None:
+        """The step has failed and is begun anew."""
+        self.drop()
         self.graphs.begin()
 
     def meter_if_new(
@@ -276,6 +311,7 @@ class StepWatch:
         self.graphs.begin()
         if has_trained or (was_running and self.measured is not None):
             self._after_step()
+        self.nodes = 0
 
     @contextlib.contextmanager
     def looking_away(self) -> Iterator[None]:
@@ -287,12 +323,12 @@ class StepWatch:
             self.is_looking_away = False
 
     def _optimizer_comes(self) -> None:
-        if self.is_between_steps:
+        if self.is_between_steps and not is_in_backward():
             self.end_step()
 
     @property
     def _is_blind(self) -> bool:
-        return self.is_looking_away or is_in_backward()
+        return self.is_looking_away or is_in_backward() or peek_functorch() is not None
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_blind:
@@ -312,6 +348,7 @@ class StepWatch:
             thawed = frozenset(at for at, parameter in enumerate(self._frozen) if parameter.requires_grad)
             shapes = self._shapes_of(args, kwargs)
             self._before_call(args, kwargs, Situation(shapes, accumulates, in_flight, reduces, thawed))
+            self._first_node = sequence_number()
 
     def _begin_rising(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         allocated_bytes = self.rising.begin()
@@ -324,6 +361,7 @@ class StepWatch:
         if output is None and self.running is not None:  # it raised
             self.running.has_failed = True
         if torch.is_grad_enabled() and module.training:
+            self.nodes = max(self.nodes, sequence_number() - self._first_node)
             self.graphs.note(output)
             self._note(LOSS)
 
@@ -370,7 +408,8 @@ class BudgetWatch:
 
     def _after_step(self) -> None:
         peak_bytes = self._steps.taken_bytes(self._state_bytes)
-        cause = self._metered.ended() if peak_bytes else ""
+        cause = self._metered.ended(self._steps.nodes) if peak_bytes else ""
+        self._metered.ran(self._steps.nodes)
         if peak_bytes > self._budget_bytes:
             warn_of_overrun(
                 peak_bytes,

@@ -20,6 +20,8 @@ from plimsoll.tracing.local_tensors import layout_of
 from plimsoll.tracing.recorder.opkey import dtype_name
 
 _HASH_LENGTH = 12
+AUTOCAST = "autocast "
+"""How the part of a signature begins that says what autocast casts to."""
 
 
 def fingerprint(model: nn.Module, regions: Iterable[str] = ()) -> str:
@@ -56,15 +58,20 @@ def signature(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *
     parts += [f"{name}={_describe(kwargs[name])}" for name in sorted(kwargs)]
     model = inner_module(model)
     parts.append(_training(model))
-    parts += [
-        f"autocast {device} {dtype_name(torch.get_autocast_dtype(device))}"
-        for device in ("cpu", "cuda")
-        if torch.is_autocast_enabled(device)
-    ]
+    parts += casts_in_force()
     if every_gradient(model):
         parts.append("accumulating")
     parts.append("loss: " + ("output" if loss is None else getattr(loss, "__qualname__", type(loss).__qualname__)))
     return "; ".join(parts)
+
+
+def casts_in_force() -> list[str]:
+    """``autocast cpu bf16`` for every kind of device on which autocast is on."""
+    return [
+        f"{AUTOCAST}{device} {dtype_name(torch.get_autocast_dtype(device))}"
+        for device in ("cpu", "cuda")
+        if torch.is_autocast_enabled(device)
+    ]
 
 
 def _described(tensor: torch.Tensor) -> str:
