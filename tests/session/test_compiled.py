@@ -499,6 +499,10 @@ def test_compile_asks_for_torchs_own_keywords_on_a_plain_model() -> None:
         plimsoll.plan(model, batch, "1GiB", compile={"speed": "high"})
     with pytest.raises(InvalidOption, match="fastest"):
         plimsoll.plan(model, batch, "1GiB", compile={"mode": "fastest"})
+    for wrong in ({"options": 3}, {"dynamic": "yes"}, {"fullgraph": "no"}):
+        with pytest.raises(InvalidOption, match="is no way") as found:
+            plimsoll.plan(model, batch, "1GiB", compile=wrong)
+        assert f"{next(iter(wrong))} is no" in found.value.why
     model.compile()
     with pytest.raises(InvalidModel, match="already"):
         plimsoll.plan(model, batch, "1GiB", compile=True)

@@ -30,6 +30,8 @@ from plimsoll.tracing.refusals import is_disabled, refuse_compiler, without_comp
 from plimsoll.tracing.regions import around, find_regions
 
 INDUCTOR = "inductor"
+_KINDS = {"fullgraph": bool, "dynamic": bool | None, "options": Mapping | None, "mode": str | None}
+"""The keywords of torch.compile that go with a plan, and what each of them is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +78,15 @@ class CompileCall:
             InvalidOption: a keyword that is not torch.compile's, or another backend.
         """
         given = dict(options) if isinstance(options, Mapping) else {}
-        unknown = given.keys() - {"fullgraph", "dynamic", "options", "mode"}
-        if unknown or (not isinstance(options, Mapping) and options is not True):
+        unknown = given.keys() - _KINDS.keys()
+        wrong = [name for name in _KINDS.keys() & given.keys() if not isinstance(given[name], _KINDS[name])]
+        if unknown or wrong or (not isinstance(options, Mapping) and options is not True):
             raise InvalidOption(
                 f"compile={options!r} is no way to call torch.compile.",
                 why=f"it has no {', '.join(sorted(unknown))}"
                 if unknown
+                else f"{wrong[0]} is no {type(given[wrong[0]]).__name__}"
+                if wrong
                 else "it is True, or keywords of torch.compile",
                 next='compile=True, or compile={"dynamic": False}: fullgraph, dynamic, mode and options are passed on',
             )
