@@ -6,8 +6,8 @@ Every set-up trains from the same start, in processes of its own: without anythi
 checkpointing, and under a budget of that one's peak. Peaks are counted from outside (`tests/metering.py`), in runs of their
 own; losses and weights are compared bit for bit. Seconds are the processes' CPU time per optimizer step on one thread. The
 three take turns, one step each, once each has made its first steps: ratios are medians over these rounds. A set-up whose
-floor is above the peak of the switch is given 5% above its floor. On several ranks a peak is the highest of any rank, a step's
-seconds are the sum over ranks.
+floor is above the peak of the switch is given that floor, as the refusal names it. On several ranks a peak is the highest
+of any rank, a step's seconds are the sum over ranks.
 """
 
 from __future__ import annotations
@@ -110,11 +110,11 @@ def measure(set_up: SetUp, *, metered_steps: int, rounds: int) -> Row:
 
 
 def _kept(set_up: SetUp, budget_bytes: int, steps: int) -> tuple[list[Ended], int]:
-    """A metered run under a budget; where that is below the floor of some step, under 5% more than the floor."""
+    """A metered run under a budget; where that is below the floor of some step, under that floor."""
     found = metered(set_up, Arm(budget=budget_bytes), steps)
     floor_bytes = max(each.floor_bytes for each in found)
     if floor_bytes:
-        return _kept(set_up, int(1.05 * max(floor_bytes, budget_bytes)), steps)
+        return _kept(set_up, max(floor_bytes, int(1.01 * budget_bytes)), steps)
     return _sound(found), budget_bytes
 
 

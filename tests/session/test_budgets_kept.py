@@ -451,3 +451,47 @@ def test_a_plan_made_before_the_first_step_holds_when_it_is_recorded_again_later
     update(optimizer)
     receipt = plimsoll.verify(model, batch, plan, loss=loss, optimizer=optimizer, steps=1)
     assert 0 < receipt.measured_recording_peak_bytes <= budget_bytes
+
+
+class Generator(nn.Module):
+    """Pictures, so to say, from noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.blocks = nn.Linear(8, WIDTH), Stack(2, WIDTH)
+
+    def forward(self, noise: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.blocks(self.start(noise))
+        return made
+
+
+def test_a_discriminator_keeps_to_its_budget_in_its_own_steps_and_in_the_generators() -> None:
+    def generator() -> tuple[Generator, torch.optim.Optimizer]:
+        with torch.random.fork_rng():
+            torch.manual_seed(7)
+            made = Generator()
+        return made, torch.optim.SGD(made.parameters(), lr=0.1)
+
+    def train(budget: int | None = None) -> tuple[list[torch.Tensor], Training]:
+        (other, others), training = generator(), Training(lambda: Stack(6, WIDTH), torch.optim.SGD)
+
+        def in_turns(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+            with torch.no_grad():
+                made = other(torch.randn(ROWS, 8))
+            (loss_of(model) - mean_square(model(made))).backward()
+            del made
+            update(optimizer)
+            mean_square(model(other(torch.randn(ROWS, 8)))).backward()
+            update(others)
+            optimizer.zero_grad()
+
+        found = training.run(in_turns, budget)
+        return [*found, *(parameter.detach() for parameter in other.parameters())], training
+
+    expected, without = train()
+    budget = int(0.7 * max(without.peaks))
+    found, training = train(budget)
+    assert max(training.peaks) <= budget
+    assert training.said == []
+    assert any(region.dropped for region in training.attachment.plan.regions)
+    assert all(map(torch.equal, expected, found))
