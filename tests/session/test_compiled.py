@@ -15,6 +15,7 @@ from torch._inductor.exc import InvalidCxxCompiler
 
 import plimsoll
 import zoo
+from plimsoll.artifacts.comparison import Comparison
 from plimsoll.artifacts.decision import Engine
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.receipt import ReceiptVerdict
@@ -117,20 +118,24 @@ def test_torchs_memory_budgets_are_compared_with_plans_and_draw_other_masks(bloc
         plimsoll.compare(model, batch, ["memory-budget:2"])
 
 
-@pytest.mark.parametrize("is_whole", [False, True])
-def test_checkpointing_under_torch_compile_is_compared_with_plans(blocks: Model, is_whole: bool) -> None:
+def test_checkpointing_under_torch_compile_is_compared_with_plans(blocks: Model) -> None:
     model, batch = blocks
-    if is_whole:
-        model = zoo.build("gpt2")
-        model.compile(dynamic=False)
     forwards = [block.__dict__.get("forward") for block in model.transformer.h]
-    found = plimsoll.compare(model, batch, ["checkpoint:selective", *([] if is_whole else ["checkpoint"])], steps=1)
+    _assert_saves(plimsoll.compare(model, batch, ["checkpoint:selective", "checkpoint"], steps=1))
+    assert [block.__dict__.get("forward") for block in model.transformer.h] == forwards
+
+
+def test_checkpointing_the_regions_of_a_model_compiled_as_a_whole_is_compared() -> None:
+    model = _mixed(lambda model: model.compile(dynamic=False))
+    _assert_saves(plimsoll.compare(model, torch.randn(512, 32), ["checkpoint"], loss=torch.sum, steps=1))
+
+
+def _assert_saves(found: Comparison) -> None:
     for row in found.rows:
         assert row.is_bit_equal
         assert row.measured_peak_bytes is not None
         assert row.measured_peak_bytes < 0.9 * found.baseline_peak_bytes
     assert found.exit_code == 0
-    assert [block.__dict__.get("forward") for block in model.transformer.h] == forwards
 
 
 class Remembering(nn.Module):

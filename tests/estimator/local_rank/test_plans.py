@@ -98,8 +98,8 @@ def _bytes_held_when_gathers_are_first_repeated(step: Trace, link_bytes_per_seco
 
 def test_a_gather_is_repeated_early_where_links_are_fast_and_last_where_they_are_slow(split: Trace):
     fast, slow = (_bytes_held_when_gathers_are_first_repeated(split, link) for link in (1e15, 1e7))
-    assert fast > 0.3
-    assert slow < 0.2
+    assert fast > 0.25
+    assert slow < 0.1
 
 
 def test_collectives_have_no_price_without_a_layout(split: Trace):
