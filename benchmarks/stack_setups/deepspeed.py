@@ -26,7 +26,15 @@ def configuration(stage: int = 1, precision: str = "fp32", accumulation: int = 1
         "gradient_clipping": 1.0,
         "bf16": {"enabled": precision == "bf16"},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 50_000, "allgather_bucket_size": 50_000},
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": 50_000,
+            "allgather_bucket_size": 50_000,
+            "stage3_param_persistence_threshold": 1_000,
+            "stage3_prefetch_bucket_size": 50_000,
+            "stage3_max_live_parameters": 200_000,
+            "stage3_max_reuse_distance": 200_000,
+        },
     }
 
 
@@ -68,7 +76,8 @@ def train(watch: Watch, arm: Arm, steps: int, **changes: Any) -> Any:
                 watch.stepped()
         if handle is not None:
             handle.remove()
-    watch.ended(engine.module, losses)
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        watch.ended(engine.module, losses)
     engine.destroy()
     return engine
 
@@ -91,4 +100,7 @@ SET_UPS = (
     _set_up(2, precision="bf16"),
     _set_up(1, ranks=2, precision="bf16"),
     _set_up(2, ranks=2, accumulation=2),
+    _set_up(3),
+    _set_up(3, ranks=2, precision="bf16"),
+    _set_up(3, ranks=2, accumulation=2),
 )

@@ -19,6 +19,8 @@ CASES = [
     {"stage": 1, "precision": "bf16", "accumulation": 2},
     {"stage": 2},
     {"stage": 2, "precision": "bf16", "accumulation": 2},
+    {"stage": 3},
+    {"stage": 3, "precision": "bf16", "accumulation": 2},
 ]
 
 
@@ -41,8 +43,16 @@ def test_partitions_and_optimizer_state_are_foretold(told):
 
 def test_what_zero_cannot_be_planned_in_is_refused(told):
     for rank in told:
-        assert "stage 3" in rank["refused"]["third stage"]
         assert "DeepSpeedEngine" in rank["refused"]["part of a model"]
+        assert "plimsoll.attach" in rank["refused"]["no leaf modules"]
+        assert "allow= names offload" in rank["refused"]["forms"]
+        assert rank["refused"]["out of range"] == "InvalidBatch"
+        assert "model.layers.0 is compiled" in rank["refused"]["compiled"]
+
+
+def test_stage_3_gathers_whole_blocks_while_a_budget_is_at_work_and_layers_before_and_after(told):
+    for rank in told:
+        assert all(rank["gathered"].values()), rank
 
 
 def test_a_trainer_that_makes_the_engine_keeps_to_its_budget_and_to_every_bit(tmp_path):

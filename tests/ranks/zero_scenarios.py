@@ -20,8 +20,9 @@ from plimsoll.integrations.budgeted import switch_off
 
 
 def train_in_stages(cases: list[dict[str, Any]]) -> dict[str, Any]:
-    """Train without a budget and within one in every case; look at one plan; meet the refusals."""
-    return {"trained": [_compared(case) for case in cases], "parts": _parts(), "refused": _refusals()}
+    """Train without a budget and within one in every case; look at one plan; meet the refusals; gather layer by layer again."""
+    trained = [_compared(case) for case in cases]
+    return {"trained": trained, "parts": _parts(), "refused": _refusals(), "gathered": _gathered()}
 
 
 def _compared(case: dict[str, Any]) -> dict[str, Any]:
@@ -63,8 +64,12 @@ def _parts() -> dict[str, bool]:
 def _refusals() -> dict[str, str]:
     found = {}
     engine = _engine(3)
+    found["no leaf modules"] = refused(lambda: plimsoll.plan(engine.module, zoo.words(), "1GiB")).next
+    found["forms"] = refused(lambda: plimsoll.attach(engine, "1GiB", allow="offload")).found
     with plimsoll.attach(engine, "1GiB"):
-        found["third stage"] = refused(lambda: engine(**zoo.words())).found
+        found["out of range"] = refused(lambda: engine(input_ids=torch.full((1, 8), 10**6))).kind
+    engine.module.model.layers[0].compile()
+    found["compiled"] = refused(lambda: plimsoll.attach(engine, "1GiB")).found
     engine.destroy()
     engine = _engine(1)
     with plimsoll.attach(engine.module.model, "1GiB"):
@@ -74,10 +79,53 @@ def _refusals() -> dict[str, str]:
     return found
 
 
+def _gathered() -> dict[str, Any]:
+    """A budget that comes late and goes early, with another shape in between: what stage 3 gathers then, and when."""
+    ways = [_late(None), _late(7 * 2**20)]
+    (plain, losses, weights), (within, other_losses, other_weights) = ways
+    return {
+        "hooks are back": plain["hooks"] == within["hooks"] and plain["hooks"] != within["hooks at work"],
+        "all is let go": not any(within["left"]),
+        "has equal losses": losses == other_losses,
+        "has equal weights": all(map(torch.equal, weights, other_weights)),
+    }
+
+
+def _late(budget: int | None) -> tuple[dict[str, Any], list[float], list[torch.Tensor]]:
+    torch.manual_seed(0)
+    engine = _engine(3)
+    losses, told = [], {}
+    with contextlib.ExitStack() as stack:
+        for step in range(6):
+            if step == 2 and budget is not None:
+                handle = stack.enter_context(plimsoll.attach(engine, budget))
+                told["hooks at work"] = _hooks(engine.module)
+            if step == 5 and budget is not None:
+                handle.remove()
+            loss = engine(**zoo.words(8, (64, 64, 64, 48, 64, 64)[step]))["loss"]
+            engine.backward(loss)
+            losses.append(float(loss.detach()))
+            told["left"] = [p.numel() for p in engine.module.parameters() if not p.ds_persist]
+            engine.step()
+    told["hooks"] = _hooks(engine.module)
+    parameters = list(engine.module.parameters())
+    with deepspeed.on_cpu().zero.GatheredParameters(parameters):
+        weights = [parameter.detach().clone() for parameter in parameters]
+    engine.destroy()
+    return told, losses, weights
+
+
+def _hooks(model: torch.nn.Module) -> list[list[str]]:
+    """The names of the hooks around every module inside of the model, in the order in which they run."""
+    inside = (part for part in model.modules() if part is not model)
+    tables = (table for part in inside for table in (part._forward_pre_hooks, part._forward_hooks))
+    return [[hook.__qualname__ for hook in table.values()] for table in tables]
+
+
 def train_with_trainer(folder: str) -> list[dict[str, Any]]:
-    """Hugging Face's ``Trainer`` under stages 1 and 2, which makes the engine itself."""
+    """Hugging Face's ``Trainer`` under stages 1, 2 and 3, which makes the engine itself."""
     deepspeed.on_cpu()
-    return [_compared_in_trainer(folder, stage) for stage in (1, 2)]
+    return [_compared_in_trainer(folder, stage) for stage in (1, 2, 3)]
 
 
 def _compared_in_trainer(folder: str, stage: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from plimsoll.session.task import check_model
 from plimsoll.tracing.compiled.units import Unit, find_units
 from plimsoll.tracing.ddp import inner_module, reduced_parameters
 from plimsoll.tracing.recorder.fingerprint import fingerprint
-from plimsoll.tracing.zero import inside_engine
+from plimsoll.tracing.zero import inside_engine, is_gathered_by_zero
 from plimsoll.units import check_count
 
 
@@ -102,6 +102,7 @@ def attach(
         check_room(room, follows=can_follow_shapes(options, agreement.size), ranks=agreement.size)
         trained = {"model": fingerprint(model), "optimizer": type(optimizer).__name__}
         agreement.same("what to attach", {**trained, **options.facts(), **described(verify_every=verify_every)})
+        _refuse_of_gathered(model, units, options)
         if plans_compiled(model, units, options, "auto", room=room):
             _refuse_split_graphs(model, units)
             return CompiledAttachment(
@@ -119,6 +120,20 @@ def _refuse_attached(model: nn.Module) -> None:
             why="plimsoll.attach, plimsoll.apply, or a framework's integration was called on it before: two would plan for the "
             "same bytes",
             next="keep one of them; handle.remove() takes off the other",
+        )
+
+
+def _refuse_of_gathered(model: nn.Module, units: Sequence[Unit], options: PlanOptions) -> None:
+    """Refuse what is not served where DeepSpeed's ZeRO gathers parameters in stage 3."""
+    found = f"{units[0].path or 'the model'} is compiled by torch.compile" if units else ""
+    if set(options.allow) - {"recompute"}:
+        found = f"allow= names {', '.join(options.allow)}"
+    if found and any(map(is_gathered_by_zero, model.parameters())):
+        raise InvalidModel(
+            f"DeepSpeed's ZeRO trains {type(model).__name__} in stage 3, and {found}.",
+            why="compiled code holds the memory that parameters had, and what other forms do to gradients is measured on whole "
+            "ones, of which a rank has none",
+            next='allow="recompute" without torch.compile, or "stage": 2',
         )
 
 

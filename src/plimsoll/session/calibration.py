@@ -31,7 +31,7 @@ from plimsoll.tracing.local_tensors import beside_weights
 from plimsoll.tracing.meters.memory import MeasurementLost, PeakMeter, instances_of, storage_bytes
 from plimsoll.tracing.recorder.calling import output_tensors
 from plimsoll.tracing.torch_internals import is_profiled, is_profiler_on
-from plimsoll.tracing.zero import held_by_deepspeed
+from plimsoll.tracing.zero import held_by_deepspeed, optimizer_inside
 
 FORWARD, LOSS, BACKWARD, OPTIMIZER = "forward", "loss", "backward", "optimizer"
 """The parts of a measured step: the loss's lasts from the end of a forward until gradients reach what that returned."""
@@ -173,6 +173,9 @@ def optimizer_in_view(model: nn.Module) -> Optimizer | None:
     One that was found before is not looked for again: collecting garbage and going through all objects takes as long as a
     small step.
     """
+    inside = optimizer_inside(inner_module(model))
+    if inside is not None:
+        return inside
     parameters = frozenset(map(id, every_parameter(model)))
     before = _SEEN[model]() if model in _SEEN else None
     if before is not None and trains(before, parameters):
@@ -350,6 +353,7 @@ def beside_bytes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 def _state_bytes(optimizer: Optimizer) -> int:
     tensors = output_tensors(list(optimizer.state.values()))
     devices = {parameter.device for group in optimizer.param_groups for parameter in group["params"]}
+    devices = devices or {tensor.device for tensor in tensors}  # ZeRO-3's has parameters only while it steps
     return sum(storage_bytes(tensors, device) for device in {device.type for device in devices})
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from plimsoll.errors import InvalidOption
+from plimsoll.errors import InvalidModel, InvalidOption
 from plimsoll.tracing.ddp import Twins, bucket_bytes, inner_module
 from plimsoll.tracing.fsdp2 import (
     every_gradient,
@@ -30,7 +30,7 @@ from plimsoll.tracing.local_tensors import beside_weights, densified
 from plimsoll.tracing.meters.memory import PeakMeter, storage_bytes
 from plimsoll.tracing.recorder.calling import Context, Loss, output_tensors, scalar_loss
 from plimsoll.tracing.recorder.untouched import KeptState, RandomState, arguments_kept, forwards_kept, private_copy
-from plimsoll.tracing.zero import held_by_deepspeed
+from plimsoll.tracing.zero import held_by_deepspeed, is_gathered_by_zero
 
 
 @contextlib.contextmanager
@@ -39,7 +39,9 @@ def gradients_as_if(model: nn.Module, *, are_there: bool) -> Iterator[None]:
     changed = {
         parameter: parameter.grad
         for parameter in (model.parameters() if are_there else every_parameter(model))
-        if parameter.requires_grad and (parameter.grad is not None) is not are_there
+        if parameter.requires_grad
+        and (parameter.grad is not None) is not are_there
+        and not is_gathered_by_zero(parameter)  # whose gradients never stay
     }
     try:
         for parameter in changed:
@@ -154,7 +156,7 @@ class TrainingStep:
     def accumulating(self) -> TrainingStep:
         """The same step in a loop that lets gradients stay: all runs but the first one begin with some."""
         other = copy.copy(self)
-        other._accumulates = [parameter.requires_grad for parameter in self.model.parameters()]
+        other._accumulates = [each.requires_grad and not is_gathered_by_zero(each) for each in self.model.parameters()]
         return other
 
     def measure_peak(self) -> StepPeaks:
@@ -206,7 +208,17 @@ class TrainingStep:
         return max(0, expected_bytes - self.optimizer_bytes())
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
-        """The gradients of the last run, by parameter name (aliases, not copies, but for sparse ones)."""
+        """The gradients of the last run, by parameter name (aliases, not copies, but for sparse ones).
+
+        Raises:
+            InvalidModel: they went into shards, as in DeepSpeed's ZeRO-3.
+        """
+        if any(map(is_gathered_by_zero, self.model.parameters())):
+            raise InvalidModel(
+                f"The gradients of {type(self.model).__name__} cannot be compared under DeepSpeed's ZeRO in stage 3.",
+                why="each goes into its shard as soon as it is complete, so that no rank has a whole one",
+                next='compare the same model with "stage": 2, or before deepspeed.initialize',
+            )
         gradients = ((name, parameter.grad) for name, parameter in self.model.named_parameters())
         return {name: None if gradient is None else densified(gradient) for name, gradient in gradients}
 

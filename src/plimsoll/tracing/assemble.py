@@ -250,8 +250,9 @@ def _is_emptied(tracer: StepTracer, region: RegionLog, until: int) -> bool:
     storages = [
         tracer.values[value].storage for value, (origin, _) in region.leaves.items() if origin is Origin.PARAMETER
     ]
-    lives = [life for storage in storages for life in tracer.fillings.get(storage, ())]
-    return any(region.end <= life.dies <= until for life in lives)
+    deaths = [life.dies for storage in storages for life in tracer.fillings.get(storage, ())]
+    deaths += [tracer.dies.get(storage, -1) for storage in storages]  # ZeRO-3 gathers into other memory every time
+    return any(region.end <= dies <= until for dies in deaths)
 
 
 def kind_of(graph: RegionGraph) -> str:

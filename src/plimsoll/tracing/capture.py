@@ -47,6 +47,7 @@ from plimsoll.tracing.torch_internals import (
     top_saved_hooks,
 )
 from plimsoll.tracing.tracer import StepTracer, gradient_storages, listed_parameters, register_statics
+from plimsoll.tracing.zero import is_gathered_by_zero
 
 # The class of its backward nodes; seen in torch 2.9, 2.11 and 2.13.
 _REENTRANT_CHECKPOINT = internal("torch.utils.checkpoint.CheckpointFunction._backward_cls")
@@ -78,13 +79,14 @@ class SlotBook:
         if shell is not None:
             shell.let_go()
         is_parameter = self._is_parameter(tensor)
+        is_gathered = is_gathered_by_zero(tensor)
         value = -1 if is_parameter else tracer.value_of(tensor)
-        storage = tracer.table.find(tensor) if is_plain(tensor) else -1
+        storage = tracer.table.find(tensor) if is_plain(tensor) and not is_gathered else -1
         self.records.append(SlotRecord(value=value, storage=storage, packed=tracer.tick))
         self.is_parameter_slot.append(is_parameter)
         with tracer.unseen():
             can_stand_in = tensor.dtype.is_floating_point and is_plain(tensor) and not is_parameter
-            held = None if can_stand_in else tensor.detach()
+            held = None if can_stand_in else tensor if is_gathered else tensor.detach()
             if held is not None and value >= 0 and is_plain(tensor):
                 copy = held.clone()  # whose strides are others where elements share memory
                 held = copy if copy.stride() == held.stride() else held
@@ -295,7 +297,7 @@ class StepCapture:
 
     def _is_parameter(self, tensor: torch.Tensor) -> bool:
         storage = self.tracer.table.find(tensor)
-        return storage in self._parameter_storages or storage in self.tracer.fillings
+        return storage in self._parameter_storages or storage in self.tracer.fillings or is_gathered_by_zero(tensor)
 
     def _region(self, name: str, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a region's forward, and note what it does."""

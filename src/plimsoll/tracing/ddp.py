@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from plimsoll.tracing.zero import is_stepped_by_zero
+from plimsoll.tracing.zero import is_gathered_by_zero, is_stepped_by_zero
 
 
 def inner_module(model: nn.Module) -> nn.Module:
@@ -40,8 +40,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 def is_compiled_wrapper(module: nn.Module) -> bool:
     """Whether ``torch.compile(module)`` made this module."""
-    # By name, seen in torch 2.9 to 2.13: importing its home takes seconds.
-    return type(module).__name__ == "OptimizedModule"
+    return type(module).__name__ == "OptimizedModule"  # by name (torch 2.9 to 2.13): importing its home takes seconds
 
 
 def _reducer(model: nn.Module) -> DistributedDataParallel | None:
@@ -132,6 +131,7 @@ class Twins:
         # ZeRO's hooks put every gradient into a bucket, too.
         moved = originals if is_zero else reduced_parameters(model) if gradients_are_views(model) else ()
         self._moved = frozenset(parameter for parameter in moved if parameter.requires_grad)
+        self._gathered = [each for each in model.parameters() if is_gathered_by_zero(each) and each.requires_grad]
         self._twins = {each: nn.Parameter(each.detach(), requires_grad=each.requires_grad) for each in originals}
 
     @contextlib.contextmanager
@@ -167,6 +167,7 @@ class Twins:
             for parameter in self._moved
             if parameter.grad is None
         ]
+        hooks += [each.register_post_accumulate_grad_hook(_shrink) for each in self._gathered]  # they go into shards
         try:
             yield
         finally:

@@ -29,13 +29,11 @@ from plimsoll.tracing.ddp import is_compiled_wrapper, layers_of, unseen_wrapper
 from plimsoll.tracing.fsdp2 import has_flat_parameters, sharded_parameters
 from plimsoll.tracing.local_tensors import is_sharded
 from plimsoll.tracing.recorder.collectives import failed_in_collective
-from plimsoll.tracing.zero import engine_of, is_stepped_by_zero
+from plimsoll.tracing.zero import engine_of, has_leaf_modules, is_gathered_by_zero, is_stepped_by_zero
 
 _REFUSALS = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError, ArithmeticError)
 _DEPENDS_ON_DATA = (DataDependentOutputException, DynamicOutputShapeException)
 _DISABLES_HOOKS = inspect.unwrap(torch.autograd.graph.disable_saved_tensors_hooks).__code__
-_OF_ZERO_3 = "ds_id"
-"""What DeepSpeed's ZeRO writes on parameters in stage 3 (seen in 0.19)."""
 _WITHOUT_FAKE = (UnsupportedFakeTensorException, UnsupportedOperatorException)
 
 
@@ -43,7 +41,8 @@ def check_traceable(model: nn.Module) -> None:
     """Refuse a model that has no training step.
 
     Raises:
-        InvalidModel: no parameters, parameters without a shape, nothing to train, sharded by FSDP1 or by DeepSpeed's ZeRO-3.
+        InvalidModel: no parameters, parameters without a shape, nothing to train, sharded by FSDP1, or layer by layer by
+            DeepSpeed's ZeRO-3.
         TracingFailed: gradients are switched off.
     """
     parameters = list(model.parameters())
@@ -60,17 +59,18 @@ def check_traceable(model: nn.Module) -> None:
             why="its parameters are views of flat ones and change from call to call, so what they hold cannot be followed",
             next="shard it with torch.distributed.fsdp.fully_shard (FSDP2)",
         )
-    if any(_OF_ZERO_3 in vars(parameter) for parameter in parameters):
-        raise InvalidModel(
-            f"{name} is trained by DeepSpeed's ZeRO in stage 3.",
-            why="its parameters have other memory every time they are gathered, so what a replay reads would be gone",
-            next='use "stage": 2, or shard it with torch.distributed.fsdp.fully_shard (FSDP2)',
-        )
-    if is_stepped_by_zero(parameters) and engine_of(model) is None:
+    is_gathered = any(map(is_gathered_by_zero, parameters))
+    if (is_gathered or is_stepped_by_zero(parameters)) and engine_of(model) is None:
         raise InvalidModel(
             f"{name} is not what the engine of DeepSpeed's ZeRO calls.",
             why="the engine around it holds partitions and gradients, which a budget would not count",
             next="pass engine.module; plimsoll.attach takes the DeepSpeedEngine itself as well",
+        )
+    if is_gathered and not has_leaf_modules(model):
+        raise InvalidModel(
+            f"DeepSpeed's ZeRO in stage 3 gathers the parameters of {name} layer by layer.",
+            why="a replay of a block reads all that the block has, and would find most of it gone",
+            next="plimsoll.attach(engine, budget=…), which lets every block gather its parameters together",
         )
     if not parameters:
         raise InvalidModel(

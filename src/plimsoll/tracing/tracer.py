@@ -25,6 +25,7 @@ from plimsoll.tracing.recorder.opkey import cost_key, dtype_name, op_spec
 from plimsoll.tracing.recorder.recorder import OpRecorder, RecordedOp, RecordedValue, Signature
 from plimsoll.tracing.recorder.storages import is_plain
 from plimsoll.tracing.torch_internals import current_autograd_node, is_storage_gone
+from plimsoll.tracing.zero import shape_of
 
 BUFFER = "buffer of "
 """The names of storages that only carry other tensors through a collective begin like this."""
@@ -277,7 +278,7 @@ def listed_parameters(tracer: StepTracer, model: nn.Module) -> tuple[TraceParame
     return tuple(
         TraceParameter(
             name=name,
-            shape=tuple(parameter.shape),
+            shape=tuple(shape_of(parameter)),
             dtype=dtype_name(parameter.dtype),
             bytes=local_bytes(parameter),
             storage=tracer.table.find(dense_parts(parameter)[0]),

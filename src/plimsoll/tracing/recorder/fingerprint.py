@@ -18,6 +18,7 @@ from plimsoll.tracing.ddp import inner_module
 from plimsoll.tracing.fsdp2 import every_gradient
 from plimsoll.tracing.local_tensors import layout_of
 from plimsoll.tracing.recorder.opkey import dtype_name
+from plimsoll.tracing.zero import shape_of
 
 _HASH_LENGTH = 12
 AUTOCAST = "autocast "
@@ -75,7 +76,7 @@ def casts_in_force() -> list[str]:
 
 
 def _described(tensor: torch.Tensor) -> str:
-    return f"{dtype_name(tensor.dtype)}[{'x'.join(map(str, tensor.shape))}]{layout_of(tensor)}"
+    return f"{dtype_name(tensor.dtype)}[{'x'.join(map(str, shape_of(tensor)))}]{layout_of(tensor)}"
 
 
 def _describe(value: Any) -> str:

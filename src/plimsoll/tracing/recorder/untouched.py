@@ -23,6 +23,7 @@ from plimsoll.tracing.ddp import inner_module
 from plimsoll.tracing.fsdp2 import KeptShards, every_parameter
 from plimsoll.tracing.local_tensors import local_of
 from plimsoll.tracing.recorder.storages import is_plain, same_contents
+from plimsoll.tracing.zero import KeptGathering, is_gathered_by_zero
 
 
 @contextlib.contextmanager
@@ -42,9 +43,9 @@ def untouched(model: nn.Module, written: Collection[str] = ()) -> Iterator[None]
     copies = [
         (local_of(named[name].detach()), local_of(named[name].detach()).clone()) for name in written if name in named
     ]
-    aliases = [(parameter, parameter.data) for parameter in parameters if is_plain(parameter)]
-    shards = KeptShards(model)
-    hooks = [(table, dict(table)) for table in filter(None, map(_hooks_of, parameters))]
+    aliases = [(each, each.data) for each in parameters if is_plain(each) and not is_gathered_by_zero(each)]
+    shards, gathering = KeptShards(model), KeptGathering(inner_module(model))
+    hooks = [(table, dict(table)) for table in (*filter(None, map(_hooks_of, parameters)), *gathering.hooks)]
     flags = [(module, module.training) for module in model.modules()]
     try:
         for table, _ in hooks:
@@ -58,6 +59,7 @@ def untouched(model: nn.Module, written: Collection[str] = ()) -> Iterator[None]
         raise
     finally:
         shards.put_back()
+        gathering.put_back()
         for table, entries in hooks:
             table.update(entries)
         for parameter, gradient in zip(parameters, gradients, strict=True):
