@@ -239,3 +239,43 @@ def test_lists_of_ragged_pictures_and_boxes_are_traced_a_few_times_only():
     assert len(traces) < 20
     for one, other in zip(expected, found, strict=True):
         assert all((a == b).all() for a, b in zip(one, other, strict=True))
+
+
+class _ResizingDetector(nn.Module):
+    """Long pictures are made longer before the blocks see them; what the head takes depends on how many boxes are marked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Stack(4, 32)
+        self.head = nn.Linear(32, 256)
+
+    def forward(self, pictures: list[torch.Tensor], targets: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        lengths = [64 * round(max(each.shape[-2:]) / min(each.shape[-2:])) for each in pictures]
+        rows = [nn.functional.interpolate(p, size=(n, 32))[0, 0] for p, n in zip(pictures, lengths, strict=True)]
+        found = self.body(torch.cat(rows))
+        marked = sum(int(target["boxes"][:, 0].sum()) for target in targets)
+        scores = self.head(found[:1].expand(marked, -1)).tanh()
+        return {"loss": found.square().mean() + scores.square().mean()}
+
+
+def _resized(numbers: Iterable[int]) -> Iterator[Step]:
+    """Long pictures with few marked boxes, or a larger and a smaller square one with many; from 6 on two square ones."""
+    for number in numbers:
+        sides = [(40, 40), (36, 36 - number // 2)] if number < 6 else [(38, 38), (44 - number, 38)]
+        sides = sides if number % 2 or number > 5 else [(30, 90 + number)] * 2
+        boxes = torch.full((4, 4), 45.0 if number % 2 or number > 5 else 10.0)
+        yield [{"pictures": [torch.randn(1, 1, *side) for side in sides], "targets": [{"boxes": boxes}] * 2}]
+
+
+def test_a_batch_that_several_stand_in_for_keeps_to_the_budget_whichever_it_is_like():
+    """The largest without a plan takes least at its floor, so that its plan keeps more than others have room for."""
+    torch.manual_seed(0)
+    with LiveStorages() as live:
+        model = _ResizingDetector()
+        long, square = (plimsoll.plan(model, batch, budget="1GiB") for [batch] in _resized(range(2)))
+        assert long.baseline_peak_bytes > square.baseline_peak_bytes > square.floor_bytes > 1.2 * long.floor_bytes
+        budget = square.floor_bytes + (square.baseline_peak_bytes - square.floor_bytes) // 8
+        with plimsoll.attach(model, budget):
+            live.watch(model)
+            _train(model, _resized(range(9)))
+    assert max(live.peaks) <= budget

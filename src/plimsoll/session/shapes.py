@@ -140,17 +140,19 @@ class ShapePlans:
         """Whether what plans take at a shape is known."""
         return self._ladder_of(shapes) is not None
 
-    def _covering(self, shapes: Shapes) -> Shapes | None:
-        """The smallest traced shape that is as large in every dimension; where only lists differ, the largest to stand in."""
+    def _covering(self, shapes: Shapes) -> list[Shapes]:
+        """The smallest traced shape that is as large in every dimension. Of a batch of lists all that may stand in: a detector
+        resizes what is in them, so a smaller one may take more than any one of these.
+        """
         kind, _ = _split(shapes)
         traced = [_joined(kind, sizes) for sizes in self._steps.get(kind, _Steps()).traces]
-        if larger := [each for each in traced if covers(each, shapes)]:
-            return min(larger, key=self._unmanaged_bytes)
-        return max(standing_in(traced, shapes), key=self._unmanaged_bytes, default=None)
+        larger = [each for each in traced if covers(each, shapes)]
+        found = standing_in(traced, shapes)
+        return found if len(found) > len(larger) else sorted(larger, key=self._unmanaged_bytes)[:1]
 
     def bounds(self, shapes: Shapes) -> bool:
         """Whether what plans take at a shape is known, or that at a larger one."""
-        return self.knows(shapes) or self._covering(shapes) is not None
+        return self.knows(shapes) or bool(self._covering(shapes))
 
     def lacks(self, shapes: Shapes) -> bool:
         """Whether a shape has to be traced: nothing tells what plans take there, and no traced one is to stand in for it."""
@@ -158,14 +160,14 @@ class ShapePlans:
             return False
         steps = self._steps.get(_split(shapes)[0], _Steps())
         is_enough = len(steps.traces) >= _MOST_TRACES or shapes in self._refused
-        return not is_enough or self._covering(shapes) is None
+        return not (is_enough and self._covering(shapes))
 
     def trace(self, shapes: Shapes, task: TrainingTask) -> None:
         """Trace the step of a shape, on all ranks that trace together; where it is known already, for the others alone."""
         try:
             self._trace(shapes, task)
         except PlimsollError as error:
-            if self._agreement.size > 1 or self._covering(shapes) is None:
+            if self._agreement.size > 1 or not self._covering(shapes):
                 raise
             self._refused.add(shapes)
             warn(
@@ -218,11 +220,12 @@ class ShapePlans:
         Raises:
             BudgetBelowFloor: none does, nor one that is solved for this shape, and such a batch has not run before.
         """
-        known = shapes if self.knows(shapes) else self._covering(shapes)
-        if known is None:
+        alike = [shapes] if self.knows(shapes) else self._covering(shapes)
+        if not alike:
             return self._unknown(shapes, signature)
+        known = max(alike, key=self._unmanaged_bytes)
         try:
-            found = self._cheapest(known)
+            known, found = self._fitting_all(alike)
         except BudgetBelowFloor as error:
             if self._may_refuse and shapes not in self._known:
                 raise
@@ -233,6 +236,23 @@ class ShapePlans:
             found = self._known_ladder(known).lowest(_split(known)[1])
         self._current = (known, found[1])
         return self._written(shapes, known, *found, signature)
+
+    def _fitting_all(self, alike: list[Shapes]) -> tuple[Shapes, tuple[Plan, Forecast]]:
+        """The cheapest rung that fits at each of these shapes, and the one at which it takes most."""
+        found = {each: self._cheapest(each) for each in alike}  # each has a rung then
+        if len(alike) == 1 or self._in_flight > 1:
+            known = max(alike, key=self._unmanaged_bytes)
+            return known, found[known]
+        fitting: list[dict[int, tuple[Shapes, tuple[Plan, Forecast]]]] = []
+        for each in alike:
+            ladder, sizes = self._known_ladder(each), _split(each)[1]
+            room_bytes = self._budget_bytes - self.withheld_bytes - self.unseen_bytes(each)
+            rungs = zip(ladder.rungs, ladder.at(sizes), strict=True)
+            fits = [(r.plan, at) for r, at in rungs if at.before_optimizer_bytes <= room_bytes]
+            fitting.append({id(plan): (each, (plan, at)) for plan, at in fits})
+        common = set.intersection(*map(set, fitting)) or set(fitting[0])
+        plan = min(common, key=lambda key: fitting[0][key][1][1].seconds)
+        return max((f[plan] for f in fitting if plan in f), key=lambda entry: entry[1][1].before_optimizer_bytes)
 
     def _unknown(self, shapes: Shapes, signature: Callable[[], str]) -> Plan:
         """The plan with the lowest peak at the largest shape that was traced: what it takes here nothing tells."""
