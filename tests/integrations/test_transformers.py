@@ -107,6 +107,23 @@ def test_a_budget_below_the_floor_stops_training_before_anything_changes(tmp_pat
     assert "smallest reachable peak" in caplog.text
 
 
+def test_a_base_of_8_bits_takes_what_its_own_checkpointing_takes(tmp_path):
+    """Its products put inputs on ``ctx`` that nothing reads, and its scales are in no parameter."""
+    from bitsandbytes.autograd._functions import MatMul8bitFp, MatMul8bitLt
+
+    before = [MatMul8bitFp.forward, MatMul8bitLt.forward]
+    make = functools.partial(sft_trainer, str(tmp_path), model=functools.partial(quantized_llama, 8))
+    without, own, within = (Watch(LiveStorages()) for _ in range(3))
+    train(make, without, Arm())
+    train(make, own, Arm(own_switch=True))
+    budget_bytes = int(1.01 * max(own.peaks))
+    train(make, within, Arm(budget=budget_bytes))
+    assert 0 < max(within.peaks) <= budget_bytes < 0.7 * max(without.peaks)
+    assert within.losses == without.losses
+    assert all(map(torch.equal, within.weights, without.weights))
+    assert before == [MatMul8bitFp.forward, MatMul8bitLt.forward]
+
+
 @pytest.mark.parametrize("budget", ["256KiB", "2MiB"])
 def test_a_floor_names_what_other_models_hold_on_top(budget, tmp_path):
     trainer = plain_trainer(str(tmp_path), [PlimsollCallback(budget)])

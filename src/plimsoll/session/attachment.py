@@ -56,6 +56,7 @@ from plimsoll.session.step_watch import (
 from plimsoll.session.task import TrainingTask
 from plimsoll.session.tightest_rank import first_planner
 from plimsoll.tracing.fsdp2 import every_gradient, every_parameter
+from plimsoll.tracing.recorder.untouched import Unread
 from plimsoll.tracing.regions import find_regions
 from plimsoll.tracing.torch_internals import is_profiled
 from plimsoll.tracing.zero import WholeRegions, is_gathered_by_zero
@@ -94,6 +95,7 @@ class Attachment(AttachedBudget):
         self._pressure = Pressure(room)
         self._know_nothing()
         is_gathered = any(map(is_gathered_by_zero, model.parameters()))
+        self._unread = Unread(model)
         self._whole = WholeRegions(model, find_regions(model, options.regions).values() if is_gathered else ())
         self._steps = StepWatch(model, self._before_call, self._after_step)
         self._watch = OptimizerWatch(every_parameter(model), after_step=self._optimizer_stepped)
@@ -118,6 +120,7 @@ class Attachment(AttachedBudget):
         for each in (self._steps, self._watch, self._work):
             each.remove()
         self._whole.put_back()
+        self._unread.put_back()
         self.is_calibrating = False
 
     def step(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:

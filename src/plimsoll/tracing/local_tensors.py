@@ -50,19 +50,22 @@ def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if not is_wrapper(tensor):
         return (tensor,)
     wrapper: Any = tensor
-    names, _ = wrapper.__tensor_flatten__()
-    inside = (getattr(tensor, name) for name in names)
+    inside = (getattr(tensor, name) for name in wrapper.__tensor_flatten__()[0])
     return tuple(part for it in inside if isinstance(it, torch.Tensor) for part in dense_parts(it))
 
 
 def beside_weights(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Where tensors are that frozen weights keep beside themselves, as the scales and code books of bitsandbytes' 4-bit ones.
+    From their first forward on its 8-bit ones have theirs in their module's ``state``.
 
     Each by the weight's name and its own, the dictionary that holds it, and its key there.
     """
     for name, parameter in module.named_parameters():
         if not (parameter.requires_grad or is_wrapper(parameter)):
             yield from _tensors_in(name, vars(parameter), _DEEPEST_STATE)
+    for name, part in module.named_modules():
+        if type(state := vars(part).get("state")).__name__ == "MatmulLtState" and not state.has_fp16_weights:
+            yield from _tensors_in(f"{name}.state".lstrip("."), vars(state), 0)
 
 
 def _tensors_in(name: str, holder: dict[str, Any], depth: int) -> Iterator[tuple[str, dict[str, Any], str]]:
@@ -132,11 +135,8 @@ def version_of(tensor: torch.Tensor) -> int:
 
     Writes through a DTensor count at the DTensor alone, writes to its local tensor at that alone.
     """
-    version = tensor._version
-    if type(tensor) in _PLAIN:
-        return version
     local = local_of(tensor)
-    return version if local is tensor else version + local._version
+    return tensor._version if local is tensor else tensor._version + local._version
 
 
 def unwrapped(tensor: torch.Tensor) -> tuple[torch.Tensor, Shell | None]:
@@ -195,6 +195,5 @@ def layout_key(tensor: torch.Tensor) -> Any:
 
 def _loaded(place: tuple[str, str]) -> tuple[type, ...]:
     """The type, if anybody has imported it."""
-    module = sys.modules.get(place[0])
-    found = None if module is None else module.__dict__.get(place[1])
+    found = vars(sys.modules.get(place[0], object)).get(place[1])
     return () if found is None else (found,)

@@ -6,7 +6,9 @@ Planning, attaching and verifying run steps on the user's own model. What they l
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
+import sys
 import traceback
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -24,6 +26,10 @@ from plimsoll.tracing.fsdp2 import KeptShards, every_parameter
 from plimsoll.tracing.local_tensors import local_of
 from plimsoll.tracing.recorder.storages import is_plain, same_contents
 from plimsoll.tracing.zero import KeptGathering, is_gathered_by_zero
+
+_OF_8_BITS = "bitsandbytes.autograd._functions"
+_UNREAD = {"MatMul8bitLt": {"tensors": (None,) * 3, "tensor_states": (None,) * 2}, "MatMul8bitFp": {"A": None}}
+"""What such a product keeps on ``ctx`` and does not read where the weight is frozen."""
 
 
 @contextlib.contextmanager
@@ -158,6 +164,34 @@ class KeptState:
                     buffer.is_meta or same_contents(local_of(buffer), local_of(copy).to(buffer.device))
                 ):
                     local_of(buffer).copy_(local_of(copy))
+
+
+class Unread:
+    """Lets bitsandbytes' 8-bit products go of what they keep for the gradient of a frozen weight, until ``put_back``.
+
+    They put their input on ``ctx`` (seen in 0.50), where no hook on saved tensors sees it, and read it for that gradient alone.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        is_used = any(type(parameter).__name__ == "Int8Params" for parameter in model.parameters())
+        known = vars(sys.modules[_OF_8_BITS]) if is_used and _OF_8_BITS in sys.modules else {}
+        self._found = [(known[name], known[name].forward, kept) for name, kept in _UNREAD.items() if name in known]
+        self._forwards = [functools.partial(self._run, original, kept) for _, original, kept in self._found]
+        for (function, _, _), forward in zip(self._found, self._forwards, strict=True):
+            function.forward = staticmethod(forward)
+
+    def _run(self, original: Any, kept: Any, ctx: Any, *given: Any) -> Any:
+        output = original(ctx, *given)
+        if self._found and not ctx.needs_input_grad[1]:
+            vars(ctx).update(kept)
+        return output
+
+    def put_back(self) -> None:
+        """Their forwards are as before; where somebody has wrapped ours since, it only steps aside."""
+        for (function, original, _), forward in zip(self._found, self._forwards, strict=True):
+            if function.forward is forward:
+                function.forward = staticmethod(original)
+        self._found, self._forwards = [], []
 
 
 @contextlib.contextmanager
