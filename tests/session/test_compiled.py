@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Iterator
 from typing import Any
@@ -21,8 +22,11 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.receipt import ReceiptVerdict
 from plimsoll.engine.compiled.partitioner import GraphOrder, PlannedPartitioner
 from plimsoll.errors import InvalidModel, InvalidOption, InvalidStrategy, PlanMismatch, PlimsollError
+from plimsoll.session.compiled import CompiledPlanner
+from plimsoll.session.step_watch import StepWatch
 from plimsoll.session.task import TrainingTask
 from plimsoll.session.training_step import TrainingStep
+from plimsoll.session.trial import TrialRun
 from plimsoll.tracing.compiled.units import CompileCall, find_units, split_regions
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on a CPU")
@@ -71,6 +75,19 @@ def test_taking_a_plan_off_puts_back_what_the_user_compiled(blocks: Model, plan:
         model(**batch).loss.backward()
     model.zero_grad()
     assert [block._compiled_call_impl for block in model.transformer.h] == before
+
+
+def test_the_step_that_compiles_does_not_have_others_metered(
+    blocks: Model, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch = blocks
+    meter, metered = StepWatch.meter, []
+    monkeypatch.setattr(StepWatch, "meter", lambda *call, **how: metered.append(meter(*call, **how)))
+    with plimsoll.apply(model, plan):
+        for _ in range(6):
+            model(**batch).loss.backward()
+    model.zero_grad(set_to_none=True)
+    assert len(metered) <= 1
 
 
 def test_planning_compiled_blocks_takes_none_of_the_numbers_that_training_draws(blocks: Model) -> None:
@@ -286,6 +303,29 @@ def test_inductors_own_order_is_taken_where_it_fits_and_is_faster(
     plan = plimsoll.plan(model, batch, budget, loss=_squares)
     assert seen == [{True, False}]
     assert {unit.is_in_order for unit in plan.compiled} == {share > 1}
+
+
+def test_where_inductors_own_order_takes_too_much_a_plan_that_drops_more_is_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, batch = nn.Sequential(*(Block() for _ in range(4))), torch.randn(512, 32)
+    for block in model:
+        block.compile(dynamic=False)
+    free = plimsoll.plan(model, batch, strategy="none", loss=_squares)
+    budget = (3 * free.predicted_peak_bytes + free.floor_bytes) // 4
+    run, tried = CompiledPlanner.run, []
+
+    def first_over(planner: CompiledPlanner, step: TrainingStep, plan: Plan, **how: Any) -> TrialRun:
+        told = run(planner, step, plan, **how)
+        tried.extend([] if plan.compiled[0].is_in_order else [plan])
+        return dataclasses.replace(told, peak_bytes=budget + 4096) if tried == [plan] else told
+
+    monkeypatch.setattr(CompiledPlanner, "run", first_over)
+    monkeypatch.setattr(CompiledPlanner, "_share_of_seconds", lambda *_: 0.9)
+    plan = plimsoll.plan(model, batch, budget, loss=_squares)
+    assert [each.regions for each in tried[1:]] == [plan.regions]
+    assert sum(each.retained_bytes for each in plan.regions) < sum(each.retained_bytes for each in tried[0].regions)
+    assert plan.predicted_peak_bytes <= budget
     receipt = plimsoll.verify(model, batch, plan, loss=_squares, steps=1)
     assert receipt.exit_code == 0
     assert receipt.measured_peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.01)

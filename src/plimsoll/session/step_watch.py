@@ -41,7 +41,7 @@ from plimsoll.tracing.fsdp2 import every_gradient, every_parameter, holds_gradie
 from plimsoll.tracing.meters.memory import RisingPeak
 from plimsoll.tracing.open_graphs import OpenGraphs, is_in_backward
 from plimsoll.tracing.recorder.fingerprint import AUTOCAST
-from plimsoll.tracing.torch_internals import peek_functorch, sequence_number
+from plimsoll.tracing.torch_internals import peek_functorch, sequence_number, times_compiled
 from plimsoll.units import format_bytes
 
 _MOST_TRIES = 3
@@ -232,8 +232,9 @@ class StepWatch:
         """The most that ``taken_bytes`` has told of any step."""
         self.in_flight = 1
         """How many forwards the last step had before one backward."""
-        self.nodes = self._first_node = 0
-        """The most autograd nodes that a forward of the step has made."""
+        self.nodes = self._first_node = self._compiled_before = 0
+        """The most autograd nodes that a forward of the step has made, but for forwards that compiled something: that makes
+        nodes, too."""
         self._watch = OptimizerWatch(())
         self._watch.remove()
         self._hooks: list[Any] = [
@@ -348,7 +349,7 @@ class StepWatch:
             thawed = frozenset(at for at, parameter in enumerate(self._frozen) if parameter.requires_grad)
             shapes = self._shapes_of(args, kwargs)
             self._before_call(args, kwargs, Situation(shapes, accumulates, in_flight, reduces, thawed))
-            self._first_node = sequence_number()
+            self._first_node, self._compiled_before = sequence_number(), times_compiled()
 
     def _begin_rising(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         allocated_bytes = self.rising.begin()
@@ -361,7 +362,8 @@ class StepWatch:
         if output is None and self.running is not None:  # it raised
             self.running.has_failed = True
         if torch.is_grad_enabled() and module.training:
-            self.nodes = max(self.nodes, sequence_number() - self._first_node)
+            if times_compiled() == self._compiled_before:
+                self.nodes = max(self.nodes, sequence_number() - self._first_node)
             self.graphs.note(output)
             self._note(LOSS)
 

@@ -8,6 +8,7 @@ FSDP2's objects in ``fsdp2``, the profiler's log in ``meters.memory``, schedules
 from __future__ import annotations
 
 import pkgutil
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -99,6 +100,12 @@ resolve_group: Callable[[str], Any] = (
 
 internal("torch.autograd.forward_ad._current_level")
 internal("torch.autograd.profiler._is_profiler_enabled")
+
+
+def times_compiled() -> int:
+    """How often ``torch.compile`` has compiled something in this process, from the beginning or anew."""
+    dynamo = sys.modules.get("torch._dynamo.convert_frame")  # importing it takes seconds
+    return 0 if dynamo is None else sum(dynamo.FRAME_COMPILE_COUNTER.values())  # seen in torch 2.9 to 2.13
 
 
 def count_holders(tensor: torch.Tensor) -> int:
