@@ -21,7 +21,7 @@ from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.plan import CompiledUnit, Plan
 from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.artifacts.trace import Trace
-from plimsoll.errors import InvalidOption
+from plimsoll.errors import BudgetBelowFloor, InvalidOption
 from plimsoll.session.agreement import Agreement
 from plimsoll.session.device_costs import measure_engine, measured_costs
 from plimsoll.session.manage import manage
@@ -42,6 +42,8 @@ _WORTH_COMPILING = 0.25
 _STRATEGIES = ("auto", "none", "full")
 _ROUNDS = 7
 """Steps of each of two ways to compile a plan, to see which is faster."""
+_TRIES = 3
+"""So many plans are compiled in inductor's own order, to find one that keeps to the budget."""
 
 
 def plans_compiled(
@@ -162,7 +164,7 @@ def _trace(task: TrainingTask, options: PlanOptions, progress: Progress = silent
 class CompiledPlanner(StepPlanner):
     """Makes plans of a step with compiled parts; without a plan it runs as torch.compile partitions it by default."""
 
-    _may_fail: tuple[type[BaseException], ...] = (torch.OutOfMemoryError,)
+    _may_fail: tuple[type[BaseException], ...] = (BudgetBelowFloor, torch.OutOfMemoryError)
     """What the trial in inductor's own order may end with."""
 
     def __init__(self, compiled: tuple[CompiledUnit, ...], *planner: Any) -> None:
@@ -187,27 +189,44 @@ class CompiledPlanner(StepPlanner):
         if self.budget_bytes is None or self._taken_bytes > self.budget_bytes:
             return planned
         progress("running the plan in inductor's own order", 0.8)
-        return self._faster(_with_peak(planned, self._taken_bytes), step())
+        return self._faster(planned, step())
 
     def _faster(self, plan: Plan, step: TrainingStep) -> Plan:
-        """The plan in inductor's own order, where that keeps to the budget and is measured to be faster; else as it is.
-
-        That changes what is fused and reused, and not what is saved. Each is compiled once, and both run in turns.
-        """
-        own = tuple(msgspec.structs.replace(unit, is_in_order=False) for unit in plan.compiled)
-        free = msgspec.structs.replace(plan, compiled=own)
-        unseen_bytes = self.unseen_bytes
+        """The plan, or one in inductor's own order, where that is measured to be faster; with the measured peak."""
+        unseen_bytes, ordered = self.unseen_bytes, _with_peak(plan, self._taken_bytes)
         try:
-            taken_bytes = self.run(step, free).peak_bytes
+            free, taken_bytes = self._in_own_order(plan, step)
         except self._may_fail:
-            return plan
+            self.unseen_bytes = unseen_bytes
+            return ordered
         fits = taken_bytes <= (self.budget_bytes or 0)
-        share = self._share_of_seconds(step, free, plan) if fits else 1.0
+        share = self._share_of_seconds(step, free, ordered) if fits else 1.0
         if share >= 1:
             self.unseen_bytes = unseen_bytes
-            return plan
+            return ordered
         taken = f"{share:.3f} of the time, at a measured peak of {format_bytes(taken_bytes)}"
         return _with_peak(free, taken_bytes, f"in inductor's own order the step took {taken}")
+
+    def _in_own_order(self, plan: Plan, step: TrainingStep) -> tuple[Plan, int]:
+        """The plan in inductor's own order, and its measured peak; where that is above the budget, one that drops more.
+
+        That order changes what is fused and reused, and not what is saved.
+
+        Raises:
+            BudgetBelowFloor: no plan takes so much less.
+        """
+        unseen_bytes, excess_bytes = self.unseen_bytes, 0
+        for _ in range(_TRIES):
+            own = tuple(msgspec.structs.replace(unit, is_in_order=False) for unit in plan.compiled)
+            free = msgspec.structs.replace(plan, compiled=own)
+            self.unseen_bytes = unseen_bytes
+            taken_bytes = self.run(step, free).peak_bytes
+            over_bytes = taken_bytes - (self.budget_bytes or 0)
+            if over_bytes <= 0:
+                break
+            excess_bytes = max(excess_bytes + over_bytes, taken_bytes - plan.predicted_peak_bytes)
+            plan = self.solve(self.budget_bytes, excess_bytes=excess_bytes)
+        return free, taken_bytes
 
     def _share_of_seconds(self, step: TrainingStep, one: Plan, other: Plan) -> float:
         """The seconds of a step under one plan by those under another, taken in turns: the median over rounds."""
@@ -273,8 +292,8 @@ def _with_peak(plan: Plan, peak_bytes: int, *notes: str) -> Plan:
 class SharedCompiledPlanner(CompiledPlanner, SharedPlanner):
     """As `CompiledPlanner`, together with other ranks: all compile the same decisions."""
 
-    _may_fail = ()
-    """Nothing: other ranks wait in a collective of that step, and are released by the error that leaves it."""
+    _may_fail = (BudgetBelowFloor,)
+    """Where memory ends, other ranks wait in a collective of that step, and are released by the error that leaves it."""
 
     def _share_of_seconds(self, step: TrainingStep, one: Plan, other: Plan) -> float:
         """As `CompiledPlanner._share_of_seconds`; that of the rank that gains least."""
