@@ -115,8 +115,11 @@ def test_more_of_anything_never_costs_time(first: int) -> None:
             assert seconds(faster, budget_bytes) <= before * TOLERANCE, seed
 
 
-def test_alike_regions_add_what_they_share_where_each_of_them_is() -> None:
+@pytest.mark.parametrize("unpacks_at_once", [False, True], ids=["one by one", "at once"])
+def test_alike_regions_add_what_they_share_where_each_of_them_is(*, unpacks_at_once: bool) -> None:
     trace, costs = transformer(5).finish()
+    regions = tuple(msgspec.structs.replace(call, unpacks_at_once=unpacks_at_once) for call in trace.regions)
+    trace = msgspec.structs.replace(trace, regions=regions)
     index = StepIndex(trace, costs, block_forms(trace, costs))
     keys = [likeness(index, view) for view in index.views]
     assert [keys.index(key) for key in keys] == [0, 0, 0, 0, 4]

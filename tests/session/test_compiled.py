@@ -22,7 +22,9 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.receipt import ReceiptVerdict
 from plimsoll.engine.compiled.partitioner import GraphOrder, PlannedPartitioner
 from plimsoll.errors import InvalidModel, InvalidOption, InvalidStrategy, PlanMismatch, PlimsollError
-from plimsoll.session.compiled import CompiledPlanner
+from plimsoll.session.compiled import CompiledPlanner, planned_parts, trace_compiled
+from plimsoll.session.forms import sense_compiled
+from plimsoll.session.options import PlanOptions
 from plimsoll.session.step_watch import StepWatch
 from plimsoll.session.task import TrainingTask
 from plimsoll.session.training_step import TrainingStep
@@ -284,6 +286,96 @@ def test_compiled_parts_and_eager_regions_share_one_plan(mix: Any) -> None:
     assert before == [(module._compiled_call_impl, dict(module.__dict__)) for module in model.modules()]
 
 
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return y
+
+
+@pytest.fixture(scope="module")
+def deep() -> Iterator[nn.Module]:
+    """Ten equal blocks, compiled one by one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Wide() for _ in range(10)])
+    for block in model:
+        block.compile(dynamic=False)
+    yield model
+    torch._dynamo.reset()
+
+
+def test_offloading_between_compiled_blocks_reaches_below_the_lowest_peak_of_recomputing(
+    deep: nn.Module, tmp_path: Any
+) -> None:
+    batch = torch.randn(512, 32)
+    budget = plimsoll.plan(deep, batch, strategy="none", loss=_squares).floor_bytes - 100 * 1024
+    plimsoll.plan(deep, batch, budget, loss=_squares, allow="recompute,offload").save(tmp_path / "plan.json")
+    plan = plimsoll.load(tmp_path / "plan.json")
+    assert plan.link == "disk"
+    assert plan.offloaded_bytes > 0
+    receipt = plimsoll.verify(deep, batch, plan, loss=_squares, steps=2)
+    assert receipt.verdict is ReceiptVerdict.VERIFIED
+    assert receipt.measured_peak_bytes <= budget
+    assert receipt.measured_peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.01)
+
+
+def test_a_budget_is_attached_that_compiled_blocks_reach_by_offloading(deep: nn.Module) -> None:
+    batch = torch.randn(512, 32)
+    budget = plimsoll.plan(deep, batch, strategy="none", loss=_squares).floor_bytes - 100 * 1024
+    handle = plimsoll.attach(deep, budget, allow="recompute,offload")
+    for rows in (512, 512, 64):
+        handle.step(lambda rows=rows: _squares(deep(torch.randn(rows, 32))).backward())
+        deep.zero_grad()
+    assert handle.plan is not None
+    assert handle.plan.link == "disk"
+    assert 0 < handle.peak_bytes <= budget
+    handle.remove()
+
+
+def test_masks_of_dropout_are_compressed_between_compiled_blocks(blocks: Model) -> None:
+    model, batch = blocks
+    unmanaged = plimsoll.plan(model, batch, strategy="none").predicted_peak_bytes
+    plan = plimsoll.plan(model, batch, unmanaged - 64 * 1024, allow="compress")
+    forms = {
+        (each.value.rpartition(":")[2], each.form) for region in plan.regions for each in region.decisions if each.form
+    }
+    assert ("gt", "bits") in forms
+    receipt = plimsoll.verify(model, batch, plan, steps=1)
+    assert receipt.verdict is ReceiptVerdict.VERIFIED
+    assert receipt.measured_peak_bytes == plan.predicted_peak_bytes
+
+
+def test_lossy_codecs_between_compiled_blocks_keep_to_their_error(deep: nn.Module) -> None:
+    batch = torch.randn(512, 32)
+    unmanaged = plimsoll.plan(deep, batch, strategy="none", loss=_squares).predicted_peak_bytes
+    plan = plimsoll.plan(deep, batch, int(0.85 * unmanaged), loss=_squares, allow="compress", max_error=0.01)
+    assert not plan.is_lossless
+    assert plan.measured_error == pytest.approx(plan.predicted_error, rel=0.3)
+    receipt = plimsoll.verify(deep, batch, plan, loss=_squares, steps=1)
+    assert receipt.verdict is ReceiptVerdict.WITHIN_ERROR
+    assert receipt.measured_peak_bytes == plan.predicted_peak_bytes
+
+
+def test_scores_of_a_compiled_softmax_stay_exact(blocks: Model) -> None:
+    model, batch = blocks
+    options = PlanOptions.read(allow="compress", max_error=0.01)
+    task = TrainingTask.read(model, batch, loss=None, optimizer=None, compile=None)
+    with task.compiled():
+        planner = CompiledPlanner(planned_parts(task, None), *trace_compiled(task, options), options, 1)
+        forms = sense_compiled(
+            task.step(), planner.trace, planner.costs, planner.solve(None, "none"), planner.options
+        ).forms
+    entries = {entry.value: entry for entry in forms.regions[0].values}
+    scores, product = entries["attn:bmm"], entries["mlp.c_fc:addmm"]
+    assert scores.sensitivity == float("inf")
+    assert all("exponent" in dict(scores.refused)[name] for name in ("bf16", "int8"))
+    assert 0 < product.sensitivity < float("inf")
+    assert "bf16" in {form.name for form in product.forms}
+
+
 @pytest.mark.parametrize("share", [0.9, 1.1])
 def test_inductors_own_order_is_taken_where_it_fits_and_is_faster(
     share: float, monkeypatch: pytest.MonkeyPatch
@@ -465,8 +557,13 @@ def test_the_compilers_own_budget_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "wish",
-    [{"allow": "recompute,compress"}, {"device_profile": "H100-SXM"}, {"strategy": "sqrt"}],
-    ids=["compress", "elsewhere", "sqrt"],
+    [
+        {"allow": "recompute,compress"},
+        {"allow": "recompute,offload"},
+        {"device_profile": "H100-SXM"},
+        {"strategy": "sqrt"},
+    ],
+    ids=["compress", "offload", "elsewhere", "sqrt"],
 )
 def test_what_compiled_code_cannot_do_is_refused_in_words(wish: dict[str, Any]) -> None:
     model, batch = zoo.sample("llama")

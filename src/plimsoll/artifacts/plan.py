@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pprint
 import re
 from collections import Counter
@@ -97,6 +98,11 @@ class RegionPlan(msgspec.Struct, frozen=True, kw_only=True):
     def has_offload(self) -> bool:
         """Whether some value of this region goes over a link."""
         return any(d.decision is Decision.OFFLOAD for d in self.decisions)
+
+
+def hiding(regions: Iterable[RegionPlan]) -> frozenset[str]:
+    """Names of the regions behind which the transfers of the one before hide."""
+    return frozenset(after.name for region, after in itertools.pairwise(regions) if region.has_offload)
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True):

@@ -120,6 +120,9 @@ class RegionCall(msgspec.Struct, frozen=True, kw_only=True):
     ones): nothing of it can be rebuilt before its own backward."""
     is_compiled: bool = False
     """Whether torch.compile runs it: what is dropped is gone after its last use in forward, not at the region's end."""
+    unpacks_at_once: bool = False
+    """Whether its values may take other forms although torch.compile runs it: all are packed when its forward ends, and all
+    are back when its backward begins."""
 
 
 class Trace(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, Self, TypeVar
 
@@ -13,7 +12,7 @@ from torch import nn
 
 from plimsoll.artifacts.decision import Decision, Engine
 from plimsoll.artifacts.fault import Fault
-from plimsoll.artifacts.plan import COLLECTIVES, Plan, RegionPlan
+from plimsoll.artifacts.plan import COLLECTIVES, Plan, RegionPlan, hiding
 from plimsoll.artifacts.receipt import RegionOutcome
 from plimsoll.engine.copies import ModelHook
 from plimsoll.engine.inspection import Inspector
@@ -21,7 +20,7 @@ from plimsoll.engine.offload.open import open_link
 from plimsoll.engine.offload.protocol import Link
 from plimsoll.engine.offload.transfers import TransfersUnderWay
 from plimsoll.engine.program import Shared
-from plimsoll.engine.region import ManagedRegion
+from plimsoll.engine.region import ManagedRegion, first_refusal
 from plimsoll.engine.region_inputs import LinkTable
 from plimsoll.engine.replay_rng import generators_of
 from plimsoll.engine.sampling import SentinelPolicy
@@ -33,7 +32,7 @@ from plimsoll.tracing.fsdp2 import emptied_after_forward
 from plimsoll.tracing.refusals import uncompiled_regions
 
 if TYPE_CHECKING:
-    from plimsoll.engine.compiled.units import CompiledUnits
+    from plimsoll.engine.compiled.units import CompiledUnits, PackingCall
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -150,7 +149,7 @@ class Handle(RemovedAtEnd):
         elif plan.compiled:
             from plimsoll.engine.compiled.units import CompiledUnits  # inductor is imported where something is compiled
 
-            self._units = CompiledUnits(self._original, plan)
+            self._units = CompiledUnits(self._original, plan, shared)
         self.regions = {name: self._known[name] for name in calls if name in self._known}
         shared.inspector.watch(tuple(self.regions))
         if self.regions and not self._root_hooks:
@@ -237,7 +236,7 @@ class Handle(RemovedAtEnd):
         """How every region of the plan is served so far."""
         in_units = _in_units(self._plan)
         untouched = [
-            _compiled_outcome(region)
+            _compiled_outcome(region, None if self._units is None else self._units.packing.get(region.name))
             if region.name in in_units and not region.is_untouched
             else RegionOutcome(name=region.name, call=region.call, engine=Engine.UNTOUCHED)
             for region in self._plan.regions
@@ -345,12 +344,13 @@ def apply_plan(
     return Handle(model, plan, shared, compiled, original=original)
 
 
-def _compiled_outcome(region: RegionPlan) -> RegionOutcome:
-    """How a region is served in which torch.compile does as the plan says: no hook sees it, so bytes are the plan's."""
+def _compiled_outcome(region: RegionPlan, packing: PackingCall | None) -> RegionOutcome:
+    """How a region is served in which torch.compile does as the plan says: bytes are the plan's."""
     return RegionOutcome(
         name=region.name,
         call=region.call,
         engine=Engine.COMPILED,
+        reason="" if packing is None else first_refusal(packing.refused),
         dropped_bytes=sum(each.bytes for each in region.decisions if each.decision is Decision.RECOMPUTE),
     )
 
@@ -381,7 +381,7 @@ def _regions(plan: Plan) -> dict[str, tuple[RegionPlan, ...]]:
 
 def _managed_regions(plan: Plan) -> dict[str, tuple[RegionPlan, ...]]:
     """The regions that get a wrapper: those that do not keep everything, and those behind which transfers hide."""
-    hides = {after.name for region, after in itertools.pairwise(plan.regions) if region.has_offload}
+    hides = hiding(plan.regions)
     return {
         name: calls
         for name, calls in _regions(plan).items()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -304,11 +304,15 @@ class ManagedRegion:
 
 
 def _first_obstacle(program: Program) -> str:
-    refused = program.packer.refused
-    if refused:
-        (name, form), times = next(iter(refused.items()))
+    refusal = first_refusal(program.packer.refused)
+    return refusal or next((f"{name} is kept: {why}" for name, why in program.plan.choice.obstacles.items()), "")
+
+
+def first_refusal(refused: Mapping[tuple[str, str], int]) -> str:
+    """What is said where codecs could not take a value, by its name and theirs, so many times."""
+    for (name, form), times in refused.items():
         return f"{name} is kept: its codec {form} could not represent the data ({times} times)"
-    return next((f"{name} is kept: {obstacle}" for name, obstacle in program.plan.choice.obstacles.items()), "")
+    return ""
 
 
 def _run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -12,6 +12,9 @@ is counted; what leaves the region is given relative to the gradient that leaves
 
 Some nodes are not run again: those of ``torch.autograd.Function`` (their backward is somebody's Python, which may add to a
 counter), those that refuse, and all of a region that talks to other ranks. What they read counts as too sensitive.
+
+A compiled block is one node of that kind. There the whole step is run again for each of its values, with noise in that one
+in all blocks that are alike.
 """
 
 from __future__ import annotations
@@ -27,8 +30,8 @@ import torch
 from plimsoll.artifacts.region import IS_COLLECTIVE, RegionGraph
 from plimsoll.engine.codecs.protocol import Codec
 from plimsoll.engine.codecs.registry import find_codec
-from plimsoll.engine.hooks import Cell, restore
-from plimsoll.engine.stored_forms import whole_storage
+from plimsoll.engine.hooks import Cell, Readable, restore
+from plimsoll.engine.stored_forms import Encoded, Packer, Refused, Source, whole_storage
 from plimsoll.tracing.local_tensors import densified, is_sharded
 from plimsoll.tracing.recorder.calling import output_tensors
 from plimsoll.tracing.torch_internals import below_autograd, current_autograd_node
@@ -88,6 +91,28 @@ class Sensor:
         self._values: dict[RegionKey, dict[int, str]] = {}
         self._trackers: dict[RegionKey, NoiseTracker] = {}
         self._early: dict[tuple[RegionKey, int], torch.Tensor] = {}
+        self.compiled: dict[RegionKey, tuple[str, ...]] = {}
+        """What is to be seen of compiled blocks, in the order of names."""
+        self.noisy: tuple[Collection[RegionKey], str] | None = None
+        """Compiled blocks, and the value of theirs that comes back through a lossy codec; ``None``: all come back as saved."""
+        self.squared_noise = 0.0
+        """The sum of the squared relative noise of these values."""
+
+    def packer(self, key: RegionKey) -> Watching:
+        """In the place of what packs the values of a compiled block."""
+        return Watching(self, key)
+
+    def pack(self, key: RegionKey, name: str, source: Source) -> Readable:
+        """What to hold of a value that a compiled block has saved: the value, or the one whose noise is followed with noise."""
+        if self.noisy is None:
+            self.seen.setdefault(key, {})[name] = self._try(source.whole, key)
+            return Refused(source)
+        keys, noisy = self.noisy
+        payload = self._reference.encode(source.whole) if name == noisy and key in keys else None
+        if payload is None:
+            return Refused(source)
+        self.squared_noise += relative_distance(source.whole, self._reference.decode(payload)) ** 2
+        return Encoded(self._reference, payload)
 
     def saw(
         self,
@@ -164,6 +189,20 @@ class Sensor:
                 if codec.accepts(whole.dtype) and not is_small:
                     seen.trials[codec.name] = _try_codec(codec, whole)
         return seen
+
+
+class Watching(Packer):
+    """Shows a sensor what a compiled block saves; a form is the name of the value."""
+
+    def __init__(self, sensor: Sensor, key: RegionKey) -> None:
+        super().__init__(None)
+        self._sensor, self._key = sensor, key
+
+    def codec(self, form: str) -> None:
+        return None
+
+    def pack(self, source: Source, form: str, *, seed: int, most_bytes: int | None) -> Readable:
+        return self._sensor.pack(self._key, form, source)
 
 
 def _try_codec(codec: Codec, whole: torch.Tensor) -> CodecTrial:

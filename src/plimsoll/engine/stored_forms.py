@@ -6,10 +6,11 @@ none, integers out of range) is held as it is, and counted, so that the receipt 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import zlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -184,10 +185,7 @@ class RegionPacker:
         """Encode or send packed values of the region's ``number``-th call, letting go of each at once."""
         if not self._packings:
             return {}
-        device_type = self._plan.device_type
-        if not torch.is_autocast_enabled(device_type):
-            return self._pack(call, number)
-        with torch.autocast(device_type, enabled=False):  # codecs compute in the precision that they were measured in
+        with _without_autocast(self._plan.device_type):
             return self._pack(call, number)
 
     def _pack(self, call: OpenCall, number: int) -> dict[int, Readable]:
@@ -223,12 +221,12 @@ def _packings(plan: ReplayPlan, shares: Mapping[str, float]) -> tuple[Packing, .
     for value, found in slots.items():
         name, nbytes = graph.values[value].name, graph.values[value].bytes
         dtype = plan.recording.slot_geometries[found[0]].dtype
-        most_bytes = _most_bytes(plan.codecs[value], nbytes, dtype, shares.get(name))
+        most_bytes = most_payload_bytes(plan.codecs[value], nbytes, dtype, shares.get(name))
         packings.append(Packing(value, forms[value], tuple(found), most_bytes))
     return tuple(sorted(packings, key=lambda packing: (packing.most_bytes or 0) - graph.values[packing.value].bytes))
 
 
-def _most_bytes(codec: Codec | None, nbytes: int, dtype: torch.dtype, share: float | None) -> int | None:
+def most_payload_bytes(codec: Codec | None, nbytes: int, dtype: torch.dtype, share: float | None) -> int | None:
     """A call may be larger than the planned one: payloads whose size depends on the data alone keep to the share."""
     if codec is None or not codec.accepts(dtype) or codec.payload_bytes(nbytes // dtype.itemsize, dtype) is not None:
         return None
@@ -252,3 +250,80 @@ def check_reader_of_sign(names: Mapping[int, str], slot: int) -> None:
             why="only backward of ReLU reads no more than signs; the plan was made for another step",
             next="the optimizer has not stepped; plan this model again",
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Taking:
+    """A value that takes another form. ``share`` of its bytes is what its payload is planned to take (``None``: not known)."""
+
+    value: str
+    form: str
+    share: float | None = None
+
+    def most_bytes(self, packer: Packer, tensor: torch.Tensor) -> int | None:
+        """What its payload may take, where that depends on the data."""
+        nbytes = tensor.untyped_storage().nbytes()
+        return most_payload_bytes(packer.codec(self.form), nbytes, tensor.dtype, self.share)
+
+
+class SavingHook:
+    """The pack hook of one call of a block: the first tensors that it saves take other forms."""
+
+    def __init__(self, taking: Sequence[Taking], packer: Packer, seed: str) -> None:
+        self._taking, self._packer, self._seed = taking, packer, seed
+        self.packed: list[Readable] = []
+
+    def pack(self, tensor: torch.Tensor) -> PackedTensor | KeptTensor:
+        at = len(self.packed)
+        if at == len(self._taking):
+            return KeptTensor(tensor)
+        taking, seed = self._taking[at], zlib.crc32(f"{self._seed}/{at}".encode())
+        with below_autograd(), _without_autocast(tensor.device.type):
+            most_bytes = taking.most_bytes(self._packer, tensor)
+            readable = self._packer.pack(Source(tensor), taking.form, seed=seed, most_bytes=most_bytes)
+        self.packed.append(readable)
+        return PackedTensor(tensor, readable)
+
+
+class PackedTensor:
+    """One tensor that a compiled block saved, in another form, with the way in which it lay in its storage."""
+
+    __slots__ = ("_device_type", "_layout", "readable")
+
+    def __init__(self, tensor: torch.Tensor, readable: Readable) -> None:
+        self._layout = tensor.size(), tensor.stride(), tensor.storage_offset()
+        self._device_type = tensor.device.type
+        self.readable = readable
+
+    def read(self) -> torch.Tensor:
+        with below_autograd(), _without_autocast(self._device_type):
+            return self.readable.read().as_strided(*self._layout)
+
+
+class KeptTensor:
+    """One tensor that a compiled block saved, as it is."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # An alias: the tensor itself may be the output of the node that holds this, and the two would never be freed.
+        self._tensor = tensor if tensor.is_leaf else tensor.detach()
+        self._version = tensor._version
+
+    def read(self) -> torch.Tensor:
+        """The tensor; ``SavedTensorModified`` if it was written in place since it was saved."""
+        tensor = self._tensor
+        if tensor._version != self._version:  # with hooks in place autograd leaves this check to us
+            raise modified_in_place(f"a saved tensor of shape {tuple(tensor.shape)}", self._version, tensor._version)
+        return tensor
+
+
+def read_saved(saved: PackedTensor | KeptTensor) -> torch.Tensor:
+    return saved.read()
+
+
+def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
+    """Codecs compute in the precision that they were measured in."""
+    if not torch.is_autocast_enabled(device_type):
+        return contextlib.nullcontext()
+    return torch.autocast(device_type, enabled=False)

@@ -109,7 +109,8 @@ def likeness(index: StepIndex, view: RegionView) -> Hashable:
         for v in (*view.saved, *sorted(view.steady))
     )
     span = (frame.exit - frame.entry, frame.stop - frame.start)
-    return (program(view), tuple(view.forms.items()), _windows(index, view), slots, covers, graph.outputs, span)
+    forms = (view.call.unpacks_at_once, *view.forms.items())
+    return (program(view), forms, _windows(index, view), slots, covers, graph.outputs, span)
 
 
 def program(view: RegionView) -> Hashable:

@@ -46,7 +46,9 @@ class Measuring:
         self.read_values = [graph.slots[slot].value for slot in self.reads]
         at = [2 * graph.slots[slot].unpacked for slot in self.reads]
         self.stops = [slot_stop(index.trace, graph.slots[slot]) for slot in self.reads]
-        self.instants = sorted({*at, *self.stops})
+        self.at_once = 2 * view.call.backward[0] if view.call.unpacks_at_once else -1
+        """The instant at which all packed values are brought back; -1: each where it is needed."""
+        self.instants = sorted({*at, *self.stops, *((self.at_once,) if self.at_once >= 0 else ())})
         moments = sorted([(instant, -1) for instant in self.instants] + [(i, s) for s, i in enumerate(at)])
         self.release_moment = {instant: m for m, (instant, read) in enumerate(moments) if read < 0}
         self.read_moment = np.array(
@@ -199,9 +201,14 @@ class _Pass:
         self.end = end
 
     def _load_key(self, value: int) -> Ints:
-        """When a packed value is brought back: right before the first op that reads it, or last before its slot is read."""
+        """When a packed value is brought back: right before the first op that reads it, or last before its slot is read; in
+        compiled code when its backward begins.
+        """
         region = self.region
         position = np.where(self.away[value], self.first[value], len(region.reads))
+        if region.at_once >= 0:
+            key = region.release_moment[region.at_once] * region.keys + 1
+            return np.where(position < len(region.reads), key, _NEVER)
         place: Ints = np.full(self.count, region.keys - 2, dtype=np.int64)
         for op_id in sorted(self.runs, reverse=True):
             if value in region.view.graph.ops[op_id].reads:
@@ -393,7 +400,9 @@ class _Pass:
         for (value, name), mask in self.packed.items():
             form = view.form(value, name)
             if form.decision is not Decision.OFFLOAD:
-                spans = [(frame.exit, self.until[value], mask & (self.until[value] >= 0), form.held_bytes)]
+                until = self.until[value]
+                stop = until if region.at_once < 0 else np.full_like(until, region.at_once + 1)
+                spans = [(frame.exit, stop, mask & (until >= 0), form.held_bytes)]
             else:
                 since = 2 * self._neighbour().backward[0]
                 loaded = self.loads[value]
@@ -425,11 +434,17 @@ class _Pass:
             now += mask * form.held_bytes
             np.maximum(most, now + form.workspace_bytes, out=most, where=mask)
             storage = values[value].storage
-            if any(start <= exit_ < stop for start, stop in self.region.index.covered(storage)):
+            covered = self.region.index.covered(storage)
+            if self.region.at_once >= 0 or any(start <= exit_ < stop for start, stop in covered):
                 continue
             stays = held_until.get(storage, np.full(self.count, -1)) > exit_
             for other, _, later in itertools.islice(pairs, at + 1, None):
                 if values[other].storage == storage:
                     stays = stays | later
             now -= (mask & ~stays) * values[value].bytes
+        if self.region.at_once >= 0:  # compiled code holds what is packed until its forward ends
+            for value, _, mask in pairs:
+                covered = self.region.index.covered(values[value].storage)
+                if not any(start < exit_ <= stop for start, stop in covered):
+                    most += mask * values[value].bytes
         return most

@@ -15,13 +15,15 @@ from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.forms import Form
 from plimsoll.artifacts.trace import RegionCall
 from plimsoll.planning.choice import Choice
-from plimsoll.planning.replay_schedule import BOUNDARY, NO_OP, ReplayStep, Schedule, Segment, build_schedule
+from plimsoll.planning.replay_schedule import BOUNDARY, NO_OP, Schedule, Segment, build_schedule
 from plimsoll.planning.step import RegionView, Span, StepIndex, provider_of, slot_stop
 
 Level = tuple[int, int]
 """From this instant on, this many bytes."""
 Live = tuple[str, int]
 """Label and bytes of one buffer."""
+_ALL_AT_ONCE = -1
+"""In the place of a slot's rank: all packed values of a compiled region are brought back."""
 
 
 class BufferEvent(NamedTuple):
@@ -210,17 +212,22 @@ class _Machine:
         """What packed values take until their last reader lets go: a payload, or the source of a transfer.
 
         Payloads are made one after the other, the largest saving first, each source being let go at once: so what counts
-        beside all that forward saved is the highest moment of that.
+        beside all that forward saved is the highest moment of that. Compiled code hands over all that it saves when its
+        forward ends and takes all of it when its backward begins: sources are there until then, and payloads no longer.
         """
-        exit_ = 2 * part.view.call.forward[1]
+        call = part.view.call
+        exit_ = 2 * call.forward[1]
         for value, stop in stops.items():
             form = self._form(part, value)
+            # ``default``: of an input that no slot holds
+            first = min((slot.packed for slot in part.view.slots_of.get(value, ())), default=call.forward[0])
             if form.decision is Decision.OFFLOAD:
-                entry = part.view.call.forward[0]  # of an input that no slot holds
-                first = min((slot.packed for slot in part.view.slots_of.get(value, ())), default=entry)
                 self._hold(part, value, 2 * first, 2 * self._neighbour(part).forward[1])
-            else:
-                self.out.payloads.append(((exit_, stop), form.held_bytes, self._label(part, value)))
+                continue
+            if call.unpacks_at_once:
+                self._hold(part, value, 2 * first, exit_)
+            until = 2 * call.backward[0] + 1 if call.unpacks_at_once else stop
+            self.out.payloads.append(((exit_, until), form.held_bytes, self._label(part, value)))
         most = self._packing_bytes(part, stops)
         if most:
             self.out.packing.append(((exit_ - 1, exit_), most, f"{part.view.call.name} packing"))
@@ -238,8 +245,8 @@ class _Machine:
             most = max(most, now + forms[value].workspace_bytes)
             storage = entries[value].storage
             spans = (*self.index.covered(storage), *self.out.holds.get(storage, ()))
-            is_shared = any(entries[v].storage == storage for v in waiting[at + 1 :])
-            if not is_shared and not any(start <= exit_ < stop for start, stop in spans):
+            stays = part.view.call.unpacks_at_once or any(entries[v].storage == storage for v in waiting[at + 1 :])
+            if not stays and not any(start <= exit_ < stop for start, stop in spans):
                 now -= entries[value].bytes
         return most
 
@@ -288,6 +295,8 @@ class _Machine:
                 slot = part.view.graph.slots[slot_index]
                 if slot_index in rebuilt or slot.value in part.linked:
                     reads.append((slot.unpacked, position, rank, region))
+            if part.choice.forms and part.view.call.unpacks_at_once:
+                reads.append((part.view.call.backward[0], position, _ALL_AT_ONCE, region))
         reads.sort()
         for at, (tick, _, rank, region) in enumerate(reads):
             part = self.parts[region]
@@ -298,7 +307,11 @@ class _Machine:
                 self.memory.instant = 2 * tick
                 self.highest = self.memory.bytes_now
                 self._look(2 * tick)
-            self._read(part, part.view.graph.backward_order[rank], 2 * tick)
+            if rank == _ALL_AT_ONCE:
+                for value in sorted(part.choice.forms.keys() & set().union(*part.schedule.leaves.values())):
+                    self._load(part, value, {}, 2 * tick)
+            else:
+                self._read(part, part.view.graph.backward_order[rank], 2 * tick)
             if at + 1 == len(reads) or reads[at + 1][0] != tick:
                 self.out.levels.append((2 * tick, self.highest))
                 self.out.levels.append((2 * tick + 1, self.memory.bytes_now))
@@ -366,7 +379,8 @@ class _Machine:
             wanted = dict.fromkeys(outputs, self._stop(part, BOUNDARY))
         for step in segment.steps:
             if step.op == NO_OP:
-                self._load(part, step, wanted, instant)
+                if not part.view.call.unpacks_at_once:
+                    self._load(part, step.load, wanted, instant)
                 continue
             op = graph.ops[step.op]
             self.out.ops.append((part.view.call.index, step.op))
@@ -389,18 +403,18 @@ class _Machine:
             self._work(instant, f"{part.view.call.name} workspace of {op.name}", workspace_bytes)
             self._forget(part, step.frees)
 
-    def _load(self, part: _Part, step: ReplayStep, wanted: Mapping[int, int], instant: int) -> None:
+    def _load(self, part: _Part, load: int, wanted: Mapping[int, int], instant: int) -> None:
         """Bring a packed value back into a buffer of its own; that of a transfer is there since the next region's backward."""
-        value = part.view.graph.values[step.load]
-        form = self._form(part, step.load)
+        value = part.view.graph.values[load]
+        form = self._form(part, load)
         if form.decision is Decision.OFFLOAD:
             since = 2 * self._neighbour(part).backward[0]
-            self.out.payloads.append(((since, max(since, instant)), value.bytes, self._label(part, step.load)))
-        self.out.loads.append((part.view.call.index, step.load))
+            self.out.payloads.append(((since, max(since, instant)), value.bytes, self._label(part, load)))
+        self.out.loads.append((part.view.call.index, load))
         buffer = self.memory.allocate(value.bytes, f"{part.view.call.name} brought back {value.name}")
-        part.buffer_of[step.load] = buffer
-        if step.load in wanted:
-            self._keep_until(buffer, wanted[step.load])
+        part.buffer_of[load] = buffer
+        if load in wanted:
+            self._keep_until(buffer, wanted[load])
         self._work(instant, f"{part.view.call.name} workspace of {form.name}", form.workspace_bytes)
 
     def _keep_until(self, buffer: int, instant: int) -> None:

@@ -103,7 +103,7 @@ def attach(
         trained = {"model": fingerprint(model), "optimizer": type(optimizer).__name__}
         agreement.same("what to attach", {**trained, **options.facts(), **described(verify_every=verify_every)})
         _refuse_of_gathered(model, units, options)
-        if plans_compiled(model, units, options, "auto", room=room):
+        if plans_compiled(model, units, options, "auto", room=room, may_take_forms=agreement.size == 1):
             _refuse_split_graphs(model, units)
             return CompiledAttachment(
                 model, units, limit, options, optimizer=optimizer, agreement=agreement, verify_every=verify_every

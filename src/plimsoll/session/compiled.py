@@ -24,6 +24,7 @@ from plimsoll.artifacts.trace import Trace
 from plimsoll.errors import BudgetBelowFloor, InvalidOption
 from plimsoll.session.agreement import Agreement
 from plimsoll.session.device_costs import measure_engine, measured_costs
+from plimsoll.session.forms import Sensed, sense_compiled
 from plimsoll.session.manage import manage
 from plimsoll.session.options import Budget, PlanOptions
 from plimsoll.session.step_planner import StepPlanner
@@ -53,43 +54,53 @@ def plans_compiled(
     strategy: str,
     *,
     room: object = None,
+    may_take_forms: bool = False,
 ) -> bool:
     """Whether the plan decides about compiled parts. It leaves them alone where it cannot, and some region runs eagerly.
 
     Raises:
         InvalidOption: as for `refuse_uncompilable`, where nothing runs eagerly.
     """
-    found = _beyond(options, strategy, room)
-    if not found or not units:
-        return bool(units)
-    if not split_regions(model, units, options.regions)[1]:
-        refuse_uncompilable(options, strategy, room=room)
+    if not units:
+        return False
+    is_mixed = bool(split_regions(model, units, options.regions)[1])
+    takes_forms = may_take_forms and not is_mixed and all(unit.path for unit in units)
+    found = _beyond(options, strategy, room, takes_forms=takes_forms)
+    if not found:
+        return True
+    if not is_mixed:
+        refuse_uncompilable(options, strategy, room=room, takes_forms=takes_forms)
     warnings.warn(f"plimsoll: compiled parts keep what they save: {found} is the eager engine's alone", stacklevel=3)
     return False
 
 
-def refuse_uncompilable(options: PlanOptions, strategy: str, *, room: object = None) -> None:
+def refuse_uncompilable(options: PlanOptions, strategy: str, *, room: object = None, takes_forms: bool = False) -> None:
     """Refuse what a plan cannot do inside of torch.compile.
 
     Raises:
         InvalidOption: other decisions than to keep and to compute again, a device that is not here.
     """
-    if found := _beyond(options, strategy, room):
+    if found := _beyond(options, strategy, room, takes_forms=takes_forms):
         raise InvalidOption(
             f"{found} does not go with torch.compile.",
             why="inside of compiled code a plan decides what is saved and what is computed again, on the device that is "
-            "here; compressing and offloading are the eager engine's",
-            next="leave it out, or plan the uncompiled model",
+            "here; what blocks that are compiled one by one save, may also be compressed and offloaded, on one process",
+            next="leave it out, compile block by block, or plan the uncompiled model",
         )
 
 
-def _beyond(options: PlanOptions, strategy: str, room: object) -> str:
-    """What is asked for that a plan cannot do inside of torch.compile."""
+def _beyond(options: PlanOptions, strategy: str, room: object, *, takes_forms: bool) -> str:
+    """What is asked for that a plan cannot do inside of torch.compile. ``takes_forms``: all that runs are compiled blocks."""
+    usual = {"recompute", "compress", "offload"} if takes_forms else {"recompute"}
     return next(
         (
             text
             for text, is_asked in (
-                (f"allow={sorted(options.allow)}", set(options.allow) != {"recompute"}),
+                (
+                    f"allow={sorted(options.allow)}",
+                    not usual.issuperset(options.allow),
+                ),
+                (f"max_error={options.max_error}", options.wants_lossy and not takes_forms),
                 (f"device_profile={options.device_profile!r}", options.device_profile is not None),
                 (f"strategy={strategy!r}", strategy not in _STRATEGIES),
                 ("room=", room is not None),
@@ -104,8 +115,9 @@ def compiled_planner(
     agreement: Agreement, task: TrainingTask, options: PlanOptions, budget: Budget, progress: Progress = silent
 ) -> CompiledPlanner:
     """The planner of a step with compiled parts, once it is read and timed; errors are those of `plimsoll.plan`."""
+    is_alone = agreement.size == 1 and not split_regions(task.model, task.units, options.regions)[1]
     for name in options.strategies:
-        refuse_uncompilable(options, name)
+        refuse_uncompilable(options, name, takes_forms=is_alone and all(unit.path for unit in task.units))
     check_compiler(next(task.model.parameters()).device)
     with agreement.stepping():
         traced, costs = trace_compiled(task, options, progress)
@@ -222,8 +234,8 @@ class CompiledPlanner(StepPlanner):
             self.unseen_bytes = unseen_bytes
             taken_bytes = self.run(step, free).peak_bytes
             over_bytes = taken_bytes - (self.budget_bytes or 0)
-            if over_bytes <= 0:
-                break
+            if over_bytes <= 0 or self.options.wants_forms:
+                break  # other forms would need their error measured, or another link
             excess_bytes = max(excess_bytes + over_bytes, taken_bytes - plan.predicted_peak_bytes)
             plan = self.solve(self.budget_bytes, excess_bytes=excess_bytes)
         return free, taken_bytes
@@ -255,6 +267,11 @@ class CompiledPlanner(StepPlanner):
         self._taken_bytes = told.peak_bytes
         self.unseen_bytes = max(self.unseen_bytes, self._ran.peak_bytes - self.own(plan).predicted_peak_bytes)
         return told
+
+    def _sense(self, step: TrainingStep) -> Sensed:
+        """As `StepPlanner._sense`."""
+        watched = msgspec.structs.replace(self.extremes.lowest, compiled=self._compiled)
+        return sense_compiled(step, self.trace, self.costs, watched, self.options)
 
     def beside(self, trace: Trace, costs: Costs) -> StepPlanner:
         """As `StepPlanner.beside`."""

@@ -1,7 +1,8 @@
 """A budget at work on a model that torch.compile compiles, where no batch is at hand: the first training call makes the plan.
 
 The call's own arguments are the batch. Later calls choose among a few plans, each compiled once, by their shapes (see
-``shapes``). What lies outside of the model is not seen in the first call: the user's loss, where the model returns none.
+``shapes``); where values may take other forms, which are known at one size only, all follow the first one's decisions. What
+lies outside of the model is not seen in the first call: the user's loss, where the model returns none.
 Steps that are unlike those before are measured, and what they take more than predicted is counted from then on.
 """
 
@@ -23,7 +24,7 @@ from plimsoll.session.compiled import compiled_planner
 from plimsoll.session.joint_traces import facts_of
 from plimsoll.session.options import Budget, PlanOptions
 from plimsoll.session.plans_at_work import AttachedBudget
-from plimsoll.session.shapes import told
+from plimsoll.session.shapes import can_follow_shapes, told
 from plimsoll.session.step_watch import MeteredSituations, Situation, StepWatch, planned_situation, warn_of_overrun
 from plimsoll.session.task import TrainingTask
 from plimsoll.session.training_step import gradients_as_if
@@ -69,14 +70,14 @@ class CompiledAttachment(AttachedBudget):
     def _before_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
         """Before a training call: plan for it, or choose among the plans that are there."""
         self._calls += 1
-        if self._shaped is None:
+        if self._work.plan is None:
             try:
                 self._begin(args, kwargs, situation)
             except BaseException:
                 if not self._retry.is_running:
                     self.remove()
                 raise
-        else:
+        elif self._shaped is not None:
             self._choose(self._shaped, args, kwargs, situation, max(1, situation.in_flight))
         self._steps.meter_if_new(args, kwargs, situation, self._metered)
 
@@ -94,13 +95,16 @@ class CompiledAttachment(AttachedBudget):
             with gradients_as_if(task.model, are_there=True) if accumulates else contextlib.nullcontext():
                 with task.compiled():
                     planner = compiled_planner(agreement, task, self._options, self._budget)
+                    planner.try_forms(task.step)
                     plan = planner.plan("auto", task.step)
                 agreement.same_plan(plan)
         self._metered = MeteredSituations([planned_situation(plan.signature, plan.in_flight)])
         with self.agreement:
             self._run(plan)
-        measured_bytes = (planner.unseen_bytes, 0)
-        self._climb(planner.alone(), plan, situation.shapes, measured_bytes, accumulates=accumulates)
+        self._planner = planner.alone()
+        if can_follow_shapes(self._options, agreement.size):
+            measured_bytes = (planner.unseen_bytes, 0)
+            self._climb(self._planner, plan, situation.shapes, measured_bytes, accumulates=accumulates)
         _LOG.info(told(plan, 0))
 
     def _run(self, plan: Plan) -> None:
@@ -127,7 +131,9 @@ class CompiledAttachment(AttachedBudget):
         if peak_bytes and self._shaped is not None:
             self._shaped.note_peak(peak_bytes)
         if peak_bytes > plan.budget_bytes:
-            warn_of_overrun(peak_bytes, plan.budget_bytes, cause, "the next step is planned with that taken off")
+            follows = "the next step is planned with that taken off"
+            alone = "attach a smaller budget, or leave allow= out: then such steps are planned for"
+            warn_of_overrun(peak_bytes, plan.budget_bytes, cause, alone if self._shaped is None else follows)
 
 
 class _Outside(nn.Module):

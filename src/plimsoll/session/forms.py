@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import re
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,13 +32,13 @@ from plimsoll.engine.codecs.protocol import Codec
 from plimsoll.engine.codecs.registry import find_codec, lossless_codecs
 from plimsoll.engine.offload.measure import LinkSpeed, measure_link
 from plimsoll.engine.offload.open import default_link_name, open_link
-from plimsoll.engine.sensing import RegionKey, Seen, Sensor
+from plimsoll.engine.sensing import LEAST_LOSSY_ELEMENTS, RegionKey, Seen, Sensor
 from plimsoll.engine.stored_forms import READS_SIGN_ONLY
 from plimsoll.errors import TracingFailed
 from plimsoll.planning.step import StepIndex
 from plimsoll.session.manage import manage
 from plimsoll.session.options import PlanOptions
-from plimsoll.session.training_step import TrainingStep, copies
+from plimsoll.session.training_step import TrainingStep, copies, relative_error
 from plimsoll.tracing.meters.timing import clock_for, one_thread
 from plimsoll.tracing.recorder.untouched import untouched
 
@@ -55,6 +56,8 @@ _SLACK = 1.1
 _FUSED_ATTENTION = "scaled_dot_product"
 _SCORE_INPUTS = 2
 """Query and key come first."""
+_MAXIMUM = re.compile(r"(?<!:):(amax|logsumexp)(#\d+)?$")
+"""Names of what a softmax in a compiled block keeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,64 @@ def sense_forms(step: TrainingStep, trace: Trace, costs: Costs, lowest: Plan, op
     link, speed = _measure_link(options, step.device)
     maker = _FormMaker(trace, costs, sensor, gradients, link, speed, str(step.device), _wished(options))
     return Sensed(maker.make(), gradients)
+
+
+def sense_compiled(step: TrainingStep, trace: Trace, costs: Costs, plan: Plan, options: PlanOptions) -> Sensed:
+    """As `sense_forms`, of what compiled blocks save: one step runs with everything saved, and codecs are tried on it. What
+    goes over a link comes back as it was, so where that is all, nothing is run. ``plan`` says what is compiled.
+    """
+    sensor = Sensor(_codecs(options), _sampled(trace), wants_sensitivity=False)
+    for call in trace.regions:
+        if call.unpacks_at_once:
+            saved = (slot for slot in call.graph.slots if slot.packed <= call.forward[1])  # others come with backward
+            values = {call.graph.values[slot.value].name: call.graph.values[slot.value] for slot in saved}
+            held = {name: value for name, value in values.items() if value.bytes >= _LEAST_BYTES}
+            sensor.compiled[call.name, call.call] = tuple(sorted(held))
+            unseen = {name: Seen(torch.uint8, value.bytes) for name, value in held.items()}
+            sensor.seen[call.name, call.call] = {} if options.may_compress else unseen
+    gradients: dict[str, torch.Tensor | None] = {}
+    if options.may_compress:
+        with untouched(step.model, plan.written), manage(step.model, plan, sensor=sensor):
+            step.run()
+            gradients = {name: None if g is None else g.to("cpu") for name, g in copies(step.gradients()).items()}
+            if options.wants_lossy:
+                _follow_noise(step, trace, sensor, gradients)
+    link, speed = _measure_link(options, step.device)
+    maker = _FormMaker(trace, costs, sensor, gradients, link, speed, str(step.device), _wished(options))
+    return Sensed(maker.make(), gradients)
+
+
+def _follow_noise(
+    step: TrainingStep, trace: Trace, sensor: Sensor, gradients: Mapping[str, torch.Tensor | None]
+) -> None:
+    """Run the step once for every value of each kind of compiled block, with noise in it, to see how far gradients move."""
+    kinds: dict[str, list[RegionCall]] = {}
+    for call in trace.regions:
+        if call.unpacks_at_once:
+            kinds.setdefault(call.kind, []).append(call)
+    energy = sum(_energies(gradients).values())
+    for calls in kinds.values():
+        keys = frozenset((call.name, call.call) for call in calls)
+        exact = score_inputs(calls[0].graph)
+        for name in sensor.compiled[calls[0].name, calls[0].call]:
+            seen = [sensor.seen[key][name] for key in keys]
+            is_lossy = seen[0].dtype.is_floating_point and seen[0].count >= LEAST_LOSSY_ELEMENTS
+            if not is_lossy or name in exact:
+                moved = math.inf
+            else:
+                sensor.noisy, sensor.squared_noise = (keys, name), 0.0
+                step.run()
+                squared = relative_error(gradients, step.gradients()) ** 2
+                moved = squared * energy / sensor.squared_noise if sensor.squared_noise else math.inf
+            for one in seen:
+                one.parameter_error = moved
+    sensor.noisy = None
+
+
+def _energies(gradients: Mapping[str, torch.Tensor | None]) -> dict[str, float]:
+    """The squared norm of every parameter's gradient."""
+    found = {name: g for name, g in gradients.items() if g is not None}
+    return {name: float(torch.linalg.vector_norm(g.float())) ** 2 for name, g in found.items()}
 
 
 def _wished(options: PlanOptions) -> tuple[str, ...]:
@@ -145,9 +206,7 @@ class _FormMaker:
 
     @functools.cached_property
     def _energy(self) -> dict[str, float]:
-        """The squared norm of every parameter's gradient."""
-        found = {name: g for name, g in self.gradients.items() if g is not None}
-        return {name: float(torch.linalg.vector_norm(g.float())) ** 2 for name, g in found.items()}
+        return _energies(self.gradients)
 
     def make(self) -> Forms:
         index = StepIndex(self.trace, self.costs)
@@ -284,7 +343,10 @@ def made_into_scores(graph: RegionGraph) -> frozenset[str]:
 
 
 def _queries_and_keys(graph: RegionGraph) -> list[int]:
-    return [value for op in graph.ops if _FUSED_ATTENTION in op.name for value in op.reads[:_SCORE_INPUTS]]
+    """What fused attention makes scores of; in compiled code also scores, of which a softmax keeps the maximum and the sum."""
+    found = [value for op in graph.ops if _FUSED_ATTENTION in op.name for value in op.reads[:_SCORE_INPUTS]]
+    softmax = (op for op in graph.ops if any(_MAXIMUM.search(graph.values[write].name) for write in op.writes))
+    return [*found, *(read for op in softmax for read in op.reads)]
 
 
 def _is_statistic(graph: RegionGraph, name: str) -> bool:

@@ -118,7 +118,7 @@ def plan(
         has_budget = described(has_budget=budget is not None)
         agreement.same("what to plan", {**task.facts(), **options.facts(), **has_budget})
         task = agreement.patient(task)
-        is_compiled = plans_compiled(task.model, task.units, options, strategy)
+        is_compiled = plans_compiled(task.model, task.units, options, strategy, may_take_forms=agreement.size == 1)
         with task.compiled() if is_compiled else contextlib.nullcontext():
             planner_of = compiled_planner if is_compiled else eager_planner
             planner = planner_of(agreement, task, options, limit, part_of(report, 0.0, 0.5))

@@ -2,8 +2,9 @@
 
 Every buffer that backward reads is marked to be saved, but for those that the plan drops; every other forward node is marked
 to be computed again, so that torch's own heuristics have nothing left to decide. What may not run twice (random numbers,
-collectives, writes) is always saved. Cutting the graph in two, symbolic sizes, the order of what is computed again and random
-states remain torch's work.
+collectives, writes) is always saved. What the plan holds in another form comes first among what is saved, in the order of
+names: so whoever packs it knows each by its number, also where torch's caches have the code. Cutting the graph in two,
+symbolic sizes, the order of what is computed again and random states remain torch's work.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import hashlib
 import json
 import operator
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from plimsoll.tracing.compiled.joint import JointGraph
 
 Dropped = Mapping[str, frozenset[str]]
 """Per region of a unit the names of the buffers that backward computes again."""
+_PLACE = "plimsoll_place"
 _KERNEL = "plimsoll_kernel"
 _IS_ON_THE_WAY = "plimsoll_is_on_the_way"
 
@@ -35,12 +37,24 @@ _IS_ON_THE_WAY = "plimsoll_is_on_the_way"
 class PlannedPartitioner(Partitioner):
     """Partitions the graphs of one unit, or of several with the same decisions, as a plan says."""
 
-    def __init__(self, dropped: Dropped, known: Dropped | None = None, *, is_in_order: bool = True) -> None:
-        """``known`` are all values that the plan decides about, by region. ``is_in_order`` is as for `CompiledUnit`."""
+    def __init__(
+        self,
+        dropped: Dropped,
+        known: Dropped | None = None,
+        *,
+        packed: Sequence[str] = (),
+        is_in_order: bool = True,
+    ) -> None:
+        """``known`` are all values that the plan decides about, by region. ``packed`` are those that it holds in another form,
+        of a unit that is one region. ``is_in_order`` is as for `CompiledUnit`.
+        """
         self._known = known or {}
         self._dropped = dropped
         self._is_in_order = is_in_order
-        self._text = json.dumps([is_in_order, sorted((name, sorted(values)) for name, values in dropped.items())])
+        self._packed = tuple(packed)
+        self._text = json.dumps(
+            [is_in_order, sorted((name, sorted(values)) for name, values in dropped.items()), self._packed]
+        )
         self.found: set[tuple[str, str]] = set()
         """The decisions that graphs have shown a buffer for."""
 
@@ -104,16 +118,50 @@ class PlannedPartitioner(Partitioner):
             # Before torch 2.10 whatever is computed again must name a part of the graph; there is one part here.
             node.meta["ac_graph_id"] = 0
         self._refuse_other_graph(decided)
+        inputs = {node: ("", name) for node, name in joint.input_names([found]).items() if node in read}
+        places = {("", name): at for at, name in enumerate(self._packed)}
+        for node, decision in (named | inputs).items():
+            if decision in places:
+                node.meta[_PLACE] = places[decision]
+                node.meta.pop("saved_tensor_with_no_vc_check", None)  # what is put aside on the context meets no hook
         _note_kernels(found)
         _hide_drawless(graph)
 
-    def finish(self, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+    def finish(self, forward: fx.GraphModule, backward: fx.GraphModule, **options: Any) -> None:
+        if self._packed:
+            self._put_packed_first(forward.graph, backward.graph, options["num_fwd_outputs"])
         _show_drawless(forward.graph)
         _show_drawless(backward.graph)
         if self._is_in_order:
             _copy_for_each_kernel(backward.graph)
         forward.recompile()
         backward.recompile()
+
+    def _put_packed_first(self, forward: fx.Graph, backward: fx.Graph, outputs: int) -> None:
+        """Let forward hand over, and backward take, what is held in another form before all else that is saved.
+
+        Raises:
+            PlanMismatch: the graph does not save one of these.
+        """
+        output = forward.output_node()
+        made: tuple[Any, ...] = tuple(output.args[0])  # type: ignore[arg-type]
+        saved = [node for node in made[outputs:] if isinstance(node.meta.get("val"), torch.Tensor)]
+        found = sorted((node for node in saved if _PLACE in node.meta), key=lambda node: node.meta[_PLACE])
+        if [node.meta[_PLACE] for node in found] != list(range(len(self._packed))):
+            here = {node.meta[_PLACE] for node in found}
+            missing = next(name for at, name in enumerate(self._packed) if at not in here)
+            raise PlanMismatch(
+                f"The compiled graph does not save {missing!r}, which the plan holds in another form.",
+                why="torch, the model's library or the options of torch.compile are others than when the plan was made, or the "
+                "graph breaks at this batch",
+                next="plan this model here",
+            )
+        ordered = [*found, *(node for node in saved if _PLACE not in node.meta)]
+        output.args = ((*made[:outputs], *ordered, *made[outputs + len(saved) :]),)
+        taken = {node.name: node for node in backward.nodes if node.op == "placeholder"}
+        before = taken[saved[0].name].prev
+        for node in reversed(ordered):
+            before.append(taken[node.name])
 
     def _refuse_other_graph(self, here: Collection[tuple[str, str]]) -> None:
         """Refuse a graph in whose regions nothing is what the plan drops, and something is what it does not know.
@@ -216,8 +264,9 @@ def _local(name: str, region: str) -> str:
 
 
 def _from_text(text: str) -> PlannedPartitioner:
-    is_in_order, dropped = json.loads(text)
-    return PlannedPartitioner({name: frozenset(values) for name, values in dropped}, is_in_order=is_in_order)
+    is_in_order, dropped, packed = json.loads(text)
+    names = {name: frozenset(values) for name, values in dropped}
+    return PlannedPartitioner(names, packed=packed, is_in_order=is_in_order)
 
 
 _Pass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)

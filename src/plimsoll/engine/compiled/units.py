@@ -6,15 +6,21 @@ compiled once for each way in which the plan treats them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
-from plimsoll.artifacts.plan import CompiledUnit, Plan
+from plimsoll.artifacts.plan import CompiledUnit, Plan, RegionPlan, hiding
 from plimsoll.engine.compiled.partitioner import PlannedPartitioner
+from plimsoll.engine.offload.transfers import TransfersUnderWay
+from plimsoll.engine.program import Shared
 from plimsoll.engine.region import ManagedRegion
+from plimsoll.engine.stored_forms import Packer, Refused, SavingHook, Taking, read_saved
 from plimsoll.errors import PlanMismatch
 from plimsoll.tracing.compiled.units import CompileCall, PlannedCall, Unit, find_units, install
 from plimsoll.tracing.ddp import inner_module
@@ -26,49 +32,120 @@ class RegionInCompiled(ManagedRegion):
     __call__ = torch.compiler.disable(ManagedRegion.__call__)
 
 
+class PackingCall:
+    """A compiled block whose saved tensors partly take other forms, or behind which the transfers of the block before hide.
+
+    Autograd packs what compiled code saves when its forward ends, and unpacks all of it when its backward begins. The
+    partitioner has put first what takes other forms (see ``partitioner``).
+    """
+
+    def __init__(
+        self,
+        compiled: Callable[..., Any],
+        name: str,
+        taking: Sequence[Taking],
+        packer: Packer,
+        transfers: TransfersUnderWay,
+    ) -> None:
+        """``taking`` are the first tensors that it saves. ``name`` seeds what codecs draw."""
+        self._compiled, self._name, self._taking = compiled, name, tuple(taking)
+        self._packer, self._transfers = packer, transfers
+        self._calls = 0
+        self.refused: Counter[tuple[str, str]] = Counter()
+        """How often a value (by name and codec) was kept because its codec could not take it."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._compiled(*args, **kwargs)
+        self._calls += 1
+        saving = SavingHook(self._taking, self._packer, f"{self._name}/{self._calls}")
+        with saved_tensors_hooks(saving.pack, read_saved) if self._taking else contextlib.nullcontext():
+            output = self._compiled(*args, **kwargs)
+        for taking, readable in zip(self._taking, saving.packed, strict=False):
+            if isinstance(readable, Refused):
+                self.refused[taking.value, taking.form] += 1
+        self._transfers.leave(output)
+        self._transfers.send(saving.packed)
+        return output
+
+
 class CompiledUnits:
     """The units of a plan, at work from ``resume`` until ``pause``.
 
     Plans may take turns: what one has had compiled is there when it comes back.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, shared: Shared) -> None:
         self._units = planned_units(model, plan.compiled)
         self._put_back: list[Callable[[], None]] = []
         self._made: dict[Any, Callable[..., Any]] = {}
+        self._shared = shared
         self.use(plan)
 
     def use(self, plan: Plan) -> None:
         """Follow another plan for the same model, from ``resume`` on."""
-        self._calls = self._compiled(plan)
-
-    def _compiled(self, plan: Plan) -> dict[Unit, Callable[..., Any]]:
-        dropped = {region.name: region.dropped for region in plan.regions}
-        decided = {region.name: frozenset(each.value for each in region.decisions) for region in plan.regions}
-        planned = {unit.path: unit for unit in plan.compiled}
-        made = self._made
         found: dict[Unit, Callable[..., Any]] = {}
+        self.packing: dict[str, PackingCall] = {}
+        """Blocks whose values take other forms, by path."""
+        regions = {region.name: region for region in plan.regions}
+        planned = {unit.path: unit for unit in plan.compiled}
         for unit in self._units:
-            regions = {unit.local(name): dropped.get(name, frozenset()) for name in planned[unit.path].regions}
-            if not any(regions.values()):
-                if unit.module._compiled_call_impl is None and unit.wrapper is None:
-                    if unit not in made:
-                        made[unit] = unit.call.compile()
-                    found[unit] = PlannedCall(made[unit], unit.module)
-                continue
-            is_in_order = planned[unit.path].is_in_order
-            key = (
-                type(unit.module),
-                unit.call.key,
-                is_in_order,
-                *sorted((name, tuple(sorted(v))) for name, v in regions.items()),
-            )
-            if key not in made:
-                known = {unit.local(name): decided.get(name, frozenset()) for name in planned[unit.path].regions}
-                partitioner = PlannedPartitioner(regions, known, is_in_order=is_in_order)
-                made[key] = unit.call.compile(**partitioner.options)
-            found[unit] = PlannedCall(made[key], unit.module)
-        return found
+            names = planned[unit.path].regions
+            own = {unit.local(name): regions.get(name) for name in names}
+            taking, packer = self._taking(own)
+            packed = tuple(each.value for each in taking)
+            hides = bool(hiding(plan.regions).intersection(names))
+            call = self._compiled(unit, own, packed, is_in_order=planned[unit.path].is_in_order, hides=hides)
+            if call is not None and (packed or hides):
+                call = self.packing[unit.path] = PackingCall(call, unit.path, taking, packer, self._shared.transfers)
+            if call is not None:
+                found[unit] = PlannedCall(call, unit.module)
+        self._calls = found
+
+    def _taking(self, regions: Mapping[str, RegionPlan | None]) -> tuple[list[Taking], Packer]:
+        """What takes other forms in a unit, in the order of names, and who packs it; under a sensor all that it is to see."""
+        sensor = self._shared.sensor
+        found: list[Taking] = []
+        for region in filter(None, regions.values()):
+            if sensor is not None:
+                values = sensor.compiled.get((region.name, region.call), ())
+                return [Taking(value, value) for value in values], sensor.packer((region.name, region.call))
+            decided = {each.value: each for each in region.decisions if each.is_packed}
+            shares = {value: each.held_bytes / max(each.bytes, 1) for value, each in decided.items()}
+            found += [Taking(value, form, shares[value]) for value, form in sorted(region.packed.items())]
+        return found, self._shared.packer
+
+    def _compiled(
+        self,
+        unit: Unit,
+        regions: Mapping[str, RegionPlan | None],
+        packed: tuple[str, ...],
+        *,
+        is_in_order: bool,
+        hides: bool,
+    ) -> Callable[..., Any] | None:
+        """A unit compiled as the plan says; ``None`` where it stays as the user has compiled it. What hides transfers does not:
+        a wrapper that torch.compile made would compile what is around the unit.
+        """
+        made = self._made
+        is_watched = self._shared.sensor is not None  # then everything is saved
+        dropped = {name: each.dropped if each and not is_watched else frozenset() for name, each in regions.items()}
+        if not packed and not any(dropped.values()):
+            if not hides and (unit.module._compiled_call_impl is not None or unit.wrapper is not None):
+                return None
+            if unit not in made:
+                made[unit] = unit.call.compile()
+            return made[unit]
+        what = sorted((name, tuple(sorted(values))) for name, values in dropped.items())
+        key = (type(unit.module), unit.call.key, is_in_order, packed, *what)
+        if key not in made:
+            known = {
+                name: frozenset(each.value for each in region.decisions) if region else frozenset()
+                for name, region in regions.items()
+            }
+            partitioner = PlannedPartitioner(dropped, known, packed=packed, is_in_order=is_in_order)
+            made[key] = unit.call.compile(**partitioner.options)
+        return made[key]
 
     def resume(self) -> None:
         """Put the units' own compilations to work; harmless when called twice, or what was there before would be lost."""

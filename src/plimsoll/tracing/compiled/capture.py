@@ -134,14 +134,14 @@ class Partitioner(CustomPartitionerFn):
         # A budget of torch's own that was set since the plan was made would decide as well.
         with functorch_config.patch(activation_memory_budget=1.0):
             forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **options)
-        self.finish(forward, backward)
+        self.finish(forward, backward, **options)
         return forward, backward
 
     @abstractmethod
     def mark(self, graph: fx.Graph, **options: Any) -> None:
         """Mark the forward nodes to save, and those to compute again."""
 
-    def finish(self, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+    def finish(self, forward: fx.GraphModule, backward: fx.GraphModule, **options: Any) -> None:
         """Change what torch has made of them."""
 
 

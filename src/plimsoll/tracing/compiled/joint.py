@@ -67,6 +67,15 @@ def node_bytes(node: fx.Node) -> int:
     return math.prod(int(hinted(size)) for size in value.shape) * value.element_size()
 
 
+def input_names(graphs: Iterable[JointGraph]) -> dict[fx.Node, str]:
+    """A name for every tensor that graphs of one unit are given. Sizes, inputs too where they are symbols, are not counted: so
+    names are the same at all sizes.
+    """
+    given = (node for graph in graphs for node in graph.nodes if node.op == "placeholder")
+    tensors = (node for node in given if isinstance(node.meta.get("val"), torch.Tensor))
+    return {node: f"input#{at}" for at, node in enumerate(tensors, 1)}
+
+
 def hinted(size: Any) -> Any:
     """A size, or any number that is not one yet: its hint in place of a symbol."""
     return size.node.hint if isinstance(size, (torch.SymInt, torch.SymFloat)) else size

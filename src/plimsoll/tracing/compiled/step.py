@@ -22,7 +22,7 @@ from plimsoll.artifacts.region import Origin, RegionGraph, RegionOp, Slot, Value
 from plimsoll.artifacts.trace import Category, OpSpec, Phase, RegionCall, Storage, Trace, TraceOp
 from plimsoll.tracing.assemble import kind_of
 from plimsoll.tracing.compiled.capture import CompiledPart, Stretch, UnitPlace
-from plimsoll.tracing.compiled.joint import OUTSIDE, JointGraph, Kernel, node_bytes
+from plimsoll.tracing.compiled.joint import OUTSIDE, JointGraph, Kernel, input_names, node_bytes
 from plimsoll.tracing.compiled.seconds import kernel_key, kernel_spec, timed
 from plimsoll.tracing.torch_internals import is_at_least
 
@@ -206,10 +206,7 @@ class _Piece:
             for node in kernel.reads:
                 self.readers[node].append(kernel)
         self.statics = frozenset().union(*place.part.statics)
-        given = (n for graph in self.graphs for n in graph.nodes if n.op == "placeholder")
-        tensors = (node for node in given if isinstance(node.meta.get("val"), torch.Tensor))
-        self._input_names = {node: f"input#{at}" for at, node in enumerate(tensors, 1)}
-        """Sizes are inputs too where they are symbols, and are not counted: so names are the same at all sizes."""
+        self._input_names = input_names(self.graphs)
         self._aliases: dict[fx.Node, fx.Node] = {}
         """Inputs of a later graph that an earlier one makes."""
         self._handed_back: dict[fx.Node, int] = {}
@@ -399,8 +396,14 @@ class _Piece:
                 forward=(min(spans[0]), max(spans[0]) + 1),
                 backward=(min(spans[1]), max(spans[1]) + 1) if spans[1] else (-1, -1),
                 is_compiled=True,
+                unpacks_at_once=not name and self._is_called_alone(),
             )
         )
+
+    def _is_called_alone(self) -> bool:
+        """Whether this is a block that is called once, as one graph: saved-tensor hooks around it see nothing else then."""
+        calls = [call for call in self.weaver.eager.regions if call.name == self.place.call.name]
+        return bool(self.place.part.path) and len(calls) == len(self.graphs) == 1 and not self.place.inner
 
     def _graph(self, name: str, forward: Sequence[Kernel], backward: Sequence[Kernel]) -> RegionGraph:
         """A region's kernels as ops, one for each buffer that may be made again alone, and its buffers as values."""
