@@ -28,6 +28,7 @@ from plimsoll.session.agreement import Agreement
 from plimsoll.session.batch_shapes import Shapes, covers
 from plimsoll.session.calibration import (
     CallStanding,
+    Carried,
     CountedState,
     OptimizerWatch,
     optimizer_in_view,
@@ -108,7 +109,7 @@ class Attachment(AttachedBudget):
         self.is_calibrating = False
         """Whether the plan for the budget is still to come: the model runs at its lowest peak."""
         self._planner = self._shaped = None
-        self._error_scale, self._tries = 1.0, 0
+        self._error_scale, self._tries, self._carried = 1.0, 0, Carried()
         self._counted, self._metered = CountedState(), MeteredSituations()
         self._excess_bytes = self._overrun_bytes = self._deeper = self._deep_bytes = 0
         self._seen: set[object] = set()
@@ -309,7 +310,9 @@ class Attachment(AttachedBudget):
             return
         self._tries += 1
         self._watch_optimizer()
-        self._steps.meter(args, kwargs, with_optimizer=True)
+        if self._tries == 1:
+            self._carried.note_before(self._steps.device)
+        self._steps.meter(args, kwargs, self._carried if self._tries > 1 else None, with_optimizer=True)
 
     def _watch_optimizer(self) -> None:
         """Notice its steps, from one on that is about to come."""

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -27,8 +28,15 @@ from plimsoll.errors import InvalidLoss
 from plimsoll.session.task import TrainingTask, detached
 from plimsoll.tracing.ddp import bucket_bytes, has_rebuilt_buckets, inner_module
 from plimsoll.tracing.fsdp2 import Gathered, every_gradient, every_parameter
-from plimsoll.tracing.local_tensors import beside_weights
-from plimsoll.tracing.meters.memory import MeasurementLost, PeakMeter, instances_of, storage_bytes
+from plimsoll.tracing.local_tensors import beside_weights, dense_parts
+from plimsoll.tracing.meters.memory import (
+    MeasurementLost,
+    PeakMeter,
+    instances_of,
+    live_tensors,
+    storage_bytes,
+    storage_of,
+)
 from plimsoll.tracing.recorder.calling import output_tensors
 from plimsoll.tracing.torch_internals import is_profiled, is_profiler_on
 from plimsoll.tracing.zero import held_by_deepspeed, optimizer_inside
@@ -190,16 +198,48 @@ def optimizer_in_view(model: nn.Module) -> Optimizer | None:
     return ours[0]
 
 
+class Carried:
+    """What a loop carries from step to step outside of model and optimizer, such as perturbations of the weights in a list: the
+    storages that have come up since ``note_before``. Other batches wait meanwhile, and are no step's.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[int, StorageWeakRef] = {}
+
+    def note_before(self, device: torch.device) -> None:
+        """All that is there now is not carried by the loop, or is the user's to take off."""
+        live = live_tensors(device.type)
+        self._before = {storage_of(tensor): StorageWeakRef(tensor.untyped_storage()) for tensor in live}
+
+    def found(self, device: torch.device, batch: Any) -> list[torch.Tensor]:
+        """The tensors of what has come up; a reference stands for each of these storages, so that none has another's name."""
+        states = (
+            output_tensors(list(each.state.values())) for each in instances_of(Optimizer) if "state" in vars(each)
+        )
+        known = {storage_of(part) for tensors in states for tensor in tensors for part in dense_parts(tensor)}
+        looks = {(tensor.shape, tensor.dtype) for tensor in output_tensors(batch)}
+        return [
+            tensor
+            for tensor in live_tensors(device.type)
+            if storage_of(tensor) not in self._before
+            and storage_of(tensor) not in known
+            and (tensor.shape, tensor.dtype) not in looks
+        ]
+
+
 class MeasuredStep:
     """The bytes of one step from the forward of the model on, which is about to run. ``end`` says whether there is a
     measurement.
     """
 
-    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], carried: Carried | None = None
+    ) -> None:
         self._parameters = every_parameter(model)
         self._device = self._parameters[0].device
         self._versions = [parameter._version for parameter in self._parameters]
         held = held_tensors(model, args, kwargs)
+        held += [] if carried is None else carried.found(self._device, (args, kwargs))
         self._model = model
         self._bucket_bytes, self._has_rebuilt_before = bucket_bytes(model), has_rebuilt_buckets(model)
         self._replaced_bytes = 0

@@ -28,6 +28,7 @@ from plimsoll.session.calibration import (
     FORWARD,
     LOSS,
     OPTIMIZER,
+    Carried,
     MeasuredStep,
     OptimizerWatch,
     Taken,
@@ -259,12 +260,20 @@ class StepWatch:
         """Whether no graph of this model waits for a backward."""
         return not len(self.graphs)
 
-    def meter(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, with_optimizer: bool = False) -> None:
-        """Measure the step that the coming call begins, up to the next step or to that of the optimizer.
+    def meter(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        carried: Carried | None = None,
+        *,
+        with_optimizer: bool = False,
+    ) -> None:
+        """Measure the step that the coming call begins, with what the loop has ``carried``, up to the next step or to that of
+        the optimizer.
 
         It cannot end within backward, which puts the state of profilers back when it is through.
         """
-        self.measured, self.running = None, MeasuredStep(self._model, args, kwargs)
+        self.measured, self.running = None, MeasuredStep(self._model, args, kwargs, carried)
         if not with_optimizer:
             self._watch = OptimizerWatch(self._parameters, (), self._optimizer_comes, self._optimizer_comes)
 

@@ -187,7 +187,7 @@ class _CpuMeter:
 
     def start(self) -> None:
         held, self._held = self._held, None  # a reference would keep them alive
-        self._watched = _watch_deaths(_live_tensors("cpu") if held is None else held, self._note_death)
+        self._watched = _watch_deaths(live_tensors("cpu") if held is None else held, self._note_death)
         del held
         self._run_profiler()
         atexit.register(_end_profiler)
@@ -274,7 +274,7 @@ class _CudaMeter:
 
     def start(self) -> None:
         if self._held is not None:
-            others = [tensor for tensor in _live_tensors("cuda") if storage_of(tensor) not in self._held]
+            others = [tensor for tensor in live_tensors("cuda") if storage_of(tensor) not in self._held]
             self._watched = _watch_deaths(others, self._note_death)
         self._start_bytes = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -353,7 +353,7 @@ def _tell(note: Callable[[int], None], bytes_: int, _: object) -> None:
     note(bytes_)
 
 
-def _live_tensors(device_type: str) -> list[torch.Tensor]:
+def live_tensors(device_type: str) -> list[torch.Tensor]:
     """Dense tensors with memory of their own on such a device that Python knows, and the gradients that hang on them."""
     found: list[torch.Tensor] = []
     for thing in instances_of(torch.Tensor):
