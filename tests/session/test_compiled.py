@@ -307,11 +307,16 @@ def deep() -> Iterator[nn.Module]:
     torch._dynamo.reset()
 
 
+@pytest.fixture(scope="module")
+def free(deep: nn.Module) -> Plan:
+    """The plan that keeps everything in those blocks."""
+    return plimsoll.plan(deep, torch.randn(512, 32), strategy="none", loss=_squares)
+
+
 def test_offloading_between_compiled_blocks_reaches_below_the_lowest_peak_of_recomputing(
-    deep: nn.Module, tmp_path: Any
+    deep: nn.Module, free: Plan, tmp_path: Any
 ) -> None:
-    batch = torch.randn(512, 32)
-    budget = plimsoll.plan(deep, batch, strategy="none", loss=_squares).floor_bytes - 100 * 1024
+    batch, budget = torch.randn(512, 32), free.floor_bytes - 100 * 1024
     plimsoll.plan(deep, batch, budget, loss=_squares, allow="recompute,offload").save(tmp_path / "plan.json")
     plan = plimsoll.load(tmp_path / "plan.json")
     assert plan.link == "disk"
@@ -322,9 +327,8 @@ def test_offloading_between_compiled_blocks_reaches_below_the_lowest_peak_of_rec
     assert receipt.measured_peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.01)
 
 
-def test_a_budget_is_attached_that_compiled_blocks_reach_by_offloading(deep: nn.Module) -> None:
-    batch = torch.randn(512, 32)
-    budget = plimsoll.plan(deep, batch, strategy="none", loss=_squares).floor_bytes - 100 * 1024
+def test_a_budget_is_attached_that_compiled_blocks_reach_by_offloading(deep: nn.Module, free: Plan) -> None:
+    budget = free.floor_bytes - 100 * 1024
     handle = plimsoll.attach(deep, budget, allow="recompute,offload")
     for rows in (512, 512, 64):
         handle.step(lambda rows=rows: _squares(deep(torch.randn(rows, 32))).backward())
@@ -348,10 +352,9 @@ def test_masks_of_dropout_are_compressed_between_compiled_blocks(blocks: Model) 
     assert receipt.measured_peak_bytes == plan.predicted_peak_bytes
 
 
-def test_lossy_codecs_between_compiled_blocks_keep_to_their_error(deep: nn.Module) -> None:
-    batch = torch.randn(512, 32)
-    unmanaged = plimsoll.plan(deep, batch, strategy="none", loss=_squares).predicted_peak_bytes
-    plan = plimsoll.plan(deep, batch, int(0.85 * unmanaged), loss=_squares, allow="compress", max_error=0.01)
+def test_lossy_codecs_between_compiled_blocks_keep_to_their_error(deep: nn.Module, free: Plan) -> None:
+    batch, budget = torch.randn(512, 32), int(0.85 * free.predicted_peak_bytes)
+    plan = plimsoll.plan(deep, batch, budget, loss=_squares, allow="compress", max_error=0.01)
     assert not plan.is_lossless
     assert plan.measured_error == pytest.approx(plan.predicted_error, rel=0.3)
     receipt = plimsoll.verify(deep, batch, plan, loss=_squares, steps=1)
@@ -395,6 +398,10 @@ def test_inductors_own_order_is_taken_where_it_fits_and_is_faster(
     plan = plimsoll.plan(model, batch, budget, loss=_squares)
     assert seen == [{True, False}]
     assert {unit.is_in_order for unit in plan.compiled} == {share > 1}
+    receipt = plimsoll.verify(model, batch, plan, loss=_squares, steps=1)
+    assert receipt.exit_code == 0
+    assert receipt.measured_peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.01)
+    assert receipt.measured_peak_bytes <= budget
 
 
 def test_where_inductors_own_order_takes_too_much_a_plan_that_drops_more_is_tried(
@@ -418,10 +425,6 @@ def test_where_inductors_own_order_takes_too_much_a_plan_that_drops_more_is_trie
     assert [each.regions for each in tried[1:]] == [plan.regions]
     assert sum(each.retained_bytes for each in plan.regions) < sum(each.retained_bytes for each in tried[0].regions)
     assert plan.predicted_peak_bytes <= budget
-    receipt = plimsoll.verify(model, batch, plan, loss=_squares, steps=1)
-    assert receipt.exit_code == 0
-    assert receipt.measured_peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.01)
-    assert receipt.measured_peak_bytes <= budget
 
 
 class Halved(Block):
@@ -610,9 +613,10 @@ def test_a_compiler_that_is_switched_off_is_named(blocks: Model, plan: Plan) -> 
             model(**batch)
 
 
-def test_what_a_plan_compiles_is_not_run_uncompiled_past_the_recompile_limit() -> None:
+@pytest.mark.parametrize("limit", ["recompile_limit", "accumulated_recompile_limit"])
+def test_what_a_plan_compiles_is_not_run_uncompiled_past_the_recompile_limit(limit: str) -> None:
     compiled, found = CompileCall(dynamic=False).compile(), torch._dynamo.utils.counters["stats"]
-    with torch._dynamo.config.patch(recompile_limit=1):
+    with torch._dynamo.config.patch({limit: 1}):
         for rows in (4, 5, 6):
             before = found["unique_graphs"]
             compiled(Block(), torch.randn(rows, 32))

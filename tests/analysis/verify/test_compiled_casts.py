@@ -40,13 +40,13 @@ class Wrong(PlannedPartitioner):
     def uuid(self) -> str:
         return uuid4().hex  # not from torch's caches: None is a key like another
 
-    def finish(self, forward: torch.fx.GraphModule, backward: torch.fx.GraphModule) -> None:
+    def finish(self, forward: torch.fx.GraphModule, backward: torch.fx.GraphModule, **options: Any) -> None:
         product = next(node for node in backward.graph.nodes if node.target is torch.ops.aten.mm.default)
         with backward.graph.inserting_after(product):
             scaled = backward.graph.call_function(torch.ops.aten.mul.Tensor, (product, 1.01))
         scaled.meta.update(product.meta)
         product.replace_all_uses_with(scaled, delete_user_cb=lambda user: user is not scaled)
-        super().finish(forward, backward)
+        super().finish(forward, backward, **options)
 
 
 def _verified(**options: bool) -> Receipt:

@@ -153,8 +153,9 @@ def _apart(compiled: Callable[..., Any], limit: int | None, *args: Any, **kwargs
     limits = config.recompile_limit, config.accumulated_recompile_limit
     is_region, region = builder.is_invoke_subgraph, regions.invoke_subgraph_placeholder
     builder.is_invoke_subgraph, regions.invoke_subgraph_placeholder = _is_never, _called
+    config.accumulated_recompile_limit = sys.maxsize  # of all that shares `_call_of`, plans that are gone included
     if limit is not None:
-        config.recompile_limit = config.accumulated_recompile_limit = limit
+        config.recompile_limit = limit
     try:
         return compiled(*args, **kwargs)
     finally:
