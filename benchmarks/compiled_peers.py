@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -196,7 +197,7 @@ def _lines(table: Table, timings: dict[str, Timing]) -> list[str]:
     ]
     if ours:
         lines.append(
-            f"- ours / peer: median {torch.tensor(ours).median():.3f}, highest {max(ours):.3f}, over {len(ours)} peers"
+            f"- ours / peer: median {statistics.median(ours):.3f}, highest {max(ours):.3f}, over {len(ours)} peers"
         )
     return lines
 

@@ -193,7 +193,7 @@ CLAIMS = (
             "groups do not change what is computed again: everything, once. Only leaving blocks alone does, as when one "
             "block of two is "
             "recomputed; of the activations recomputation saves far more than half, of all memory it depends on the batch. "
-            "Blocks whose input autograd does not save (bf16 under RMS norm in float32) keep a copy of it each, so that "
+            "Blocks whose input autograd does not save (bf16 under RMS norm in float32) hold it each, so that "
             "`every:4` "
             "holds as much as `full`"
         ),
