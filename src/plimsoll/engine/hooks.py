@@ -54,13 +54,20 @@ class Cell:
     between: Between | None
     shell: Shell | None
 
-    def __init__(self, restorer: Restorer, index: int, version: int, shell: Shell | None = None) -> None:
+    def __init__(self, restorer: Restorer | None, index: int, version: int, shell: Shell | None = None) -> None:
         # ``leaves``, ``sample`` and ``between`` stay unset until ``drop``: this runs for every tensor that autograd saves
         self.restorer = restorer
         self.shell = shell
         self.index = index
         self.tensor = None
         self.version = version
+
+    @classmethod
+    def kept(cls, tensor: torch.Tensor) -> Cell:
+        """A cell that holds a tensor from the start, outside of an open call."""
+        cell = cls(None, 0, tensor._version)
+        cell.keep(tensor)
+        return cell
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Hold the tensor; ``version`` stays the one that it had when autograd saved it."""
@@ -93,7 +100,7 @@ class Cell:
     def read(self) -> torch.Tensor:
         """The kept tensor; ``SavedTensorModified`` if it was written in place since it was saved."""
         tensor = self.tensor
-        assert tensor is not None, "only kept cells are read by recipes"
+        assert tensor is not None, "only kept cells are read"
         found = self.version_now(tensor)
         if found != self.version:  # with hooks in place autograd leaves this check to us
             raise modified_in_place(f"a saved tensor of shape {tuple(tensor.shape)}", self.version, found)

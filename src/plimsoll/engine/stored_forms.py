@@ -17,7 +17,7 @@ import torch
 
 from plimsoll.engine.codecs.protocol import Codec, Payload
 from plimsoll.engine.codecs.registry import find_codec
-from plimsoll.engine.hooks import OpenCall, Readable, modified_in_place
+from plimsoll.engine.hooks import Cell, OpenCall, Readable, modified_in_place
 from plimsoll.engine.offload.protocol import Link, Ticket
 from plimsoll.engine.replay_plan import ReplayPlan
 from plimsoll.errors import ReplayMismatch, SavedTensorModified
@@ -273,10 +273,10 @@ class SavingHook:
         self._taking, self._packer, self._seed = taking, packer, seed
         self.packed: list[Readable] = []
 
-    def pack(self, tensor: torch.Tensor) -> PackedTensor | KeptTensor:
+    def pack(self, tensor: torch.Tensor) -> Readable:
         at = len(self.packed)
         if at == len(self._taking):
-            return KeptTensor(tensor)
+            return Cell.kept(tensor)
         taking, seed = self._taking[at], zlib.crc32(f"{self._seed}/{at}".encode())
         with below_autograd(), _without_autocast(tensor.device.type):
             most_bytes = taking.most_bytes(self._packer, tensor)
@@ -300,25 +300,7 @@ class PackedTensor:
             return self.readable.read().as_strided(*self._layout)
 
 
-class KeptTensor:
-    """One tensor that a compiled block saved, as it is."""
-
-    __slots__ = ("_tensor", "_version")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        # An alias: the tensor itself may be the output of the node that holds this, and the two would never be freed.
-        self._tensor = tensor if tensor.is_leaf else tensor.detach()
-        self._version = tensor._version
-
-    def read(self) -> torch.Tensor:
-        """The tensor; ``SavedTensorModified`` if it was written in place since it was saved."""
-        tensor = self._tensor
-        if tensor._version != self._version:  # with hooks in place autograd leaves this check to us
-            raise modified_in_place(f"a saved tensor of shape {tuple(tensor.shape)}", self._version, tensor._version)
-        return tensor
-
-
-def read_saved(saved: PackedTensor | KeptTensor) -> torch.Tensor:
+def read_saved(saved: Readable) -> torch.Tensor:
     return saved.read()
 
 

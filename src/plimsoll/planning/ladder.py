@@ -89,17 +89,14 @@ class Ladder(Generic[S]):
             self._all = ShapedPlans([rung.shaped for rung in self._rungs])
         return self._rungs
 
+    def fitting(self, shape: S, room_bytes: int) -> list[tuple[Plan, Forecast]]:
+        """The rungs whose forward and backward fit into the room."""
+        rungs = zip(self.rungs, self.at(shape), strict=True)
+        return [(rung.plan, forecast) for rung, forecast in rungs if forecast.before_optimizer_bytes <= room_bytes]
+
     def cheapest(self, shape: S, room_bytes: int) -> tuple[Plan, Forecast] | None:
-        """The rung with the least seconds whose forward and backward fit into the room; ``None`` where none does."""
-        fitting = [
-            (forecast.seconds, place)
-            for place, forecast in enumerate(self.at(shape))
-            if forecast.before_optimizer_bytes <= room_bytes
-        ]
-        if not fitting:
-            return None
-        place = min(fitting)[1]
-        return self.rungs[place].plan, self.at(shape)[place]
+        """The rung with the least seconds of those that fit into the room; ``None`` where none does."""
+        return min(self.fitting(shape, room_bytes), key=lambda rung: rung[1].seconds, default=None)
 
     def lowest(self, shape: S) -> tuple[Plan, Forecast]:
         """The rung with the lowest peak at a shape."""

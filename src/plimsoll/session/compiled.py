@@ -96,10 +96,7 @@ def _beyond(options: PlanOptions, strategy: str, room: object, *, takes_forms: b
         (
             text
             for text, is_asked in (
-                (
-                    f"allow={sorted(options.allow)}",
-                    not usual.issuperset(options.allow),
-                ),
+                (f"allow={sorted(options.allow)}", not usual.issuperset(options.allow)),
                 (f"max_error={options.max_error}", options.wants_lossy and not takes_forms),
                 (f"device_profile={options.device_profile!r}", options.device_profile is not None),
                 (f"strategy={strategy!r}", strategy not in _STRATEGIES),
@@ -229,6 +226,8 @@ class CompiledPlanner(StepPlanner):
         """
         unseen_bytes, excess_bytes = self.unseen_bytes, 0
         for _ in range(_TRIES):
+            if excess_bytes:
+                plan = self.solve(self.budget_bytes, excess_bytes=excess_bytes)
             own = tuple(msgspec.structs.replace(unit, is_in_order=False) for unit in plan.compiled)
             free = msgspec.structs.replace(plan, compiled=own)
             self.unseen_bytes = unseen_bytes
@@ -237,7 +236,6 @@ class CompiledPlanner(StepPlanner):
             if over_bytes <= 0 or self.options.wants_forms:
                 break  # other forms would need their error measured, or another link
             excess_bytes = max(excess_bytes + over_bytes, taken_bytes - plan.predicted_peak_bytes)
-            plan = self.solve(self.budget_bytes, excess_bytes=excess_bytes)
         return free, taken_bytes
 
     def _share_of_seconds(self, step: TrainingStep, one: Plan, other: Plan) -> float:

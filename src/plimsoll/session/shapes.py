@@ -245,14 +245,15 @@ class ShapePlans:
             return known, found[known]
         fitting: list[dict[int, tuple[Shapes, tuple[Plan, Forecast]]]] = []
         for each in alike:
-            ladder, sizes = self._known_ladder(each), _split(each)[1]
-            room_bytes = self._budget_bytes - self.withheld_bytes - self.unseen_bytes(each)
-            rungs = zip(ladder.rungs, ladder.at(sizes), strict=True)
-            fits = [(r.plan, at) for r, at in rungs if at.before_optimizer_bytes <= room_bytes]
-            fitting.append({id(plan): (each, (plan, at)) for plan, at in fits})
+            rungs = self._known_ladder(each).fitting(_split(each)[1], self._room_bytes(each))
+            fitting.append({id(plan): (each, (plan, at)) for plan, at in rungs})
         common = set.intersection(*map(set, fitting)) or set(fitting[0])
         plan = min(common, key=lambda key: fitting[0][key][1][1].seconds)
         return max((f[plan] for f in fitting if plan in f), key=lambda entry: entry[1][1].before_optimizer_bytes)
+
+    def _room_bytes(self, shapes: Shapes) -> int:
+        """What plans may take of the budget at a shape."""
+        return self._budget_bytes - self.withheld_bytes - self.unseen_bytes(shapes)
 
     def _unknown(self, shapes: Shapes, signature: Callable[[], str]) -> Plan:
         """The plan with the lowest peak at the largest shape that was traced: what it takes here nothing tells."""
@@ -270,7 +271,7 @@ class ShapePlans:
                 self._largest = shapes
             shapes, unmanaged_bytes = self._largest, self._unmanaged_bytes(self._largest)
         sizes = _split(shapes)[1]
-        room_bytes = self._budget_bytes - self.withheld_bytes - self.unseen_bytes(shapes)
+        room_bytes = self._room_bytes(shapes)
         found = self._known_ladder(shapes).cheapest(sizes, room_bytes)
         if found is None or self._first is None or shapes != self._first[0]:
             self._offer(tuple(self._rungs))

@@ -195,5 +195,6 @@ def layout_key(tensor: torch.Tensor) -> Any:
 
 def _loaded(place: tuple[str, str]) -> tuple[type, ...]:
     """The type, if anybody has imported it."""
-    found = vars(sys.modules.get(place[0], object)).get(place[1])
+    module = sys.modules.get(place[0])
+    found = None if module is None else module.__dict__.get(place[1])
     return () if found is None else (found,)
