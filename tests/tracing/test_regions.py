@@ -41,6 +41,12 @@ OTHERS = {
         ["stages.0.0", "stages.1.0", "stages.1.1"],
     ),
     "a sequence": (lambda: nn.Sequential(nn.Linear(8, 8), zoo.Block(), zoo.Block()), ["1", "2"]),
+    "a sequence that begins with a block of another kind": (
+        lambda: held(
+            blocks=nn.Sequential(nn.Sequential(first_block()), nn.Sequential(zoo.Block(), zoo.Block())), norm=NormAct(8)
+        ),
+        ["blocks.0.0", "blocks.1.0", "blocks.1.1"],
+    ),
     "attributes": (lambda: held(first=zoo.Block(), second=zoo.Block()), ["first", "second"]),
     "parallel branches": (
         lambda: held(layers=nn.ModuleList(branched(zoo.Block, zoo.Block) for _ in range(2))),
@@ -49,6 +55,10 @@ OTHERS = {
     "experts": (
         lambda: held(layers=nn.ModuleList(branched(*[zoo.Block] * 8) for _ in range(2))),
         ["layers.0", "layers.1"],
+    ),
+    "a block alone in a sequence": (
+        lambda: held(tail=nn.Sequential(zoo.Block(), nn.Linear(8, 8)), first=first_block(), second=first_block()),
+        ["first", "second"],
     ),
     "another kind of block among many": (
         lambda: held(layers=nn.ModuleList([zoo.Block(), branched(zoo.Block), zoo.Block()])),
@@ -74,6 +84,19 @@ def held(**children):
     for name, child in children.items():
         module.add_module(name, child)
     return module
+
+
+class NormAct(nn.Module):
+    """A norm with its activation: a module with children, and no more than a part of a block."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.act = nn.BatchNorm1d(width), nn.SiLU()
+
+
+def first_block() -> nn.Module:
+    """What convolutional networks begin with: a block of a kind of its own, with the same norms as all others."""
+    return held(narrow=nn.Linear(8, 8), one=NormAct(8), wide=nn.Linear(8, 8), two=NormAct(8))
 
 
 def branched(*kinds):

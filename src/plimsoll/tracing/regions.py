@@ -24,9 +24,10 @@ def find_regions(model: nn.Module, patterns: Sequence[str] | None = None) -> dic
     """The regions of a model, by module path (inside of ``DistributedDataParallel``), none inside another.
 
     By default: every member of the model's repeated blocks, the outermost ones: siblings of one class that hold parameters
-    and have children of their own, and all blocks of a list that holds such siblings or a single block. A block that is a
-    stack of others (a stage) gives way to them. A model without repeated blocks gets its children that have children;
-    failing that, itself. In patterns ``*`` stands for one level (``model.layers.*``), ``**`` for any number.
+    and have children of their own, all blocks of a list or a sequence that holds such siblings, and the single block of a
+    list. A block that is a stack of others (a stage) gives way to them. A model without repeated blocks gets its children
+    that have children; failing that, itself. In patterns ``*`` stands for one level (``model.layers.*``), ``**`` for any
+    number.
 
     Raises:
         InvalidRegions: a pattern matches nothing.
@@ -98,20 +99,24 @@ def _blocks(module: nn.Module, prefix: str, *, only_in_lists: bool = False) -> d
     members = [member for member in _members(module, prefix) if _is_block(member.module)]
     eligible = [member for member in members if member.container is not None or not only_in_lists]
     counts = Counter(type(member.module) for member in eligible)
-    lists: defaultdict[int, Counter[type[nn.Module]]] = defaultdict(Counter)
+    kinds: defaultdict[int, Counter[type[nn.Module]]] = defaultdict(Counter)
     for member in members:
-        if isinstance(member.container, nn.ModuleList):
-            lists[id(member.container)][type(member.module)] += 1
-    of_blocks = {owner for owner, kinds in lists.items() if max(kinds.values()) > 1 or kinds.total() == 1}
+        kinds[id(member.container)][type(member.module)] += 1
     found: dict[str, nn.Module] = {}
     for member in members:
-        is_repeated = counts[type(member.module)] > 1 or id(member.container) in of_blocks
+        is_repeated = counts[type(member.module)] > 1 or _holds_blocks(member.container, kinds[id(member.container)])
         if member in eligible and is_repeated:
             nested = _blocks(member.module, member.path, only_in_lists=True)
             found.update(nested if _is_stack(member.module, nested) else {member.path: member.module})
         else:
             found.update(_blocks(member.module, member.path, only_in_lists=only_in_lists))
     return found
+
+
+def _holds_blocks(container: nn.Module | None, kinds: Counter[type[nn.Module]]) -> bool:
+    """Whether what a container holds are blocks, also those of a kind of their own: the first of a convolutional network."""
+    is_repeating = max(kinds.values()) > 1 and isinstance(container, nn.ModuleList | nn.Sequential)
+    return is_repeating or (kinds.total() == 1 and isinstance(container, nn.ModuleList))
 
 
 def _is_stack(module: nn.Module, nested: Mapping[str, nn.Module]) -> bool:
