@@ -29,7 +29,6 @@ from plimsoll.engine.replay_code import Number, Unknown
 from plimsoll.engine.replay_plan import ReplayPlan
 from plimsoll.planning.expressions import Dimensions, Expression, Fitter, Sizes
 from plimsoll.tracing.recorder.recorder import RecordedOp, RecordedValue, Ref
-from plimsoll.tracing.recorder.storages import Geometry
 
 LEAST_RECORDINGS = 3
 MOST_RECORDINGS = 8
@@ -159,17 +158,14 @@ class _OpenRecording:
         return program
 
     def _fill(self, plan: ReplayPlan, numbers: tuple[Number, ...]) -> ReplayPlan:
-        """Ops keep their numbers open: recipes are written once, and get their numbers when they are bound."""
+        """Only what every call is compared with is filled in. Recipes are written once, and get their numbers when they are
+        bound; of other values the plan says them when it is asked.
+        """
         fill = _filling(numbers)
         region = self.recording.region
         return plan.at(
             numbers,
-            _graph(self.recording.graph, fill),
-            replace(
-                region,
-                values=tuple([_value(value, fill) for value in region.values]),
-                slot_geometries=tuple([_geometry(geometry, fill) for geometry in region.slot_geometries]),
-            ),
+            replace(region, slot_geometries=tuple([geometry.changed(fill) for geometry in region.slot_geometries])),
         )
 
     def _described(self, values: tuple[Number, ...]) -> Number | Unknown:
@@ -262,7 +258,7 @@ def _with_numbers(recording: Recording, change: Change) -> Recording:
             region,
             ops=tuple([_op(op, change) for op in region.ops]),
             values=tuple([_value(value, change) for value in region.values]),
-            slot_geometries=tuple([_geometry(geometry, change) for geometry in region.slot_geometries]),
+            slot_geometries=tuple([geometry.changed(change) for geometry in region.slot_geometries]),
             output_refs=tuple([ref and _ref(ref, change) for ref in region.output_refs]),
         ),
     )
@@ -278,7 +274,7 @@ def _graph(graph: RegionGraph, change: Change) -> RegionGraph:
 
 
 def _value(value: RecordedValue, change: Change) -> RecordedValue:
-    return replace(value, bytes=change(value.bytes), base=_geometry(value.base, change))
+    return replace(value, bytes=change(value.bytes), base=value.base.changed(change))
 
 
 def _op(op: RecordedOp, change: Change) -> RecordedOp:
@@ -306,16 +302,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _ref(ref: Ref, change: Change) -> Ref:
-    return Ref(ref.value, _geometry(ref.geometry, change))
-
-
-def _geometry(geometry: Geometry, change: Change) -> Geometry:
-    return Geometry(
-        tuple([change(size) for size in geometry.size]),
-        tuple([change(stride) for stride in geometry.stride]),
-        change(geometry.offset),
-        geometry.dtype,
-    )
+    return Ref(ref.value, ref.geometry.changed(change))
 
 
 def _call(call: TorchCall, change: Change) -> TorchCall:

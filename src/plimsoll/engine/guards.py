@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from plimsoll.artifacts.region import Origin, RegionGraph
 from plimsoll.engine.hooks import OpenCall
 from plimsoll.engine.replay_plan import ReplayPlan
 from plimsoll.engine.torch_flags import Flags, flags_for
@@ -197,7 +196,7 @@ class Guard:
             for index, g in enumerate(plan.recording.slot_geometries)
         )
         self._layouts = plan.recording.layouts
-        self._twins = _find_twins(plan.graph)
+        self._twins = plan.twins
 
     def holds(self, call: OpenCall, node_count: int) -> bool:
         """Whether this call saved what the recorded one saved, and built as many autograd nodes.
@@ -231,17 +230,3 @@ class Guard:
         """Whether the same slots are DTensors, each with the same mesh, placements and global shape."""
         shells = ((call.cells[index].shell, layout) for index, layout in self._layouts.items())
         return all(shell is not None and shell.layout == layout for shell, layout in shells)
-
-
-def _find_twins(graph: RegionGraph) -> tuple[tuple[int, int], ...]:
-    """Slots that showed one tensor from outside while recording; it is read, or packed, through the first of them."""
-    first: dict[int, int] = {}
-    twins = []
-    for index, slot in enumerate(graph.slots):
-        if (
-            slot.value >= 0
-            and graph.values[slot.value].origin is Origin.EXTERNAL
-            and first.setdefault(slot.value, index) != index
-        ):
-            twins.append((first[slot.value], index))
-    return tuple(twins)

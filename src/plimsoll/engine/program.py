@@ -146,7 +146,7 @@ class Program:
             if version_of(inputs[position]) != versions[position]:
                 return None
             tensor = settled(inputs[position]).detach()
-            if Geometry.of(tensor) != self.plan.recording.values[value].base:
+            if Geometry.of(tensor) != self.plan.geometry_of(value):
                 return None
             copies[value] = self._shared.inputs.hold(tensor, is_steady=value in self.plan.steady)
         return copies

@@ -125,14 +125,27 @@ class ReplayPlan:
     numbers: tuple[Number, ...] = ()
     """Those numbers."""
 
-    def at(self, numbers: tuple[Number, ...], graph: RegionGraph, recording: RecordedRegion) -> ReplayPlan:
-        """The plan, which leaves numbers open, for calls with these numbers. What does not depend on numbers is shared."""
+    def at(self, numbers: tuple[Number, ...], recording: RecordedRegion) -> ReplayPlan:
+        """The plan, which leaves numbers open, for calls with these numbers. What does not depend on numbers is shared, and the
+        bytes and geometries of values stay open in it: ask ``bytes_of`` and ``geometry_of``.
+        """
         for name, member in vars(ReplayPlan).items():
             if isinstance(member, cached_property):
                 getattr(self, name)
         made = copy.copy(self)
-        made.__dict__.update(template=self, numbers=numbers, graph=graph, recording=recording)
+        made.__dict__.update(template=self, numbers=numbers, recording=recording)
         return made
+
+    def bytes_of(self, value: int) -> int:
+        """The bytes of a value's storage."""
+        return int(self._number(self.graph.values[value].bytes))
+
+    def geometry_of(self, value: int) -> Geometry:
+        """How a value lies in its storage when it is made."""
+        return self.recording.values[value].base.changed(self._number)
+
+    def _number(self, number: Number | Unknown) -> Number:
+        return self.numbers[number.index] if isinstance(number, Unknown) else number
 
     @cached_property
     def dropped_slots(self) -> tuple[int, ...]:
@@ -185,6 +198,26 @@ class ReplayPlan:
         lossy = {value for value, codec in codecs if codec.keeps_sign_only or not codec.is_lossless}
         from_lossy = {slot for leaves, slots in self.leaf_groups if lossy.intersection(leaves) for slot in slots}
         return tuple(slot for slot in self.dropped_slots if slot not in from_lossy)
+
+    @cached_property
+    def sentinel_slots(self) -> tuple[int, ...]:
+        """One slot of every value that is packed exactly, and of the last of every chain of ops: no replayed op reads it."""
+        read = {value for op in self.replayed_ops for value in self.graph.ops[op].reads}
+        chosen: dict[int, int] = {}
+        for slot in self.exact_slots:
+            value = self.graph.slots[slot].value
+            if value in self.codecs or (value not in read and self.graph.values[value].origin is Origin.OP):
+                chosen.setdefault(value, slot)
+        return tuple(chosen.values())
+
+    @cached_property
+    def twins(self) -> tuple[tuple[int, int], ...]:
+        """Slots that showed one tensor from outside while recording; it is read, or packed, through the first of them."""
+        first: dict[int, int] = {}
+        shown = [slot for slot in self.graph.slots if slot.value >= 0]
+        outside = [slot for slot in shown if self.graph.values[slot.value].origin is Origin.EXTERNAL]
+        pairs = ((first.setdefault(slot.value, slot.index), slot.index) for slot in outside)
+        return tuple((one, other) for one, other in pairs if one != other)
 
     @cached_property
     def signs(self) -> Mapping[int, str]:
@@ -270,7 +303,7 @@ class ReplayPlan:
         return frozenset(v for v in saved if self.graph.values[v].origin is Origin.OP)
 
     def _bytes_of(self, values: Iterable[int]) -> int:
-        return sum({self.graph.values[v].storage: self.graph.values[v].bytes for v in values}.values())
+        return sum({self.graph.values[v].storage: self.bytes_of(v) for v in values}.values())
 
     @cached_property
     def _boundary_values(self) -> tuple[int, ...] | None:

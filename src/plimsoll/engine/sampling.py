@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from plimsoll.artifacts.region import Origin
 from plimsoll.engine.replay_plan import ReplayPlan
 from plimsoll.tracing.recorder.storages import INTEGER_OF_SIZE, Geometry, same_bits
 from plimsoll.tracing.torch_internals import at_end_of_backward, current_graph_task
@@ -85,14 +84,7 @@ class Sampler:
 
     def __init__(self, plan: ReplayPlan, policy: SentinelPolicy) -> None:
         self._policy = policy
-        graph = plan.graph
-        read = {value for op in plan.replayed_ops for value in graph.ops[op].reads}
-        chosen: dict[int, int] = {}
-        for slot in plan.exact_slots:
-            value = graph.slots[slot].value
-            if value in plan.codecs or (value not in read and graph.values[value].origin is Origin.OP):
-                chosen.setdefault(value, slot)
-        places = {slot: SamplePlaces.of(plan.recording.slot_geometries[slot]) for slot in chosen.values()}
+        places = {slot: SamplePlaces.of(plan.recording.slot_geometries[slot]) for slot in plan.sentinel_slots}
         self._sentinels = {slot: found for slot, found in places.items() if found is not None}
 
     def take(self, tensors: Sequence[torch.Tensor], number: int) -> dict[int, Sample]:

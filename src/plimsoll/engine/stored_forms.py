@@ -219,11 +219,11 @@ def _packings(plan: ReplayPlan, shares: Mapping[str, float]) -> tuple[Packing, .
             slots.setdefault(slot.value, []).append(slot.index)
     packings = []
     for value, found in slots.items():
-        name, nbytes = graph.values[value].name, graph.values[value].bytes
+        name, nbytes = graph.values[value].name, plan.bytes_of(value)
         dtype = plan.recording.slot_geometries[found[0]].dtype
         most_bytes = most_payload_bytes(plan.codecs[value], nbytes, dtype, shares.get(name))
         packings.append(Packing(value, forms[value], tuple(found), most_bytes))
-    return tuple(sorted(packings, key=lambda packing: (packing.most_bytes or 0) - graph.values[packing.value].bytes))
+    return tuple(sorted(packings, key=lambda packing: (packing.most_bytes or 0) - plan.bytes_of(packing.value)))
 
 
 def most_payload_bytes(codec: Codec | None, nbytes: int, dtype: torch.dtype, share: float | None) -> int | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,11 @@ class Geometry:
     @staticmethod
     def of(tensor: torch.Tensor) -> Geometry:
         return Geometry(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+
+    def changed(self, change: Callable[[Any], Any]) -> Geometry:
+        """The same with every number changed, in an order that is always the same."""
+        size = tuple([change(number) for number in self.size])
+        return Geometry(size, tuple([change(number) for number in self.stride]), change(self.offset), self.dtype)
 
     def view_on(self, base: torch.Tensor) -> torch.Tensor:
         """This geometry on the storage of ``base``."""
