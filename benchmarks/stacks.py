@@ -114,7 +114,7 @@ def _kept(set_up: SetUp, budget_bytes: int, steps: int) -> tuple[list[Ended], in
     found = metered(set_up, Arm(budget=budget_bytes), steps)
     floor_bytes = max(each.floor_bytes for each in found)
     if floor_bytes:
-        return _kept(set_up, max(floor_bytes, int(1.01 * budget_bytes)), steps)
+        return _kept(set_up, max(floor_bytes, int(1.001 * budget_bytes)), steps)
     return _sound(found), budget_bytes
 
 

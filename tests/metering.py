@@ -64,7 +64,8 @@ class LiveStorages(TorchDispatchMode):
     """Bytes of all storages that ops made since it was entered, and the most that were alive at once in each step.
 
     Make the model and everything else inside. A step lasts from one training call of a watched model to the next; what
-    happens in between its hooks (tracing, trial runs) is no part of it. Kernels' workspaces are not seen.
+    happens in between its hooks (tracing, trial runs) is no part of it. Kernels' workspaces are not seen. The random states
+    that checkpointing holds are, which no op makes.
     """
 
     def __init__(self) -> None:
@@ -123,13 +124,27 @@ class LiveStorages(TorchDispatchMode):
         return made
 
     def __enter__(self) -> Self:
-        self._resizing = mock.patch.object(torch.UntypedStorage, "resize_", self._noting(torch.UntypedStorage.resize_))
-        self._resizing.start()
+        resize = self._noting(torch.UntypedStorage.resize_)
+        self._patches = (
+            mock.patch.object(torch.UntypedStorage, "resize_", resize),
+            mock.patch.object(torch, "get_rng_state", self._noting_state(torch.get_rng_state)),
+        )
+        for each in self._patches:
+            each.start()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self._resizing.stop()
+        for each in self._patches:
+            each.stop()
         super().__exit__(*error)
+
+    def _noting_state(self, get_state: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        def noted() -> torch.Tensor:
+            state = get_state()
+            self._note(state.untyped_storage())
+            return state
+
+        return noted
 
     def _noting(self, resize: Any) -> Any:
         def resized(storage: torch.UntypedStorage, size: int) -> Any:

@@ -20,3 +20,13 @@ def test_storages_count_as_large_as_they_are_now():
         sizes.append(meter.bytes)
     assert sizes == [1024, 0, 2048, 1024, 0]
     assert meter.peaks == [2048]
+
+
+def test_a_random_state_counts_while_somebody_holds_it():
+    with LiveStorages() as meter:
+        meter.begin()
+        held = torch.get_rng_state()
+        sizes = [meter.bytes]
+        del held
+        sizes.append(meter.bytes)
+    assert sizes == [torch.get_rng_state().numel(), 0]

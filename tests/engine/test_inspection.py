@@ -120,7 +120,7 @@ def test_random_state_that_was_not_put_back_is_named(build, ops: tuple[str, ...]
         start = CallReplay._start
 
         def forgetful(self: CallReplay, task: int) -> None:
-            self._states = {point: torch.Generator().manual_seed(99).get_state() for point in self._states}
+            self._states = {point: torch.Generator().manual_seed(99) for point in self._states}
             start(self, task)
 
         monkeypatch.setattr(CallReplay, "_start", forgetful)

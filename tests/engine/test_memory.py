@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from contracts.harness import Block, Stack, batch, manage, stack_of, weigh
+from contracts.harness import Block, Stack, assert_unchanged, batch, manage, plain_step, stack_of, weigh
 from engine.models import Births, UpDown
 from metering import LiveStorages
 from plimsoll.errors import SavedTensorModified
+from plimsoll.tracing.meters.memory import PeakMeter
 
 pytestmark = pytest.mark.usefixtures("without_the_collector")
 
@@ -271,3 +272,56 @@ def test_a_scale_that_is_written_before_backward_is_an_error():
                     output.backward()
             else:
                 output.backward()
+
+
+def normed(up, down, x):
+    """Scaled by a sum over a product, detached, as DoRA scales by a norm; the product is in ``normed.products``."""
+    wide = up.weight @ down.weight
+    normed.products.append(weakref.ref(wide.untyped_storage()))
+    scale = wide.pow(2).sum().add(1).detach()
+    del wide
+    normed.alive.append(normed.products[-1]() is not None)
+    return x + down(torch.tanh(up(x)).exp()) * scale
+
+
+def test_what_autograd_lets_go_of_within_a_region_is_gone_at_once():
+    normed.products, normed.alive = [], []
+    model = spacious(2, normed)
+    with manage(model):
+        for index in range(4):
+            weigh(model(big(index))).backward()
+    assert normed.alive == [False] * 8
+
+
+@pytest.mark.parametrize("kept_in", [{0}, {2}, {1, 3}])
+def test_a_part_of_the_graph_that_lives_in_some_steps_and_not_in_others_changes_no_bit(kept_in):
+    class Watching(Block):
+        index, graphs = 0, ()
+
+        def forward(self, x):
+            norm = (self.up.weight * 2).pow(2).sum()
+            self.graphs = [norm] if self.index in kept_in else ["none"]
+            return super().forward(x) * norm.detach().rsqrt()
+
+    def step(model, index):
+        for block in model.blocks:
+            block.index = index
+        loss = plain_step(model, index)
+        for block in model.blocks:
+            if index in kept_in:
+                block.graphs[0].backward()  # through what was saved for it
+        return loss
+
+    assert_unchanged(lambda: Stack(*(Watching(nn.Tanh()) for _ in range(2))), step, steps=5, engine=None)
+
+
+def test_random_states_are_held_without_a_tensor():
+    """A CPU's would be one of 5056 bytes for each of the ops that draw."""
+    model = Stack(Block(nn.Sequential(*(nn.Dropout(0.1) for _ in range(6)))))
+    with manage(model):
+        for index in range(2):
+            weigh(model(batch(index, 1, 8))).backward()
+        with PeakMeter() as meter:
+            output = model(batch(2, 1, 8))
+    assert 0 < meter.resident_bytes < 5056
+    weigh(output).backward()

@@ -160,6 +160,24 @@ def test_a_bias_may_be_written_also_after_a_switch_to_a_plan_that_drops_boundari
             assert torch.equal(step(plain, index), step(model, index))
 
 
+def test_a_frozen_bias_is_held_as_it_is_so_writing_to_it_is_an_error():
+    """A quantized weight's scales and a frozen model's biases are many, and no optimizer writes them."""
+
+    def step(model, index):
+        loss = weigh(model(batch(index)))
+        with torch.no_grad():
+            model.blocks[1].up.bias.add_(1)
+        loss.backward()
+
+    model = stack_of(nn.Tanh)()
+    for block in model.blocks:
+        block.up.bias.requires_grad_(False)
+    with manage(model):
+        plain_step(model, 0)
+        with pytest.raises(SavedTensorModified, match=r"parameter up\.bias"):
+            step(model, 1)
+
+
 @pytest.mark.parametrize("kept", [(), ("gelu",), ("inner",), ("norm",)])
 def test_parameters_may_be_stepped_while_backward_runs(kept):
     def update(parameter):

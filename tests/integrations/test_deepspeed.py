@@ -48,6 +48,7 @@ def test_what_zero_cannot_be_planned_in_is_refused(told):
         assert "allow= names offload" in rank["refused"]["forms"]
         assert rank["refused"]["out of range"] == "InvalidBatch"
         assert "model.layers.0 is compiled" in rank["refused"]["compiled"]
+        assert "handle.step cannot run its steps again" in rank["refused"]["step"]
 
 
 def test_stage_3_gathers_whole_blocks_while_a_budget_is_at_work_and_layers_before_and_after(told):

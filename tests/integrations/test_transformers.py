@@ -66,6 +66,18 @@ def test_a_training_under_a_budget_keeps_to_it_and_to_every_bit(make, settings, 
     assert 0 < told[-1]["plimsoll/measured_peak_bytes"] <= budget_bytes
 
 
+@pytest.mark.parametrize("peft", [{}, {"use_dora": True}], ids=["LoRA", "DoRA"])
+def test_an_adapter_takes_no_more_than_under_the_switch_of_the_stack(peft, tmp_path):
+    """With a random state for each dropout, and DoRA's weight-sized temporaries, it was refused at that switch's peak."""
+    make = functools.partial(sft_trainer, str(tmp_path), peft=peft)
+    own, within = Watch(LiveStorages()), Watch(LiveStorages())
+    train(make, own, Arm(own_switch=True))
+    train(make, within, Arm(budget=max(own.peaks)))
+    assert 0 < max(within.peaks) <= max(own.peaks)
+    assert within.losses == own.losses
+    assert all(map(torch.equal, within.weights, own.weights))
+
+
 def test_offloading_of_activations_is_taken_over(tmp_path):
     """TRL's own needs an accelerator: here something else stands in its place."""
     trainer = sft_trainer(str(tmp_path), [PlimsollCallback("1GiB")], max_steps=1)

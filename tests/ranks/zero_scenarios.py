@@ -72,6 +72,8 @@ def _refusals() -> dict[str, str]:
     found["compiled"] = refused(lambda: plimsoll.attach(engine, "1GiB")).found
     engine.destroy()
     engine = _engine(1)
+    with plimsoll.attach(engine, "1GiB") as handle:
+        found["step"] = refused(lambda: handle.step(engine, **zoo.words())).found
     with plimsoll.attach(engine.module.model, "1GiB"):
         told = refused(lambda: engine(**zoo.words()))
     found["part of a model"] = told.next

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from plimsoll.engine.hooks import OpenCall
+from plimsoll.engine.hooks import GONE, OpenCall
 from plimsoll.engine.replay_plan import ReplayPlan
 from plimsoll.engine.torch_flags import Flags, flags_for
 from plimsoll.tracing.local_tensors import beside_weights, is_pending, is_sharded, layout_key, local_of
@@ -192,8 +192,8 @@ class Guard:
         self._node_counts = node_counts
         dropped = set(plan.dropped_slots)
         self._slots = tuple(
-            (g.size, g.dtype, g.stride, g.offset, index in dropped)
-            for index, g in enumerate(plan.recording.slot_geometries)
+            (g.size, g.dtype, g.stride, g.offset, slot.index in dropped, slot.value < 0)
+            for g, slot in zip(plan.recording.slot_geometries, plan.graph.slots, strict=True)
         )
         self._layouts = plan.recording.layouts
         self._twins = plan.twins
@@ -208,9 +208,13 @@ class Guard:
             return False
         if call.sharded != len(self._layouts) or (call.sharded and not self._lies_alike(call)):
             return False
-        for cell, tensor, (size, dtype, stride, offset, is_dropped) in zip(
+        for cell, tensor, (size, dtype, stride, offset, is_dropped, may_be_gone) in zip(
             call.cells, tensors, self._slots, strict=True
         ):
+            if cell is GONE:
+                if may_be_gone:
+                    continue
+                return False
             if (
                 tensor.shape != size
                 or tensor.dtype is not dtype

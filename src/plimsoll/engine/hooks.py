@@ -1,7 +1,9 @@
 """The saved-tensor hooks of a managed region, and the cells that they give to autograd instead of tensors.
 
-While the region runs, its `OpenCall` holds everything that autograd saves: only when the region has returned is it known
-whether the call may be treated like the recorded one. Then each cell is *kept* or *dropped*, and the `OpenCall` is done.
+While the region runs, its cells hold everything that autograd saves: only when the region has returned is it known whether
+the call may be treated like the recorded one. Then each cell is *kept* or *dropped*, and the `OpenCall` is done. What autograd
+lets go of before, as the graph of something that is detached, is gone at once; where a node has saved its own result, which
+leads back to it, only then.
 
 Cells own memory by plain references, so Python's reference counts free what nothing needs any more; there is no table of
 live tensors to clean up. A dropped cell owns the kept cells that its recipe reads, through any number of ops, and no more;
@@ -10,6 +12,7 @@ when autograd lets go of it, they go with it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -37,10 +40,10 @@ class Restorer(Protocol):
 class Cell:
     """One saved tensor of one call of a region.
 
-    A cell is *open* while the region runs (it holds nothing; the open call holds the tensors), then *kept* (``tensor`` and
-    ``version`` are set) or *dropped* (``leaves`` and ``sample`` are set). ``between`` is what `split_backward` knows of a
-    dropped cell. For a DTensor the cell is about the local shard; ``shell`` is the rest of the DTensor (``None`` for other
-    tensors), and its version counts as well.
+    A cell is *open* while the region runs (``tensor`` is what autograd has saved), then *kept* (``tensor`` and ``version`` are
+    set) or *dropped* (``leaves`` and ``sample`` are set). ``between`` is what `split_backward` knows of a dropped cell. For a
+    DTensor the cell is about the local shard; ``shell`` is the rest of the DTensor (``None`` for other tensors), and its
+    version counts as well.
     """
 
     __slots__ = ("__weakref__", "between", "index", "leaves", "restorer", "sample", "shell", "tensor", "version")
@@ -54,12 +57,19 @@ class Cell:
     between: Between | None
     shell: Shell | None
 
-    def __init__(self, restorer: Restorer | None, index: int, version: int, shell: Shell | None = None) -> None:
+    def __init__(
+        self,
+        restorer: Restorer | None,
+        index: int,
+        version: int,
+        shell: Shell | None = None,
+        tensor: torch.Tensor | None = None,
+    ) -> None:
         # ``leaves``, ``sample`` and ``between`` stay unset until ``drop``: this runs for every tensor that autograd saves
         self.restorer = restorer
         self.shell = shell
         self.index = index
-        self.tensor = None
+        self.tensor = tensor
         self.version = version
 
     @classmethod
@@ -107,10 +117,20 @@ class Cell:
         return tensor
 
 
-class OpenCall:
-    """One call of a region while it runs: the saved tensors in the order of saving; of DTensors the local shards."""
+NOTHING = torch.empty(0)
+"""In the place of a saved tensor that is gone."""
+GONE = Cell.kept(NOTHING)
+"""In the place of a cell that autograd has let go of."""
 
-    __slots__ = ("_points", "cells", "sharded", "sources", "states", "tensors")
+
+class OpenCall:
+    """One call of a region while it runs: the saved tensors in the order of saving; of DTensors the local shards.
+
+    Cells belong to autograd alone until the region has returned. From ``end`` on ``cells`` has those that are left, and
+    ``tensors`` what they hold.
+    """
+
+    __slots__ = ("_open", "_points", "cells", "sharded", "sources", "states", "tensors")
 
     def __init__(self, points: StatePoints, sources: Sequence[torch.Tensor | None] = ()) -> None:
         self.sources = sources
@@ -119,38 +139,54 @@ class OpenCall:
         self.tensors: list[torch.Tensor] = []
         self.sharded = 0
         """How many of them are shards."""
-        self.states: dict[tuple[int, int], torch.Tensor] = {}
+        self.states: dict[tuple[int, int], torch.Generator] = {}
         """Generator states by generator and point, for random ops that will run again."""
+        self._open: list[weakref.ref[Cell]] = []
         self._points = points
         take_states(points, ENTRY, self.states)
 
     def pack(self, tensor: torch.Tensor) -> Cell:
         """The pack hook: hold the tensor until the region returns."""
-        cells = self.cells
+        opened = self._open
         if (
             type(tensor) is torch.Tensor or type(tensor) is nn.Parameter
         ):  # the fast way for all but DTensors and the like
-            cell = Cell(self, len(cells), tensor._version)
+            cell = Cell(self, len(opened), tensor._version, None, tensor)
         else:
             version = version_of(tensor)
             tensor, shell = unwrapped(tensor)
-            cell = Cell(self, len(cells), version, shell)
+            cell = Cell(self, len(opened), version, shell, tensor)
             self.sharded += shell is not None
-        cells.append(cell)
-        self.tensors.append(tensor)
+        opened.append(weakref.ref(cell))
         return cell
 
     def pack_random(self, tensor: torch.Tensor) -> Cell:
         """The pack hook of a region that will repeat random ops: also take the generator's state where one starts."""
-        take_states(self._points, len(self.cells), self.states)
+        take_states(self._points, len(self._open), self.states)
         return self.pack(tensor)
 
     def restore(self, cell: Cell) -> torch.Tensor:
         """A tensor that is read while the region still runs (a backward inside of forward)."""
-        return self.tensors[cell.index]
+        return self.tensors[cell.index] if cell.tensor is None else cell.tensor
+
+    def end(self) -> None:
+        """The region has returned."""
+        for reference in self._open:
+            cell = reference()
+            if cell is None or cell.tensor is None:
+                cell, tensor = GONE, NOTHING
+            else:
+                tensor, cell.tensor = cell.tensor, None
+            self.cells.append(cell)
+            self.tensors.append(tensor)
+        self._open = []
+        if self.sharded:
+            self.sharded = sum(cell.shell is not None for cell in self.cells)
 
     def keep_all(self) -> None:
         """Every cell keeps its tensor, as if the region were not managed."""
+        if self._open:
+            self.end()
         for cell, tensor in zip(self.cells, self.tensors, strict=True):
             cell.keep(tensor)
         self.close()

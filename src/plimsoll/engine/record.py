@@ -14,7 +14,7 @@ from plimsoll.artifacts.plan import RegionPlan
 from plimsoll.artifacts.region import Origin, RegionGraph
 from plimsoll.engine.call_stream import Stream, StreamRecorder, references
 from plimsoll.engine.guards import NO_OFFSET, Entry, SignatureReader
-from plimsoll.engine.hooks import Cell, OpenCall, unpack
+from plimsoll.engine.hooks import GONE, Cell, OpenCall, unpack
 from plimsoll.engine.program import Program, Shared
 from plimsoll.engine.replay_code import RecordedRegion
 from plimsoll.engine.replay_plan import DropChoice, ParameterSource, ReplayPlan, choose
@@ -144,12 +144,13 @@ class Recorded:
 class _RecordedCall(OpenCall):
     """An open call that also notes the value that each saved tensor shows, and the generators' state."""
 
-    __slots__ = ("recorder", "records")
+    __slots__ = ("geometries", "recorder", "records")
 
     def __init__(self, recorder: VerifyingRecorder, sources: Sequence[torch.Tensor | None]) -> None:
         super().__init__({}, sources)
         self.recorder = recorder
         self.records: list[SlotRecord] = []
+        self.geometries: list[Geometry] = []
 
     def pack(self, tensor: torch.Tensor) -> Cell:
         recorder = self.recorder
@@ -161,8 +162,23 @@ class _RecordedCall(OpenCall):
             value = recorder.add_leaf(local, Origin.EXTERNAL, "external")
             self.records.append(SlotRecord(value=value, storage=recorder.table.find(local)))
         else:
-            self.records.append(SlotRecord(value=-1))
-        return super().pack(tensor)
+            self.records.append(_UNMANAGED)
+        cell = super().pack(tensor)
+        assert cell.tensor is not None, "an open cell holds what was saved"
+        self.geometries.append(_slot_geometry(cell.tensor))
+        return cell
+
+    def end(self) -> None:
+        """The region has returned: nothing is to be decided about what autograd has let go of."""
+        super().end()
+        for index, (cell, tensor) in enumerate(zip(self.cells, self.tensors, strict=True)):
+            if cell is GONE:
+                self.records[index] = _UNMANAGED
+            else:
+                self.geometries[index] = _slot_geometry(tensor)
+
+
+_UNMANAGED = SlotRecord(value=-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +285,7 @@ def _watch(
     except BaseException:
         saved.keep_all()
         raise
+    saved.end()
     nodes = sequence_number() - before
     return _Watched(
         recorder, saved, sources, inputs, input_values, versions, output, before, nodes, stream, entry.flags
@@ -355,16 +372,19 @@ def _recording(call: _Watched, subject: RegionForward) -> Recording:
 
 
 def _unsaved_parameters(call: _Watched) -> set[int]:
-    """Vectors among the parameters (the bias of a linear layer) that autograd did not save.
+    """Vectors among the parameters (the bias of a linear layer) that are trained and that autograd did not save.
 
     Without a plan they may be written between forward and backward, so recipes read a copy.
     """
     saved = {record.value for record in call.saved.records}
-    values = call.recorder.values
+    values, tensors = call.recorder.values, call.saved.sources
     return {
         value
-        for value in call.sources.keys() - saved
-        if values[value].origin is Origin.PARAMETER
+        for value, source in call.sources.items()
+        if value not in saved
+        and (tensor := tensors[source.place]) is not None
+        and tensor.requires_grad
+        and values[value].origin is Origin.PARAMETER
         and values[value].bytes <= SMALL_PARAMETER_BYTES
         and len(values[value].base.size) <= 1
     }
@@ -377,7 +397,7 @@ def _recorded_region(call: _Watched, ids: LocalIds, outputs: list[Ref | None]) -
         values=tuple(recorder.values[log_id] for log_id in ids.to_log),
         to_local=ids.to_local,
         generators=recorder.points.generators,
-        slot_geometries=tuple(map(_slot_geometry, saved.tensors)),
+        slot_geometries=tuple(saved.geometries),
         layouts={cell.index: cell.shell.layout for cell in saved.cells if cell.shell is not None},
         output_refs=tuple(outputs),
     )

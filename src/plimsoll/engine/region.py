@@ -262,6 +262,7 @@ class ManagedRegion:
             with saved_tensors_hooks(pack, unpack), guard:
                 output = service.run(self._original, args, kwargs)
             nodes = sequence_number() - before
+            call.end()
             shared.transfers.leave(output)
         except BaseException:
             call.keep_all()

@@ -149,7 +149,7 @@ class CallReplay:
         self,
         recipes: Recipes,
         bound: Sequence[torch.Tensor],
-        states: Mapping[tuple[int, int], torch.Tensor],
+        states: Mapping[tuple[int, int], torch.Generator],
         waiting: Mapping[int, weakref.ref[Cell]],
         examiner: Examiner | None,
     ) -> None:

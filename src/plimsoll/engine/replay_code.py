@@ -226,7 +226,7 @@ class _Writer:
         """Draw forward's numbers again, and put the generator back whatever happens: training goes on with its own."""
         generator = self._constant(self._recording.generators[point[0]], f"g{point[0]}")
         self._emit(f"now = {generator}.get_state()")
-        self._emit(f"{generator}.set_state(states[{point!r}])")
+        self._emit(f"{generator}.set_state(states[{point!r}].get_state())")
         self._emit("try:")
         self._emit(call, 2)
         self._emit("finally:")

@@ -17,7 +17,7 @@ import torch
 
 from plimsoll.engine.codecs.protocol import Codec, Payload
 from plimsoll.engine.codecs.registry import find_codec
-from plimsoll.engine.hooks import Cell, OpenCall, Readable, modified_in_place
+from plimsoll.engine.hooks import NOTHING, Cell, OpenCall, Readable, modified_in_place
 from plimsoll.engine.offload.protocol import Link, Ticket
 from plimsoll.engine.replay_plan import ReplayPlan
 from plimsoll.errors import ReplayMismatch, SavedTensorModified
@@ -26,9 +26,6 @@ from plimsoll.tracing.torch_internals import below_autograd, current_autograd_no
 
 READS_SIGN_ONLY = frozenset({"ReluBackward0"})
 """Autograd nodes that look at a saved tensor only to see where it is positive."""
-
-_GONE = torch.empty(0)
-"""Stands where a packed tensor was."""
 
 
 class Source:
@@ -206,7 +203,7 @@ class RegionPacker:
                 self.refused[plan.graph.values[packing.value].name, packing.form] += 1
             del source, one
             for slot in packing.slots:
-                tensors[slot] = _GONE
+                tensors[slot] = NOTHING
         return packed
 
 

@@ -34,6 +34,7 @@ from plimsoll.session.step_snapshot import Companions, StepSnapshot
 from plimsoll.session.tightest_rank import first_planner
 from plimsoll.tracing import ddp, fsdp2
 from plimsoll.tracing.ddp import inner_module
+from plimsoll.tracing.zero import steps_with_buckets
 from plimsoll.units import format_bytes
 
 P = ParamSpec("P")
@@ -142,7 +143,15 @@ class Retry:
 
 
 def refuse_unrepeatable(model: nn.Module, plans: TighterPlans) -> None:
-    """Refuse to run steps again that other ranks run too, where not all of what they share can begin anew."""
+    """Refuse to run steps again that DeepSpeed or other ranks run too, where not all that is theirs can begin anew."""
+    inner = inner_module(model)
+    if steps_with_buckets(inner):
+        raise InvalidModel(
+            f"{type(inner).__name__} is trained by DeepSpeed's engine, and handle.step cannot run its steps again.",
+            why="gradients go into DeepSpeed's buckets while backward runs, and it counts which have been reduced: after a "
+            "step that fails within backward the next one meets half of them",
+            next="call the engine without handle.step; a smaller budget leaves more room for what else comes onto the device",
+        )
     agreement, world = plans.agreement, find_participants(model).world
     if world is None:
         return

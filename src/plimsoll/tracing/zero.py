@@ -73,6 +73,11 @@ def engine_of(model: nn.Module) -> Any | None:
     return next((cell.cell_contents for cell in cells if isinstance(cell.cell_contents, kind)), None)
 
 
+def steps_with_buckets(model: nn.Module) -> bool:
+    """Whether DeepSpeed moves gradients into buckets of its own while backward runs, and keeps account of them."""
+    return _wrapper_of(inside_engine(model)) is not None
+
+
 def partitions(model: nn.Module) -> list[nn.Parameter]:
     """What DeepSpeed steps on this rank in place of the parameters: flat partitions (ZeRO), or copies in 32 bits."""
     wrapper = _wrapper_of(model)
