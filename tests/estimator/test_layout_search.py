@@ -14,7 +14,7 @@ from plimsoll.artifacts.job import Layout, ModelFacts
 from plimsoll.artifacts.store import load_any
 from plimsoll.errors import InvalidLayout
 from plimsoll.estimator.layout_search import LayoutSearch, LayoutSpace
-from plimsoll.estimator.rank_estimates import Setting
+from plimsoll.estimator.setting import Setting
 from plimsoll.planning.costing.devices import find_device
 
 LLAMA = ModelFacts(name="m", architecture="Llama", layers=8, heads=8, kv_heads=8, intermediate=256, sequence=1024)
@@ -100,7 +100,8 @@ def test_the_search_finds_what_planning_everything_finds(budget_bytes: int):
     job, choices = LayoutSearch(wanted, make, "auto", LLAMA).run(None)
     planned = sum(strategy == "auto" for _, strategy in _Job.measured)
     every = [(_Job(layout, 1, budget_bytes), layout) for layout in wanted.layouts(1, LLAMA)]
-    fitting = [made.measure("auto")[1] for made, _ in every if made.measure("auto")[0] <= budget_bytes]
+    planned = [made.measure("auto") for made, _ in every]
+    fitting = [figures.step_seconds for figures in planned if figures.peak_bytes <= budget_bytes]
     assert choices[0].step_seconds <= min(fitting)
     assert choices[0].peak_bytes <= budget_bytes
     assert choices[0].layout == job.layout

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from plimsoll.artifacts.decision import Status
-from plimsoll.artifacts.estimate import Estimate, LayoutChoice
+from plimsoll.artifacts.estimate import Estimate, LayoutChoice, SwitchSetting
 from plimsoll.artifacts.job import Layout, ModelFacts, Precision, Techniques, parse_precision, read_techniques
 from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.artifacts.trace import Trace
@@ -18,10 +18,10 @@ from plimsoll.errors import InvalidLayout, InvalidOption
 from plimsoll.estimator.budget import tensor_room
 from plimsoll.estimator.estimate_job import EstimateJob
 from plimsoll.estimator.layout_search import LayoutSearch, LayoutSpace, MakeJob
-from plimsoll.estimator.lowering import check_framework
+from plimsoll.estimator.lowering import check_framework, lowering_notes
 from plimsoll.estimator.parallelism.context import with_context_parallel
 from plimsoll.estimator.parallelism.layouts import check_layout, read_layout
-from plimsoll.estimator.rank_estimates import AUTO, NOTHING, Setting, check_setting
+from plimsoll.estimator.setting import AUTO, NOTHING, Setting, check_setting
 from plimsoll.estimator.targets.recipe import find_recipe
 from plimsoll.estimator.targets.target import Target
 from plimsoll.estimator.targets.tracing import TraceRequest, target_facts, trace_target
@@ -77,7 +77,8 @@ def estimate(
         budget: bytes for the tensors of one rank, or ``"auto"``: the device's memory less its framework, what published
             runs held unaccounted for, and 8%.
         export: the framework whose own switches are to keep to ``budget`` (by default ``"auto"``): ``megatron``, ``torchtitan``
-            or ``transformers``. The estimate is then that of the best setting; ``switches`` has its neighbours too.
+            or ``transformers``. Settings that offload are tried where the device has a link to its host. The estimate is then
+            that of the best setting; ``switches`` has its neighbours too.
         techniques: what else the run does: ``"gradients=fp32,loss=fused,optimizer-in-backward"`` (``docs/estimate.md``).
         loss: for a model whose output is no loss; from the output to a scalar.
         progress: told the stage and the share done.
@@ -135,9 +136,13 @@ def estimate(
         job, layouts = _search(space, make, asked_first, batch, setting.strategy, part_of(report, 0.0, 0.9))
     trace_seconds = time.monotonic() - started
     report("simulating every rank", 0.9)
-    switches = () if export is None or job.setting.budget_bytes is None else job.lower(export, job.setting.budget_bytes)
+    switches: tuple[SwitchSetting, ...] = ()
+    if export is not None and job.setting.budget_bytes is not None:
+        job, switches = job.lower(export, job.setting.budget_bytes)
     found = job.run(_name(target), trace_seconds, started)
-    return _keep(question, msgspec.structs.replace(found, framework=export or "", switches=switches, layouts=layouts))
+    notes = found.notes if export is None else (*found.notes, *lowering_notes(asked))
+    found = msgspec.structs.replace(found, framework=export or "", switches=switches, layouts=layouts, notes=notes)
+    return _keep(question, found)
 
 
 def _search(
@@ -240,7 +245,7 @@ def _traced(request: TraceRequest, layout: Layout, progress: Progress) -> Traced
 
 def _without_strategy(setting: Setting, framework: str, strategy: str | None) -> Setting:
     """The setting of an estimate that chooses switches: each setting of them is a strategy of its own."""
-    check_framework(framework)
+    check_framework(framework, setting.how)
     if strategy is not None:
         raise InvalidOption(
             f"strategy={strategy!r} does not go with export={framework!r}.",
