@@ -264,19 +264,15 @@ def _groups_of(view: RegionView, choice: Choice, layer: _Layer, named: Sequence[
 
 
 def _saver(index: StepIndex, view: RegionView, slot: Slot) -> RegionOp:
-    """The op that saved a slot: the next one reads it, or the one that made it returns it to its own backward."""
-    ops = view.graph.ops
-    starts = [op.tick for op in ops]
-    following = ops[min(bisect.bisect_left(starts, slot.packed), len(ops) - 1)]
-    backward, producer = index.trace.ops[slot.unpacked].name, view.graph.values[slot.value].producer
-    reads = slot.value in following.reads
-    if (
-        producer >= 0
-        and not (reads and backward.startswith(following.name))
-        and backward.startswith(ops[producer].name)
-    ):
-        return ops[producer]
-    return following
+    """The op that saved a slot: the one about to run, which reads it, or the one that has run, which made it; the op that
+    reads it in backward is called after it.
+    """
+    ops, backward = view.graph.ops, index.trace.ops[slot.unpacked].name
+    at = min(bisect.bisect_left([op.tick for op in ops], slot.packed), len(ops) - 1)
+    for op in (ops[at], ops[max(at - 1, 0)]):
+        if backward.startswith(op.name) and slot.value in (*op.reads, *op.writes):
+            return op
+    return ops[at]
 
 
 def modules_of(view: RegionView) -> list[str]:

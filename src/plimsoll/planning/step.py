@@ -143,7 +143,7 @@ class StepIndex:
         self.transfers: Transfers | None = None
         """Another schedule than the engine's, which has one window per transfer."""
 
-    def scheduled(self, transfers: Transfers) -> StepIndex:
+    def scheduled(self, transfers: Transfers | None) -> StepIndex:
         """The same step with its transfers on another schedule."""
         other = copy.copy(self)
         other.transfers, other.replays = transfers, {}
