@@ -118,18 +118,23 @@ def test_an_estimate_is_that_of_the_chosen_switches():
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_offloading_is_chosen_where_nothing_else_is_as_fast(framework):
-    """With a budget between what sending leaves and what running again leaves, or below both."""
+    """At nine tenths of what everything kept takes, or where nothing else gets to."""
     asked = {"sequence": 512, "device": "H100", "layout": "dp=8,zero=3"}
-    settings = plimsoll.estimate("llama-tiny", 64, **asked, budget=1, export=framework)
-    floor_bytes = settings.switches[0].peak_bytes
-    found = plimsoll.estimate("llama-tiny", 64, **asked, budget=floor_bytes, export=framework)
+    if framework == "megatron":
+        budget_bytes = int(0.9 * plimsoll.estimate("llama-tiny", 64, **asked).stages[0].allocated_bytes)
+    else:
+        lowest = plimsoll.estimate("llama-tiny", 64, **asked, budget=1, export=framework)
+        assert not lowest.does_fit
+        budget_bytes = lowest.switches[0].peak_bytes
+    found = plimsoll.estimate("llama-tiny", 64, **asked, budget=budget_bytes, export=framework)
     chosen = found.switches[0]
     assert any("offload" in name for name in chosen.values)
     assert chosen.host_bytes > 0
-    assert found.stages[0].allocated_bytes == chosen.peak_bytes <= floor_bytes
+    assert found.stages[0].allocated_bytes == chosen.peak_bytes <= budget_bytes
     assert found.throughput.step_seconds == pytest.approx(chosen.step_seconds)
-    assert plimsoll.estimate("llama-tiny", 64, **asked, budget=floor_bytes, export=framework).switches == found.switches
-    assert not settings.does_fit
+    assert (
+        plimsoll.estimate("llama-tiny", 64, **asked, budget=budget_bytes, export=framework).switches == found.switches
+    )
 
 
 def test_a_device_without_a_link_to_a_host_says_that_nothing_was_sent():

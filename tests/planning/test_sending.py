@@ -5,14 +5,18 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+import zoo
 from planning.builders import StepBuilder
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.forms import Form, Forms, LinkCost, RegionForms, ValueForms
 from plimsoll.artifacts.region import Origin
+from plimsoll.planning.costing.devices import find_device
+from plimsoll.planning.costing.roofline import roofline_costs
 from plimsoll.planning.sending import Sending, modules_of
 from plimsoll.planning.simulate import run_choices
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import strategy_choices
+from plimsoll.tracing.trace import trace
 from plimsoll.units import MIB
 
 WIDTH = 4 * MIB
@@ -77,6 +81,56 @@ def kept(index: StepIndex, strategy: str):
 def test_ops_belong_to_modules_by_what_they_stand_between():
     modules = modules_of(StepIndex(*layered().finish()).views[0])
     assert modules == ["attn_norm", "qkv_linear", "core_attn", "attn_proj", "", "mlp_norm", ""]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (
+            "llama",
+            {
+                "attn_norm": {"input_layernorm"},
+                "qkv_linear": {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"},
+                "core_attn": {"self_attn"},
+                "attn_proj": {"self_attn.o_proj"},
+                "mlp_norm": {"post_attention_layernorm"},
+            },
+        ),
+        (
+            "gpt2",
+            {
+                "attn_norm": {"ln_1"},
+                "qkv_linear": {"attn.c_attn"},
+                "core_attn": {"attn"},
+                "attn_proj": {"attn.c_proj"},
+                "mlp_norm": {"ln_2"},
+            },
+        ),
+        (
+            "mixtral",
+            {
+                "attn_norm": {"input_layernorm"},
+                "qkv_linear": {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"},
+                "core_attn": {"self_attn"},
+                "attn_proj": {"self_attn.o_proj"},
+                "mlp_norm": {"post_attention_layernorm"},
+                "expert_fc1": {"mlp.experts"},
+                "moe_act": {"mlp.experts", "mlp.experts.act_fn"},
+            },
+        ),
+    ],
+)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_modules_of_real_layers_are_found(name, expected, attention):
+    model, batch = zoo.sample(name)
+    model.set_attn_implementation(attention)
+    step = trace(model, batch, device_name="H100-SXM")
+    [view, *_] = StepIndex(step, roofline_costs(step, find_device("H100"))).views
+    found: dict[str, set[str]] = {}
+    for op, module in zip(view.graph.ops, modules_of(view), strict=True):
+        if module:
+            found.setdefault(module, set()).add(view.graph.values[op.writes[0]].name.rpartition("::")[0])
+    assert found == expected
 
 
 @pytest.mark.parametrize(("strategy", "again"), [("full", LAYERS), ("nth:2", LAYERS // 2), ("nth:4", 2), ("none", 0)])

@@ -38,7 +38,7 @@ from plimsoll.planning.strategies import core_ops, has_compressed_keys
 from plimsoll.units import MIB
 
 _LEAST_BYTES = 2 * MIB
-_ATTENTION = re.compile(r"^(?:.*?\.)?(?![^.]*norm)[^.]*(?:attn|attention)[^.]*", re.IGNORECASE)
+_ATTENTION = re.compile(r"^(?:.*?\.)??(?![^.]*norm)[^.]*(?:attn|attention)[^.]*", re.IGNORECASE)
 _NORM = re.compile(r"norm|(?:^|[._])ln(?:[._\d]|$)", re.IGNORECASE)
 _ROUTED = re.compile(r"(?<!shared_)experts", re.IGNORECASE)
 

@@ -73,7 +73,7 @@ _OP_ALIASES = {"sdpa": "scaled_dot_product"}
 MEMORY_BUDGET, CHECKPOINT, SELECTIVE = "memory-budget", "checkpoint", "checkpoint:selective"
 """torch's own under torch.compile: its budget as a share (``memory-budget:0.5``), and checkpointing of every region, which
 in the last case saves what products and attention return."""
-_SOFTMAX = "_softmax"
+_SOFTMAX = ("_softmax", "_safe_softmax")
 _BATCHED = frozenset(["bmm", "baddbmm"])
 _PRODUCTS = _BATCHED | {"mm", "addmm"}
 
@@ -383,7 +383,7 @@ def _between_products(view: RegionView) -> frozenset[int]:
     """
     graph, found = view.graph, set[int]()
     for op in graph.ops:
-        if op.name != _SOFTMAX:
+        if op.name not in _SOFTMAX:
             continue
         scores = _up_to_products(view, op.reads)
         if not any(graph.ops[graph.values[value].producer].name in _BATCHED for value in scores):
@@ -436,7 +436,8 @@ def _up_projected(view: RegionView) -> frozenset[int]:
     """Queries, keys and values of multi-latent attention, back to the products that make them of what is compressed."""
     if not has_compressed_keys(view):
         return frozenset()
-    return _up_to_products(view, [value for op in view.graph.ops if _is_op(op.name, "sdpa") for value in op.reads])
+    found = _up_to_products(view, [value for op in view.graph.ops if _is_op(op.name, "sdpa") for value in op.reads])
+    return frozenset(value for value in found if "_a_proj" not in view.graph.values[value].name)
 
 
 def has_compressed_keys(view: RegionView) -> bool:
