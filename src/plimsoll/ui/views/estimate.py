@@ -85,13 +85,14 @@ def _layouts(estimate: Estimate) -> Table:
 
 
 def _values(setting: SwitchSetting) -> str:
-    """The values alone: ``full, block, 3``; of a switch that is on or off its name."""
+    """The values alone: ``full, block, 3``; of a switch that is on or off the last word of its name."""
     parts = []
     for name, value in setting.values.items():
         if isinstance(value, list):
             parts += value
         elif isinstance(value, bool):
-            parts.append(name if value else f"no {name}")
+            word = name.rpartition("_")[2]
+            parts.append(word if value else f"no {word}")
         else:
             parts.append("none" if value is None else str(value))
     return ", ".join(parts)
