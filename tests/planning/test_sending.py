@@ -144,6 +144,22 @@ def test_in_line_every_copy_is_waited_for_and_inputs_are_gone(strategy, again):
     assert before.curve[at] - after.curve[at] == again * WIDTH
 
 
+def test_what_no_recipe_rebuilds_is_no_input_and_stays():
+    step = StepBuilder()
+    x = step.op("embedding", size=WIDTH, module="embedding")
+    for layer in range(2):
+        with step.region(f"layers.{layer}", x) as region:
+            drawn = step.op("draw", x, size=WIDTH, saves=(x, -1), obstacle="draws from somewhere")
+            hidden = step.op("gelu", drawn, size=WIDTH, saves=(drawn,))
+            x = step.op("mul", hidden, x, size=WIDTH, saves=(hidden, x))
+            region.outputs = (x,)
+    step.op("loss", x, size=8)
+    index = indexed(step, bytes_per_second=WIDTH)
+    before, after = kept(index, "full"), sent(index, "full")
+    assert after.link_bytes == 2 * WIDTH
+    assert before.curve[index.handover] - after.curve[index.handover] == 2 * WIDTH
+
+
 def test_what_compute_hides_costs_nothing_and_the_last_layer_stays():
     index = indexed(layered(), bytes_per_second=100 * WIDTH)
     before, after = kept(index, "none"), sent(index, "none", *ATTENTION)

@@ -73,8 +73,8 @@ def _in_line(index: StepIndex, choices: Sequence[Choice]) -> Simulation:
     for view, choice in zip(index.views, choices, strict=True):
         region, sent = view.call.index, list[int]()
         if choice.kept != view.everything:  # masks and positions, which all layers take, are no inputs of a layer's own
-            inputs = view.copied | frozenset(view.movable)
-            sent = [value for value in inputs & view.forms.keys() if takers[view.graph.values[value].storage] == 1]
+            held = (view.copied | frozenset(view.movable)) & view.forms.keys()
+            sent = [value for value in held if takers.get(view.graph.values[value].storage) == 1]
         spans |= {(region, value): (2 * view.call.forward[1], index.instants) for value in sent}
         waiting[region] = sum(_both_ways(index, view.graph.values[value].bytes) for value in sent)
         found.append(_with_sent(index, view, choice, sent))
