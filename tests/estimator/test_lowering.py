@@ -13,7 +13,8 @@ import plimsoll
 import zoo
 from metering import LiveStorages
 from plimsoll.errors import InvalidOption
-from plimsoll.estimator.lowering import FRAMEWORKS, SwitchedModel, SwitchFigures, SwitchValues, lower
+from plimsoll.estimator.lowering import SwitchFigures, lower
+from plimsoll.estimator.switches import FRAMEWORKS, SwitchedModel, SwitchValues
 from plimsoll.planning.costing.devices import find_device
 from plimsoll.planning.costing.host import host_forms_of_switches
 from plimsoll.planning.costing.roofline import roofline_costs

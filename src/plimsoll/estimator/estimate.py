@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from plimsoll.artifacts.decision import Status
-from plimsoll.artifacts.estimate import Estimate, LayoutChoice, SwitchSetting
+from plimsoll.artifacts.estimate import Estimate, LayoutChoice
 from plimsoll.artifacts.job import Layout, ModelFacts, Precision, Techniques, parse_precision, read_techniques
 from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.artifacts.trace import Trace
@@ -21,7 +21,8 @@ from plimsoll.estimator.layout_search import LayoutSearch, LayoutSpace, MakeJob
 from plimsoll.estimator.lowering import check_framework, lowering_notes
 from plimsoll.estimator.parallelism.context import with_context_parallel
 from plimsoll.estimator.parallelism.layouts import check_layout, read_layout
-from plimsoll.estimator.setting import AUTO, NOTHING, Setting, check_setting
+from plimsoll.estimator.setting import AUTO, NOTHING, Setting
+from plimsoll.estimator.setting_checks import check_setting
 from plimsoll.estimator.targets.recipe import find_recipe
 from plimsoll.estimator.targets.target import Target
 from plimsoll.estimator.targets.tracing import TraceRequest, target_facts, trace_target
@@ -128,27 +129,24 @@ def estimate(
         return _job(request, there, traces, part_of(report, 0.0, 0.8))
 
     setting = setting if export is None else _without_strategy(setting, export, strategy)
-    layouts: tuple[LayoutChoice, ...] = ()
-    if space is None:
-        job = make(spread, batch)
-    else:
-        asked_first = _request(target, batch, sequence, loss, setting)
-        job, layouts = _search(space, make, asked_first, batch, setting.strategy, part_of(report, 0.0, 0.9))
+    asked_first = _request(target, batch, sequence, loss, setting)
+    job, layouts = _search(space, make, asked_first, batch, setting, part_of(report, 0.0, 0.9))
     trace_seconds = time.monotonic() - started
     report("simulating every rank", 0.9)
-    switches: tuple[SwitchSetting, ...] = ()
-    if export is not None and job.setting.budget_bytes is not None:
-        job, switches = job.lower(export, job.setting.budget_bytes)
+    job, switches = job.lower(export)
     found = job.run(_name(target), trace_seconds, started)
-    notes = found.notes if export is None else (*found.notes, *lowering_notes(asked))
+    notes = (*found.notes, *lowering_notes(asked, export))
     found = msgspec.structs.replace(found, framework=export or "", switches=switches, layouts=layouts, notes=notes)
     return _keep(question, found)
 
 
 def _search(
-    space: LayoutSpace, make: MakeJob, first: TraceRequest, batch: Any, strategy: str, progress: Progress
+    space: LayoutSpace | None, make: MakeJob, first: TraceRequest, batch: Any, setting: Setting, progress: Progress
 ) -> tuple[EstimateJob, tuple[LayoutChoice, ...]]:
-    """The job of the fastest layout; a function's or a model's own batch stays what it is."""
+    """The job of the layout, or of the fastest of a space; a function's or a model's own batch stays what it is."""
+    if space is None:
+        return make(setting.layout, batch), ()
+    strategy = setting.strategy
     facts = target_facts(first) if isinstance(first.target, str) else None
     if facts is not None:
         return LayoutSearch(space, make, strategy, facts).run(batch, progress)

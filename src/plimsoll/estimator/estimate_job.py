@@ -23,7 +23,7 @@ from plimsoll.artifacts.trace import Trace, runs_gpu_kernels
 from plimsoll.errors import InvalidLayout, InvalidOption
 from plimsoll.estimator.allocator_sim.allocator import AllocatorSettings, simulate_allocator
 from plimsoll.estimator.budget import RankMemory, budget_items, framework_items, kernel_items
-from plimsoll.estimator.lowering import SwitchedModel, SwitchFigures, lower
+from plimsoll.estimator.lowering import SwitchFigures, lower
 from plimsoll.estimator.parallelism.layouts import layout_notes
 from plimsoll.estimator.parallelism.members import stage_counts
 from plimsoll.estimator.parallelism.rank import PARTLY_SHARDED, sharding_notes
@@ -36,7 +36,9 @@ from plimsoll.estimator.pipeline_schedule.timeline import (
     simulate_pipeline,
 )
 from plimsoll.estimator.rank_estimates import KnownChoices, Rank, StageOfRank, decide_rank
-from plimsoll.estimator.setting import Setting, check_setting
+from plimsoll.estimator.setting import Setting
+from plimsoll.estimator.setting_checks import check_setting
+from plimsoll.estimator.switches import SwitchedModel
 from plimsoll.estimator.trace_cache import TracedTarget
 from plimsoll.planning.costing.links import Collective, collective_seconds, group_of
 from plimsoll.planning.costing.roofline import peak_flops_per_second, roofline_costs
@@ -103,8 +105,11 @@ class EstimateJob:
             max(rank.peak_bytes for rank in ranks), self._timed(ranks)[1], max(rank.host_bytes for rank in ranks)
         )
 
-    def lower(self, framework: str, budget_bytes: int) -> tuple[EstimateJob, tuple[SwitchSetting, ...]]:
-        """The job of the best of a framework's own switches within a budget; its figures, and those of its neighbours."""
+    def lower(self, framework: str | None) -> tuple[EstimateJob, tuple[SwitchSetting, ...]]:
+        """The job of the best of a framework's own switches within the budget; its figures, and those of its neighbours."""
+        if framework is None:
+            return self, ()
+        assert self.setting.budget_bytes is not None, "switches are chosen within a budget"
         jobs = {"": self}
         if (left := _leaving_shards(self.setting)) is not None:
             jobs[left.how.offload] = EstimateJob(left, self.traced, self.trace)
@@ -115,7 +120,10 @@ class EstimateJob:
             may_leave_shards=len(jobs) > 1,
         )
         chosen, figures = lower(
-            framework, model, budget_bytes, lambda each: jobs[each.on_host].measure(each.strategy, each.sending)
+            framework,
+            model,
+            self.setting.budget_bytes,
+            lambda each: jobs[each.on_host].measure(each.strategy, each.sending),
         )
         job = jobs[chosen.on_host]
         job.setting = replace(job.setting, strategy=chosen.strategy, sending=chosen.sending)
