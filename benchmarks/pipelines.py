@@ -20,7 +20,8 @@ from plimsoll.estimator.parallelism.layouts import read_layout
 from plimsoll.estimator.parallelism.stages import StageTrace, split_stages
 from plimsoll.estimator.pipeline_schedule.orders import Orders, held_bytes, pipeline_orders
 from plimsoll.estimator.pipeline_schedule.timeline import ActionSeconds, bubble_growth, simulate_pipeline
-from plimsoll.estimator.rank_estimates import Setting, StageOfRank
+from plimsoll.estimator.rank_estimates import StageOfRank
+from plimsoll.estimator.setting import Setting
 from plimsoll.estimator.targets.tracing import TraceRequest, trace_target
 from plimsoll.estimator.trace_cache import AnswerCache, TracedTarget
 from plimsoll.planning.costing.devices import find_device

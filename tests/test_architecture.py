@@ -38,7 +38,7 @@ FRONT = {"__init__", "__main__", "chunked"}
 WITHOUT_TORCH = {"errors", "units", "artifacts", "planning"}
 """Plans can be read, solved and shown where there is no torch."""
 MOST_PACKAGES = 11
-MOST_FILES = 365
+MOST_FILES = 369
 MOST_LINES = 500
 FEWEST_LINES = 30
 MOST_FUNCTION_LINES = 60

@@ -13,7 +13,8 @@ from plimsoll.artifacts.costs import Costs, CostSource
 from plimsoll.artifacts.job import Layout, Precision
 from plimsoll.artifacts.trace import Category
 from plimsoll.estimator.parallelism.stages import split_stages
-from plimsoll.estimator.rank_estimates import Setting, StageOfRank
+from plimsoll.estimator.rank_estimates import StageOfRank
+from plimsoll.estimator.setting import Setting
 from plimsoll.estimator.targets.tracing import TraceRequest, trace_target
 from plimsoll.estimator.trace_cache import AnswerCache, TracedTarget
 from plimsoll.planning.costing.devices import find_device

@@ -14,7 +14,8 @@ from plimsoll.artifacts.job import Layout, ModelFacts
 from plimsoll.artifacts.store import load_any
 from plimsoll.errors import InvalidLayout
 from plimsoll.estimator.layout_search import LayoutSearch, LayoutSpace
-from plimsoll.estimator.rank_estimates import Setting
+from plimsoll.estimator.lowering import SwitchFigures
+from plimsoll.estimator.setting import Setting
 from plimsoll.planning.costing.devices import find_device
 
 LLAMA = ModelFacts(name="m", architecture="Llama", layers=8, heads=8, kv_heads=8, intermediate=256, sequence=1024)
@@ -79,15 +80,14 @@ class _Job:
             budget_bytes=budget_bytes,
         )  # fmt: skip
 
-    def measure(self, strategy: str) -> tuple[int, float]:
+    def measure(self, strategy: str) -> SwitchFigures:
         self.measured.append((self.layout, strategy))
         kept = 100 * self.batch // (self.layout.tp * self.layout.pp) + 8 // self.layout.tp
         seconds = (1 + self.layout.tp / 10 + self.layout.pp / 20) * (1 + 1 / self.batch)
         budget_bytes = self.setting.budget_bytes or 0
         peak = {"none": kept, "full": kept // 3}.get(strategy, max(kept // 3, min(kept, budget_bytes)))
-        return peak, seconds * (
-            1.0 if strategy == "none" or kept <= budget_bytes else 1.3 if strategy == "full" else 1.2
-        )
+        factor = 1.0 if strategy == "none" or kept <= budget_bytes else 1.3 if strategy == "full" else 1.2
+        return SwitchFigures(peak, seconds * factor)
 
 
 @pytest.mark.parametrize("budget_bytes", [20, 60, 150, 1000])
@@ -100,7 +100,8 @@ def test_the_search_finds_what_planning_everything_finds(budget_bytes: int):
     job, choices = LayoutSearch(wanted, make, "auto", LLAMA).run(None)
     planned = sum(strategy == "auto" for _, strategy in _Job.measured)
     every = [(_Job(layout, 1, budget_bytes), layout) for layout in wanted.layouts(1, LLAMA)]
-    fitting = [made.measure("auto")[1] for made, _ in every if made.measure("auto")[0] <= budget_bytes]
+    solved = [made.measure("auto") for made, _ in every]
+    fitting = [figures.step_seconds for figures in solved if figures.peak_bytes <= budget_bytes]
     assert choices[0].step_seconds <= min(fitting)
     assert choices[0].peak_bytes <= budget_bytes
     assert choices[0].layout == job.layout

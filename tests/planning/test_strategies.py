@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import zoo as architectures
 from planning.builders import transformer
 from plimsoll.artifacts.costs import Costs, CostSource
 from plimsoll.artifacts.decision import Decision
@@ -64,6 +65,62 @@ def test_selective_core_recomputes_what_stands_between_the_two_products_of_atten
     for view, choice in zip(index.views, strategy_choices(index, "selective:core"), strict=True):
         dropped = {view.graph.values[value].name for value in view.everything - choice.kept}
         assert dropped == {"attn::_softmax#0", "attn::native_dropout#0.0", "attn::native_dropout#0.1"}
+
+
+def deepseek() -> StepIndex:
+    """A layer without experts and one with: routed ones, a shared one, and keys and values made of what is compressed."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    config = DeepseekV3Config(
+        vocab_size=32, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2,
+        n_group=2, topk_group=1, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
+        qk_nope_head_dim=8, v_head_dim=8,
+    )  # fmt: skip
+    step = trace(DeepseekV3ForCausalLM(config), architectures.words(2, 16, 32), device_name="H100-SXM")
+    return StepIndex(step, Costs(device="none", source=CostSource.ROOFLINE, ops={}))
+
+
+def test_parts_of_experts_and_of_compressed_attention_are_recomputed_by_name() -> None:
+    index = deepseek()
+    dense, mixture = index.views
+    dropped = {
+        part: [
+            {view.graph.values[value].name for value in view.everything - choice.kept}
+            for view, choice in zip(index.views, strategy_choices(index, f"selective:{part}"), strict=True)
+        ]
+        for part in ("moe-act", "shared", "mla-up", "core")
+    }
+    assert dropped["moe-act"] == [set(), {"mlp.experts.act_fn::silu#0", "mlp.experts::mul#0"}]
+    assert dropped["shared"][0] == set()
+    assert dropped["shared"][1] == {
+        view.graph.values[value].name
+        for view in (mixture,)
+        for value in view.droppable
+        if view.graph.values[value].name.startswith("mlp.shared_experts")
+    }
+    assert len(dropped["shared"][1]) == 4
+    assert dropped["core"] == [set(), set()]
+    for view, names in zip((dense, mixture), dropped["mla-up"], strict=True):
+        [attention] = [op for op in view.graph.ops if "scaled_dot_product" in op.name]
+        assert names == {view.graph.values[value].name for value in attention.reads}
+    every = strategy_choices(index, "selective:mla-up+moe-act+shared")
+    assert [len(view.everything - choice.kept) for view, choice in zip(index.views, every, strict=True)] == [
+        3,
+        3 + 2 + 4,
+    ]
+
+
+def test_a_routers_softmax_is_none_of_attentions() -> None:
+    model, batch = architectures.sample("mixtral")
+    index = StepIndex(
+        trace(model, batch, device_name="H100-SXM"), Costs(device="none", source=CostSource.ROOFLINE, ops={})
+    )
+    for view, choice in zip(index.views, strategy_choices(index, "selective:core"), strict=True):
+        assert any(value.name.startswith("mlp.gate::_softmax") for value in view.graph.values)
+        dropped = [view.graph.values[value].name for value in view.everything - choice.kept]
+        assert dropped
+        assert all(name.startswith("self_attn::") for name in dropped)
 
 
 def test_selective_core_leaves_fused_attention_alone() -> None:

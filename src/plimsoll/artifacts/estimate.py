@@ -120,11 +120,13 @@ class Throughput(msgspec.Struct, frozen=True, kw_only=True):
 class SwitchSetting(msgspec.Struct, frozen=True, kw_only=True):
     """Values of a training framework's own switches, the strategy that stands for them, and what a step then takes."""
 
-    values: dict[str, str | int | bool | list[str] | None]
+    values: dict[str, str | int | float | bool | list[str] | None]
     strategy: str
     peak_bytes: int
     """Of the rank that holds most, in tensors."""
     step_seconds: float
+    host_bytes: int = 0
+    """What the host then holds for the rank that sends most."""
 
 
 class LayoutChoice(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,10 +18,11 @@ from plimsoll.errors import InvalidLayout, InvalidOption
 from plimsoll.estimator.budget import tensor_room
 from plimsoll.estimator.estimate_job import EstimateJob
 from plimsoll.estimator.layout_search import LayoutSearch, LayoutSpace, MakeJob
-from plimsoll.estimator.lowering import check_framework
+from plimsoll.estimator.lowering import check_framework, lowering_notes
 from plimsoll.estimator.parallelism.context import with_context_parallel
 from plimsoll.estimator.parallelism.layouts import check_layout, read_layout
-from plimsoll.estimator.rank_estimates import AUTO, NOTHING, Setting, check_setting
+from plimsoll.estimator.setting import AUTO, NOTHING, Setting
+from plimsoll.estimator.setting_checks import check_setting
 from plimsoll.estimator.targets.recipe import find_recipe
 from plimsoll.estimator.targets.target import Target
 from plimsoll.estimator.targets.tracing import TraceRequest, target_facts, trace_target
@@ -77,7 +78,8 @@ def estimate(
         budget: bytes for the tensors of one rank, or ``"auto"``: the device's memory less its framework, what published
             runs held unaccounted for, and 8%.
         export: the framework whose own switches are to keep to ``budget`` (by default ``"auto"``): ``megatron``, ``torchtitan``
-            or ``transformers``. The estimate is then that of the best setting; ``switches`` has its neighbours too.
+            or ``transformers``. Settings that offload are tried where the device has a link to its host. The estimate is then
+            that of the best setting; ``switches`` has its neighbours too.
         techniques: what else the run does: ``"gradients=fp32,loss=fused,optimizer-in-backward"`` (``docs/estimate.md``).
         loss: for a model whose output is no loss; from the output to a scalar.
         progress: told the stage and the share done.
@@ -127,23 +129,24 @@ def estimate(
         return _job(request, there, traces, part_of(report, 0.0, 0.8))
 
     setting = setting if export is None else _without_strategy(setting, export, strategy)
-    layouts: tuple[LayoutChoice, ...] = ()
-    if space is None:
-        job = make(spread, batch)
-    else:
-        asked_first = _request(target, batch, sequence, loss, setting)
-        job, layouts = _search(space, make, asked_first, batch, setting.strategy, part_of(report, 0.0, 0.9))
+    asked_first = _request(target, batch, sequence, loss, setting)
+    job, layouts = _search(space, make, asked_first, batch, setting, part_of(report, 0.0, 0.9))
     trace_seconds = time.monotonic() - started
     report("simulating every rank", 0.9)
-    switches = () if export is None or job.setting.budget_bytes is None else job.lower(export, job.setting.budget_bytes)
+    job, switches = job.lower(export)
     found = job.run(_name(target), trace_seconds, started)
-    return _keep(question, msgspec.structs.replace(found, framework=export or "", switches=switches, layouts=layouts))
+    notes = (*found.notes, *lowering_notes(asked, export))
+    found = msgspec.structs.replace(found, framework=export or "", switches=switches, layouts=layouts, notes=notes)
+    return _keep(question, found)
 
 
 def _search(
-    space: LayoutSpace, make: MakeJob, first: TraceRequest, batch: Any, strategy: str, progress: Progress
+    space: LayoutSpace | None, make: MakeJob, first: TraceRequest, batch: Any, setting: Setting, progress: Progress
 ) -> tuple[EstimateJob, tuple[LayoutChoice, ...]]:
-    """The job of the fastest layout; a function's or a model's own batch stays what it is."""
+    """The job of the layout, or of the fastest of a space; a function's or a model's own batch stays what it is."""
+    if space is None:
+        return make(setting.layout, batch), ()
+    strategy = setting.strategy
     facts = target_facts(first) if isinstance(first.target, str) else None
     if facts is not None:
         return LayoutSearch(space, make, strategy, facts).run(batch, progress)
@@ -240,7 +243,7 @@ def _traced(request: TraceRequest, layout: Layout, progress: Progress) -> Traced
 
 def _without_strategy(setting: Setting, framework: str, strategy: str | None) -> Setting:
     """The setting of an estimate that chooses switches: each setting of them is a strategy of its own."""
-    check_framework(framework)
+    check_framework(framework, setting.how)
     if strategy is not None:
         raise InvalidOption(
             f"strategy={strategy!r} does not go with export={framework!r}.",

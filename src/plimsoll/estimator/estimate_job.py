@@ -13,14 +13,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 
+import msgspec
+
 from plimsoll.artifacts.costs import Basis
 from plimsoll.artifacts.estimate import Estimate, StageEstimate, StageSeconds, SwitchSetting, Throughput
 from plimsoll.artifacts.memory_use import AllocatorUse
 from plimsoll.artifacts.naming import compress_names
 from plimsoll.artifacts.trace import Trace, runs_gpu_kernels
+from plimsoll.errors import InvalidLayout, InvalidOption
 from plimsoll.estimator.allocator_sim.allocator import AllocatorSettings, simulate_allocator
 from plimsoll.estimator.budget import RankMemory, budget_items, framework_items, kernel_items
-from plimsoll.estimator.lowering import SwitchedModel, lower
+from plimsoll.estimator.lowering import SwitchFigures, lower
 from plimsoll.estimator.parallelism.layouts import layout_notes
 from plimsoll.estimator.parallelism.members import stage_counts
 from plimsoll.estimator.parallelism.rank import PARTLY_SHARDED, sharding_notes
@@ -32,12 +35,16 @@ from plimsoll.estimator.pipeline_schedule.timeline import (
     bubble_growth,
     simulate_pipeline,
 )
-from plimsoll.estimator.rank_estimates import KnownChoices, Rank, Setting, StageOfRank, decide_rank
+from plimsoll.estimator.rank_estimates import KnownChoices, Rank, StageOfRank, decide_rank
+from plimsoll.estimator.setting import Setting
+from plimsoll.estimator.setting_checks import check_setting
+from plimsoll.estimator.switches import SwitchedModel
 from plimsoll.estimator.trace_cache import TracedTarget
 from plimsoll.planning.costing.links import Collective, collective_seconds, group_of
 from plimsoll.planning.costing.roofline import peak_flops_per_second, roofline_costs
 from plimsoll.planning.describe import allocation_events, classes_at_peak, describe_peak, waiting_bytes
 from plimsoll.planning.describe import held_bytes as micro_batch_bytes
+from plimsoll.planning.sending import Sending
 from plimsoll.planning.what_if import peak_with_chunked_loss
 from plimsoll.units import format_bytes, format_seconds
 
@@ -58,6 +65,7 @@ class EstimateJob:
 
     def __init__(self, setting: Setting, traced: TracedTarget, trace: Trace) -> None:
         self.setting = setting
+        self.traced = traced
         self.facts = traced.facts
         self.trace = trace
         self.layout = setting.layout
@@ -66,7 +74,7 @@ class EstimateJob:
     def run(self, target: str, trace_seconds: float, started: float) -> Estimate:
         """Decide every rank, run the pipeline on paper, and write down what came out."""
         setting, layout = self.setting, self.layout
-        ranks = self._decided(setting.strategy)
+        ranks = self._decided(setting.strategy, setting.sending)
         timeline, step_seconds = self._timed(ranks)
         flops = sum(stage.seconds.model_flops for rank in ranks for stage in rank.stages) * layout.tp * layout.cp
         stages = tuple(self._stage(position, rank, timeline) for position, rank in enumerate(ranks))
@@ -90,17 +98,36 @@ class EstimateJob:
             total_seconds=time.monotonic() - started,
         )
 
-    def measure(self, strategy: str) -> tuple[int, float]:
-        """The peak of the fullest rank in tensors, and the seconds of a step, under a strategy."""
-        ranks = self._decided(strategy)
-        return max(rank.peak_bytes for rank in ranks), self._timed(ranks)[1]
+    def measure(self, strategy: str, sending: Sending | None = None) -> SwitchFigures:
+        """What the fullest rank holds in tensors, and the seconds of a step, under a strategy and what is sent of it."""
+        ranks = self._decided(strategy, sending)
+        return SwitchFigures(
+            max(rank.peak_bytes for rank in ranks), self._timed(ranks)[1], max(rank.host_bytes for rank in ranks)
+        )
 
-    def lower(self, framework: str, budget_bytes: int) -> tuple[SwitchSetting, ...]:
-        """The best of a framework's own switches within a budget, and its neighbours; the job is then of the best one."""
-        model = SwitchedModel.of(self.trace, stages=self.layout.stages, has_experts=bool(self.facts.experts))
-        found = lower(framework, model, budget_bytes, self.measure)
-        self.setting = replace(self.setting, strategy=found[0].strategy)
-        return found
+    def lower(self, framework: str | None) -> tuple[EstimateJob, tuple[SwitchSetting, ...]]:
+        """The job of the best of a framework's own switches within the budget; its figures, and those of its neighbours."""
+        if framework is None:
+            return self, ()
+        assert self.setting.budget_bytes is not None, "switches are chosen within a budget"
+        jobs = {"": self}
+        if (left := _leaving_shards(self.setting)) is not None:
+            jobs[left.how.offload] = EstimateJob(left, self.traced, self.trace)
+        model = SwitchedModel.of(
+            self.trace,
+            stages=self.layout.stages,
+            has_host_link=bool(self.setting.device.host_link_bytes_per_second),
+            may_leave_shards=len(jobs) > 1,
+        )
+        chosen, figures = lower(
+            framework,
+            model,
+            self.setting.budget_bytes,
+            lambda each: jobs[each.on_host].measure(each.strategy, each.sending),
+        )
+        job = jobs[chosen.on_host]
+        job.setting = replace(job.setting, strategy=chosen.strategy, sending=chosen.sending)
+        return job, figures
 
     @cached_property
     def _ranks(self) -> list[list[StageOfRank]]:
@@ -116,10 +143,10 @@ class EstimateJob:
             for position in range(layout.pp)
         ]
 
-    def _decided(self, strategy: str) -> list[Rank]:
+    def _decided(self, strategy: str, sending: Sending | None) -> list[Rank]:
         """The ranks of the pipeline with all stages decided."""
         known: KnownChoices = {}
-        setting = replace(self.setting, strategy=strategy)
+        setting = replace(self.setting, strategy=strategy, sending=sending)
         ranks = [decide_rank(stages, setting, known) for stages in self._ranks]
         if self.layout.virtual_stages == 1:
             return ranks
@@ -335,6 +362,18 @@ class EstimateJob:
         if self.layout.pp > 1:
             notes.append(f"ranks idle in the pipeline {timeline.bubble_share:.1%} of the time")
         return notes
+
+
+def _leaving_shards(setting: Setting) -> Setting | None:
+    """The same with shards, gradients and optimizer on the host; ``None`` where they cannot be, or something is already."""
+    if setting.how.on_host or not setting.device.host_link_bytes_per_second:
+        return None
+    left = replace(setting, how=msgspec.structs.replace(setting.how, offload="parameters"))
+    try:
+        check_setting(left)
+    except (InvalidOption, InvalidLayout):
+        return None
+    return left
 
 
 def _recompute_seconds(rank: Rank, position: int) -> float:

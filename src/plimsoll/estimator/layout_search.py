@@ -22,7 +22,7 @@ from plimsoll.artifacts.progress import Progress, silent
 from plimsoll.errors import InvalidLayout, PlimsollError
 from plimsoll.estimator.estimate_job import EstimateJob
 from plimsoll.estimator.parallelism.layouts import check_layout, layout_entries, read_layout
-from plimsoll.estimator.rank_estimates import AUTO, EVERYTHING, NOTHING
+from plimsoll.estimator.setting import AUTO, EVERYTHING, NOTHING
 
 _OPEN = ("ranks", "samples")
 _LARGEST_TP = 8
@@ -196,8 +196,9 @@ class LayoutSearch:
         named = NOTHING if self._strategy == AUTO else self._strategy
         try:
             job = self._make(layout, batch)
-            peak_bytes, seconds = job.measure(named)
-            floor_bytes = job.measure(EVERYTHING)[0] if self._strategy == AUTO else peak_bytes
+            figures = job.measure(named)
+            peak_bytes, seconds = figures.peak_bytes, figures.step_seconds
+            floor_bytes = job.measure(EVERYTHING).peak_bytes if self._strategy == AUTO else peak_bytes
         except PlimsollError:  # what a layout alone cannot be checked for: heads of a function's model, adapters
             return None
         return _Tried(job, batch, named, peak_bytes, seconds, floor_bytes)
@@ -217,7 +218,8 @@ class LayoutSearch:
                 self._unfit.append(each)
             elif all(each.seconds < known.seconds for known in self._fastest()[:1]):
                 self._tell(f"planning {each.job.layout}", 0.9)
-                each.peak_bytes, each.seconds = each.job.measure(AUTO)
+                figures = each.job.measure(AUTO)
+                each.peak_bytes, each.seconds = figures.peak_bytes, figures.step_seconds
                 each.strategy = AUTO
                 (self._settled if each.does_fit else self._unfit).append(each)
 

@@ -1,91 +1,50 @@
 """Finds the best of a framework's own switches for activation checkpointing within a budget, by the estimator.
 
-A framework can say few things: no layer, all, some, some modules of all. Each setting is one of our strategies, simulated like
-any other; the one with the least time within the budget is chosen, or with none in there the one with the lowest peak. What a
-setting saves grows with its number of layers, so that number is found by bisection.
+A framework can say few things: no layer, all, some, some modules of all, and what of them goes to the host. Each setting is
+one of our strategies, and what is sent of it (``planning/sending``), simulated like any other; the one with the least time
+within the budget is chosen, or with none in there the one with the lowest peak. Along a row of settings peaks fall and time
+grows, so the first one that fits is found by bisection; a row that sends more and more is left out where sending nothing is
+too slow already.
 
 Known weakness: a framework runs again all of what it checkpoints, our simulation what backward needs of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import combinations
 
 from plimsoll.artifacts.estimate import SwitchSetting
-from plimsoll.artifacts.trace import Trace
+from plimsoll.artifacts.job import Techniques
 from plimsoll.errors import InvalidOption
+from plimsoll.estimator.switches import FRAMEWORKS, Row, SwitchedModel, SwitchValues
+from plimsoll.planning.costing.devices import Device
 
 _TIES = 1e-9
+_NEIGHBOURS = 6
 
 
 @dataclass(frozen=True, slots=True)
-class SwitchValues:
-    """Values of a framework's switches, and the strategy that does as they say."""
+class SwitchFigures:
+    """What a setting takes: bytes of the fullest rank, on the device and on the host, and seconds of a step."""
 
-    strategy: str
-    values: dict[str, str | int | bool | list[str] | None]
-
-
-@dataclass(frozen=True, slots=True)
-class SwitchedModel:
-    """What settings depend on: layers of the longest pipeline stage, and whether there are experts."""
-
-    layers: int
-    has_experts: bool
-
-    @staticmethod
-    def of(trace: Trace, *, stages: int, has_experts: bool) -> SwitchedModel:
-        """Those of a traced model."""
-        return SwitchedModel(-(-len(trace.regions) // stages), has_experts)
+    peak_bytes: int
+    step_seconds: float
+    host_bytes: int = 0
 
 
-def _megatron(model: SwitchedModel) -> Iterator[list[SwitchValues]]:
-    layer = "moe" if model.has_experts else "mlp"
-    modules = {"core_attn": "core", "layernorm": "norm", layer: "mlp"}
-    yield [SwitchValues("none", {"recompute_granularity": None})]
-    for count in (1, 2, 3):
-        for chosen in combinations(modules, count):
-            strategy = f"selective:{'+'.join(modules[name] for name in chosen)}"
-            yield [SwitchValues(strategy, {"recompute_granularity": "selective", "recompute_modules": list(chosen)})]
-    yield [_layers(f"first:{n}", "block", n) for n in range(1, model.layers + 1)]
-    yield [_layers(f"every:{n}", "uniform", n) for n in range(1, min(model.layers, 8) + 1)]
+def lowering_notes(device: Device, framework: str | None) -> tuple[str, ...]:
+    """What of a framework's switches was not tried on a device."""
+    if framework is None or device.host_link_bytes_per_second:
+        return ()
+    return (f"switches that offload were not tried: no link between {device.name} and a host is in the catalogue",)
 
 
-def _layers(strategy: str, method: str, count: int) -> SwitchValues:
-    return SwitchValues(
-        strategy, {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": count}
-    )
-
-
-def _transformers(model: SwitchedModel) -> Iterator[list[SwitchValues]]:
-    yield [SwitchValues("none", {"activation_checkpointing": False})]
-    yield [
-        SwitchValues(f"nth:{n}", {"activation_checkpointing": True, "every_n_layers": n})
-        for n in range(model.layers, 0, -1)
-    ]
-
-
-def _torchtitan(model: SwitchedModel) -> Iterator[list[SwitchValues]]:
-    yield [SwitchValues("none", {"activation_checkpoint": None})]
-    yield [SwitchValues("selective:torchtitan", {"activation_checkpoint": "SelectiveAC"})]
-    yield [SwitchValues("full", {"activation_checkpoint": "FullAC"})]
-
-
-FRAMEWORKS: dict[str, Callable[[SwitchedModel], Iterator[list[SwitchValues]]]] = {
-    "megatron": _megatron,
-    "torchtitan": _torchtitan,
-    "transformers": _transformers,
-}
-"""Rows of settings: along a row peaks fall and time grows, or nothing is known (``uniform``)."""
-
-
-def check_framework(framework: str) -> None:
-    """Refuse a framework whose switches are not known.
+def check_framework(framework: str, how: Techniques) -> None:
+    """Refuse a framework whose switches are not known, and techniques that do what its switches are to say.
 
     Raises:
-        InvalidOption: it is.
+        InvalidOption: it is, or one does.
     """
     if framework not in FRAMEWORKS:
         raise InvalidOption(
@@ -93,49 +52,85 @@ def check_framework(framework: str) -> None:
             why=f"known are those of {', '.join(FRAMEWORKS)}",
             next='name one of them, or write a plan for torch alone: plan.export("sac", "policy.py")',
         )
+    if "activations" in how.on_host:
+        raise InvalidOption(
+            f"offload={how.offload} does not go with export={framework!r}.",
+            why="offload=activations sends what a strategy keeps, and the switches say what is sent",
+            next="leave activations out: settings that offload are tried where the device has a link to its host",
+        )
+
+
+class _Search:
+    """The settings that were simulated."""
+
+    def __init__(self, budget_bytes: int, measure: Callable[[SwitchValues], SwitchFigures]) -> None:
+        self.budget_bytes, self.measure = budget_bytes, measure
+        self.known: dict[object, tuple[SwitchValues, SwitchSetting]] = {}
+
+    def tried(self, values: SwitchValues) -> SwitchSetting:
+        if values.key not in self.known:
+            figures = self.measure(values)
+            self.known[values.key] = (
+                values,
+                SwitchSetting(
+                    values=values.values,
+                    strategy=values.strategy,
+                    peak_bytes=figures.peak_bytes,
+                    step_seconds=figures.step_seconds,
+                    host_bytes=figures.host_bytes,
+                ),
+            )
+        return self.known[values.key][1]
+
+    def fits(self, values: SwitchValues) -> bool:
+        return self.tried(values).peak_bytes <= self.budget_bytes
+
+    @property
+    def fastest_seconds(self) -> float:
+        """Of what fits so far."""
+        found = (each.step_seconds for _, each in self.known.values() if each.peak_bytes <= self.budget_bytes)
+        return min(found, default=float("inf"))
+
+    def search(self, row: Row) -> None:
+        """Find the first setting of a row that fits, and the one before it."""
+        if row[0].strategy.startswith("every:"):  # no order: the peak of a group grows with it
+            for values in row:
+                self.tried(values)
+            return
+        is_sending_more = row[0].sending is None and row[-1].sending is not None
+        if is_sending_more and (self.tried(row[0]).step_seconds >= self.fastest_seconds or not self.fits(row[-1])):
+            return
+        low, high = -1, len(row)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.fits(row[middle]) else (middle, high)
+        for at in {min(high, len(row) - 1), max(low, 0)}:
+            self.tried(row[at])
 
 
 def lower(
-    framework: str, model: SwitchedModel, budget_bytes: int, measure: Callable[[str], tuple[int, float]]
-) -> tuple[SwitchSetting, ...]:
-    """The chosen setting first, then its neighbours: of every row those next to where the budget is met.
+    framework: str, model: SwitchedModel, budget_bytes: int, measure: Callable[[SwitchValues], SwitchFigures]
+) -> tuple[SwitchValues, tuple[SwitchSetting, ...]]:
+    """The chosen setting, and its figures before those of its neighbours: of every row those next to where the budget is met.
 
     Args:
         framework: one of ``FRAMEWORKS``.
         model: what settings depend on.
         budget_bytes: for the tensors of one rank.
-        measure: peak bytes and seconds of a step under a strategy.
+        measure: what a setting takes.
     """
-    known: dict[str, SwitchSetting] = {}
-
-    def tried(setting: SwitchValues) -> SwitchSetting:
-        if setting.strategy not in known:
-            peak_bytes, seconds = measure(setting.strategy)
-            known[setting.strategy] = SwitchSetting(
-                values=setting.values, strategy=setting.strategy, peak_bytes=peak_bytes, step_seconds=seconds
-            )
-        return known[setting.strategy]
-
+    search = _Search(budget_bytes, measure)
     for row in FRAMEWORKS[framework](model):
-        low, high = -1, len(row)
-        if row[0].strategy.startswith("every:"):  # no order: the peak of a group grows with it
-            for setting in row:
-                tried(setting)
-            continue
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if tried(row[middle]).peak_bytes <= budget_bytes else (middle, high)
-        for at in {min(high, len(row) - 1), max(low, 0)}:
-            tried(row[at])
-    found = list(known.values())
-    fits = [each for each in found if each.peak_bytes <= budget_bytes]
-    best = min(fits, key=_cost) if fits else min(found, key=lambda each: each.peak_bytes)
-    others = sorted(
-        (each for each in found if each is not best), key=lambda each: abs(each.peak_bytes - best.peak_bytes)
-    )
-    return (best, *sorted(others[:6], key=lambda each: -each.peak_bytes))
+        search.search(row)
+    found = list(search.known.values())
+    within = [each for each in found if each[1].peak_bytes <= budget_bytes]
+    chosen = min(within, key=_cost) if within else min(found, key=lambda each: each[1].peak_bytes)
+    others = [each for _, each in found if each is not chosen[1]]
+    others.sort(key=lambda each: abs(each.peak_bytes - chosen[1].peak_bytes))
+    return chosen[0], (chosen[1], *sorted(others[:_NEIGHBOURS], key=lambda each: -each.peak_bytes))
 
 
-def _cost(setting: SwitchSetting) -> tuple[float, int]:
-    """The least time, and among equals the fewest switches."""
-    return (round(setting.step_seconds / _TIES) * _TIES, len(setting.values))
+def _cost(found: tuple[SwitchValues, SwitchSetting]) -> tuple[float, int, int]:
+    """The least time, and among equals the fewest switches and the least on the host."""
+    setting = found[1]
+    return (round(setting.step_seconds / _TIES) * _TIES, len(setting.values), setting.host_bytes)

@@ -9,27 +9,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
-from msgspec.structs import replace
-
 from plimsoll.artifacts.costs import Costs
-from plimsoll.artifacts.job import Layout, Precision, Techniques
-from plimsoll.artifacts.memory_use import AllocationEvent, OptimizerUse, StepForm
+from plimsoll.artifacts.memory_use import AllocationEvent, OptimizerUse
 from plimsoll.artifacts.plan import Plan
-from plimsoll.artifacts.trace import Trace, TraceParameter
-from plimsoll.errors import InvalidLayout, InvalidOption, InvalidStrategy
-from plimsoll.estimator.budget import has_caching_allocator
-from plimsoll.estimator.optimizers import optimizer_use
+from plimsoll.artifacts.trace import Trace
 from plimsoll.estimator.parallelism.overlap import OverlappedSeconds, RankSeconds, measure_rank, overlapped_seconds
-from plimsoll.estimator.parallelism.rank import PARTLY_SHARDED, rank_trace
+from plimsoll.estimator.parallelism.rank import rank_trace
 from plimsoll.estimator.parallelism.stages import StageTrace
-from plimsoll.estimator.parallelism.units import HeldTypes, in_f32, rank_parameters
+from plimsoll.estimator.parallelism.units import in_f32, rank_parameters
+from plimsoll.estimator.setting import AUTO, EVERYTHING, NOTHING, Setting, optimizer_of
+from plimsoll.planning.choice import Choice
 from plimsoll.planning.choices import ChoiceSet
-from plimsoll.planning.costing.devices import Device
-from plimsoll.planning.costing.host import host_forms, host_link
-from plimsoll.planning.costing.links import Collective, collective_seconds
+from plimsoll.planning.costing.host import host_forms, host_forms_of_switches
 from plimsoll.planning.costing.roofline import roofline_costs
 from plimsoll.planning.simulate import Simulation, choices_of, run_choices
 from plimsoll.planning.solve import Planner, solve
@@ -37,270 +31,12 @@ from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import (
     choose_full,
     choose_min_cut,
-    choose_none,
-    codecs_of_strategy,
+    keeps_the_rest,
     send_kept,
     strategy_choices,
-    uses_link,
 )
 
-_WHOLLY_SHARDED = 3
-_ALL_PERCENT = 100
-_OF_TRANSFORMER_ENGINE = ("delayed", "current", "mxfp8")
-AUTO, NOTHING, EVERYTHING = "auto", "none", "full"
-"""Strategies that are known by name here."""
 KnownChoices = dict[Hashable, ChoiceSet]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """What an estimate is asked about, apart from the model and its micro-batch. ``optimizer`` is ``None`` without one."""
-
-    device: Device
-    layout: Layout
-    optimizer: str | None
-    has_master_weights: bool
-    strategy: str
-    budget_bytes: int | None
-    precision: Precision | None = None
-    how: Techniques = field(default_factory=Techniques)
-
-    @property
-    def held(self) -> HeldTypes:
-        """What a rank holds and reduces in another type than the model computes in."""
-        on_host = "parameters" in self.how.on_host
-        if self.precision is Precision.FSDP_BF16:
-            return HeldTypes(shards=True, reduced=self.how.reduce != "bf16", gradients=True, on_host=on_host)
-        is_wide = bool(self.how.gradients)
-        return HeldTypes(
-            reduced=is_wide, gradients=is_wide, on_host=on_host, own_gradients=self.how.gradients == "both"
-        )
-
-    @property
-    def is_sending(self) -> bool:
-        """Whether what blocks save may go to the host."""
-        return "activations" in self.how.on_host or uses_link(self.strategy)
-
-    @property
-    def is_gpu(self) -> bool:
-        """Whether the device has a caching allocator and runs optimizers over all parameters at once."""
-        return has_caching_allocator(self.device)
-
-
-def check_setting(setting: Setting) -> None:
-    """Refuse what no model could be asked about, before one is traced.
-
-    Raises:
-        UnknownOptimizer, InvalidOption: no such optimizer, or master weights for none.
-        InvalidStrategy: one that offloads or compresses, of which no estimate knows the seconds.
-        InvalidLayout: ranks on a device of which no link is known.
-    """
-    if setting.optimizer is not None:
-        optimizer_of(setting, ())
-    elif setting.has_master_weights:
-        raise InvalidOption(
-            "Master weights without an optimizer.",
-            why="they are the copies that an optimizer updates, and there is none",
-            next="name an optimizer, or leave master weights out",
-        )
-    _check_techniques(setting)
-    if codecs_of_strategy(setting.strategy):
-        raise InvalidStrategy(
-            f"unsupported: strategy {setting.strategy!r} in an estimate.",
-            why="it compresses, and seconds of codecs have to be measured on the device",
-            next="estimate none, full, every:k, sqrt, selective:…, offload or auto, or plan on the device itself",
-        )
-    if setting.is_sending:
-        host_link(setting.device)
-    if setting.layout.ranks > 1:  # raises for a device without links
-        collective_seconds(Collective.ALL_REDUCE, 1, setting.layout.ranks, setting.device)
-
-
-def _check_techniques(setting: Setting) -> None:
-    """Refuse techniques that contradict the layout, the precision or the optimizer."""
-    how, layout, narrow = setting.how, setting.layout, (Precision.BF16, Precision.FP16)
-    if setting.precision is Precision.FSDP_BF16 and (layout.zero < PARTLY_SHARDED or layout.shards == 1):
-        raise InvalidOption(
-            f"precision fsdp-bf16 with {layout}.",
-            why="it is what FSDP casts when it gathers shards, and nothing is sharded",
-            next="give zero=3 (or zero=2, which keeps what it gathered) and dp=2 or more, or take bf16-mixed",
-        )
-    if how.reduce and setting.precision is not Precision.FSDP_BF16:
-        raise InvalidOption(
-            f"reduce={how.reduce} without precision fsdp-bf16.",
-            why="it is the reduce_dtype of FSDP's mixed precision",
-            next="add precision fsdp-bf16, or write gradients=fp32 for gradients accumulated and reduced in f32",
-        )
-    if how.gradients and setting.precision in narrow and not setting.has_master_weights:
-        raise InvalidOption(
-            f"gradients={how.gradients} with parameters in {setting.precision} and no master weights.",
-            why="torch's optimizers take a gradient in the type of its parameter; f32 ones are for master weights",
-            next="add master weights, or leave gradients= out",
-        )
-    if how.gradients == "both" and (setting.precision not in narrow or layout.zero >= PARTLY_SHARDED):
-        raise InvalidOption(
-            f"gradients=both in {setting.precision or 'the types of the model'} with {layout}.",
-            why="gradients of 16 bits stay beside f32 ones where nothing shards them",
-            next="take precision bf16 or fp16 with zero=1 or none, or gradients=fp32",
-        )
-    if how.tf32 and "tf32" not in setting.device.peak_flops_per_second:
-        raise InvalidOption(
-            f"tf32 on {setting.device.name}.", why="the device has no such arithmetic", next="leave tf32 out"
-        )
-    _check_offload(setting)
-    _check_fp8(setting)
-    _check_megatron(setting)
-    if how.padded >= _ALL_PERCENT:
-        raise InvalidOption(
-            f"padded={how.padded} leaves no token.",
-            why="it is the share of padding in percent",
-            next="give a number below 100",
-        )
-    if how.loss == "vocabulary-parallel" and layout.tp == 1:
-        raise InvalidOption(
-            "loss=vocabulary-parallel without tensor parallelism.",
-            why="the vocabulary is divided among tensor-parallel ranks, and there is one",
-            next="give tp=2 or more, or write loss=fused or loss=chunked",
-        )
-    if how.moe == "deepep" and layout.ep == 1:
-        raise InvalidOption(
-            f"moe=deepep with {layout}.",
-            why="it exchanges tokens between the ranks of experts, and every rank has all of them",
-            next="give ep=8, or write moe=fused",
-        )
-    _check_adapters(setting)
-    if how.optimizer_in_backward:
-        _check_optimizer_in_backward(setting)
-
-
-def _check_offload(setting: Setting) -> None:
-    """Refuse what the host cannot have, or not alone."""
-    how, layout, reason, remedy = setting.how, setting.layout, "", ""
-    if "optimizer" in how.on_host and (setting.optimizer is None or how.optimizer_in_backward or not setting.is_gpu):
-        reason = "a GPU's optimizer steps on the host when all gradients are there"
-        remedy = "name an optimizer and a GPU, and leave optimizer-in-backward out"
-    elif "parameters" in how.on_host and (layout.zero != _WHOLLY_SHARDED or layout.shards == 1):
-        reason = "shards lie on the host until they are gathered, and nothing is sharded"
-        remedy = "give zero=3 and dp=2 or more, or write offload=optimizer"
-    if reason:
-        what = setting.optimizer or "no optimizer"
-        raise InvalidOption(
-            f"offload={how.offload} with {what} on {setting.device.name}, {layout}.", why=reason, next=remedy
-        )
-
-
-def _check_fp8(setting: Setting) -> None:
-    """Refuse recipes that the device has no arithmetic for, and weights in fp8 that nobody knows the holder of."""
-    how, device = setting.how, setting.device
-    wanted = "mxf8" if how.fp8 == "mxfp8" else "f8"
-    if how.fp8 and wanted not in device.peak_flops_per_second:
-        raise InvalidOption(
-            f"fp8={how.fp8} on {device.name}.", why="the device has no such arithmetic", next="leave fp8= out"
-        )
-    if how.fp8 in _OF_TRANSFORMER_ENGINE and setting.layout.zero == _WHOLLY_SHARDED:
-        raise InvalidOption(
-            f"unsupported: fp8={how.fp8} with zero=3.",
-            why="Transformer Engine holds weights in fp8 beside those in 16 bits, and how it shards them is not modelled",
-            next="take zero=2 or less, or fp8=tensorwise or fp8=rowwise",
-        )
-
-
-def _check_megatron(setting: Setting) -> None:
-    """Refuse what would say nothing, or the same thing in two ways."""
-    how, layout, found = setting.how, setting.layout, ("", "", "")
-    if how.megatron and how.compile:
-        found = "megatron with compile", "both say which kernels blocks run in", "leave one of them out"
-    elif how.fp8_weights and how.fp8 not in _OF_TRANSFORMER_ENGINE:
-        recipes = ", ".join(_OF_TRANSFORMER_ENGINE)
-        found = "fp8-weights", "Transformer Engine holds them so", f"add fp8= with one of its recipes: {recipes}"
-    elif how.comm_overlap and not ((layout.tp > 1 and layout.sequence_parallel) or (layout.zero and layout.shards > 1)):
-        what = "it hides collectives of sequence parallelism, and gathers of ZeRO"
-        found = f"comm-overlap with {layout}", what, "give tp= with sp, or zero=1 with dp=, or leave it out"
-    elif how.expandable_segments and not setting.is_gpu:
-        what = "it is a setting of the caching allocator"
-        found = f"expandable-segments on {setting.device.name}", what, "leave it out, or name a GPU"
-    if found[0]:
-        raise InvalidOption(f"{found[0]}.", why=found[1], next=found[2])
-
-
-def _check_adapters(setting: Setting) -> None:
-    how, layout = setting.how, setting.layout
-    is_low_rank = bool(how.lora or how.qlora)
-    if is_low_rank + bool(how.adapters) > 1 or (how.lora and how.qlora) or (how.lora_on and not is_low_rank):
-        raise InvalidOption(
-            f"{how} says two things, or half of one.",
-            why="a model trains low-rank adapters or bottlenecks, beside weights as they are or in 4 bits",
-            next="give one of lora=16, qlora=16 or adapters=64; lora-on= goes with the first two",
-        )
-    if how.is_adapting and (layout.tp > 1 or layout.ep > 1):
-        raise InvalidLayout(
-            f"unsupported: adapters under tp={layout.tp}, ep={layout.ep}.",
-            why="which rank holds which part of an adapter is not known here",
-            next="take dp=, pp= and zero= alone",
-        )
-
-
-def _check_optimizer_in_backward(setting: Setting) -> None:
-    layout, reason = setting.layout, ""
-    if setting.optimizer is None:
-        reason = "there is no optimizer"
-    elif layout.micro_batches > 1:
-        reason = f"gradients of {layout.micro_batches} micro-batches are added up before a step"
-    elif layout.shards > 1 and layout.zero < PARTLY_SHARDED:
-        reason = "buckets hold all gradients until the last of them is reduced"
-    elif setting.how.gradients:
-        reason = "gradients=fp32 keeps them all"
-    if reason:
-        raise InvalidOption(
-            f"optimizer-in-backward with {layout}.",
-            why=reason,
-            next="leave it out, or take one micro-batch on one rank or under zero=2 or 3",
-        )
-
-
-def optimizer_of(setting: Setting, parameters: Sequence[TraceParameter]) -> OptimizerUse | None:
-    """What the setting's optimizer holds and does for the parameters of one rank."""
-    if setting.optimizer is None:
-        return None
-    is_early = setting.how.optimizer_in_backward
-
-    def use(updated: Sequence[TraceParameter]) -> OptimizerUse:
-        return optimizer_use(
-            setting.optimizer or "",
-            updated,
-            form=None if setting.is_gpu and not is_early else StepForm.LOOP,
-            has_master_weights=setting.has_master_weights,
-            gradient_item_bytes=4 if setting.held.gradients else 0,
-            is_flat=setting.layout.zero == 1,
-        )
-
-    found = use(parameters)
-    if is_early and parameters:  # an optimizer per parameter: nothing is left of one while the next steps
-        alone = use([max(parameters, key=lambda parameter: parameter.bytes * parameter.is_trainable)])
-        found = replace(found, temporaries=alone.temporaries)
-    return _on_host(found, parameters, setting.held) if "optimizer" in setting.how.on_host else found
-
-
-def _on_host(use: OptimizerUse, parameters: Sequence[TraceParameter], held: HeldTypes) -> OptimizerUse:
-    """The same optimizer with its state on the host, which runs the step: gradients go there, weights come back."""
-    trained = [parameter for parameter in parameters if parameter.is_trainable]
-    gradients = sum((in_f32(each) if held.gradients else each).bytes for each in trained)
-    return replace(
-        use,
-        state_bytes={},
-        master_bytes={},
-        host_state_bytes=use.host_state_bytes + use.total_state_bytes + use.total_master_bytes,
-        temporaries=(),
-        moved_bytes=0,
-        flops=0,
-        host_bytes=use.moved_bytes,
-        link_bytes=use.link_bytes + (0 if held.on_host else gradients + sum(each.bytes for each in trained)),
-        notes=(
-            *use.notes,
-            "state and step are the host's, which runs it for all ranks of a node; "
-            + ("so are shards and their gradients" if held.on_host else "gradients stay until then"),
-        ),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,10 +96,15 @@ class StageOfRank:
         return StepIndex(self.trace, self.costs, forms, in_flight=self.in_flight)
 
     @cached_property
+    def sending_index(self) -> StepIndex:
+        """The same where a framework's own switches send to the host."""
+        forms = host_forms_of_switches(self.trace, self.setting.device)
+        return StepIndex(self.trace, self.costs, forms, in_flight=self.in_flight)
+
+    @cached_property
     def unmanaged(self) -> Simulation:
         """The step that keeps everything."""
-        choose = choose_min_cut if self.setting.how.is_fused else choose_none
-        return run_choices(self.index, choose(self.index, ""))
+        return run_choices(self.index, self._named_choices(self.index, NOTHING))
 
     @cached_property
     def recomputed(self) -> Simulation:
@@ -380,6 +121,17 @@ class StageOfRank:
         """The same beside data-parallel collectives, which wait and are waited for."""
         return overlapped_seconds(self.trace, self.costs, gathers_late=self.setting.how.comm_overlap)
 
+    @cached_property
+    def host_bytes(self) -> int:
+        """What the host has of this rank's for good: the optimizer's state, and shards with their gradients."""
+        how, held, use = self.setting.how, self.setting.held, self.optimizer
+        state_bytes = use.host_state_bytes if use is not None and "optimizer" in how.on_host else 0
+        if not held.on_host:
+            return state_bytes
+        shards = rank_parameters(self.stage.trace, self.setting.layout, held)
+        gradients = (in_f32(each) if held.gradients else each for each in shards if each.is_trainable)
+        return state_bytes + sum(each.bytes for each in (*shards, *gradients))
+
     @property
     def lasting_classes(self) -> Counter[str]:
         """Bytes that it holds for good by category: parameters, gradients, optimizer state."""
@@ -388,8 +140,8 @@ class StageOfRank:
             classes[storage.category.value] += storage.bytes
         return classes
 
-    def decide(self, strategy: str, budget_bytes: int | None, known: KnownChoices) -> Decided:
-        """The stage under a strategy.
+    def decide(self, setting: Setting, budget_bytes: int | None, known: KnownChoices) -> Decided:
+        """The stage under the strategy of a setting that is otherwise its own.
 
         A budget that cannot be met gives the smallest reachable peak. ``known`` are choices of regions of other stages;
         those of this one are added.
@@ -397,21 +149,35 @@ class StageOfRank:
         Raises:
             InvalidStrategy: no such strategy.
         """
+        strategy = setting.strategy
+        if setting.sending is not None:
+            choices = self._named_choices(self.sending_index, strategy)
+            return Decided(setting.sending.run(self.sending_index, choices))
         if strategy != AUTO and "activations" in self.setting.how.on_host:
-            named = choose_min_cut if strategy == NOTHING and self.setting.how.is_fused else None
-            choices = named(self.index, "") if named else strategy_choices(self.index, strategy)
+            choices = self._named_choices(self.index, strategy)
             return Decided(run_choices(self.index, send_kept(self.index, choices)))
         if strategy == NOTHING:
             return Decided(self.unmanaged)
         if strategy == EVERYTHING:
             return Decided(self.recomputed)
         if strategy != AUTO:
-            return Decided(run_choices(self.index, strategy_choices(self.index, strategy)))
+            return Decided(run_choices(self.index, self._named_choices(self.index, strategy)))
         if budget_bytes is None or self.unmanaged.peak_bytes <= budget_bytes:
             return Decided(self.unmanaged)
         planner = Planner(self._indexed(), known_choices=known)
         plan = solve(planner, budget_bytes=budget_bytes, raise_below_floor=False)
         return Decided(run_choices(planner.index, choices_of(planner.index, plan.regions)), plan)
+
+    def _named_choices(self, index: StepIndex, strategy: str) -> tuple[Choice, ...]:
+        """Those of a strategy; where blocks run in fused kernels, the rest that it keeps is what these save."""
+        choices = strategy_choices(index, strategy)
+        if not self.setting.how.is_fused or not keeps_the_rest(strategy):
+            return choices
+        saved = choose_min_cut(index, "")
+        return tuple(
+            choice.without(view.everything - cut.kept)
+            for view, choice, cut in zip(index.views, choices, saved, strict=True)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -437,6 +203,12 @@ class Rank:
     def peak_bytes(self) -> int:
         """The most that live tensors take."""
         return max(self.peaks)
+
+    @property
+    def host_bytes(self) -> int:
+        """What the host holds for it when it holds most."""
+        stages = zip(self.stages, self.decided, strict=True)
+        return sum(stage.host_bytes + stage.in_flight * each.simulation.link_bytes for stage, each in stages)
 
     @property
     def waiting_error(self) -> float:
@@ -479,5 +251,5 @@ def decide_rank(stages: Sequence[StageOfRank], setting: Setting, known: KnownCho
     for position, stage in enumerate(stages):
         beside = sum(other.index.lasting_bytes for at, other in enumerate(stages) if at != position)
         budget_bytes = None if setting.budget_bytes is None else max(setting.budget_bytes - beside, 1)
-        decided.append(stage.decide(setting.strategy, budget_bytes, known))
+        decided.append(stage.decide(setting, budget_bytes, known))
     return Rank(tuple(stages), tuple(decided))

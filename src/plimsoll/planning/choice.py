@@ -101,7 +101,9 @@ def packing_seconds(index: StepIndex, view: RegionView, choice: Choice) -> float
 
 
 def _waiting_seconds(index: StepIndex, view: RegionView, forms: list[Form]) -> float:
-    """Seconds of transfers, both ways, that the neighbour's compute does not hide."""
+    """Seconds of transfers, both ways, that compute does not hide; the engine has the neighbour's."""
+    if index.transfers is not None:
+        return index.transfers.waiting_seconds.get(view.call.index, 0.0)
     sent = [form.link_bytes for form in forms if form.decision is Decision.OFFLOAD]
     link, after = index.forms.link, index.neighbour(view.call.index)
     if not sent or link is None or after is None:

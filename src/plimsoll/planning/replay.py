@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.forms import Form
-from plimsoll.artifacts.trace import RegionCall
 from plimsoll.planning.choice import Choice
 from plimsoll.planning.replay_schedule import BOUNDARY, NO_OP, Schedule, Segment, build_schedule
 from plimsoll.planning.step import RegionView, Span, StepIndex, provider_of, slot_stop
@@ -222,7 +221,7 @@ class _Machine:
             # ``default``: of an input that no slot holds
             first = min((slot.packed for slot in part.view.slots_of.get(value, ())), default=call.forward[0])
             if form.decision is Decision.OFFLOAD:
-                self._hold(part, value, 2 * first, 2 * self._neighbour(part).forward[1])
+                self._hold(part, value, 2 * first, self._transfer(part, value)[0])
                 continue
             if call.unpacks_at_once:
                 self._hold(part, value, 2 * first, exit_)
@@ -256,10 +255,14 @@ class _Machine:
     def _label(self, part: _Part, value: int) -> str:
         return f"{part.view.call.name} {part.choice.forms[value]} of {part.view.graph.values[value].name}"
 
-    def _neighbour(self, part: _Part) -> RegionCall:
-        after = self.index.neighbour(part.view.call.index)
+    def _transfer(self, part: _Part, value: int) -> Span:
+        """When a value that goes over the link is gone, and from when on there is room for it again."""
+        region = part.view.call.index
+        if self.index.transfers is not None:
+            return self.index.transfers.spans[region, value]
+        after = self.index.neighbour(region)
         assert after is not None, "only regions with a neighbour have forms that go over a link"
-        return after
+        return 2 * after.forward[1], 2 * after.backward[0]
 
     def _hold(self, part: _Part, value: int, start: int, stop: int) -> None:
         self.out.holds.setdefault(part.view.graph.values[value].storage, []).append((start, stop))
@@ -404,11 +407,11 @@ class _Machine:
             self._forget(part, step.frees)
 
     def _load(self, part: _Part, load: int, wanted: Mapping[int, int], instant: int) -> None:
-        """Bring a packed value back into a buffer of its own; that of a transfer is there since the next region's backward."""
+        """Bring a packed value back into a buffer of its own; that of a transfer is there since it was asked for."""
         value = part.view.graph.values[load]
         form = self._form(part, load)
         if form.decision is Decision.OFFLOAD:
-            since = 2 * self._neighbour(part).backward[0]
+            since = self._transfer(part, load)[1]
             self.out.payloads.append(((since, max(since, instant)), value.bytes, self._label(part, load)))
         self.out.loads.append((part.view.call.index, load))
         buffer = self.memory.allocate(value.bytes, f"{part.view.call.name} brought back {value.name}")

@@ -15,8 +15,9 @@ None is left when the optimizer steps.
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -97,6 +98,18 @@ class RegionView:
         return self.forced | self.copied | self.free
 
 
+@dataclass(frozen=True, slots=True)
+class Transfers:
+    """When values leave over a link and come back, where it is not the engine that sends them.
+
+    ``spans`` are by region and value: the instant at which the device lets go of it, and that from which it has room for it
+    again; what is needed before that is brought back then. ``waiting_seconds`` are what each region's transfers add.
+    """
+
+    spans: Mapping[tuple[int, int], Span]
+    waiting_seconds: Mapping[int, float]
+
+
 class StepIndex:
     """Everything about one trace that simulations under different plans share. Immutable once built."""
 
@@ -127,6 +140,14 @@ class StepIndex:
         self._covered: dict[int, list[Span]] = {}
         self.replays: dict[Any, Any] = {}
         """What `simulate` has replayed, by region and choice."""
+        self.transfers: Transfers | None = None
+        """Another schedule than the engine's, which has one window per transfer."""
+
+    def scheduled(self, transfers: Transfers | None) -> StepIndex:
+        """The same step with its transfers on another schedule."""
+        other = copy.copy(self)
+        other.transfers, other.replays = transfers, {}
+        return other
 
     def op_seconds(self, cost_key: str) -> float:
         """Seconds of one op; 0 for a key that the costs do not know."""

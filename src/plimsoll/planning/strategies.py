@@ -14,6 +14,9 @@
                          rest (Korthikanti et al. 2022, section 5); fused attention saves none of it
 ``selective:mlp``        the same for feed-forward modules
 ``selective:norm``       the same for normalisation modules
+``selective:shared``     the same for experts that every token passes
+``selective:moe-act``    RECOMPUTE what experts make between their two matrix products; KEEP the rest
+``selective:mla-up``     RECOMPUTE what multi-latent attention makes of its compressed queries, keys and values
 ``selective:mm,sdpa``    torch's selective activation checkpointing: a comma list of op names whose outputs are KEPT;
                          everything else is RECOMPUTE. ``sdpa`` stands for every scaled-dot-product op
                          with ``mm/2`` only every second product is
@@ -59,7 +62,9 @@ _MODULES = {
     "attention": re.compile(r"attn|attention", re.IGNORECASE),
     "mlp": re.compile(r"mlp|ffn|feed_?forward|\bff\b|fc\d|experts", re.IGNORECASE),
     "norm": re.compile(r"norm|(?:^|[._])ln(?:[._\d]|$)|(?:^|[._])bn(?:[._\d]|$)", re.IGNORECASE),
+    "shared": re.compile(r"shared_?experts?", re.IGNORECASE),
 }
+_ROUTED = re.compile(r"(?<!shared_)experts", re.IGNORECASE)
 _REDUCTION = re.compile(r"^(mean|sum|amax|amin|var|var_mean|std|norm|_softmax|max|min|logsumexp|prod|any|all)$")
 TORCHTITAN = "torchtitan"
 _SAVED_BY_TORCHTITAN = ("mm/2", "addmm", "bmm", "baddbmm", "_grouped_mm", "convolution", "sdpa", "topk", "max")
@@ -68,8 +73,9 @@ _OP_ALIASES = {"sdpa": "scaled_dot_product"}
 MEMORY_BUDGET, CHECKPOINT, SELECTIVE = "memory-budget", "checkpoint", "checkpoint:selective"
 """torch's own under torch.compile: its budget as a share (``memory-budget:0.5``), and checkpointing of every region, which
 in the last case saves what products and attention return."""
-_SOFTMAX = "_softmax"
-_PRODUCTS = frozenset(["bmm", "baddbmm", "mm", "addmm"])
+_SOFTMAX = ("_softmax", "_safe_softmax")
+_BATCHED = frozenset(["bmm", "baddbmm"])
+_PRODUCTS = _BATCHED | {"mm", "addmm"}
 
 
 def choose_none(index: StepIndex, _argument: str) -> tuple[Choice, ...]:
@@ -111,8 +117,9 @@ def choose_selective(index: StepIndex, argument: str) -> tuple[Choice, ...]:
         return tuple(
             Choice(frozenset.intersection(*(choice.kept for choice in of_one))) for of_one in zip(*each, strict=True)
         )
-    if argument == "core":
-        return tuple(Choice(view.everything - _between_products(view)) for view in index.views)
+    if argument in _MADE_IN_PARTS:
+        made = _MADE_IN_PARTS[argument]
+        return tuple(Choice(view.everything - (made(view) & frozenset(view.droppable))) for view in index.views)
     pattern = _MODULES.get(argument)
     if pattern is not None:
         return tuple(Choice(_kept_outside(view, pattern) | view.nothing) for view in index.views)
@@ -122,10 +129,11 @@ def choose_selective(index: StepIndex, argument: str) -> tuple[Choice, ...]:
         names = list(_SAVED_BY_TORCHTITAN)
     for name in names if argument != TORCHTITAN else ():
         if not any(_is_op(op, name.removesuffix("/2")) for op in present):
-            close = difflib.get_close_matches(name, [*present, *_MODULES, "core"], n=3) or present[:5]
+            known = [*_MODULES, *_MADE_IN_PARTS]
+            close = difflib.get_close_matches(name, [*present, *known], n=3) or present[:5]
             raise InvalidStrategy(
                 f"'selective:{argument}' names nothing that this model runs.",
-                why=f"{name!r} is neither attention, core, mlp, norm nor an op of a region",
+                why=f"{name!r} is none of {', '.join(known)}, nor an op of a region",
                 next=f"closest: {', '.join(close)}" if close else "use none or auto",
             )
     return tuple(Choice(_kept_outputs(view, names) | view.nothing) for view in index.views)
@@ -191,7 +199,7 @@ def _op_names(argument: str) -> list[str]:
     if not names:
         raise InvalidStrategy(
             "'selective:' selects nothing.",
-            why="it wants attention, core, mlp, norm or a comma list of ops to keep",
+            why=f"it wants {', '.join([*_MODULES, *_MADE_IN_PARTS])} or a comma list of ops to keep",
             next="write selective:attention or selective:mm,sdpa",
         )
     return names
@@ -273,6 +281,20 @@ def uses_link(strategy: str) -> bool:
     return strategy == "offload"
 
 
+def keeps_the_rest(strategy: str) -> bool:
+    """Whether a named strategy says what is dropped, and keeps whatever else is saved; others say what is kept.
+
+    Example:
+        >>> keeps_the_rest("none"), keeps_the_rest("selective:core+mlp"), keeps_the_rest("selective:mm,sdpa")
+        (True, True, False)
+    """
+    name, _, argument = strategy.partition(":")
+    parts = frozenset(argument.split("+"))
+    return name in ("none", "first", "nth", "offload") or (
+        name == "selective" and parts <= {*_MODULES, *_MADE_IN_PARTS}
+    )
+
+
 def is_torchs_own(strategy: str) -> bool:
     """Whether a strategy is torch's own under torch.compile, and so none of the planner's.
 
@@ -307,8 +329,8 @@ def check_strategy(strategy: str) -> None:
     if name not in STRATEGIES or bool(colon) != (name in _WITH_ARGUMENT):
         known = ["auto", "every:2", "first:2", "fp8", "full", "hybrid:10,6", "input-only", "int4", "int8", "min-cut", "none",
                  "nth:2", "offload",
-                 "selective:attention", "selective:core", "selective:mlp", "selective:norm", "selective:mm,sdpa",
-                 "selective:torchtitan",
+                 "selective:attention", "selective:core", "selective:mla-up", "selective:mlp", "selective:moe-act",
+                 "selective:norm", "selective:shared", "selective:mm,sdpa", "selective:torchtitan",
                  "sqrt"]  # fmt: skip
         close = difflib.get_close_matches(strategy, known, n=3, cutoff=0.3)
         raise InvalidStrategy(
@@ -355,35 +377,88 @@ def find_extremes(trace: Trace, costs: Costs) -> Extremes:
 
 
 def _between_products(view: RegionView) -> frozenset[int]:
-    """Droppable values from the matrix product before a softmax to the one after it, neither's other operand among them."""
-    graph = view.graph
-    ops = graph.ops
-    makers = [op for op in ops if op.name == _SOFTMAX]
-    found: set[int] = set()
-    pending = [value for op in makers for value in op.reads]
-    while pending:  # towards the first product, whose result is among them
+    """Values from the matrix product before a softmax to the one after it, neither's other operand among them.
+
+    A softmax of what one matrix product with weights makes (a router's) is none of attention's.
+    """
+    graph, found = view.graph, set[int]()
+    for op in graph.ops:
+        if op.name not in _SOFTMAX:
+            continue
+        scores = _up_to_products(view, op.reads)
+        if not any(graph.ops[graph.values[value].producer].name in _BATCHED for value in scores):
+            continue
+        found |= scores
+        pending = list(op.writes)
+        while pending:  # towards the second product, which only reads them
+            value = pending.pop()
+            found.add(value)
+            pending += [
+                out
+                for other in graph.ops
+                if value in other.reads and other.name not in _PRODUCTS
+                for out in other.writes
+                if out not in found
+            ]
+    return frozenset(found)
+
+
+def _up_to_products(view: RegionView, values: Sequence[int]) -> frozenset[int]:
+    """What these values are made of in the region, back to the first products, whose results are among them."""
+    graph, found, pending = view.graph, set[int](), list(values)
+    while pending:
         value = pending.pop()
         producer = graph.values[value].producer
         if value in found or producer < 0:
             continue
         found.add(value)
-        if ops[producer].name not in _PRODUCTS:
-            pending.extend(ops[producer].reads)
-    pending = [value for op in makers for value in op.writes]
-    while pending:  # towards the second product, which only reads them
-        value = pending.pop()
-        found.add(value)
-        pending += [
-            out for op in ops if value in op.reads and op.name not in _PRODUCTS for out in op.writes if out not in found
-        ]
-    return frozenset(found) & frozenset(view.droppable)
+        if not is_product(graph.ops[producer].name):
+            pending.extend(graph.ops[producer].reads)
+    return frozenset(found)
+
+
+def core_ops(view: RegionView) -> frozenset[int]:
+    """Ops of attention proper: fused, or from the product that makes scores to the one that uses them up."""
+    between = _between_products(view)
+    found = {op.id for op in view.graph.ops if between & frozenset((*op.reads, *op.writes))}
+    return frozenset(found | {op.id for op in view.graph.ops if _is_op(op.name, "sdpa")})
+
+
+def _experts_activations(view: RegionView) -> frozenset[int]:
+    """What routed experts make between their first and their last matrix product."""
+    ops = [op for op in view.graph.ops if op.writes and _ROUTED.search(_module(view, op.writes[0]))]
+    products = [op.id for op in ops if is_product(op.name)]
+    between = (op for op in ops if products and products[0] < op.id < products[-1] and not is_product(op.name))
+    return frozenset(value for op in between for value in op.writes)
+
+
+def _up_projected(view: RegionView) -> frozenset[int]:
+    """Queries, keys and values of multi-latent attention, back to the products that make them of what is compressed."""
+    if not has_compressed_keys(view):
+        return frozenset()
+    found = _up_to_products(view, [value for op in view.graph.ops if _is_op(op.name, "sdpa") for value in op.reads])
+    return frozenset(value for value in found if "_a_proj" not in view.graph.values[value].name)
+
+
+def has_compressed_keys(view: RegionView) -> bool:
+    """Whether a region's attention is a multi-latent one."""
+    return any("kv_b_proj" in value.name for value in view.graph.values)
+
+
+_MADE_IN_PARTS: dict[str, Callable[[RegionView], frozenset[int]]] = {
+    "core": _between_products,
+    "mla-up": _up_projected,
+    "moe-act": _experts_activations,
+}
+"""Parts of a block that are no module of their own, by what they make."""
+
+
+def _module(view: RegionView, value: int) -> str:
+    return view.graph.values[value].name.rpartition("::")[0]
 
 
 def _kept_outside(view: RegionView, pattern: re.Pattern[str]) -> frozenset[int]:
-    def module(value: int) -> str:
-        return view.graph.values[value].name.rpartition("::")[0]
-
-    return frozenset(v for v in view.droppable if not pattern.search(module(v)))
+    return frozenset(v for v in view.droppable if not pattern.search(_module(view, v)))
 
 
 def _kept_outputs(view: RegionView, names: list[str]) -> frozenset[int]:

@@ -264,7 +264,7 @@ def peak_with_chunked_loss(simulation: Simulation) -> int | None:
     if head is None:
         return None
     chunked = with_chunked_loss(before.trace, head)
-    index = StepIndex(chunked, before.costs, before.forms, in_flight=before.waiting + 1)
+    index = StepIndex(chunked, before.costs, before.forms, in_flight=before.waiting + 1).scheduled(before.transfers)
     if any(view.decided != other.decided for view, other in zip(index.views, before.views, strict=True)):
         return None
     return run_choices(index, simulation.choices).peak_bytes

@@ -23,7 +23,7 @@ from plimsoll.estimator.parallelism.overlap import overlapped_seconds
 from plimsoll.estimator.parallelism.rank import rank_trace
 from plimsoll.estimator.parallelism.stages import split_stages
 from plimsoll.estimator.parallelism.units import HeldTypes, find_units, rank_parameters
-from plimsoll.estimator.rank_estimates import Setting, optimizer_of
+from plimsoll.estimator.setting import Setting, optimizer_of
 from plimsoll.planning.choice import Choice
 from plimsoll.planning.costing.devices import find_device
 from plimsoll.planning.costing.roofline import roofline_costs

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.forms import Form, Forms, LinkCost, RegionForms, ValueForms
 from plimsoll.artifacts.job import Layout
@@ -56,7 +58,8 @@ def host_seconds(spec: OpSpec, device: Device, layout: Layout | None) -> float:
 
 
 def host_forms(trace: Trace, device: Device) -> Forms:
-    """What blocks save as the host may hold it; the last block has nothing to hide its transfers behind, and keeps.
+    """What blocks save as the host may hold it where the engine sends it; the last block has nothing to hide its transfers
+    behind, and keeps.
 
     Example:
         >>> host_forms(trace, find_device("H100")).link.name  # doctest: +SKIP
@@ -65,11 +68,24 @@ def host_forms(trace: Trace, device: Device) -> Forms:
     Raises:
         InvalidLayout: the device has no link to a host in the catalogue.
     """
-    regions = (RegionForms(name=call.name, call=call.call, values=_sent(call)) for call in trace.regions[:-1])
-    return Forms(regions=tuple(regions), link=host_link(device))
+    return _forms(trace.regions[:-1], host_link(device), _LEAST_SENT_BYTES)
 
 
-def _sent(call: RegionCall) -> tuple[ValueForms, ...]:
+def host_forms_of_switches(trace: Trace, device: Device) -> Forms:
+    """The same where a framework's own switches send it: of every block, and of any size.
+
+    Raises:
+        InvalidLayout: the device has no link to a host in the catalogue.
+    """
+    return _forms(trace.regions, host_link(device), 1)
+
+
+def _forms(calls: Sequence[RegionCall], link: LinkCost, least_bytes: int) -> Forms:
+    regions = (RegionForms(name=call.name, call=call.call, values=_sent(call, least_bytes)) for call in calls)
+    return Forms(regions=tuple(regions), link=link)
+
+
+def _sent(call: RegionCall, least_bytes: int) -> tuple[ValueForms, ...]:
     saved = {slot.value for slot in call.graph.slots if slot.is_managed}
     values = (value for value in call.graph.values if value.id in saved or value.origin is Origin.INPUT)
     return tuple(
@@ -78,5 +94,5 @@ def _sent(call: RegionCall) -> tuple[ValueForms, ...]:
             forms=(Form(name=HOST, decision=Decision.OFFLOAD, held_bytes=0, link_bytes=value.bytes),),
         )
         for value in values
-        if value.bytes >= _LEAST_SENT_BYTES and value.origin not in (Origin.PARAMETER, Origin.BUFFER)
+        if value.bytes >= least_bytes and value.origin not in (Origin.PARAMETER, Origin.BUFFER)
     )

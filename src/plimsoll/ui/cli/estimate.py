@@ -64,7 +64,7 @@ FrameworkOption = Annotated[
     options.of_plan(
         "--export",
         metavar="NAME",
-        help="Choose the own switches of megatron, torchtitan or transformers within the budget.",
+        help="Choose the own switches of megatron, torchtitan or transformers within the budget, those that offload too.",
     ),
 ]
 TechniquesOption = Annotated[

@@ -54,10 +54,18 @@ def view_estimate(estimate: Estimate) -> Document:
 def _switches(estimate: Estimate) -> list[Element]:
     """The chosen setting as it is written down, and its neighbours."""
     best = estimate.switches[0]
+    is_sending = any(each.host_bytes for each in estimate.switches)
     rows = [
-        (_values(each), format_bytes(each.peak_bytes), format_seconds(each.step_seconds)) for each in estimate.switches
+        (
+            _values(each),
+            format_bytes(each.peak_bytes),
+            *([format_bytes(each.host_bytes)] if is_sending else []),
+            format_seconds(each.step_seconds),
+        )
+        for each in estimate.switches
     ]
-    table = Table(header=("setting", "tensors at the peak", "step"), rows=rows, numbers=(1, 2))
+    header = ("setting", "tensors at the peak", *(["on the host"] if is_sending else []), "step")
+    table = Table(header=header, rows=rows, numbers=tuple(range(1, len(header))))
     return [*[Paragraph(f"{name} = {value!r}") for name, value in best.values.items()], table]
 
 
@@ -77,8 +85,16 @@ def _layouts(estimate: Estimate) -> Table:
 
 
 def _values(setting: SwitchSetting) -> str:
-    """The values alone: ``full, block, 3``."""
-    parts = [", ".join(value) if isinstance(value, list) else str(value) for value in setting.values.values()]
+    """The values alone: ``full, block, 3``; of a switch that is on or off the last word of its name."""
+    parts = []
+    for name, value in setting.values.items():
+        if isinstance(value, list):
+            parts += value
+        elif isinstance(value, bool):
+            word = name.rpartition("_")[2]
+            parts.append(word if value else f"no {word}")
+        else:
+            parts.append("none" if value is None else str(value))
     return ", ".join(parts)
 
 

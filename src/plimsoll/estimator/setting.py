@@ -1,0 +1,103 @@
+"""What an estimate is asked about, apart from the model and its micro-batch, and the optimizer that it names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from plimsoll.artifacts.job import Layout, Precision, Techniques
+from plimsoll.artifacts.memory_use import OptimizerUse, StepForm
+from plimsoll.artifacts.trace import TraceParameter
+from plimsoll.estimator.budget import has_caching_allocator
+from plimsoll.estimator.optimizers import optimizer_use
+from plimsoll.estimator.parallelism.units import HeldTypes, in_f32
+from plimsoll.planning.costing.devices import Device
+from plimsoll.planning.sending import Sending
+from plimsoll.planning.strategies import uses_link
+
+AUTO, NOTHING, EVERYTHING = "auto", "none", "full"
+"""Strategies that are known by name here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What an estimate is asked about, apart from the model and its micro-batch. ``optimizer`` is ``None`` without one."""
+
+    device: Device
+    layout: Layout
+    optimizer: str | None
+    has_master_weights: bool
+    strategy: str
+    budget_bytes: int | None
+    precision: Precision | None = None
+    how: Techniques = field(default_factory=Techniques)
+    sending: Sending | None = None
+    """What a framework's own switches send to the host of what ``strategy`` keeps."""
+
+    @property
+    def held(self) -> HeldTypes:
+        """What a rank holds and reduces in another type than the model computes in."""
+        on_host = "parameters" in self.how.on_host
+        if self.precision is Precision.FSDP_BF16:
+            return HeldTypes(shards=True, reduced=self.how.reduce != "bf16", gradients=True, on_host=on_host)
+        is_wide = bool(self.how.gradients)
+        return HeldTypes(
+            reduced=is_wide, gradients=is_wide, on_host=on_host, own_gradients=self.how.gradients == "both"
+        )
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether what blocks save may go to the host."""
+        return "activations" in self.how.on_host or uses_link(self.strategy)
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether the device has a caching allocator and runs optimizers over all parameters at once."""
+        return has_caching_allocator(self.device)
+
+
+def optimizer_of(setting: Setting, parameters: Sequence[TraceParameter]) -> OptimizerUse | None:
+    """What the setting's optimizer holds and does for the parameters of one rank."""
+    if setting.optimizer is None:
+        return None
+    is_early = setting.how.optimizer_in_backward
+
+    def use(updated: Sequence[TraceParameter]) -> OptimizerUse:
+        return optimizer_use(
+            setting.optimizer or "",
+            updated,
+            form=None if setting.is_gpu and not is_early else StepForm.LOOP,
+            has_master_weights=setting.has_master_weights,
+            gradient_item_bytes=4 if setting.held.gradients else 0,
+            is_flat=setting.layout.zero == 1,
+        )
+
+    found = use(parameters)
+    if is_early and parameters:  # an optimizer per parameter: nothing is left of one while the next steps
+        alone = use([max(parameters, key=lambda parameter: parameter.bytes * parameter.is_trainable)])
+        found = replace(found, temporaries=alone.temporaries)
+    return _on_host(found, parameters, setting.held) if "optimizer" in setting.how.on_host else found
+
+
+def _on_host(use: OptimizerUse, parameters: Sequence[TraceParameter], held: HeldTypes) -> OptimizerUse:
+    """The same optimizer with its state on the host, which runs the step: gradients go there, weights come back."""
+    trained = [parameter for parameter in parameters if parameter.is_trainable]
+    gradients = sum((in_f32(each) if held.gradients else each).bytes for each in trained)
+    return replace(
+        use,
+        state_bytes={},
+        master_bytes={},
+        host_state_bytes=use.host_state_bytes + use.total_state_bytes + use.total_master_bytes,
+        temporaries=(),
+        moved_bytes=0,
+        flops=0,
+        host_bytes=use.moved_bytes,
+        link_bytes=use.link_bytes + (0 if held.on_host else gradients + sum(each.bytes for each in trained)),
+        notes=(
+            *use.notes,
+            "state and step are the host's, which runs it for all ranks of a node; "
+            + ("so are shards and their gradients" if held.on_host else "gradients stay until then"),
+        ),
+    )
