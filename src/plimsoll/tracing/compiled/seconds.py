@@ -116,14 +116,12 @@ def _divide_rows(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Non
     """Let an op's boundaries between groups lie evenly over the dimension that they divide."""
     schema = getattr(op, "_schema", None)
     named = {**dict(zip((each.name for each in schema.arguments), args, strict=False)), **kwargs} if schema else {}
-    first, second, *_ = [*(each for each in named.values() if isinstance(each, torch.Tensor)), None, None]
+    first, second = [*(each for each in named.values() if isinstance(each, torch.Tensor)), None, None][:2]
+    # Of two matrices the groups divide what is summed over, as in the gradient of experts' weights.
+    is_summed = first is not None and second is not None and first.dim() == second.dim() == 2
     for name, ends in named.items():
-        if isinstance(ends, torch.Tensor) and ends.dim() == 1 and len(ends) and _BOUNDARIES.fullmatch(name):
-            assert first is not None, "the boundaries themselves are a tensor"
-            # Of two matrices the groups divide what is summed over, as in the gradient of experts' weights.
-            is_summed = second is not None and first.dim() == second.dim() == 2
-            rows = first.shape[-1] if is_summed else first.shape[0]
-            ends.copy_(torch.linspace(0, rows, len(ends)))
+        if first is not None and isinstance(ends, torch.Tensor) and ends.dim() == 1 and _BOUNDARIES.fullmatch(name):
+            ends.copy_(torch.linspace(0, first.shape[-1 if is_summed else 0], len(ends)))
 
 
 def _shown(argument: Any) -> str:
