@@ -92,6 +92,8 @@ class StepBuilder:
     storages: list[_Storage] = field(default_factory=list)
     regions: list[_Region] = field(default_factory=list)
     workspaces: dict[str, int] = field(default_factory=dict)
+    is_overwriting: bool = False
+    """Whether ops of backward write over what they read, as compiled ones do."""
     _current: int = -1
 
     def parameter(self, name: str, size: int) -> int:
@@ -210,7 +212,8 @@ class StepBuilder:
             for value in op.saves:
                 is_managed = self.values[value].origin is not Origin.PARAMETER
                 slots.append(Slot(index=len(slots), value=local[value] if is_managed else -1, packed=tick + 1,
-                                  unpacked=read, released=read + 1))  # fmt: skip
+                                  unpacked=read, released=read + (not self.is_overwriting),
+                                  is_overwritten=self.is_overwriting))  # fmt: skip
         saved = {slot.value for slot in slots}
         values = []
         for value in order:
@@ -303,9 +306,10 @@ def _norm(step: StepBuilder, x: int, width: int, module: str, detail: int) -> in
 
 
 def random_step(seed: int, *, regions: int = 3, ops: int = 5) -> StepBuilder:
-    """A chain of random little regions: fan-out, in-place ops, obstacles, unsaved inputs, workspaces."""
+    """A chain of random little regions: fan-out, in-place ops, obstacles, unsaved inputs, workspaces, compiled backwards."""
     draw = random.Random(seed)
     step = StepBuilder(slot_seconds=draw.choice([0.0, 0.05]), replay_seconds=draw.choice([0.0, 0.02]))
+    step.is_overwriting = seed % 3 == 2
     x = step.op("embedding", step.batch(draw.randint(1, 4)), size=draw.randint(1, 8), seconds=0.5)
     side = step.op("mask", size=draw.randint(1, 4), seconds=0.1)
     for number in range(draw.randint(1, regions)):

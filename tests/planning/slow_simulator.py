@@ -157,7 +157,7 @@ class SlowStep:
                 self._hold(view.graph.values[slot.value].storage, 2 * slot.packed, stop)
 
     def _released(self, slot: Slot) -> int:
-        return 2 * slot.released if slot.released >= 0 else self.index.instants
+        return 2 * slot.released + slot.is_overwritten if slot.released >= 0 else self.index.instants
 
     def _leaves(self, view: RegionView) -> None:
         """What slots that do not hold their value hold in its stead, for as long as they live."""

@@ -19,6 +19,7 @@ from plimsoll.session.device_costs import measured_costs
 from plimsoll.session.training_step import TrainingStep
 from plimsoll.tracing.compiled.capture import capture
 from plimsoll.tracing.compiled.joint import JointGraph, node_bytes, obstacle
+from plimsoll.tracing.compiled.seconds import kernel_key, timed
 from plimsoll.tracing.compiled.step import with_compiled
 from plimsoll.tracing.compiled.units import find_units, in_place
 from plimsoll.tracing.trace import trace
@@ -186,6 +187,28 @@ def test_a_product_of_an_expanded_gradient_is_timed():
     products = [op for op in step.ops if op.name in ("mm", "addmm")]
     assert len(products) >= 2
     assert all(min(step.timings[op.cost_key]) > 0 for op in products)
+
+
+def test_an_op_that_divides_rows_among_experts_is_timed_with_rows_for_each():
+    given = []
+
+    @torch.library.custom_op("plimsoll_test::experts", mutates_args=())
+    def experts(rows: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        given.append(offs.tolist())
+        return rows @ weights[0]
+
+    graph = fx.Graph()
+    nodes = [graph.placeholder(name) for name in ("rows", "weights", "offs")]
+    shapes = ((ROWS, WIDTH), (4, WIDTH, WIDTH), (4,))
+    for node, shape, dtype in zip(nodes, shapes, (torch.float32, torch.float32, torch.int32), strict=True):
+        node.meta["val"] = torch.empty(shape, dtype=dtype, device="meta")
+    call = graph.call_function(torch.ops.plimsoll_test.experts.default, tuple(nodes))
+    call.meta["val"] = torch.empty(ROWS, WIDTH, device="meta")
+    graph.output((call,))
+    [kernel] = JointGraph(graph, 1, ("",)).kernels
+    assert timed([kernel], torch.device("cpu"))[kernel_key(kernel)]
+    assert given
+    assert all(ends == sorted(ends) and ends[-1] == ROWS for ends in given)
 
 
 def test_zeros_stand_for_the_gradient_of_an_output_that_has_none():

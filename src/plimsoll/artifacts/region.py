@@ -71,7 +71,8 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True):
 
     ``value`` is ``-1`` for what Plimsoll does not manage (parameters, tensors whose storage it never saw). ``packed``,
     ``unpacked`` and ``released`` are ticks of the traced step: the slot is saved before op ``packed`` starts, first read
-    before op ``unpacked`` starts (``-1``: never), and let go before op ``released`` starts.
+    before op ``unpacked`` starts (``-1``: never), and let go before op ``released`` starts. If it ``is_overwritten``, that
+    op is its last reader, and writes over it.
     """
 
     index: int
@@ -79,6 +80,7 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True):
     packed: int = -1
     unpacked: int = -1
     released: int = -1
+    is_overwritten: bool = False
 
     @property
     def is_managed(self) -> bool:

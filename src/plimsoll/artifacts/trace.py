@@ -49,6 +49,8 @@ class Storage(msgspec.Struct, frozen=True, kw_only=True):
     dies: int
     region: int = -1
     """The region call whose forward produced it, ``-1`` for none."""
+    is_overwritten: bool = False
+    """Op ``dies`` is its last reader, and writes its own output in this place."""
 
 
 class TraceOp(msgspec.Struct, frozen=True, kw_only=True):

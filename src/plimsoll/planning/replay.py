@@ -317,6 +317,7 @@ class _Machine:
                 self._read(part, part.view.graph.backward_order[rank], 2 * tick)
             if at + 1 == len(reads) or reads[at + 1][0] != tick:
                 self.out.levels.append((2 * tick, self.highest))
+                self._let_go(2 * tick + 1)  # what the op of this tick writes over
                 self.out.levels.append((2 * tick + 1, self.memory.bytes_now))
                 self._look(2 * tick + 1)
         self._let_go(self.index.instants)

@@ -167,7 +167,7 @@ class StepIndex:
     def life(self, storage: int) -> Span:
         """The instants at which a storage is alive without any slot; clipped to the step."""
         entry = self.trace.storages[storage]
-        return max(2 * entry.born + 1, 0), min(max(2 * entry.dies, 0), self.instants)
+        return max(2 * entry.born + 1, 0), min(max(2 * entry.dies + entry.is_overwritten, 0), self.instants)
 
     def covered(self, storage: int) -> list[Span]:
         """The instants at which a storage is alive whatever is decided: its life and the spans of forced slots."""
@@ -321,7 +321,7 @@ def provider_of(index: StepIndex, view: RegionView, linked: frozenset[int]) -> i
 
 def slot_stop(trace: Trace, slot: Slot) -> int:
     """The instant at which a slot lets go; the end of the step if the trace did not see it."""
-    return 2 * slot.released if slot.released >= 0 else 2 * len(trace.ops) + 2
+    return 2 * slot.released + slot.is_overwritten if slot.released >= 0 else 2 * len(trace.ops) + 2
 
 
 def merge(spans: Iterable[Span]) -> list[Span]:

@@ -1,14 +1,16 @@
 """What kernels of a joint graph take: ops that inductor calls are timed alone, fused ones by the bytes that they move.
 
-An op is timed on arguments of its own shapes, strides and dtypes with random contents, once per distinct call. A fused kernel
-is bound by memory, or on a CPU by exponentials and their like: the bytes that it moves over the device's measured bandwidth,
-and so much per element for each such op in it, measured as well. Known weakness: both are models of what inductor generates.
+An op is timed on arguments of its own shapes, strides and dtypes with random contents, once per distinct call; rows that it
+divides among experts or sequences are divided evenly. A fused kernel is bound by memory, or on a CPU by exponentials and their
+like: the bytes that it moves over the device's measured bandwidth, and so much per element for each such op in it, measured as
+well. Known weakness: both are models of what inductor generates.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +46,8 @@ _HEAVY = frozenset(
     ]
 )
 """Elementwise ops whose arithmetic shows beside the memory that they move."""
+_BOUNDARIES = re.compile("offs|offsets|cu_?seq.*|cum_seq.*")
+"""Names of arguments that say where one group of rows ends and the next begins: with zeros there, an op has nothing to do."""
 _INDUCTOR_RANDOM = frozenset({"inductor_random", "inductor_randint", "native_dropout", "bernoulli"})
 
 
@@ -86,6 +90,7 @@ def timed(kernels: Iterable[Kernel], device: torch.device) -> dict[str, tuple[fl
 def _samples(node: fx.Node, device: torch.device) -> tuple[float, ...]:
     """Seconds of an op on arguments like its own; none where it refuses those."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), functools.partial(_like, device=device))
+    _divide_rows(node.target, args, kwargs)
     target: Callable[..., Any] = node.target  # type: ignore[assignment]
     clock = clock_for(device)
     try:
@@ -105,6 +110,18 @@ def _like(node: fx.Node, device: torch.device) -> Any:
         whole.normal_() if made.is_floating_point() else whole.zero_()
         return made
     return hinted(value)
+
+
+def _divide_rows(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Let an op's boundaries between groups lie evenly over the dimension that they divide."""
+    schema = getattr(op, "_schema", None)
+    named = {**dict(zip((each.name for each in schema.arguments), args, strict=False)), **kwargs} if schema else {}
+    first, second = [*(each for each in named.values() if isinstance(each, torch.Tensor)), None, None][:2]
+    # Of two matrices the groups divide what is summed over, as in the gradient of experts' weights.
+    is_summed = first is not None and second is not None and first.dim() == second.dim() == 2
+    for name, ends in named.items():
+        if first is not None and isinstance(ends, torch.Tensor) and ends.dim() == 1 and _BOUNDARIES.fullmatch(name):
+            ends.copy_(torch.linspace(0, first.shape[-1 if is_summed else 0], len(ends)))
 
 
 def _shown(argument: Any) -> str:

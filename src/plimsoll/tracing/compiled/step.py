@@ -343,12 +343,13 @@ class _Piece:
             outside = [r for r in readers if r.is_backward is not kernel.is_backward and r.region == OUTSIDE]
             if outside:
                 ends = max(ends, self._ends(node, outside))
-            storages[storage.id] = msgspec.structs.replace(storage, dies=max(storage.dies, ends))
+            dies, is_overwritten = max((storage.dies, storage.is_overwritten), ends)
+            storages[storage.id] = msgspec.structs.replace(storage, dies=dies, is_overwritten=is_overwritten)
 
-    def _ends(self, node: fx.Node, readers: Sequence[Kernel]) -> int:
-        """When the last of ``readers`` lets a buffer go: before it runs, where it writes its output in that place."""
+    def _ends(self, node: fx.Node, readers: Sequence[Kernel]) -> tuple[int, bool]:
+        """The tick at which the last of ``readers`` lets a buffer go, and whether that is by writing its output over it."""
         if not readers:
-            return 0
+            return 0, False
         last = max(readers, key=self.ticks.__getitem__)
         size = node_bytes(node)
         takes_over = last.is_fused and any(node_bytes(write) == size for write in last.writes)
@@ -365,7 +366,8 @@ class _Piece:
             if node in last.reads
             else False
         )
-        return self.ticks[last] + (0 if takes_over and not rival and node not in self._lasting else 1)
+        is_overwritten = takes_over and not rival and node not in self._lasting
+        return self.ticks[last] + (not is_overwritten), is_overwritten
 
     # Regions -------------------------------------------------------------------------------------------------------
 
@@ -459,10 +461,10 @@ class _Piece:
             first = min(map(self.ticks.__getitem__, readers))
             last_forward = [self.ticks[k] + 1 for k in self.readers[node] if not k.is_backward]
             packed = max([storage.born, *last_forward])
-            slots.append((packed, first, self._ends(node, readers), value(node)))
+            slots.append((packed, first, *self._ends(node, readers), value(node)))
         return tuple(
-            Slot(index=at, value=v, packed=packed, unpacked=first, released=last)
-            for at, (packed, first, last, v) in enumerate(sorted(slots))
+            Slot(index=at, value=v, packed=packed, unpacked=first, released=last, is_overwritten=is_overwritten)
+            for at, (packed, first, last, is_overwritten, v) in enumerate(sorted(slots))
         )
 
     def _held_elsewhere(self, kernel: Kernel) -> str:
