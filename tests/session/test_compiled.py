@@ -427,6 +427,35 @@ def test_where_inductors_own_order_takes_too_much_a_plan_that_drops_more_is_trie
     assert plan.predicted_peak_bytes <= budget
 
 
+class Attending(nn.Module):
+    """Backward meets a wide layer first, whose bias has a gradient that nothing waits for, and its highest moment later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(48) for _ in range(2))
+        self.qkv, self.out = nn.Linear(48, 144), nn.Linear(48, 48)
+        self.up, self.down = nn.Linear(48, 192), nn.Linear(192, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        queries, keys, values = self.qkv(self.norms[0](x)).unflatten(-1, (3, 3, 16)).permute(2, 0, 3, 1, 4)
+        attended = nn.functional.scaled_dot_product_attention(queries, keys, values)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.silu(self.up(self.norms[1](x))))
+
+
+def test_sums_that_nothing_waits_for_do_not_hold_what_they_sum_up() -> None:
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(*[Attending() for _ in range(2)]), torch.randn(4, 200, 48)
+    for block in model:
+        block.compile(dynamic=False)
+    task = TrainingTask.read(model, batch, loss=_squares)
+    options = PlanOptions.read(strategies="auto", allow=("recompute",))
+    traced, costs = trace_compiled(task, options)
+    planner = CompiledPlanner(planned_parts(task, options.regions), traced, costs, options, None)
+    floor = planner.solve(planner.solve(None, "none").floor_bytes)
+    assert planner.run(task.step(), floor).peak_bytes == pytest.approx(floor.predicted_peak_bytes, rel=0.01)
+
+
 class Halved(Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = torch.tanh(self.up(x))

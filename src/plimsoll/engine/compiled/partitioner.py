@@ -285,10 +285,12 @@ class GraphOrder(_Pass):
     mask, or the angles of rotary embeddings. Recomputed kernels of two blocks become one, and the second block's are made a
     whole block early and wait in memory. So every kernel is told to wait for the last op before it that is not fused (a
     matrix product, attention). Fusing across that op would be a circle, which the scheduler refuses. A kernel may still run
-    later, with its reader.
+    later, with its reader. What nothing else reads, as the sum that is a bias's gradient, would be fused with whatever comes
+    later and hold what it sums up until then: the next op that is not fused waits for it.
 
     inductor copies its configuration deeply; this holds nothing, so a copy is itself. Private to torch, seen in torch 2.13:
-    ``_pre_fusion_custom_pass`` and ``CustomSchedulerPass``, ``add_fake_dep``, ``WeakDep``, ``compute_ancestors``.
+    ``_pre_fusion_custom_pass`` and ``CustomSchedulerPass``, ``add_fake_dep``, ``WeakDep``, ``compute_ancestors``,
+    ``OutputNode``.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphOrder:
@@ -300,15 +302,19 @@ class GraphOrder(_Pass):
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
         from torch._inductor.dependencies import WeakDep
+        from torch._inductor.scheduler import OutputNode
         from torch._inductor.virtualized import V
 
         if not V.graph.is_backward:
             return nodes
-        last = None
+        last, ended = None, list[str]()
         for node in nodes:
-            if last is not None:
-                node.add_fake_dep(WeakDep(last, mutating_buf=last, is_fake=True))
-            if node.is_extern() and node.get_buffer_names():
-                last = next(iter(node.get_buffer_names()))
+            is_called = node.is_extern() and bool(node.get_buffer_names())
+            for name in [*([] if last is None else [last]), *(ended if is_called else [])]:
+                node.add_fake_dep(WeakDep(name, mutating_buf=name, is_fake=True))
+            if is_called:
+                last, ended = next(iter(node.get_buffer_names())), []
+            elif all(isinstance(user.node, OutputNode) for made in node.get_outputs() for user in made.users):
+                ended += node.get_buffer_names()
         V.graph.scheduler.compute_ancestors()
         return nodes
