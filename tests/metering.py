@@ -138,6 +138,10 @@ class LiveStorages(TorchDispatchMode):
             each.stop()
         super().__exit__(*error)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A watched model is copied with its hooks."""
+        return self
+
     def _noting_state(self, get_state: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         def noted() -> torch.Tensor:
             state = get_state()

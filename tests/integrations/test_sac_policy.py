@@ -88,8 +88,9 @@ def test_a_policy_keeps_every_bit_and_about_the_planned_peak(make, make_batch, s
         meter.watch(model)
         found = trained(model, batch)
     assert all(map(torch.equal, found, wanted))
-    # Later micro-batches add to gradients that are there, which was not planned for.
-    assert meter.peaks[0] <= 1.1 * plan.predicted_peak_bytes
+    # Later micro-batches add to gradients that are there, which was not planned for. Checkpointing holds random states.
+    states_bytes = len(plan.regions) * torch.get_rng_state().nbytes
+    assert meter.peaks[0] <= 1.1 * plan.predicted_peak_bytes + states_bytes
 
 
 def structure(model: nn.Module) -> list[Any]:
