@@ -34,13 +34,12 @@ from plimsoll.planning.choice import Choice
 from plimsoll.planning.costing.roofline import is_product
 from plimsoll.planning.simulate import Simulation, run_choices
 from plimsoll.planning.step import RegionView, Span, StepIndex, Transfers
-from plimsoll.planning.strategies import core_ops, has_compressed_keys
+from plimsoll.planning.strategies import ROUTED, core_ops, has_compressed_keys
 from plimsoll.units import MIB
 
 _LEAST_BYTES = 2 * MIB
 _ATTENTION = re.compile(r"^(?:.*?\.)??(?![^.]*norm)[^.]*(?:attn|attention)[^.]*", re.IGNORECASE)
 _NORM = re.compile(r"norm|(?:^|[._])ln(?:[._\d]|$)", re.IGNORECASE)
-_ROUTED = re.compile(r"(?<!shared_)experts", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +278,7 @@ def modules_of(view: RegionView) -> list[str]:
     """Of every op the module by Megatron-Core's name, by what it does and stands between; empty for others."""
     graph, cores = view.graph, core_ops(view)
     paths = [graph.values[op.writes[0]].name.rpartition("::")[0] if op.writes else "" for op in graph.ops]
-    routed = [op.id for op in graph.ops if is_product(op.name) and _ROUTED.search(paths[op.id])]
+    routed = [op.id for op in graph.ops if is_product(op.name) and ROUTED.search(paths[op.id])]
     attentions = [_ATTENTION.match(path) for path in paths]
     cores = frozenset(at for at in cores if attentions[at])
     found = []
@@ -293,7 +292,7 @@ def modules_of(view: RegionView) -> list[str]:
                 module = "qkv_linear"
             elif own and op.id > max(own) and is_product(op.name):
                 module = "attn_proj"
-        elif _ROUTED.search(path):
+        elif ROUTED.search(path):
             if op.id in routed[:-1]:
                 module = "expert_fc1"
             elif routed and routed[0] < op.id < routed[-1]:

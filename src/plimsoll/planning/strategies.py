@@ -64,7 +64,8 @@ _MODULES = {
     "norm": re.compile(r"norm|(?:^|[._])ln(?:[._\d]|$)|(?:^|[._])bn(?:[._\d]|$)", re.IGNORECASE),
     "shared": re.compile(r"shared_?experts?", re.IGNORECASE),
 }
-_ROUTED = re.compile(r"(?<!shared_)experts", re.IGNORECASE)
+ROUTED = re.compile(r"(?<!shared_)experts", re.IGNORECASE)
+"""Modules of experts that tokens are routed to."""
 _REDUCTION = re.compile(r"^(mean|sum|amax|amin|var|var_mean|std|norm|_softmax|max|min|logsumexp|prod|any|all)$")
 TORCHTITAN = "torchtitan"
 _SAVED_BY_TORCHTITAN = ("mm/2", "addmm", "bmm", "baddbmm", "_grouped_mm", "convolution", "sdpa", "topk", "max")
@@ -426,7 +427,7 @@ def core_ops(view: RegionView) -> frozenset[int]:
 
 def _experts_activations(view: RegionView) -> frozenset[int]:
     """What routed experts make between their first and their last matrix product."""
-    ops = [op for op in view.graph.ops if op.writes and _ROUTED.search(_module(view, op.writes[0]))]
+    ops = [op for op in view.graph.ops if op.writes and ROUTED.search(_module(view, op.writes[0]))]
     products = [op.id for op in ops if is_product(op.name)]
     between = (op for op in ops if products and products[0] < op.id < products[-1] and not is_product(op.name))
     return frozenset(value for op in between for value in op.writes)

@@ -307,13 +307,13 @@ class GraphOrder(_Pass):
 
         if not V.graph.is_backward:
             return nodes
-        last, ended = None, list[str]()
+        last, ended = list[str](), list[str]()
         for node in nodes:
             is_called = node.is_extern() and bool(node.get_buffer_names())
-            for name in [*([] if last is None else [last]), *(ended if is_called else [])]:
+            for name in last + ended if is_called else last:
                 node.add_fake_dep(WeakDep(name, mutating_buf=name, is_fake=True))
             if is_called:
-                last, ended = next(iter(node.get_buffer_names())), []
+                last, ended = [next(iter(node.get_buffer_names()))], []
             elif all(isinstance(user.node, OutputNode) for made in node.get_outputs() for user in made.users):
                 ended += node.get_buffer_names()
         V.graph.scheduler.compute_ancestors()
