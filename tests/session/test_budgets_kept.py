@@ -317,6 +317,27 @@ def test_steps_with_and_without_autocast_take_plans_of_their_own():
     assert all(map(torch.equal, expected, found))
 
 
+def test_weights_that_autocast_has_cast_are_planned_for_as_gone_before_backward():
+    """A loop leaves autocast before backward; a plan is made within it."""
+    with LiveStorages() as meter:
+        model, batch = Stack(8, 128), torch.randn(16, 128)
+        parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        with torch.autocast("cpu"):
+            with pytest.raises(BudgetBelowFloor) as refused:
+                plimsoll.plan(model, batch, 1, loss=mean_square)
+            floor_bytes = told_by(refused.value, "plain")
+            plan = plimsoll.plan(model, batch, floor_bytes, loss=mean_square)
+        with plimsoll.apply(model, plan):
+            meter.watch(model)
+            for _ in range(3):
+                with torch.autocast("cpu"):
+                    loss = mean_square(model(batch))
+                loss.backward()
+                model.zero_grad()
+    # With gradients; casts that stayed would be half as much as the weights.
+    assert max(meter.peaks) <= floor_bytes < 2.3 * parameter_bytes
+
+
 def test_an_applied_plan_says_that_autocast_is_another_than_it_was_made_for():
     model, batch = Stack(3, WIDTH), torch.randn(ROWS, WIDTH)
     with torch.autocast("cpu"):

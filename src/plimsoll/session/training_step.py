@@ -28,7 +28,7 @@ from plimsoll.tracing.fsdp2 import (
 )
 from plimsoll.tracing.local_tensors import beside_weights, densified
 from plimsoll.tracing.meters.memory import PeakMeter, storage_bytes
-from plimsoll.tracing.recorder.calling import Context, Loss, output_tensors, scalar_loss
+from plimsoll.tracing.recorder.calling import Context, Loss, after_autocast, output_tensors, scalar_loss
 from plimsoll.tracing.recorder.untouched import KeptState, RandomState, arguments_kept, forwards_kept, private_copy
 from plimsoll.tracing.zero import held_by_deepspeed, is_gathered_by_zero
 
@@ -109,7 +109,8 @@ class TrainingStep:
         with self._twins.in_place(), self._entered(), forwards_kept(self.model), arguments_kept((args, kwargs)):
             output = self.model(*args, **kwargs)
             loss = scalar_loss(output, self._loss)
-            loss.backward()
+            with after_autocast(self.device.type):
+                loss.backward()
             value = float(loss.detach())
             del output, loss
         return value

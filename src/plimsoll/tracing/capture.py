@@ -30,6 +30,7 @@ from plimsoll.tracing.recorder.calling import (
     Call,
     Loss,
     ModuleStack,
+    after_autocast,
     call_tensors,
     output_tensors,
     refuse_foreign_graph,
@@ -202,8 +203,7 @@ def run_step(
     refuse_foreign_graph(value, first_node)
     at_loss(output)
     tracer.phase = Phase.BACKWARD
-    torch.clear_autocast_cache()
-    with explain_backward(model), torch.autocast(value.device.type, enabled=False):
+    with explain_backward(model), after_autocast(value.device.type):
         value.backward()
     tracer.note_deaths()
     log = StepLog(

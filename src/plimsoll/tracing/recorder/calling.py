@@ -90,6 +90,14 @@ def scalar_loss(output: Any, loss: Loss | None) -> torch.Tensor:
     return value
 
 
+@contextlib.contextmanager
+def after_autocast(device_type: str) -> Iterator[None]:
+    """Backward as in a loop that leaves ``with torch.autocast(...)`` before it: what was cast is gone unless it is saved."""
+    torch.clear_autocast_cache()
+    with torch.autocast(device_type, enabled=False):
+        yield
+
+
 def refuse_foreign_graph(loss: torch.Tensor, first_node: int) -> None:
     """Refuse a loss whose backward goes on into a graph that was there before the forward: it would free what that has saved.
 
