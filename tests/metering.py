@@ -117,6 +117,13 @@ class LiveStorages(TorchDispatchMode):
 
         return collated
 
+    def wait(self, batches: Any) -> None:
+        """Know batches that were made outside: each counts in the call that takes it."""
+        self._is_loading = True
+        for storage in _storages(batches):
+            self._note(storage)
+        self._is_loading = False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         for storage in _storages(made):

@@ -15,7 +15,7 @@ from torch import nn
 import plimsoll
 from benchmarks.stack_setups.hugging_face import llama
 from benchmarks.stack_setups.lightning import GPT2, VIT
-from benchmarks.stack_setups.set_up import Arm, SetUp, Watch, batches
+from benchmarks.stack_setups.set_up import Arm, SetUp, Watch
 
 
 def train(
@@ -30,7 +30,7 @@ def train(
 ) -> Any:
     """Train, with ``plimsoll.attach`` after ``prepare`` or before it; returns the module that is called."""
     AcceleratorState._reset_state(reset_partial_state=True)
-    given = batches(**(of or {}))
+    given = watch.batches(**(of or {}))
     with contextlib.nullcontext() if watch.meter is None else watch.meter:
         accelerator = Accelerator(cpu=True, **changes)
         torch.manual_seed(0)

@@ -15,7 +15,7 @@ from torch import distributed
 
 import plimsoll
 from benchmarks.stack_setups.hugging_face import llama
-from benchmarks.stack_setups.set_up import Arm, SetUp, Watch, batches
+from benchmarks.stack_setups.set_up import Arm, SetUp, Watch
 
 
 def configuration(stage: int = 1, precision: str = "fp32", accumulation: int = 1) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def train(watch: Watch, arm: Arm, steps: int, **changes: Any) -> Any:
     """Train with DeepSpeed's engine, with ``plimsoll.attach`` after ``deepspeed.initialize``; returns the engine."""
     deepspeed, config = on_cpu(), configuration(**changes)
     count = config["gradient_accumulation_steps"]
-    given = batches()
+    given = watch.batches()
     with contextlib.nullcontext() if watch.meter is None else watch.meter:
         torch.manual_seed(0)
         made = llama()

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 import zoo
 from benchmarks.stack_setups.hugging_face import llama
-from benchmarks.stack_setups.set_up import Arm, SetUp, Watch, batches
+from benchmarks.stack_setups.set_up import Arm, SetUp, Watch
 from plimsoll.integrations.lightning import PlimsollCallback
 
 _QUIET = {
@@ -105,7 +105,7 @@ def train(
 ) -> tuple[Any, LanguageModel]:
     """Train with ``Trainer``; returns it and its module."""
     own = [] if arm.budget is None else [PlimsollCallback(arm.budget)]
-    made = batches(**(of or {})), batches(4, count=2)
+    made = watch.batches(**(of or {})), watch.batches(4, count=2)
     with _quiet(watch) as meter:
         if meter is not None and own:
             meter.is_aside = lambda: own[0].handle is not None and own[0].handle.is_trying
@@ -134,7 +134,7 @@ def train_with_fabric(
 ) -> Any:
     """Train with a loop of one's own and ``Fabric``; returns the module that is called."""
     own = [] if arm.budget is None else [PlimsollCallback(arm.budget)]
-    given = batches(**(of or {}))[: steps * accumulation]
+    given = watch.batches(**(of or {}))[: steps * accumulation]
     with _quiet(watch):
         fabric = lightning.Fabric(accelerator="cpu", callbacks=own, **{"devices": 1, **changes})
         if fabric.world_size > 1:

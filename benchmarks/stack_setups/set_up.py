@@ -46,6 +46,19 @@ class Watch:
             self.meter.watch(inside_engine(model))
         self._began = time.process_time()
 
+    def batches(
+        self, rows: int = 8, lengths: tuple[int, ...] = (64,), count: int = 64, name: str = "llama"
+    ) -> list[dict[str, Any]]:
+        """Batches of random words of the given lengths in turn, or of pictures; each counts in the step that takes it."""
+        torch.manual_seed(1)
+        if name == "vit":
+            made = [zoo.batch(name, rows) for _ in range(count)]
+        else:
+            made = [zoo.words(rows, lengths[number % len(lengths)]) for number in range(count)]
+        if self.meter is not None:
+            self.meter.wait(made)
+        return made
+
     def stepped(self) -> None:
         """The optimizer has stepped."""
         now = time.process_time()
@@ -62,16 +75,6 @@ class Watch:
         """Training is over."""
         self.losses = losses
         self.weights = [each.detach().clone() for each in model.parameters()]
-
-
-def batches(
-    rows: int = 8, lengths: tuple[int, ...] = (64,), count: int = 64, name: str = "llama"
-) -> list[dict[str, Any]]:
-    """Batches of random words of the given lengths in turn, or of pictures; to be made where no meter counts."""
-    torch.manual_seed(1)
-    if name == "vit":
-        return [zoo.batch(name, rows) for _ in range(count)]
-    return [zoo.words(rows, lengths[number % len(lengths)]) for number in range(count)]
 
 
 @dataclass(frozen=True, kw_only=True)
