@@ -17,7 +17,7 @@ from torch._inductor.exc import InvalidCxxCompiler
 import plimsoll
 import zoo
 from plimsoll.artifacts.comparison import Comparison
-from plimsoll.artifacts.decision import Engine
+from plimsoll.artifacts.decision import Decision, Engine
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.receipt import ReceiptVerdict
 from plimsoll.engine.compiled.partitioner import GraphOrder, PlannedPartitioner
@@ -64,6 +64,8 @@ def test_a_compiled_model_keeps_to_its_budget_with_the_bits_of_the_default_parti
     assert receipt.measured_peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.05)
     assert {region.engine for region in receipt.regions} <= {Engine.COMPILED, Engine.UNTOUCHED}
     assert any("torch's default partition" in note for note in receipt.notes)
+    masks = [decision for region in plan.regions for decision in region.decisions if decision.value.endswith(":gt")]
+    assert Decision.RECOMPUTE in {mask.decision for mask in masks}  # drawn again, from the seeds that forward drew
 
 
 def test_taking_a_plan_off_puts_back_what_the_user_compiled(blocks: Model, plan: Plan, tmp_path: Any) -> None:

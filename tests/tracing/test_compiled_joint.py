@@ -18,7 +18,7 @@ from plimsoll.planning.strategies import find_extremes
 from plimsoll.session.device_costs import measured_costs
 from plimsoll.session.training_step import TrainingStep
 from plimsoll.tracing.compiled.capture import capture
-from plimsoll.tracing.compiled.joint import JointGraph, node_bytes, obstacle
+from plimsoll.tracing.compiled.joint import OUTSIDE, JointGraph, node_bytes, obstacle
 from plimsoll.tracing.compiled.seconds import kernel_key, timed
 from plimsoll.tracing.compiled.step import with_compiled
 from plimsoll.tracing.compiled.units import find_units, in_place
@@ -106,10 +106,9 @@ def test_equal_blocks_have_equal_buffers():
     assert first == second
 
 
-def test_random_ops_collectives_and_writes_may_not_run_again():
-    random = [kernel for kernel in graph_of(0.1).kernels if kernel.obstacle]
-    assert {kernel.region for kernel in random} >= set(BLOCKS)
-    assert {kernel.obstacle for kernel in random} == {"draws random numbers"}
+def test_seeds_collectives_and_writes_may_not_run_again():
+    (seeds,) = [kernel for kernel in graph_of(0.1).kernels if kernel.obstacle]
+    assert (seeds.name, seeds.obstacle) == ("inductor_seeds", "draws random numbers")
     graph = fx.Graph()
     x = graph.placeholder("x")
     cases = {
@@ -121,15 +120,22 @@ def test_random_ops_collectives_and_writes_may_not_run_again():
         assert obstacle(graph.call_function(target, args)) == reason
 
 
-def test_a_mask_is_saved_and_what_it_is_applied_to_may_run_again():
+def test_a_mask_may_be_drawn_again_from_its_seeds_and_what_it_is_applied_to_may_run_again():
     graph = graph_of(0.1)
+    (seeds,) = (kernel.writes[0] for kernel in graph.kernels if kernel.obstacle)
     for block in BLOCKS:
-        (drawn,) = (kernel for kernel in graph.kernels if kernel.obstacle and kernel.region == block)
-        (mask,) = drawn.writes
-        assert mask in graph.read_by_backward()
+        (drawing,) = (
+            kernel
+            for kernel in graph.kernels
+            if seeds in kernel.reads and kernel.region == block and not kernel.is_backward
+        )
+        (mask,) = drawing.writes
+        assert mask in graph.masks
         assert node_bytes(mask) == VALUE // 4  # a byte for each element, no number
-        applied = [kernel for kernel in graph.kernels if mask in kernel.reads and not kernel.is_backward]
-        assert [kernel.obstacle for kernel in applied] == [""]
+        (applied,) = (kernel for kernel in graph.kernels if mask in kernel.reads and not kernel.is_backward)
+        assert (drawing.obstacle, applied.obstacle) == ("", "")
+        readers = graph.read_by_backward()
+        assert {*readers[mask]} <= {*readers[seeds]}
 
 
 class Summed(nn.Module):
@@ -289,7 +295,9 @@ def test_nested_regions_are_decided_on_one_by_one():
     model.compile(dynamic=False)
     names, user_s = ("0", "1", "2"), torch._dynamo.variables.builder.is_invoke_subgraph
     (graph,) = capture(find_units(model), {"": names}, lambda: model(rows).sum().backward())[""].graphs
-    kernels_of = Counter(kernel.region for kernel in graph.kernels if not kernel.is_backward)
+    seeded = [kernel.name for kernel in graph.kernels if kernel.region == OUTSIDE]
+    kernels_of = Counter(k.region for k in graph.kernels if not k.is_backward and k.region != OUTSIDE)
+    assert seeded == ["inductor_seeds"]
     assert {*kernels_of} == {*names}
     assert len({*kernels_of.values()}) == 1
     assert torch._dynamo.variables.builder.is_invoke_subgraph is user_s  # whose own compilation has its regions

@@ -1,9 +1,9 @@
 """The partitioner that a plan gives to torch.compile: what each region saves for backward, and what is computed again there.
 
 Every buffer that backward reads is marked to be saved, but for those that the plan drops; every other forward node is marked
-to be computed again, so that torch's own heuristics have nothing left to decide. What may not run twice (random numbers,
-collectives, writes) is always saved. What the plan holds in another form comes first among what is saved, in the order of
-names: so whoever packs it knows each by its number, also where torch's caches have the code. Cutting the graph in two,
+to be computed again, so that torch's own heuristics have nothing left to decide. What may not run twice (the drawing of
+seeds, collectives, writes) is always saved. What the plan holds in another form comes first among what is saved, in the order
+of names: so whoever packs it knows each by its number, also where torch's caches have the code. Cutting the graph in two,
 symbolic sizes, the order of what is computed again and random states remain torch's work.
 """
 
@@ -212,7 +212,8 @@ def _show_drawless(graph: fx.Graph) -> None:
 def _copy_for_each_kernel(backward: fx.Graph) -> None:
     """Give every kernel of backward its own copies of what it makes on the way from what is in memory.
 
-    What two kernels read inductor may put into memory: on a CPU wherever an exponential, a logarithm or the like is in it.
+    What two kernels read inductor may put into memory: on a CPU wherever an exponential, a logarithm or the like is in it, and
+    always the random numbers that a mask is drawn from, at four bytes each. So either kernel draws a mask for itself.
     """
     kernel_of = {node: node.meta.get(_KERNEL) for node in backward.nodes}
     for node in reversed(backward.nodes):
@@ -236,7 +237,8 @@ def _note_kernels(graph: JointGraph) -> None:
         for node in kernel.nodes:
             node.meta[_KERNEL] = at
     for node in graph.nodes:
-        node.meta[_IS_ON_THE_WAY] = not (graph.is_backward(node) or graph.is_buffer(graph.base(node)))
+        is_made_apart = graph.is_buffer(graph.base(node)) and node not in graph.masks
+        node.meta[_IS_ON_THE_WAY] = not (graph.is_backward(node) or is_made_apart)
 
 
 def _boundaries(graph: JointGraph, again: set[fx.Node]) -> set[fx.Node]:

@@ -43,7 +43,9 @@ _REDUCTION = re.compile(
 )
 """Ops that inductor fuses as reductions; torch tags them from 2.11 on (2.9 was seen not to)."""
 _VIEWS = frozenset({"_unsafe_view", "alias", "view", "reshape", "detach", "lift_fresh"})
-_RANDOM = ("inductor_random", "inductor_randint", "inductor_seeds", "inductor_seed", "inductor_lookup_seed")
+_SEEDS = ("inductor_seeds", "inductor_seed")
+_RANDOM = ("inductor_random", "inductor_randint", "inductor_lookup_seed", *_SEEDS)
+"""Inductor draws seeds once per call, and makes every number from a seed and its place: the same ones whenever it is asked."""
 _SMALL = 8
 """A reduction that leaves so many times less than it reads is kept rather than done again within a kernel of backward."""
 
@@ -132,8 +134,9 @@ class JointGraph:
         self._in_forward = _ancestors(n for n in flat[:forward_outputs] if n is not None)
         self._region_of: dict[fx.Node, str] = {}
         self._buffers: set[fx.Node] = set()
-        self._drawn: set[fx.Node] = set()
-        self._masks: set[fx.Node] = set()
+        self._drawn: dict[fx.Node, tuple[fx.Node, ...]] = {}
+        self.masks: set[fx.Node] = set()
+        """What forward makes of random numbers alone, and backward reads."""
         self._stage()
         self._find_buffers()
         self.kernels = self._kernels()
@@ -222,7 +225,7 @@ class JointGraph:
                 continue
             before = 0
             for each in node.all_input_nodes:
-                splits = self._runs(each) and not self._is_one(each, node) and each not in self._masks
+                splits = self._runs(each) and not self._is_one(each, node) and each not in self.masks
                 before = max(before, stage[each] + splits)
             stage[node] = before
         for node in reversed(self.nodes):
@@ -248,21 +251,22 @@ class JointGraph:
         return {*self.forward_outputs, *self.gradients}
 
     def _find_masks(self, users: Mapping[fx.Node, Sequence[fx.Node]]) -> None:
-        """Note what is made of random numbers alone, and what backward reads of that: the masks of dropout."""
+        """Note what is made of random numbers alone, with its seeds, and what backward reads of that: the masks of dropout."""
         for node in self.nodes:
             made = self.inputs(node) if self._runs(node) and _is_fused(node) else []
             if _is_random(node) or (made and all(each in self._drawn for each in made)):
-                self._drawn.add(node)
+                seeds = (seed for each in made for seed in self._drawn[each])
+                self._drawn[node] = (node,) if op_name(node) in _SEEDS else tuple(dict.fromkeys(seeds))
         of_forward = {node for node in self._drawn if not (self.is_backward(node) or _is_random(node))}
-        self._masks = {node for node in of_forward if any(self.is_backward(user) for user in users[node])}
+        self.masks = {node for node in of_forward if any(self.is_backward(user) for user in users[node])}
 
     def _is_one(self, first: fx.Node, second: fx.Node) -> bool:
         """Whether two ops, one of which reads the other, may be one kernel.
 
         Inductor draws a mask in the kernel that applies it. Here it is one of its own: the mask is saved, and what is made
-        with it can be made again.
+        with it can be made again; or it is drawn again, from the seeds that it was drawn from.
         """
-        if first in self._masks or not (_is_fused(first) and (_is_fused(second) or not self._runs(second))):
+        if first in self.masks or not (_is_fused(first) and (_is_fused(second) or not self._runs(second))):
             return False
         return self.is_backward(first) is self.is_backward(second) and self.region_of(first) == self.region_of(second)
 
@@ -304,7 +308,8 @@ class JointGraph:
 
     def _in_memory(self, node: fx.Node) -> bool:
         """Whether a fused op that others read leaves memory: constants are made where they are read."""
-        return bool(node.all_input_nodes) or any(not _is_fused(user) for user in self._readers_of[node])
+        is_constant = not node.all_input_nodes and op_name(node) not in _SEEDS
+        return not is_constant or any(not _is_fused(user) for user in self._readers_of[node])
 
     @staticmethod
     def _is_tuple(node: fx.Node) -> bool:
@@ -368,6 +373,8 @@ class JointGraph:
                 if op_of(each) not in own:
                     reads |= dict.fromkeys(self.sources(each))
         last = nodes[-1]
+        if self.is_backward(last):  # with a mask its seeds, from which it may be drawn again
+            reads |= dict.fromkeys(seed for mask in [*reads] for seed in self._drawn.get(mask, ()))
         is_fused = _is_fused(last)
         name = "+".join(dict.fromkeys(op_name(node) for node in (nodes if len(nodes) < 4 else nodes[-3:])))
         return Kernel(
@@ -432,7 +439,7 @@ class JointGraph:
 def obstacle(node: fx.Node) -> str:
     """Why an op may not run again in backward (``""``: it may)."""
     target = node.target
-    if _is_random(node):
+    if op_name(node) in _SEEDS or draws(target, node.args, node.kwargs):
         return "draws random numbers"
     if isinstance(target, torch._ops.HigherOrderOperator):
         return "is a graph of its own"
