@@ -138,6 +138,13 @@ def test_a_mask_may_be_drawn_again_from_its_seeds_and_what_it_is_applied_to_may_
         assert {*readers[mask]} <= {*readers[seeds]}
 
 
+def test_numbers_that_are_drawn_into_a_tensor_have_no_seeds_and_are_not_drawn_again():
+    model, rows = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.AlphaDropout(0.2)), torch.randn(ROWS, WIDTH)
+    model.compile(dynamic=False)
+    (graph,) = capture(find_units(model), {"": ("",)}, lambda: model(rows).sum().backward())[""].graphs
+    assert "draws random numbers" in {kernel.obstacle for kernel in graph.kernels}
+
+
 class Summed(nn.Module):
     def __init__(self):
         super().__init__()

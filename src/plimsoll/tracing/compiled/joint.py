@@ -255,7 +255,7 @@ class JointGraph:
         for node in self.nodes:
             made = self.inputs(node) if self._runs(node) and _is_fused(node) else []
             if _is_random(node) or (made and all(each in self._drawn for each in made)):
-                seeds = (seed for each in made for seed in self._drawn[each])
+                seeds = (seed for each in made for seed in self._drawn.get(each, ()))
                 self._drawn[node] = (node,) if op_name(node) in _SEEDS else tuple(dict.fromkeys(seeds))
         of_forward = {node for node in self._drawn if not (self.is_backward(node) or _is_random(node))}
         self.masks = {node for node in of_forward if any(self.is_backward(user) for user in users[node])}
