@@ -72,6 +72,8 @@ def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     options = parse(given)
     command = " ".join(["python -m benchmarks.compiled", *given])
+    if options.plans is not None:
+        options.plans.mkdir(parents=True, exist_ok=True)
     with one_thread(), compiled_plans.roomy_recompiles(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         start = time.process_time()
