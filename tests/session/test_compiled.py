@@ -64,8 +64,17 @@ def test_a_compiled_model_keeps_to_its_budget_with_the_bits_of_the_default_parti
     assert receipt.measured_peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.05)
     assert {region.engine for region in receipt.regions} <= {Engine.COMPILED, Engine.UNTOUCHED}
     assert any("torch's default partition" in note for note in receipt.notes)
-    masks = [decision for region in plan.regions for decision in region.decisions if decision.value.endswith(":gt")]
-    assert Decision.RECOMPUTE in {mask.decision for mask in masks}  # drawn again, from the seeds that forward drew
+
+
+def test_masks_of_dropout_are_drawn_again_from_the_seeds_that_forward_drew(blocks: Model) -> None:
+    model, batch = blocks
+    plan = plimsoll.plan(model, batch, strategy="full")
+    masks = [decision for region in plan.regions for decision in region.decisions if ":gt" in decision.value]
+    assert {mask.decision for mask in masks} == {Decision.RECOMPUTE}
+    receipt = plimsoll.verify(model, batch, plan, steps=2)
+    assert receipt.verdict is ReceiptVerdict.VERIFIED
+    assert not receipt.gradient_mismatches
+    assert receipt.measured_peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.05)
 
 
 def test_taking_a_plan_off_puts_back_what_the_user_compiled(blocks: Model, plan: Plan, tmp_path: Any) -> None:
