@@ -2,8 +2,9 @@
 outside is traced eagerly, and regions there are the engine's.
 
 The default partition of torch.compile is the step without a plan: where its measured peak is within the budget, the
-compilation stays untouched. Otherwise the plan is solved on the kernels of the graphs, compiled once and run, and solved
-again with what that shows, as for eager models.
+compilation stays untouched. Otherwise the plan is solved on the kernels of the graphs, compiled and run, and solved
+again with what that shows, as for eager models: in inductor's own order, and in that of the graph where the first one did not
+fit.
 """
 
 from __future__ import annotations
@@ -43,8 +44,6 @@ _WORTH_COMPILING = 0.25
 _STRATEGIES = ("auto", "none", "full")
 _ROUNDS = 7
 """Steps of each of two ways to compile a plan, to see which is faster."""
-_TRIES = 3
-"""So many plans are compiled in inductor's own order, to find one that keeps to the budget."""
 
 
 def plans_compiled(
@@ -174,69 +173,75 @@ class CompiledPlanner(StepPlanner):
     """Makes plans of a step with compiled parts; without a plan it runs as torch.compile partitions it by default."""
 
     _may_fail: tuple[type[BaseException], ...] = (BudgetBelowFloor, torch.OutOfMemoryError)
-    """What the trial in inductor's own order may end with."""
+    """What trials in either order may end with, where the other one may do."""
 
     def __init__(self, compiled: tuple[CompiledUnit, ...], *planner: Any) -> None:
         """``planner`` is what the planner of an eager step takes."""
         super().__init__(*planner)
         self._compiled = compiled
+        self._is_in_order = True
+        """Whether plans are made in the order of their graphs; else in inductor's own."""
         self._default_bytes = 0
-        self._taken_bytes = 0
-        """The peak of the last trial."""
+        self._trials: list[tuple[Plan, int]] = []
+        """What has run, each with its peak."""
         self.unseen_bytes = 0
         """The most that a trial took more than was predicted."""
 
     def plan(self, strategy: str, step: Callable[[], TrainingStep], progress: Progress = silent) -> Plan:
-        """As `StepPlanner.plan`; where the default partition fits, that."""
+        """As `StepPlanner.plan`, in inductor's own order or in the graph's; where the default partition fits, that.
+
+        A plan in inductor's own order that keeps to the budget at once is taken. Where only one that drops more does, or none,
+        one in the graph's order is made too, and the faster one is taken.
+        """
         progress("running the step as torch.compile partitions it", 0.0)
         measured = self.run(step(), self.solve(None, "none"))
         self._default_bytes = measured.peak_bytes
         fits = self.budget_bytes is None or measured.peak_bytes <= self.budget_bytes
         if strategy == "none" or (strategy == "auto" and fits):
             return self._untouched(measured.peak_bytes)
-        planned = super().plan(strategy, step, part_of(progress, 0.2, 0.8))
-        if self.budget_bytes is None or self._taken_bytes > self.budget_bytes:
-            return planned
-        progress("running the plan in inductor's own order", 0.8)
-        return self._faster(planned, step())
-
-    def _faster(self, plan: Plan, step: TrainingStep) -> Plan:
-        """The plan, or one in inductor's own order, where that is measured to be faster; with the measured peak."""
-        unseen_bytes, ordered = self.unseen_bytes, _with_peak(plan, self._taken_bytes)
+        free = None if self.budget_bytes is None else self._in_own_order(strategy, step(), part_of(progress, 0.2, 0.5))
+        if free is not None and len(self._trials) == 1:
+            return free
+        own_unseen_bytes, self.unseen_bytes = self.unseen_bytes, 0
         try:
-            free, taken_bytes = self._in_own_order(plan, step)
+            planned = super().plan(strategy, step, part_of(progress, 0.5, 0.9))
         except self._may_fail:
-            self.unseen_bytes = unseen_bytes
-            return ordered
-        fits = taken_bytes <= (self.budget_bytes or 0)
-        share = self._share_of_seconds(step, free, ordered) if fits else 1.0
-        if share >= 1:
-            self.unseen_bytes = unseen_bytes
-            return ordered
-        taken = f"{share:.3f} of the time, at a measured peak of {format_bytes(taken_bytes)}"
-        return _with_peak(free, taken_bytes, f"in inductor's own order the step took {taken}")
+            if free is None:
+                raise
+            self.unseen_bytes = own_unseen_bytes
+            return free
+        ordered = self._fitting(planned)
+        if free is None:
+            if ordered is None:
+                return planned
+            return _with_note(ordered, "in the order of its graph: none was found that fits in inductor's own")
+        share = 0.0 if ordered is None else self._share_of_seconds(step(), free, ordered)
+        if ordered is not None and share >= 1:
+            return _with_note(ordered, f"in the order of its graph: one in inductor's own took {share:.3f} of the time")
+        self.unseen_bytes = own_unseen_bytes
+        return free
 
-    def _in_own_order(self, plan: Plan, step: TrainingStep) -> tuple[Plan, int]:
-        """The plan in inductor's own order, and its measured peak; where that is above the budget, one that drops more.
+    def _in_own_order(self, strategy: str, step: TrainingStep, progress: Progress) -> Plan | None:
+        """The plan in inductor's own order; ``None`` where no such plan keeps to the budget.
 
         That order changes what is fused and reused, and not what is saved.
-
-        Raises:
-            BudgetBelowFloor: no plan takes so much less.
         """
-        unseen_bytes, excess_bytes = self.unseen_bytes, 0
-        for _ in range(_TRIES):
-            if excess_bytes:
-                plan = self.solve(self.budget_bytes, excess_bytes=excess_bytes)
-            own = tuple(msgspec.structs.replace(unit, is_in_order=False) for unit in plan.compiled)
-            free = msgspec.structs.replace(plan, compiled=own)
-            self.unseen_bytes = unseen_bytes
-            taken_bytes = self.run(step, free).peak_bytes
-            over_bytes = taken_bytes - (self.budget_bytes or 0)
-            if over_bytes <= 0 or self.options.wants_forms:
-                break  # other forms would need their error measured, or another link
-            excess_bytes = max(excess_bytes + over_bytes, taken_bytes - plan.predicted_peak_bytes)
-        return free, taken_bytes
+        self._trials, self.unseen_bytes, self._is_in_order = [], 0, False
+        try:
+            planned = self._confirmed(self.solve(self.budget_bytes, strategy), strategy, step, progress)
+        except self._may_fail:
+            return None
+        finally:
+            self._is_in_order = True
+        return self._fitting(planned)
+
+    def _fitting(self, plan: Plan) -> Plan | None:
+        """The plan with the peak that its trial has shown as the predicted one; ``None`` where that is above the budget."""
+        taken = (taken_bytes for tried, taken_bytes in reversed(self._trials) if tried.regions == plan.regions)
+        taken_bytes = next(taken, None)
+        if taken_bytes is None or self.budget_bytes is None or taken_bytes > self.budget_bytes:
+            return None
+        return msgspec.structs.replace(plan, predicted_peak_bytes=taken_bytes)
 
     def _share_of_seconds(self, step: TrainingStep, one: Plan, other: Plan) -> float:
         """The seconds of a step under one plan by those under another, taken in turns: the median over rounds."""
@@ -255,14 +260,16 @@ class CompiledPlanner(StepPlanner):
     def solve(self, budget_bytes: int | None, strategy: str = "auto", **how: Any) -> Plan:
         """As `StepPlanner.solve`."""
         solved = super().solve(budget_bytes, strategy, **how)
-        return msgspec.structs.replace(
-            solved, compiled=self._compiled, baseline_peak_bytes=self._default_bytes or solved.baseline_peak_bytes
-        )
+        units = self._compiled
+        if not self._is_in_order:
+            units = tuple(msgspec.structs.replace(unit, is_in_order=False) for unit in units)
+        baseline_bytes = self._default_bytes or solved.baseline_peak_bytes
+        return msgspec.structs.replace(solved, compiled=units, baseline_peak_bytes=baseline_bytes)
 
     def run(self, step: TrainingStep, plan: Plan, *, unseen_bytes: int = 0) -> TrialRun:
         """As `StepPlanner.run`."""
         told = super().run(step, plan, unseen_bytes=unseen_bytes)
-        self._taken_bytes = told.peak_bytes
+        self._trials.append((plan, told.peak_bytes))
         self.unseen_bytes = max(self.unseen_bytes, self._ran.peak_bytes - self.own(plan).predicted_peak_bytes)
         return told
 
@@ -299,9 +306,8 @@ class CompiledPlanner(StepPlanner):
         )
 
 
-def _with_peak(plan: Plan, peak_bytes: int, *notes: str) -> Plan:
-    """The plan with the peak that its trial has shown as the predicted one."""
-    return msgspec.structs.replace(plan, predicted_peak_bytes=peak_bytes, notes=(*plan.notes, *notes))
+def _with_note(plan: Plan, note: str) -> Plan:
+    return msgspec.structs.replace(plan, notes=(*plan.notes, note))
 
 
 class SharedCompiledPlanner(CompiledPlanner, SharedPlanner):

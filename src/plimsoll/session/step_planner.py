@@ -166,15 +166,7 @@ class StepPlanner:
                 or (self.budget_bytes is None and self.gradients is None)
             ):
                 return solved
-            return confirmed(
-                solved,
-                functools.partial(self.run, step()),
-                lambda excess_bytes, error_scale: self.solve(
-                    self.budget_bytes, strategy, excess_bytes=excess_bytes, error_scale=error_scale
-                ),
-                max_error=self.options.most_error(strategy),
-                progress=progress,
-            )
+            return self._confirmed(solved, strategy, step(), progress)
         except BudgetBelowFloor as error:
             if self.trace.is_fake or strategy != "auto":
                 raise
@@ -183,6 +175,18 @@ class StepPlanner:
                 return self.lowest_that_fits(step())
             except BudgetBelowFloor as measured:
                 raise measured from error
+
+    def _confirmed(self, plan: Plan, strategy: str, step: TrainingStep, progress: Progress) -> Plan:
+        """The plan, run, or one that is solved again with what runs have shown."""
+        return confirmed(
+            plan,
+            functools.partial(self.run, step),
+            lambda excess_bytes, error_scale: self.solve(
+                self.budget_bytes, strategy, excess_bytes=excess_bytes, error_scale=error_scale
+            ),
+            max_error=self.options.most_error(strategy),
+            progress=progress,
+        )
 
     def confirmed_beside(
         self, plan: Plan, step: TrainingStep, excess_bytes: int, resolve: Callable[[int], Plan], *, seen_bytes: int
