@@ -18,7 +18,8 @@ from plimsoll.planning.strategies import find_extremes
 from plimsoll.session.device_costs import measured_costs
 from plimsoll.session.training_step import TrainingStep
 from plimsoll.tracing.compiled.capture import capture
-from plimsoll.tracing.compiled.joint import OUTSIDE, JointGraph, node_bytes, obstacle
+from plimsoll.tracing.compiled.joint import OUTSIDE, JointGraph
+from plimsoll.tracing.compiled.nodes import node_bytes, obstacle
 from plimsoll.tracing.compiled.seconds import kernel_key, timed
 from plimsoll.tracing.compiled.step import with_compiled
 from plimsoll.tracing.compiled.units import find_units, in_place
@@ -79,7 +80,7 @@ def caught(how, dropout=0.0, width=WIDTH, rows=ROWS, activation=nn.functional.si
 
 
 def graph_of(dropout=0.0) -> JointGraph:
-    (graph,) = caught("whole", dropout)[3][""].graphs
+    (graph,) = caught("whole", dropout)[3]["", 0].graphs
     return graph
 
 
@@ -141,7 +142,7 @@ def test_a_mask_may_be_drawn_again_from_its_seeds_and_what_it_is_applied_to_may_
 def test_numbers_that_are_drawn_into_a_tensor_have_no_seeds_and_are_not_drawn_again():
     model, rows = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.AlphaDropout(0.2)), torch.randn(ROWS, WIDTH)
     model.compile(dynamic=False)
-    (graph,) = capture(find_units(model), {"": ("",)}, lambda: model(rows).sum().backward())[""].graphs
+    (graph,) = capture(find_units(model), {"": ("",)}, lambda: model(rows).sum().backward())["", 0].graphs
     assert "draws random numbers" in {kernel.obstacle for kernel in graph.kernels}
 
 
@@ -158,7 +159,7 @@ class Summed(nn.Module):
 def test_one_of_several_buffers_of_a_kernel_is_made_again_from_the_others():
     model, rows = Summed(), torch.randn(ROWS, WIDTH)
     model.compile(dynamic=False)
-    (graph,) = capture(find_units(model), {"": ("",)}, lambda: model(rows).sum().backward())[""].graphs
+    (graph,) = capture(find_units(model), {"": ("",)}, lambda: model(rows).sum().backward())["", 0].graphs
     (kernel,) = (kernel for kernel in graph.kernels if kernel.apart)
     reads = {graph.names[again.writes[0]]: {*map(graph.names.get, again.reads)} - {None} for again in kernel.again}
     assert reads == {
@@ -272,7 +273,7 @@ def test_what_is_computed_again_can_be_captured_in_a_cuda_graph():
     model, rows = Attention(), torch.randn(ROWS, WIDTH)
     model.compile(mode="reduce-overhead", dynamic=False)
     (unit,) = find_units(model)
-    (graph,) = capture([unit], {"": ("",)}, lambda: model(rows).sum().backward())[""].graphs
+    (graph,) = capture([unit], {"": ("",)}, lambda: model(rows).sum().backward())["", 0].graphs
     every = Watched({"": frozenset(graph.names[node] for node in graph.read_by_backward() if node in graph.names)})
     with in_place([unit], lambda unit: functools.partial(unit.call.compile(**every.options), model)):
         model(rows).sum().backward()
@@ -301,7 +302,7 @@ def test_nested_regions_are_decided_on_one_by_one():
     model, rows = nn.Sequential(*(Nested(WIDTH, 0.1, tanh_gelu) for _ in range(3))), torch.randn(ROWS, WIDTH)
     model.compile(dynamic=False)
     names, user_s = ("0", "1", "2"), torch._dynamo.variables.builder.is_invoke_subgraph
-    (graph,) = capture(find_units(model), {"": names}, lambda: model(rows).sum().backward())[""].graphs
+    (graph,) = capture(find_units(model), {"": names}, lambda: model(rows).sum().backward())["", 0].graphs
     seeded = [kernel.name for kernel in graph.kernels if kernel.region == OUTSIDE]
     kernels_of = Counter(k.region for k in graph.kernels if not k.is_backward and k.region != OUTSIDE)
     assert seeded == ["inductor_seeds"]

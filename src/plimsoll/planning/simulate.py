@@ -57,7 +57,11 @@ def choices_of(index: StepIndex, regions: Sequence[RegionPlan]) -> tuple[Choice,
 
 
 def run_choices(index: StepIndex, choices: Sequence[Choice]) -> Simulation:
-    """Replay a step under one choice per region; an input that a dropped boundary lets go takes no other form."""
+    """Replay a step under one choice per region; an input that a dropped boundary lets go takes no other form.
+
+    Calls of a compiled block run one code: what one of them drops, all do.
+    """
+    choices = _as_one_code(index, choices)
     linked = links_of(index, choices)
     choices = [choice.as_is(linked.get(region, frozenset())) for region, choice in enumerate(choices)]
     replays = StepReplays(index, choices)
@@ -77,6 +81,18 @@ def run_choices(index: StepIndex, choices: Sequence[Choice]) -> Simulation:
         squared_error=step_error(index, choices, linked),
         link_bytes=sum(link_bytes(view, choice) for view, choice in zip(index.views, choices, strict=True)),
     )
+
+
+def _as_one_code(index: StepIndex, choices: Sequence[Choice]) -> Sequence[Choice]:
+    choices = list(choices)
+    for calls in index.compiled_together:
+        names = {
+            at: {value: index.views[at].graph.values[value].name for value in index.views[at].decided} for at in calls
+        }
+        dropped = {name for at in calls for value, name in names[at].items() if value not in choices[at].kept}
+        for at in calls:
+            choices[at] = choices[at].without(frozenset(value for value, name in names[at].items() if name in dropped))
+    return choices
 
 
 class StepReplays:

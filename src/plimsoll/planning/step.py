@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -163,6 +164,15 @@ class StepIndex:
     def _kernels(self) -> frozenset[str]:
         """What runs again in compiled code, where the engine has nothing to do."""
         return frozenset(op.cost_key for view in self.views if view.call.is_compiled for op in view.graph.ops)
+
+    @cached_property
+    def compiled_together(self) -> tuple[tuple[int, ...], ...]:
+        """The calls of each compiled region that is called several times in the step, by their places among the views."""
+        calls: defaultdict[str, list[int]] = defaultdict(list)
+        for at, view in enumerate(self.views):
+            if view.call.is_compiled:
+                calls[view.call.name].append(at)
+        return tuple(tuple(places) for places in calls.values() if len(places) > 1)
 
     def life(self, storage: int) -> Span:
         """The instants at which a storage is alive without any slot; clipped to the step."""

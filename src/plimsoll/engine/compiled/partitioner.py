@@ -23,7 +23,7 @@ from torch._inductor import config, custom_graph_pass
 from torch.utils.checkpoint import CheckpointPolicy
 
 from plimsoll.errors import PlanMismatch
-from plimsoll.tracing.compiled import capture, joint
+from plimsoll.tracing.compiled import capture, joint, nodes
 from plimsoll.tracing.compiled.capture import Partitioner
 from plimsoll.tracing.compiled.joint import JointGraph
 
@@ -78,7 +78,9 @@ class PlannedPartitioner(Partitioner):
 
     def uuid(self) -> str:
         """Names the decisions and this code: with both unchanged, torch's caches of compiled graphs hold."""
-        code = b"".join(Path(file or "").read_bytes() for file in (capture.__file__, joint.__file__, __file__))
+        code = b"".join(
+            Path(file or "").read_bytes() for file in (capture.__file__, joint.__file__, nodes.__file__, __file__)
+        )
         return hashlib.sha256(self._text.encode() + code).hexdigest()
 
     def mark(self, graph: fx.Graph, **options: Any) -> None:
@@ -88,7 +90,7 @@ class PlannedPartitioner(Partitioner):
         for node in found.nodes:
             if node.op == "call_function" and not found.is_backward(node):
                 node.meta["recompute"] = (
-                    CheckpointPolicy.MUST_SAVE if joint.obstacle(node) else CheckpointPolicy.MUST_RECOMPUTE
+                    CheckpointPolicy.MUST_SAVE if nodes.obstacle(node) else CheckpointPolicy.MUST_RECOMPUTE
                 )
         named = {
             node: (region_of[node], _local(found.names[node], region_of[node])) for node in read if node in found.names
@@ -106,11 +108,11 @@ class PlannedPartitioner(Partitioner):
         held = [node for node in read if node.op == "call_function" and node not in again]
         for node in (*held, *_boundaries(found, again)):
             # torch looks for the mark on the op, not on the item of it that is saved.
-            node.meta["recompute"] = joint.op_of(node).meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            node.meta["recompute"] = nodes.op_of(node).meta["recompute"] = CheckpointPolicy.MUST_SAVE
         for node in found.nodes:
             if (
                 node.target is operator.getitem
-                and joint.op_of(node).meta.get("recompute") is CheckpointPolicy.MUST_SAVE
+                and nodes.op_of(node).meta.get("recompute") is CheckpointPolicy.MUST_SAVE
             ):
                 # An op is run again for all of its items or for none; which of them are saved depends on what backward needs.
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
@@ -199,7 +201,7 @@ def _hide_drawless(graph: fx.Graph) -> None:
     made: dict[Any, _Drawless] = {}
     for node in graph.nodes:
         is_tagged = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        if is_tagged and not joint.draws(node.target, node.args, node.kwargs):
+        if is_tagged and not nodes.draws(node.target, node.args, node.kwargs):
             node.target = made.setdefault(node.target, _Drawless(node.target))
 
 

@@ -7,7 +7,7 @@ compiled once for each way in which the plan treats them.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -87,11 +87,13 @@ class CompiledUnits:
         found: dict[Unit, Callable[..., Any]] = {}
         self.packing: dict[str, PackingCall] = {}
         """Blocks whose values take other forms, by path."""
-        regions = {region.name: region for region in plan.regions}
+        regions: defaultdict[str, list[RegionPlan]] = defaultdict(list)
+        for region in plan.regions:
+            regions[region.name].append(region)
         planned = {unit.path: unit for unit in plan.compiled}
         for unit in self._units:
             names = planned[unit.path].regions
-            own = {unit.local(name): regions.get(name) for name in names}
+            own = {unit.local(name): regions[name] for name in names}
             taking, packer = self._taking(own)
             packed = tuple(each.value for each in taking)
             hides = bool(hiding(plan.regions).intersection(names))
@@ -102,11 +104,11 @@ class CompiledUnits:
                 found[unit] = PlannedCall(call, unit.module)
         self._calls = found
 
-    def _taking(self, regions: Mapping[str, RegionPlan | None]) -> tuple[list[Taking], Packer]:
+    def _taking(self, calls: Mapping[str, Sequence[RegionPlan]]) -> tuple[list[Taking], Packer]:
         """What takes other forms in a unit, in the order of names, and who packs it; under a sensor all that it is to see."""
         sensor = self._shared.sensor
         found: list[Taking] = []
-        for region in filter(None, regions.values()):
+        for region in (region for several in calls.values() for region in several):
             if sensor is not None:
                 values = sensor.compiled.get((region.name, region.call), ())
                 return [Taking(value, value) for value in values], sensor.packer((region.name, region.call))
@@ -118,18 +120,23 @@ class CompiledUnits:
     def _compiled(
         self,
         unit: Unit,
-        regions: Mapping[str, RegionPlan | None],
+        calls: Mapping[str, Sequence[RegionPlan]],
         packed: tuple[str, ...],
         *,
         is_in_order: bool,
         hides: bool,
     ) -> Callable[..., Any] | None:
-        """A unit compiled as the plan says; ``None`` where it stays as the user has compiled it. What hides transfers does not:
-        a wrapper that torch.compile made would compile what is around the unit.
+        """A unit compiled as the plan says of its regions, each with all its ``calls``, for which there is one code; ``None``
+        where it stays as the user has compiled it.
+
+        What hides transfers does not stay: a wrapper that torch.compile made would compile what is around the unit.
         """
         made = self._made
         is_watched = self._shared.sensor is not None  # then everything is saved
-        dropped = {name: each.dropped if each and not is_watched else frozenset() for name, each in regions.items()}
+        dropped = {
+            name: frozenset[str]() if is_watched else frozenset().union(*(region.dropped for region in regions))
+            for name, regions in calls.items()
+        }
         if not packed and not any(dropped.values()):
             if not hides and (unit.module._compiled_call_impl is not None or unit.wrapper is not None):
                 return None
@@ -140,8 +147,8 @@ class CompiledUnits:
         key = (type(unit.module), unit.call.key, is_in_order, packed, *what)
         if key not in made:
             known = {
-                name: frozenset(each.value for each in region.decisions) if region else frozenset()
-                for name, region in regions.items()
+                name: frozenset(each.value for region in regions for each in region.decisions)
+                for name, regions in calls.items()
             }
             partitioner = PlannedPartitioner(dropped, known, packed=packed, is_in_order=is_in_order)
             made[key] = unit.call.compile(**partitioner.options)

@@ -8,13 +8,14 @@ Private to torch, seen in 2.9 to 2.13: ``CustomPartitionerFn``, ``min_cut_remate
 
 from __future__ import annotations
 
-import functools
+import itertools
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 from torch._dynamo.exc import Unsupported
 from torch._functorch import config as functorch_config
@@ -25,6 +26,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from plimsoll.artifacts.trace import Phase, RegionCall, Trace
 from plimsoll.errors import InvalidModel
 from plimsoll.tracing.compiled.joint import JointGraph, Kernel
+from plimsoll.tracing.compiled.nodes import IS_BEFORE, ancestors, changed_inputs, is_epilogue, is_tensor
 from plimsoll.tracing.compiled.units import Unit, in_place
 
 Stretch = tuple[Phase, int]
@@ -33,7 +35,9 @@ Stretch = tuple[Phase, int]
 
 @dataclass(frozen=True, slots=True)
 class CompiledPart:
-    """What one unit was compiled to: its graphs in the order of forward, and which inputs of each are parameters or buffers."""
+    """What one call of a unit was compiled to: its graphs in the order of forward, and which inputs of each are parameters or
+    buffers.
+    """
 
     path: str
     graphs: tuple[JointGraph, ...]
@@ -130,6 +134,7 @@ class Partitioner(CustomPartitionerFn):
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> Partitioned:
         gm.graph = fx_graph_cse(gm.graph)  # torch does it next; done first, what is marked here is what it partitions
+        _copy_what_changes(gm.graph, options["num_fwd_outputs"])
         self.mark(gm.graph, **options)
         # A budget of torch's own that was set since the plan was made would decide as well.
         with functorch_config.patch(activation_memory_budget=1.0):
@@ -143,6 +148,29 @@ class Partitioner(CustomPartitionerFn):
 
     def finish(self, forward: fx.GraphModule, backward: fx.GraphModule, **options: Any) -> None:
         """Change what torch has made of them."""
+
+
+def _copy_what_changes(graph: fx.Graph, forward_outputs: int) -> None:
+    """Let what backward needs of an input that forward changes come from a copy that forward takes before.
+
+    Backward would read the input when it is changed: a buffer that is counted up or averaged, an activation in place.
+    """
+    nodes = list(graph.nodes)
+    first = next(node for node in nodes if node.op != "placeholder")
+    outputs: Any = graph.output_node().args[0]
+    needed = ancestors(node for node in outputs[forward_outputs:] if node is not None)
+    for changed in changed_inputs(graph):
+        readers = [user for user in changed.users if is_tensor(user) and user.op != "output" and not is_epilogue(user)]
+        if needed.isdisjoint(readers):
+            continue
+        with graph.inserting_before(first):
+            copy = graph.call_function(torch.ops.aten.clone.default, (changed,))
+        reader = min(readers, key=nodes.index)
+        copy.meta = {key: reader.meta[key] for key in ("nn_module_stack", "fwd_nn_module_stack") if key in reader.meta}
+        with changed.meta["val"].fake_mode:
+            copy.meta |= {"val": changed.meta["val"].clone(), IS_BEFORE: True}
+        for each in readers:
+            each.replace_input_with(changed, copy)
 
 
 class _Spy(Partitioner):
@@ -159,16 +187,29 @@ class _Spy(Partitioner):
 
 def capture(
     units: Sequence[Unit], regions: Mapping[str, Sequence[str]], run: Callable[[], object]
-) -> dict[str, CompiledPart]:
-    """The joint graphs of every unit that ``run``, one training step, comes through.
+) -> dict[tuple[str, int], CompiledPart]:
+    """The joint graphs of every call of a unit that ``run``, one training step, comes through, by path and number.
 
-    ``regions`` are the paths of each unit's regions, from the unit's module.
+    Each call is compiled by itself, so that its graphs are known. ``regions`` are the paths of each unit's regions, from the
+    unit's module.
 
     Raises:
         InvalidModel: a graph breaks where ``fullgraph=True`` forbids it.
     """
-    spies = {unit.path: _Spy(regions[unit.path]) for unit in units}
-    with in_place(units, lambda unit: functools.partial(unit.call.captured(spies[unit.path]), unit.module)):
+    spies: dict[tuple[str, int], _Spy] = {}
+
+    def spied_on(unit: Unit) -> Callable[..., Any]:
+        numbers = itertools.count()
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            spy = _Spy(regions[unit.path])
+            if torch.is_grad_enabled():
+                spies[unit.path, next(numbers)] = spy
+            return unit.call.captured(spy)(unit.module, *args, **kwargs)
+
+        return call
+
+    with in_place(units, spied_on):
         try:
             run()
         except Unsupported as error:
@@ -177,4 +218,4 @@ def capture(
                 why=str(error).partition("\n")[0],
                 next="take out what breaks the graph, or leave out fullgraph=True: each graph is then planned",
             ) from error
-    return {path: CompiledPart(path, tuple(spy.graphs), tuple(spy.statics)) for path, spy in spies.items()}
+    return {key: CompiledPart(key[0], tuple(spy.graphs), tuple(spy.statics)) for key, spy in spies.items()}

@@ -9,8 +9,7 @@ nothing and stand for what they look at. The order of kernels is that of the gra
 A fused op belongs to the first kernel that needs it. Forward ops that only backward needs belong to backward. Where backward
 reads a forward node that has no memory, it is made again inside the kernel that reads it, from the buffers it came from.
 
-Private to torch, seen in 2.9 to 2.13: the metadata of nodes (``val``, ``nn_module_stack``, ``fwd_nn_module_stack``), names of
-inductor's random ops.
+Private to torch, seen in 2.9 to 2.13: the metadata of nodes (``val``, ``nn_module_stack``, ``fwd_nn_module_stack``).
 """
 
 from __future__ import annotations
@@ -18,55 +17,33 @@ from __future__ import annotations
 import dataclasses
 import functools
 import heapq
-import math
 import operator
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
 
+from plimsoll.tracing.compiled.nodes import (
+    SEEDS,
+    ancestors,
+    is_epilogue,
+    is_fused,
+    is_random,
+    is_tensor,
+    is_view,
+    node_bytes,
+    obstacle,
+    op_name,
+    op_of,
+)
+
 OUTSIDE = "outside"
 """The region of kernels that belong to none."""
-_FUSED = re.compile(
-    "_to_copy|_unsafe_(masked_)?index|arange|bernoulli|cat|clone|constant_pad_nd|convert_element_type|copy|embedding|empty_like|"
-    "fill|flip|full(_like)?|gather|index|inductor_(lookup_seed|random)|iota|lift_fresh_copy|new_(full|zeros)|ones_like|repeat|"
-    "scalar_tensor|(select|slice)_scatter|zeros_like"
-)
-"""Ops that inductor fuses without a tag that says so; pointwise ops carry one."""
-_REDUCTION = re.compile(
-    "a?max|a?min|aminmax|arg(max|min)|all|any|count_nonzero|linalg__powsum|linalg_vector_norm|logsumexp|mean|norm|prod|"
-    "(nan)?sum|(std|var)(_mean)?"
-)
-"""Ops that inductor fuses as reductions; torch tags them from 2.11 on (2.9 was seen not to)."""
-_VIEWS = frozenset({"_unsafe_view", "alias", "view", "reshape", "detach", "lift_fresh"})
-_SEEDS = ("inductor_seeds", "inductor_seed")
-_RANDOM = ("inductor_random", "inductor_randint", "inductor_lookup_seed", *_SEEDS)
-"""Inductor draws seeds once per call, and makes every number from a seed and its place: the same ones whenever it is asked."""
 _SMALL = 8
 """A reduction that leaves so many times less than it reads is kept rather than done again within a kernel of backward."""
-
-
-def op_name(node: fx.Node) -> str:
-    """The name of a node's op without its overload: ``mm`` of ``aten.mm.default``."""
-    packet = getattr(node.target, "overloadpacket", node.target)
-    return str(getattr(packet, "__name__", packet)).rpartition(".")[2]
-
-
-def op_of(node: fx.Node) -> fx.Node:
-    """The op that makes a buffer: of one item of several, the op behind them all."""
-    return node.all_input_nodes[0] if node.target is operator.getitem else node
-
-
-def node_bytes(node: fx.Node) -> int:
-    """Bytes of what a node gives, symbolic sizes taken at their hints; 0 for what is no tensor."""
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        return 0
-    return math.prod(int(hinted(size)) for size in value.shape) * value.element_size()
 
 
 def input_names(graphs: Iterable[JointGraph]) -> dict[fx.Node, str]:
@@ -76,11 +53,6 @@ def input_names(graphs: Iterable[JointGraph]) -> dict[fx.Node, str]:
     given = (node for graph in graphs for node in graph.nodes if node.op == "placeholder")
     tensors = (node for node in given if isinstance(node.meta.get("val"), torch.Tensor))
     return {node: f"input#{at}" for at, node in enumerate(tensors, 1)}
-
-
-def hinted(size: Any) -> Any:
-    """A size, or any number that is not one yet: its hint in place of a symbol."""
-    return size.node.hint if isinstance(size, (torch.SymInt, torch.SymFloat)) else size
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,7 +103,8 @@ class JointGraph:
         self.gradient_of = {node: self.base(n) for node, n in pairs if n is not None}
         """The gradient that backward returns for an input."""
         self.gradients = [self.base(n) for n in flat[forward_outputs:] if n is not None]
-        self._in_forward = _ancestors(n for n in flat[:forward_outputs] if n is not None)
+        written = [node for node in self.nodes if is_epilogue(node)]
+        self._in_forward = ancestors(n for n in (*flat[:forward_outputs], *written) if n is not None)
         self._region_of: dict[fx.Node, str] = {}
         self._buffers: set[fx.Node] = set()
         self._drawn: dict[fx.Node, tuple[fx.Node, ...]] = {}
@@ -155,10 +128,10 @@ class JointGraph:
             if node.target is operator.getitem:
                 source = node.args[0]
                 assert isinstance(source, fx.Node)
-                if not _is_view(source):
+                if not is_view(source):
                     return node
                 node = source
-            elif _is_view(node) and node.all_input_nodes:
+            elif is_view(node) and node.all_input_nodes:
                 node = node.all_input_nodes[0]
             else:
                 return node
@@ -170,19 +143,12 @@ class JointGraph:
 
     def inputs(self, node: fx.Node) -> list[fx.Node]:
         """What a node reads: bases, with the op behind a ``getitem`` in its place."""
-        return [self.base(each) for each in node.all_input_nodes if self._is_tensor(each)]
-
-    @staticmethod
-    def _is_tensor(node: fx.Node) -> bool:
-        return not isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
+        return [self.base(each) for each in node.all_input_nodes if is_tensor(each)]
 
     def _runs(self, node: fx.Node) -> bool:
         """Whether a node is an op that is run: no view, no input, no arithmetic on sizes, no item of another op."""
         return (
-            node.op == "call_function"
-            and node.target is not operator.getitem
-            and not _is_view(node)
-            and self._is_tensor(node)
+            node.op == "call_function" and node.target is not operator.getitem and not is_view(node) and is_tensor(node)
         )
 
     def module_of(self, node: fx.Node) -> str:
@@ -229,7 +195,7 @@ class JointGraph:
                 before = max(before, stage[each] + splits)
             stage[node] = before
         for node in reversed(self.nodes):
-            may_wait = self._runs(node) and _is_fused(node) and users[node] and node not in self._outputs
+            may_wait = self._runs(node) and is_fused(node) and users[node] and node not in self._outputs
             if may_wait and all(self._is_one(node, user) for user in users[node]):
                 stage[node] = max(stage[node], min(stage[user] for user in users[node]))
         parent: dict[fx.Node, fx.Node] = {node: node for node in self.nodes if self._runs(node)}
@@ -253,11 +219,11 @@ class JointGraph:
     def _find_masks(self, users: Mapping[fx.Node, Sequence[fx.Node]]) -> None:
         """Note what is made of random numbers alone, with its seeds, and what backward reads of that: the masks of dropout."""
         for node in self.nodes:
-            made = self.inputs(node) if self._runs(node) and _is_fused(node) else []
-            if _is_random(node) or (made and all(each in self._drawn for each in made)):
+            made = self.inputs(node) if self._runs(node) and is_fused(node) else []
+            if is_random(node) or (made and all(each in self._drawn for each in made)):
                 seeds = (seed for each in made for seed in self._drawn.get(each, ()))
-                self._drawn[node] = (node,) if op_name(node) in _SEEDS else tuple(dict.fromkeys(seeds))
-        of_forward = {node for node in self._drawn if not (self.is_backward(node) or _is_random(node))}
+                self._drawn[node] = (node,) if op_name(node) in SEEDS else tuple(dict.fromkeys(seeds))
+        of_forward = {node for node in self._drawn if not (self.is_backward(node) or is_random(node))}
         self.masks = {node for node in of_forward if any(self.is_backward(user) for user in users[node])}
 
     def _is_one(self, first: fx.Node, second: fx.Node) -> bool:
@@ -266,7 +232,7 @@ class JointGraph:
         Inductor draws a mask in the kernel that applies it. Here it is one of its own: the mask is saved, and what is made
         with it can be made again; or it is drawn again, from the seeds that it was drawn from.
         """
-        if first in self.masks or not (_is_fused(first) and (_is_fused(second) or not self._runs(second))):
+        if first in self.masks or not (is_fused(first) and (is_fused(second) or not self._runs(second))):
             return False
         return self.is_backward(first) is self.is_backward(second) and self.region_of(first) == self.region_of(second)
 
@@ -294,9 +260,9 @@ class JointGraph:
             elif self._runs(node) and not self._is_tuple(node):
                 own = [user for user in readers[node] if self.is_backward(user) is self.is_backward(node)]
                 if (
-                    not _is_fused(node)
+                    not is_fused(node)
                     or node in self._outputs
-                    or any(not _is_fused(u) or self._root[u] is not self._root[node] for u in own)
+                    or any(not is_fused(u) or self._root[u] is not self._root[node] for u in own)
                 ) and (self._in_memory(node)):
                     self._buffers.add(node)
         for node in self.nodes:  # what backward reads of forward and cannot make again on the way
@@ -308,8 +274,8 @@ class JointGraph:
 
     def _in_memory(self, node: fx.Node) -> bool:
         """Whether a fused op that others read leaves memory: constants are made where they are read."""
-        is_constant = not node.all_input_nodes and op_name(node) not in _SEEDS
-        return not is_constant or any(not _is_fused(user) for user in self._readers_of[node])
+        is_constant = not node.all_input_nodes and op_name(node) not in SEEDS
+        return not is_constant or any(not is_fused(user) for user in self._readers_of[node])
 
     @staticmethod
     def _is_tuple(node: fx.Node) -> bool:
@@ -322,8 +288,8 @@ class JointGraph:
             return (node,)
         made = self.inputs(node)
         read_bytes = max((node_bytes(each) for each in made), default=0)
-        is_drawn = node in self._drawn or any(_is_random(each) for each in made)
-        if is_drawn or node_bytes(node) * _SMALL <= read_bytes:
+        is_drawn = node in self._drawn or any(is_random(each) for each in made)
+        if is_drawn or obstacle(node) or node_bytes(node) * _SMALL <= read_bytes:
             self._buffers.add(node)
             return (node,)
         return tuple(dict.fromkeys(source for each in made for source in self.sources(each)))
@@ -346,14 +312,15 @@ class JointGraph:
         return tuple(self._in_order(found))
 
     def _apart(self, kernel: Kernel) -> Iterable[Kernel]:
-        """For each buffer of a fused kernel of forward a kernel that makes it alone; what an op gives together stays so.
+        """For each buffer of a fused kernel of forward a kernel that makes it alone, and writes to no input; what an op gives
+        together stays so.
 
         In backward a normalization reads the sum before it, which is saved, and not what that was added up from.
         """
         made: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
         for node in kernel.writes:
             made[op_of(node)].append(node)
-        if kernel.is_backward or not kernel.is_fused or len(made) == 1:
+        if kernel.is_backward or not kernel.is_fused or (len(made) == 1 and not kernel.obstacle):
             return
         own = set(kernel.nodes)
         for op in sorted(made, key=self._at.__getitem__):
@@ -375,7 +342,6 @@ class JointGraph:
         last = nodes[-1]
         if self.is_backward(last):  # with a mask its seeds, from which it may be drawn again
             reads |= dict.fromkeys(seed for mask in [*reads] for seed in self._drawn.get(mask, ()))
-        is_fused = _is_fused(last)
         name = "+".join(dict.fromkeys(op_name(node) for node in (nodes if len(nodes) < 4 else nodes[-3:])))
         return Kernel(
             name=name,
@@ -386,7 +352,7 @@ class JointGraph:
             reads=tuple(reads),
             writes=tuple(writes),
             obstacle=next((found for node in nodes if (found := obstacle(node))), ""),
-            is_fused=is_fused,
+            is_fused=is_fused(last),
         )
 
     def _in_order(self, kernels: list[Kernel]) -> Iterable[Kernel]:
@@ -436,64 +402,9 @@ class JointGraph:
         return found
 
 
-def obstacle(node: fx.Node) -> str:
-    """Why an op may not run again in backward (``""``: it may)."""
-    target = node.target
-    if op_name(node) in _SEEDS or draws(target, node.args, node.kwargs):
-        return "draws random numbers"
-    if isinstance(target, torch._ops.HigherOrderOperator):
-        return "is a graph of its own"
-    if isinstance(target, torch._ops.OpOverload):
-        if target.namespace in ("_c10d_functional", "c10d_functional"):
-            return "is a collective"
-        if target._schema.is_mutable:
-            return "writes to its inputs"
-    return ""
-
-
-def _is_random(node: fx.Node) -> bool:
-    return op_name(node) in _RANDOM or draws(node.target, node.args, node.kwargs)
-
-
-def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of an op draws random numbers: attention has dropout as an option, off by default."""
-    if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
-        return False
-    assert isinstance(op, torch._ops.OpOverload), "what has tags is an overload"
-    names = (argument.name for argument in op._schema.arguments)
-    chance: Any = {**dict(zip(names, args, strict=False)), **kwargs}.get("dropout_p")
-    return not (chance == 0.0 or ("attention" in op._schema.name and chance is None))
-
-
-def _is_fused(node: fx.Node) -> bool:
-    """Whether inductor fuses an op with its neighbours."""
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.pointwise in tags or bool(_FUSED.fullmatch(op_name(node)) or _REDUCTION.fullmatch(op_name(node)))
-
-
-def _is_view(node: fx.Node) -> bool:
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    infos = [argument.alias_info for argument in target._schema.arguments]
-    shows = any(info is not None and not info.is_write for info in infos)
-    return shows or op_name(node) in _VIEWS
-
-
 def _module_path(text: str) -> str:
     """``L['self'].model._modules['layers']['0']`` as ``model.layers.0``."""
     text = re.sub(r"^L\['[^']*'\]|^G\['[^']*'\]", "", text)
     text = re.sub(r"\._modules\b|\._orig_mod\b", "", text)
     text = re.sub(r"\['([^']*)'\]|\[(\d+)\]", lambda match: "." + (match[1] or match[2]), text)
     return text.strip(".")
-
-
-def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            waiting += node.all_input_nodes
-    return found

@@ -17,7 +17,8 @@ import torch
 from torch import fx
 
 from plimsoll.artifacts.trace import OpSpec
-from plimsoll.tracing.compiled.joint import Kernel, hinted, node_bytes, op_name
+from plimsoll.tracing.compiled.joint import Kernel
+from plimsoll.tracing.compiled.nodes import hinted, node_bytes, op_name
 from plimsoll.tracing.meters.timing import clock_for, one_thread
 
 _REPEATS = 3

@@ -22,15 +22,20 @@ from plimsoll.artifacts.region import Origin, RegionGraph, RegionOp, Slot, Value
 from plimsoll.artifacts.trace import Category, OpSpec, Phase, RegionCall, Storage, Trace, TraceOp
 from plimsoll.tracing.assemble import kind_of
 from plimsoll.tracing.compiled.capture import CompiledPart, Stretch, UnitPlace
-from plimsoll.tracing.compiled.joint import OUTSIDE, JointGraph, Kernel, input_names, node_bytes
+from plimsoll.tracing.compiled.joint import OUTSIDE, Kernel, input_names
+from plimsoll.tracing.compiled.nodes import node_bytes
 from plimsoll.tracing.compiled.seconds import kernel_key, kernel_spec, timed
 from plimsoll.tracing.torch_internals import is_at_least
 
 _UNCOMPILED = "torch.compile runs it without compiling it"
 
 
-def with_compiled(eager: Trace, parts: Mapping[str, CompiledPart], device: torch.device | None) -> Trace:
-    """The eager trace, whose regions are the compiled units and what is planned beside them, with ``parts`` (by unit) in the
+Parts = Mapping[tuple[str, int], CompiledPart]
+"""What calls of units were compiled to, by path and number of the call."""
+
+
+def with_compiled(eager: Trace, parts: Parts, device: torch.device | None) -> Trace:
+    """The eager trace, whose regions are the compiled units and what is planned beside them, with ``parts`` in the
     units' places. A unit that torch.compile has not compiled keeps what it saves. Kernels are timed on ``device``,
     if one is given.
     """
@@ -49,17 +54,12 @@ def with_compiled(eager: Trace, parts: Mapping[str, CompiledPart], device: torch
     )
 
 
-def _graphs(parts: Mapping[str, CompiledPart], call: RegionCall) -> tuple[JointGraph, ...]:
-    return parts[call.name].graphs if call.name in parts else ()
-
-
 class _Weaver:
-    def __init__(self, eager: Trace, parts: Mapping[str, CompiledPart]) -> None:
+    def __init__(self, eager: Trace, parts: Parts) -> None:
         self.eager = eager
-        self.places = {
-            call.index: UnitPlace.of(call, eager, parts[call.name]) for call in eager.regions if _graphs(parts, call)
-        }
-        self._uncompiled = {call.index for call in eager.regions if call.name in parts and not _graphs(parts, call)}
+        of_units = [(call, parts.get((call.name, call.call))) for call in eager.regions]
+        self.places = {call.index: UnitPlace.of(call, eager, part) for call, part in of_units if part and part.graphs}
+        self._uncompiled = {call.index for call, part in of_units if part and not part.graphs}
         self.ops: list[TraceOp] = []
         self.specs: dict[str, OpSpec] = {}
         self.storages: list[Storage] = []

@@ -1,0 +1,141 @@
+"""What one node of a joint graph is: an op that inductor calls, fuses, draws numbers with; a view; what may not run twice.
+
+Private to torch, seen in 2.9 to 2.13: the metadata of nodes (``val``, ``desc``, ``partitioner_tag``), the descriptors of a
+graph's inputs and outputs, names of inductor's random ops.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+IS_BEFORE = "plimsoll_is_before"
+"""Marks the copy of an input that forward changes."""
+_KNOWN = ("aten", "prims", "inductor")
+"""Namespaces of ops that do what their schemas and tags say. One of a user's may draw numbers or count its calls unseen."""
+_FUSED = re.compile(
+    "_to_copy|_unsafe_(masked_)?index|arange|bernoulli|cat|clone|constant_pad_nd|convert_element_type|copy_?|embedding|empty_like|"
+    "fill|flip|full(_like)?|gather|index|inductor_(lookup_seed|random)|iota|lift_fresh_copy|new_(full|zeros)|ones_like|repeat|"
+    "scalar_tensor|(select|slice)_scatter|zeros_like"
+)
+"""Ops that inductor fuses without a tag that says so; pointwise ops carry one."""
+_REDUCTION = re.compile(
+    "a?max|a?min|aminmax|arg(max|min)|all|any|count_nonzero|linalg__powsum|linalg_vector_norm|logsumexp|mean|norm|prod|"
+    "(nan)?sum|(std|var)(_mean)?"
+)
+"""Ops that inductor fuses as reductions; torch tags them from 2.11 on (2.9 was seen not to)."""
+_VIEWS = frozenset({"_unsafe_view", "alias", "view", "reshape", "detach", "lift_fresh"})
+SEEDS = ("inductor_seeds", "inductor_seed")
+_RANDOM = ("inductor_random", "inductor_randint", "inductor_lookup_seed", *SEEDS)
+"""Inductor draws seeds once per call, and makes every number from a seed and its place: the same ones whenever it is asked."""
+
+
+def op_name(node: fx.Node) -> str:
+    """The name of a node's op without its overload: ``mm`` of ``aten.mm.default``."""
+    packet = getattr(node.target, "overloadpacket", node.target)
+    return str(getattr(packet, "__name__", packet)).rpartition(".")[2]
+
+
+def op_of(node: fx.Node) -> fx.Node:
+    """The op that makes a buffer: of one item of several, the op behind them all."""
+    return node.all_input_nodes[0] if node.target is operator.getitem else node
+
+
+def node_bytes(node: fx.Node) -> int:
+    """Bytes of what a node gives, symbolic sizes taken at their hints; 0 for what is no tensor."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return 0
+    return math.prod(int(hinted(size)) for size in value.shape) * value.element_size()
+
+
+def is_tensor(node: fx.Node) -> bool:
+    """Whether a node gives tensors: no size, and no arithmetic on sizes."""
+    return not isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def hinted(size: Any) -> Any:
+    """A size, or any number that is not one yet: its hint in place of a symbol."""
+    return size.node.hint if isinstance(size, (torch.SymInt, torch.SymFloat)) else size
+
+
+def obstacle(node: fx.Node) -> str:
+    """Why an op may not run again in backward (``""``: it may)."""
+    target = node.target
+    if op_name(node) in SEEDS or draws(target, node.args, node.kwargs):
+        return "draws random numbers"
+    if IS_BEFORE in node.meta:
+        return "reads what the step changes"
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return "is a graph of its own"
+    if isinstance(target, torch._ops.OpOverload):
+        if target.namespace in ("_c10d_functional", "c10d_functional"):
+            return "is a collective"
+        if target._schema.is_mutable:
+            return "writes to its inputs"
+        if target.namespace not in _KNOWN:
+            return "is a custom op, which may do more than torch is told"
+    return ""
+
+
+def is_random(node: fx.Node) -> bool:
+    return op_name(node) in _RANDOM or draws(node.target, node.args, node.kwargs)
+
+
+def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of an op draws random numbers: attention has dropout as an option, off by default."""
+    if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
+        return False
+    assert isinstance(op, torch._ops.OpOverload), "what has tags is an overload"
+    names = (argument.name for argument in op._schema.arguments)
+    chance: Any = {**dict(zip(names, args, strict=False)), **kwargs}.get("dropout_p")
+    return not (chance == 0.0 or ("attention" in op._schema.name and chance is None))
+
+
+def is_fused(node: fx.Node) -> bool:
+    """Whether inductor fuses an op with its neighbours."""
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.pointwise in tags or bool(_FUSED.fullmatch(op_name(node)) or _REDUCTION.fullmatch(op_name(node)))
+
+
+def is_view(node: fx.Node) -> bool:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    infos = [argument.alias_info for argument in target._schema.arguments]
+    shows = any(info is not None and not info.is_write for info in infos)
+    return shows or op_name(node) in _VIEWS
+
+
+def is_epilogue(node: fx.Node) -> bool:
+    """Whether a node writes to an input of forward what forward has made of it, at its end."""
+    return node.target is torch.ops.aten.copy_.default and node.meta.get("partitioner_tag") != "must_be_in_backward"
+
+
+def changed_inputs(graph: fx.Graph) -> Iterable[fx.Node]:
+    """The inputs that forward changes, within the graph or when it is over.
+
+    Gradients and what backward computes again read them afterwards.
+    """
+    inputs = {node.meta.get("desc"): node for node in graph.nodes if node.op == "placeholder"}
+    outputs = (getattr(each, "mutated_input", None) for each in graph.output_node().meta.get("desc") or ())
+    within = (node.args[0] for node in graph.nodes if is_epilogue(node))
+    return dict.fromkeys([*(inputs[each] for each in outputs if each is not None and each in inputs), *within])
+
+
+def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Nodes, and all that these are made from."""
+    found: set[fx.Node] = set()
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += node.all_input_nodes
+    return found
