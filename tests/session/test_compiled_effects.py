@@ -71,6 +71,18 @@ def test_what_is_computed_again_reads_buffers_as_forward_read_them(kind: str, is
         torch.testing.assert_close(given, wanted, rtol=1e-4, atol=1e-6, msg=f"step {step}")
 
 
+def test_where_torchs_default_partition_reads_a_changed_buffer_a_receipt_says_that_the_plan_is_right() -> None:
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(*(Averaging(is_before=True) for _ in range(2))), torch.randn(512, 32)
+    for block in model:
+        block.compile(dynamic=False)
+    receipt = plimsoll.verify(
+        model, batch, plimsoll.plan(model, batch, strategy="full", loss=_squares), loss=_squares, steps=1
+    )
+    assert receipt.verdict is ReceiptVerdict.WITHIN_ROUNDING
+    assert any("its gradients are wrong" in note for note in receipt.notes)
+
+
 @torch.library.custom_op("plimsoll_tests::noise", mutates_args=())
 def _noise(x: torch.Tensor) -> torch.Tensor:
     return torch.rand_like(x)

@@ -178,6 +178,22 @@ def test_model_without_a_training_step_and_batch_that_does_not_fit_are_refused(
         trace(model, batch)
 
 
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        chosen: torch.Tensor = torch.cond(hidden.sum() > 0, lambda h: self.second(h).tanh(), self.second, (hidden,))
+        return chosen.sum()
+
+
+def test_an_op_that_takes_functions_is_named():
+    with pytest.raises(TracingFailed, match="runs torch's cond"):
+        trace(Branching(), torch.ones(2, 2))
+
+
 def test_switched_off_gradients_are_refused():
     with torch.no_grad(), pytest.raises(TracingFailed, match="switched off"):
         trace(nn.Linear(2, 1), torch.ones(2))

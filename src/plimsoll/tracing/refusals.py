@@ -34,6 +34,8 @@ from plimsoll.tracing.zero import engine_of, has_leaf_modules, is_gathered_by_ze
 _REFUSALS = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError, ArithmeticError)
 _DEPENDS_ON_DATA = (DataDependentOutputException, DynamicOutputShapeException)
 _DISABLES_HOOKS = inspect.unwrap(torch.autograd.graph.disable_saved_tensors_hooks).__code__
+_HIGHER_ORDER = "_higher_order_ops"
+"""The folder of torch's ops that take functions: ``cond``, ``while_loop``, ``scan``."""
 _WITHOUT_FAKE = (UnsupportedFakeTensorException, UnsupportedOperatorException)
 
 
@@ -287,9 +289,22 @@ def _explained(model: nn.Module, refusal: Callable[[str, str], PlimsollError]) -
     except _REFUSALS as error:
         if failed_in_collective(error):  # neither the batch nor the model is to blame
             raise
-        *_, frame = traceback.extract_tb(error.__traceback__)
+        frames = traceback.extract_tb(error.__traceback__)
+        if op := next(
+            (path.stem for each in frames if (path := Path(each.filename)).parent.name == _HIGHER_ORDER), None
+        ):
+            raise _runs_graphs(model, op, error) from error
+        frame = frames[-1]
         place = f"{frame.name} ({Path(frame.filename).name}:{frame.lineno})"
         raise refusal(f"{type(error).__name__}: {first_line(error)}", place) from error
+
+
+def _runs_graphs(model: nn.Module, op: str, error: Exception) -> TracingFailed:
+    return TracingFailed(
+        f"{type(model).__name__} runs torch's {op}, which cannot be traced op by op: {first_line(error)}",
+        why="it makes graphs of the functions that it is given, and runs those",
+        next="let Python choose the branch or run the loop; or compute both branches, and choose with torch.where",
+    )
 
 
 def _not_fakeable(model: nn.Module, error: Exception) -> TracingFailed:

@@ -233,6 +233,25 @@ def keep_casts(
     return KeptCasts(error, tolerance, relative_error(plain, gradients))
 
 
+def torch_errs(
+    step: TrainingStep, units: Sequence[Unit], managed: Callable[[], AbstractContextManager[object]]
+) -> float:
+    """The relative error of torch's default partition beside the uncompiled step, where the managed gradient has none but
+    rounding; else 0.
+
+    Its backward may read a buffer that forward has changed since; that of the uncompiled step reads what was saved.
+    """
+    with in_place(units, lambda _: None):
+        step.run()
+        gradients = copies(step.gradients())
+    step.run()
+    unmanaged = relative_error(gradients, step.gradients())
+    with managed():
+        step.run()
+        error = relative_error(gradients, step.gradients())
+    return unmanaged if error <= half_the_digits(step.model) < unmanaged else 0.0
+
+
 def run_intermediates(step: TrainingStep, depth: Depth) -> Found:
     """What the named modules make in one run of the step; nothing where none are named."""
     if not depth.intermediates:

@@ -17,6 +17,7 @@ from plimsoll.analysis.verify.evidence import (
     compare_with,
     compiled_rounding,
     consecutive_losses,
+    half_the_digits,
     keep_casts,
     make_receipt,
     of_all_ranks,
@@ -24,6 +25,7 @@ from plimsoll.analysis.verify.evidence import (
     run_curve,
     run_intermediates,
     time_both,
+    torch_errs,
 )
 from plimsoll.analysis.verify.intermediates import compare_intermediates
 from plimsoll.analysis.verify.own import verify_own
@@ -39,7 +41,7 @@ from plimsoll.session.options import read_error
 from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS
 from plimsoll.session.task import TrainingTask
 from plimsoll.session.training_step import TrainingStep
-from plimsoll.tracing.compiled.units import find_units
+from plimsoll.tracing.compiled.units import find_units, in_place
 from plimsoll.tracing.recorder.calling import Context, Loss, check_context, check_devices
 from plimsoll.tracing.recorder.untouched import untouched
 from plimsoll.units import check_count, format_bytes, format_seconds
@@ -175,7 +177,15 @@ def _on_this_rank(
         if not held.compiled or agreement.every("equal gradients", holds=is_equal):
             return receipt
         with agreement.stepping():
-            return _with_casts_kept(step, task.model, held, receipt)
+            allowing = _with_casts_kept(step, task.model, held, receipt)
+        if agreement.every("casts", holds=allowing.verdict is not ReceiptVerdict.GRADIENTS_DIFFER):
+            return allowing
+        with agreement.stepping():
+            error = torch_errs(step, find_units(task.model), lambda: manage(task.model, held))
+        if not agreement.every("errors of torch", holds=error > 0):
+            return allowing
+        with agreement.stepping():
+            return _hold_plan(step, task.model, held, steps=steps, depth=depth, report=report, error_of_torch=error)
 
     if not needs_confirmation(plan):
         return hold(plan, depth, report)
@@ -217,7 +227,14 @@ def _as_names(intermediates: Sequence[str] | str) -> tuple[str, ...]:
 
 
 def _hold_plan(
-    step: TrainingStep, model: nn.Module, plan: Plan, *, steps: int, depth: Depth, report: Progress
+    step: TrainingStep,
+    model: nn.Module,
+    plan: Plan,
+    *,
+    steps: int,
+    depth: Depth,
+    report: Progress,
+    error_of_torch: float = 0.0,
 ) -> Receipt:
     """Compare the managed step with the unmanaged one.
 
@@ -228,9 +245,11 @@ def _hold_plan(
         steps: timed runs of each side; the losses of as many consecutive steps are compared.
         depth: what is compared besides.
         report: told the stage and how far it is.
+        error_of_torch: that of the compiled step without a plan; then the uncompiled one is compared with.
     """
     report("running the unmanaged step twice", 0.0)
-    evidence = collect_evidence(step, depth)
+    with in_place(find_units(model), lambda _: None) if error_of_torch else contextlib.nullcontext():
+        evidence = collect_evidence(step, depth)
     baseline_peak_bytes = step.measure_peak().peak_bytes
     report("running the managed step", 0.3)
     with manage(model, plan) as handle:
@@ -262,7 +281,9 @@ def _hold_plan(
             curve=curve,
             losses=plan_losses,
         )
-    rounding = compiled_rounding(step, find_units(model), evidence.gradients) if plan.compiled else 0.0
+    rounding = half_the_digits(model) if error_of_torch else 0.0
+    if plan.compiled and not error_of_torch:
+        rounding = compiled_rounding(step, find_units(model), evidence.gradients)
     step.clear_gradients()
     absent_bytes = step.absent_state_bytes(plan.classes.get(Category.OPTIMIZER_STATE, 0))
     return make_receipt(
@@ -277,7 +298,7 @@ def _hold_plan(
         measured_peak_bytes=steady_peak_bytes + absent_bytes,
         measured_recording_peak_bytes=recording_peak_bytes,  # the first step records, and has no state yet
         regions=outcomes,
-        notes=(*_notes(step, plan, absent_bytes), *_notes_of_compiled(plan, rounding)),
+        notes=(*_notes(step, plan, absent_bytes), *_notes_of_compiled(plan, rounding, error_of_torch)),
     )
 
 
@@ -309,13 +330,15 @@ def _claims(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _notes_of_compiled(plan: Plan, rounding: float) -> tuple[str, ...]:
+def _notes_of_compiled(plan: Plan, rounding: float, error_of_torch: float) -> tuple[str, ...]:
     if not plan.compiled:
         return ()
-    return (
-        "compared with the same model compiled under torch's default partition; where bits differ, the gradient may be off "
-        f"by {rounding:.1e}, as other fusions round otherwise",
-    )
+    beside = "the same model compiled under torch's default partition"
+    why = "as other fusions round otherwise"
+    if error_of_torch:
+        beside = "the uncompiled model"
+        why += f". Without a plan the compiled model is off that by {error_of_torch:.1e}: its gradients are wrong"
+    return (f"compared with {beside}; where bits differ, the gradient may be off by {rounding:.1e}, {why}",)
 
 
 def _notes(step: TrainingStep, plan: Plan, absent_bytes: int) -> tuple[str, ...]:

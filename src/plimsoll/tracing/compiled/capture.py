@@ -13,6 +13,7 @@ from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -185,6 +186,12 @@ class _Spy(Partitioner):
         self.statics.append(frozenset(inputs[at] for at in options.get("static_lifetime_input_indices") or ()))
 
 
+def _place(error: Unsupported) -> str:
+    """The function and the line of the user's that Dynamo could not take."""
+    frames = getattr(error, "real_stack", None)
+    return f"{frames[-1].name} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else "the model"
+
+
 def capture(
     units: Sequence[Unit], regions: Mapping[str, Sequence[str]], run: Callable[[], object]
 ) -> dict[tuple[str, int], CompiledPart]:
@@ -215,7 +222,7 @@ def capture(
         except Unsupported as error:
             raise InvalidModel(
                 "torch.compile(fullgraph=True) cannot compile this model as one graph.",
-                why=str(error).partition("\n")[0],
+                why=f"{str(error).partition(chr(10))[0]}, in {_place(error)}",
                 next="take out what breaks the graph, or leave out fullgraph=True: each graph is then planned",
             ) from error
     return {key: CompiledPart(key[0], tuple(spy.graphs), tuple(spy.statics)) for key, spy in spies.items()}

@@ -28,15 +28,16 @@ AUTOCAST = "autocast "
 def fingerprint(model: nn.Module, regions: Iterable[str] = ()) -> str:
     """``LlamaForCausalLM-1a2b3c4d5e6f``: the model's class, and a hash of its structure.
 
-    The structure is the class of every submodule, and name, shape, dtype and ``requires_grad`` of every parameter and
-    buffer (a tied parameter under each of its names), and the names of the regions. Of a DTensor it is the global shape, with
-    placements and mesh shape: the same on every rank. ``DistributedDataParallel`` and torch.compile around the model do
+    The structure is the class of every submodule (by name alone: its file is another one where it runs as a script), and name,
+    shape, dtype and ``requires_grad`` of every parameter and buffer (a tied parameter under each of its names), and the names
+    of the regions. Of a DTensor it is the global shape, with placements and mesh shape: the same on every rank.
+    ``DistributedDataParallel`` and torch.compile around the model do
     not count.
     """
     model = inner_module(model)
     digest = hashlib.sha256()
     for name, module in model.named_modules(remove_duplicate=False):
-        digest.update(f"module {name} {type(module).__module__}.{type(module).__qualname__}\n".encode())
+        digest.update(f"module {name} {type(module).__qualname__}\n".encode())
     first: dict[int, str] = {}
     for kind, named in (
         ("parameter", model.named_parameters(remove_duplicate=False)),
