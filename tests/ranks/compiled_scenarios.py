@@ -43,6 +43,7 @@ def on_a_pair() -> dict[str, Any]:
     return {
         "planned": planned(_sharded(_blocks(_stack())), _rows()),
         "attached": attached(DistributedDataParallel(_blocks(_stack())), _rows()),
+        "autocast": in_autocast(),
         "refused": [
             refused(lambda: plimsoll.attach(_compiled_in_place(), "1GiB")),
             refused(lambda: plimsoll.attach(torch.compile(DistributedDataParallel(_stack())), "1GiB")),
@@ -60,6 +61,15 @@ def planned(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
         found = _trained(model, batch)
         peak_bytes = step.measure_peak().peak_bytes
     return _told(plan, peak_bytes, is_bit_equal=are_equal(expected, found))
+
+
+def in_autocast() -> dict[str, Any]:
+    """As ``planned``, under DDP in 16 bits; with casts where eager ops have them, so that no order of kernels moves a bit."""
+    model = _stack()
+    for block in model.blocks:
+        block.compile(dynamic=False, options={"emulate_precision_casts": True})
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return planned(DistributedDataParallel(model), _rows())
 
 
 def attached(model: DistributedDataParallel, batch: torch.Tensor) -> dict[str, Any]:

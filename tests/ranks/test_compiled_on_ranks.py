@@ -9,7 +9,9 @@ import torch
 
 import plimsoll
 from launching import on_ranks
+from plimsoll.artifacts.progress import silent
 from plimsoll.session.compiled import CompiledPlanner, SharedCompiledPlanner
+from plimsoll.session.options import PlanOptions
 from steps import Stack, mean_square
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on a CPU")
@@ -19,7 +21,7 @@ WITHIN = 0.2
 """Gloo's threads decide when a gathered buffer of so small a model ends, and a kernel more or less in place shows."""
 
 
-@pytest.mark.parametrize("how", ["planned", "attached"])
+@pytest.mark.parametrize("how", ["planned", "attached", "autocast"])
 def test_a_plan_keeps_the_budget_and_the_bits_of_the_compiled_model_on_every_rank(told, how):
     assert len({rank[how]["plan"] for rank in told}) == 1
     for rank in told:
@@ -49,7 +51,8 @@ def test_a_rank_that_runs_out_of_memory_in_a_trial_does_not_go_on_alone(monkeypa
     alone, shared = (kind.__new__(kind) for kind in (CompiledPlanner, SharedCompiledPlanner))
     for planner in (alone, shared):
         monkeypatch.setattr(planner, "run", run, raising=False)
-        planner._taken_bytes, planner.unseen_bytes = plan.predicted_peak_bytes, 0
-    assert alone._faster(plan, None) == plan
+        monkeypatch.setattr(planner, "solve", lambda *_: plan, raising=False)
+        planner.options, planner.budget_bytes = PlanOptions(), 1
+    assert alone._in_own_order("auto", None, silent) is None
     with pytest.raises(torch.OutOfMemoryError):  # which ends what the other ranks wait for
-        shared._faster(plan, None)
+        shared._in_own_order("auto", None, silent)
