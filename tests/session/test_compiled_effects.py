@@ -71,6 +71,73 @@ def test_what_is_computed_again_reads_buffers_as_forward_read_them(kind: str, is
         torch.testing.assert_close(given, wanted, rtol=1e-4, atol=1e-6, msg=f"step {step}")
 
 
+class Taught(nn.Module):
+    """Blocks with a gate that a frozen teacher makes of a detached input, and teachers that are averaged before backward."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.blocks, self.how = nn.ModuleList([Gated(), Gated()]), how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        with torch.no_grad():
+            for block in self.blocks:
+                teacher = block.teacher.weight if self.how == "parameter" else block.kept
+                source = teacher.data if self.how == "data" else teacher
+                source.mul_(0.5).add_(block.up.weight.detach(), alpha=0.5)
+        return x
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+        self.teacher = nn.Linear(32, 128, bias=False).requires_grad_(False)
+        self.register_buffer("kept", torch.randn(128, 32))
+        self.register_buffer("mixed", torch.eye(128))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate = torch.tanh(self.teacher(x.detach()) + x.detach() @ self.kept.T) @ self.mixed
+        y: torch.Tensor = x + self.down(self.up(x) * gate)
+        return y
+
+
+@pytest.mark.parametrize("how", ["parameter", "buffer", "data"])
+def test_what_is_computed_again_reads_what_is_changed_between_forward_and_backward_as_it_was(how: str) -> None:
+    torch.manual_seed(0)
+    model, batch = Taught(how), torch.randn(512, 32)
+    expected = _gradients(copy.deepcopy(model), batch)
+    for block in model.blocks:
+        block.compile(dynamic=False)
+    plan = plimsoll.plan(model, batch, strategy="full", loss=_squares)
+    assert any(each.decision is Decision.RECOMPUTE for region in plan.regions for each in region.decisions)
+    assert plimsoll.verify(model, batch, plan, loss=_squares, steps=1).verdict is ReceiptVerdict.VERIFIED
+    with plimsoll.apply(model, plan):
+        gradients = _gradients(model, batch)
+    for step, (given, wanted) in enumerate(zip(gradients, expected, strict=True)):
+        torch.testing.assert_close(given, wanted, rtol=1e-4, atol=1e-6, msg=f"step {step}")
+
+
+def test_a_check_that_gives_nothing_is_no_kernel() -> None:
+    model, batch = nn.Sequential(Choosing(), Choosing()), torch.randn(512, 32)
+    for block in model:
+        block.compile(dynamic=False)
+    plan = plimsoll.plan(model, batch, strategy="full", loss=_squares)
+    assert plimsoll.verify(model, batch, plan, loss=_squares, steps=1).verdict is ReceiptVerdict.VERIFIED
+
+
+class Choosing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = nn.functional.one_hot(x.detach().argmax(-1), 32)  # checks its classes on the device
+        y: torch.Tensor = x + self.down(torch.tanh(self.up(x))) * chosen
+        return y
+
+
 def test_where_torchs_default_partition_reads_a_changed_buffer_a_receipt_says_that_the_plan_is_right() -> None:
     torch.manual_seed(0)
     model, batch = nn.Sequential(*(Averaging(is_before=True) for _ in range(2))), torch.randn(512, 32)

@@ -152,6 +152,7 @@ class CompiledUnit(msgspec.Struct, frozen=True, kw_only=True):
     """A module that torch.compile compiles, ``path`` in the model, and the regions that it holds (paths from the model).
 
     ``options`` are those of torch.compile where the plan compiles a plain module itself; ``None``: the user has compiled it.
+    ``copied_inputs``: backward reads copies of these inputs of its graphs, as the step changes them before.
     ``is_in_order``: backward runs in the order of its graph, and no memory is held for reuse; else inductor orders, fuses and
     reuses as it does without a plan.
     """
@@ -159,6 +160,7 @@ class CompiledUnit(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     regions: tuple[str, ...]
     options: dict[str, bool | int | float | str | None] | None = None
+    copied_inputs: tuple[str, ...] = ()
     is_in_order: bool = True
 
 

@@ -122,6 +122,8 @@ class RegionCall(msgspec.Struct, frozen=True, kw_only=True):
     ones): nothing of it can be rebuilt before its own backward."""
     is_compiled: bool = False
     """Whether torch.compile runs it: what is dropped is gone after its last use in forward, not at the region's end."""
+    copied_inputs: tuple[str, ...] = ()
+    """The inputs of compiled code, as ``input#3``, that change in its forward or before its backward, which reads copies."""
     unpacks_at_once: bool = False
     """Whether its values may take other forms although torch.compile runs it: all are packed when its forward ends, and all
     are back when its backward begins."""
@@ -147,6 +149,8 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     parameters: tuple[TraceParameter, ...] = ()
     """Every parameter once, in the order of ``named_parameters``; empty in older traces."""
+    written_buffers: tuple[str, ...] = ()
+    """The buffers that forward or backward writes to."""
 
     @property
     def written(self) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.plan import CompiledUnit, Plan
 from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.artifacts.trace import Trace
-from plimsoll.errors import BudgetBelowFloor, InvalidOption
+from plimsoll.errors import BudgetBelowFloor, InvalidModel, InvalidOption
 from plimsoll.session.agreement import Agreement
 from plimsoll.session.device_costs import measure_engine, measured_costs
 from plimsoll.session.forms import Sensed, sense_compiled
@@ -34,8 +34,10 @@ from plimsoll.session.tightest_rank import SharedPlanner
 from plimsoll.session.training_step import TrainingStep
 from plimsoll.session.trial import TrialRun
 from plimsoll.tracing.compiled.units import Unit, check_compiler, in_place, split_regions
+from plimsoll.tracing.local_tensors import dense_parts
 from plimsoll.tracing.meters.timing import paired_ratio, time_in_turns
 from plimsoll.tracing.recorder.untouched import untouched
+from plimsoll.tracing.refusals import check_traceable
 from plimsoll.tracing.trace import trace as trace_step
 from plimsoll.units import format_bytes
 
@@ -114,7 +116,15 @@ def compiled_planner(
     is_alone = agreement.size == 1 and not split_regions(task.model, task.units, options.regions)[1]
     for name in options.strategies:
         refuse_uncompilable(options, name, takes_forms=is_alone and all(unit.path for unit in task.units))
-    check_compiler(next(task.model.parameters()).device)
+    check_traceable(task.model)
+    device = next(task.model.parameters()).device
+    if device.type == "meta":
+        raise InvalidModel(
+            f"{type(task.model).__name__} is on the meta device.",
+            why="what torch.compile makes of it is timed, and a plan is compiled and run once",
+            next="plan it on the device itself, or plan the uncompiled model",
+        )
+    check_compiler(device)
     with agreement.stepping():
         traced, costs = trace_compiled(task, options, progress)
     budget_bytes, parts = budget.bytes_on(costs), planned_parts(task, options.regions)
@@ -163,8 +173,10 @@ def _trace(task: TrainingTask, options: PlanOptions, progress: Progress = silent
     progress("reading the compiled graphs", 0.5)
     step = task.step()
     inner = {unit.path: [unit.local(name) for name in held[unit.path]] for unit in task.units}
+    named = {**dict(task.model.named_parameters()), **dict(task.model.named_buffers())}
+    written = [part for name in (*uncompiled.written, *uncompiled.written_buffers) for part in dense_parts(named[name])]
     with untouched(task.model, uncompiled.written):
-        captured = capture(task.units, inner, step.run)
+        captured = capture(task.units, inner, step.run, written)
     progress("timing kernels", 0.9)
     return with_compiled(uncompiled, captured, step.device if is_timed else None)
 
@@ -178,7 +190,9 @@ class CompiledPlanner(StepPlanner):
     def __init__(self, compiled: tuple[CompiledUnit, ...], *planner: Any) -> None:
         """``planner`` is what the planner of an eager step takes."""
         super().__init__(*planner)
-        self._compiled = compiled
+        self._compiled = tuple(
+            msgspec.structs.replace(unit, copied_inputs=_copied_inputs(self.trace, unit)) for unit in compiled
+        )
         self._is_in_order = True
         """Whether plans are made in the order of their graphs; else in inductor's own."""
         self._default_bytes = 0
@@ -260,9 +274,10 @@ class CompiledPlanner(StepPlanner):
     def solve(self, budget_bytes: int | None, strategy: str = "auto", **how: Any) -> Plan:
         """As `StepPlanner.solve`."""
         solved = super().solve(budget_bytes, strategy, **how)
-        units = self._compiled
-        if not self._is_in_order:
-            units = tuple(msgspec.structs.replace(unit, is_in_order=False) for unit in units)
+        own: dict[str, Any] = {} if self._is_in_order else {"is_in_order": False}
+        if strategy == "none":  # as torch.compile partitions it, wherever that reads what has changed
+            own["copied_inputs"] = ()
+        units = tuple(msgspec.structs.replace(unit, **own) for unit in self._compiled)
         baseline_bytes = self._default_bytes or solved.baseline_peak_bytes
         return msgspec.structs.replace(solved, compiled=units, baseline_peak_bytes=baseline_bytes)
 
@@ -304,6 +319,11 @@ class CompiledPlanner(StepPlanner):
         return msgspec.structs.replace(
             solved, budget_bytes=self.budget_bytes, predicted_peak_bytes=peak_bytes, notes=(*solved.notes, note)
         )
+
+
+def _copied_inputs(trace: Trace, unit: CompiledUnit) -> tuple[str, ...]:
+    """The inputs of which backward reads copies, in any call of a unit."""
+    return tuple(sorted({name for call in trace.regions if call.name in unit.regions for name in call.copied_inputs}))
 
 
 def _with_note(plan: Plan, note: str) -> Plan:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,9 +93,13 @@ class TrainingTask:
         """What the model is called with, by position and by name."""
         return split_batch(self.batch)
 
-    def step(self, context: Context = contextlib.nullcontext) -> TrainingStep:
-        """The step, to be run from the state that model and random numbers are in now, in contexts of this kind."""
-        return TrainingStep(self.model, *self.call(), loss=self.loss, optimizer=self.optimizer, context=context)
+    def step(self, context: Context = contextlib.nullcontext, written: Collection[str] = ()) -> TrainingStep:
+        """The step, to be run from the state that model and random numbers are in now, in contexts of this kind; what of the
+        parameters it is known to have ``written`` is in that state.
+        """
+        return TrainingStep(
+            self.model, *self.call(), loss=self.loss, optimizer=self.optimizer, context=context, written=written
+        )
 
     def signature(self) -> str:
         """Shapes, dtypes, mode and loss, as plans and receipts name them."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from plimsoll.tracing.fsdp2 import (
     release_gathered,
     waiting_gradients,
 )
-from plimsoll.tracing.local_tensors import beside_weights, densified
+from plimsoll.tracing.local_tensors import beside_weights, densified, local_of
 from plimsoll.tracing.meters.memory import PeakMeter, storage_bytes
 from plimsoll.tracing.recorder.calling import Context, Loss, after_autocast, output_tensors, scalar_loss
 from plimsoll.tracing.recorder.untouched import KeptState, RandomState, arguments_kept, forwards_kept, private_copy
@@ -69,7 +69,7 @@ class TrainingStep:
 
     Under ``DistributedDataParallel`` it is the step of the model inside, which the reducer does not see: gradients are those of
     this process alone. ``context`` makes what is entered anew around every forward and backward (an offloading context of the
-    training loop).
+    training loop). Parameters that the step is known to have ``written`` (by name) are put back as well.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class TrainingStep:
         loss: Loss | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         context: Context = contextlib.nullcontext,
+        written: Collection[str] = (),
     ) -> None:
         self.model = inner_module(model)
         self._wrapped = model
@@ -94,6 +95,8 @@ class TrainingStep:
         self._accumulates = [parameter.grad is not None for parameter in model.parameters()]
         self._random = RandomState()
         self._state = KeptState(model)
+        named = {name: local_of(p.detach()) for name, p in self.model.named_parameters() if name in written}
+        self._written = [(parameter, parameter.clone()) for parameter in named.values()]
 
     def run(self) -> float:
         """Forward, loss and backward from the starting state; the loss's value."""
@@ -144,6 +147,8 @@ class TrainingStep:
         """Put random states, buffers and attributes back; weights that autocast has cast are cast again, as in every step."""
         self._random.put_back()
         self._state.put_back()
+        for parameter, copy_before in self._written:
+            parameter.copy_(copy_before)
         torch.clear_autocast_cache()
 
     def clear_gradients(self) -> None:

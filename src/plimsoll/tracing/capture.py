@@ -47,7 +47,7 @@ from plimsoll.tracing.torch_internals import (
     sequence_number,
     top_saved_hooks,
 )
-from plimsoll.tracing.tracer import StepTracer, gradient_storages, listed_parameters, register_statics
+from plimsoll.tracing.tracer import StepTracer, changed_buffers, gradient_storages, listed_parameters, register_statics
 from plimsoll.tracing.zero import is_gathered_by_zero
 
 # The class of its backward nodes; seen in torch 2.9, 2.11 and 2.13.
@@ -171,6 +171,8 @@ class StepLog:
     backward_end: int
     parameters: tuple[TraceParameter, ...]
     """Every parameter, with its storage in the tracer's table."""
+    written_buffers: tuple[str, ...]
+    """The buffers that it has written to."""
     regions: list[RegionLog] = field(default_factory=list)
     outside: list[SlotRecord] = field(default_factory=list)
     """What was saved outside of regions."""
@@ -212,6 +214,7 @@ def run_step(
         without_gradient=frozenset(name for name, parameter in model.named_parameters() if parameter.grad is None),
         backward_end=tracer.tick,
         parameters=listed_parameters(tracer, model),
+        written_buffers=changed_buffers(tracer, model),
     )
     del value, output
     tracer.note_deaths()

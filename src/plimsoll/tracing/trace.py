@@ -232,6 +232,7 @@ class _Step:
             timings={key: tuple(samples) for key, samples in timings.items()},
             workspaces={key: size for key, size in workspaces.items() if size > 0},
             parameters=parts.parameters,
+            written_buffers=log.written_buffers,
             notes=tuple(
                 f"trial steps run without {name}, which reduces gradients here: what it allocates is not counted, "
                 "only plimsoll.attach measures it"

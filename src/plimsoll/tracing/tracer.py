@@ -117,6 +117,10 @@ class StepTracer(OpRecorder):
         """The storages of guarded parameters that the step has written."""
         return frozenset(self._before_writes)
 
+    def is_changed(self, storage: int) -> bool:
+        """Whether the step has written to a storage since it is known."""
+        return self.current.get(storage) != self._first.get(storage)
+
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         with torch.no_grad():
@@ -268,6 +272,12 @@ def gradient_storages(tracer: StepTracer, model: nn.Module) -> set[int]:
     """The storages of this process in which the gradients of the parameters are now."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     return {tracer.table.find(part) for gradient in gradients for part in dense_parts(gradient)}
+
+
+def changed_buffers(tracer: StepTracer, model: nn.Module) -> tuple[str, ...]:
+    """The buffers that the step has written to."""
+    parts = ((name, part) for name, buffer in model.named_buffers() for part in dense_parts(buffer))
+    return tuple(dict.fromkeys(name for name, part in parts if tracer.is_changed(tracer.table.find(part))))
 
 
 def listed_parameters(tracer: StepTracer, model: nn.Module) -> tuple[TraceParameter, ...]:

@@ -141,7 +141,9 @@ def compare(
             plans = _plan_all(planner, task.step(), part_of(report, 0.35, 0.5))
             made = {name: of(task, options.regions) for name, of in own.items()}
             with agreement.stepping(), untouched(model, planner.trace.written):
-                measured = _measure(task, model, {**plans, **made}, steps, part_of(report, 0.5, 1.0))
+                measured = _measure(
+                    task, model, {**plans, **made}, steps, part_of(report, 0.5, 1.0), planner.trace.written
+                )
         report("done", 1.0)
         found = Comparison(
             model=planner.trace.model,
@@ -221,10 +223,15 @@ def _predicted(name: str, plan: Plan) -> ComparisonRow:
 
 
 def _measure(
-    task: TrainingTask, model: nn.Module, managers: Mapping[str, Plan | TorchsOwn], rounds: int, report: Progress
+    task: TrainingTask,
+    model: nn.Module,
+    managers: Mapping[str, Plan | TorchsOwn],
+    rounds: int,
+    report: Progress,
+    written: Collection[str],
 ) -> _Measured:
     """Run every strategy that can be applied, then time all of them and the unmanaged step in turns."""
-    step = task.step()
+    step = task.step(written=written)
     usable = {name: each for name, each in managers.items() if not isinstance(each, Plan) or each.status.is_usable}
     plans = [each for each in managers.values() if isinstance(each, Plan)]
     absent_bytes = step.absent_state_bytes(

@@ -150,8 +150,9 @@ def verify(
             )
         task = agreement.patient(task)
         report = progress or silent
-        with untouched(model, () if plan is None else plan.written), task.compiled():
-            step = task.step(context or contextlib.nullcontext)
+        written = () if plan is None else plan.written
+        with untouched(model, written), task.compiled():
+            step = task.step(context or contextlib.nullcontext, written)
             if plan is None:
                 return verify_own(step, task.signature(), max_error=error, steps=steps, depth=depth, report=report)
             receipt = _on_this_rank(agreement, task, step, plan, steps=steps, depth=depth, report=report)

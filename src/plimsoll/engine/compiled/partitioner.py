@@ -43,18 +43,20 @@ class PlannedPartitioner(Partitioner):
         known: Dropped | None = None,
         *,
         packed: Sequence[str] = (),
+        changed: Sequence[str] = (),
         is_in_order: bool = True,
     ) -> None:
         """``known`` are all values that the plan decides about, by region. ``packed`` are those that it holds in another form,
-        of a unit that is one region. ``is_in_order`` is as for `CompiledUnit`.
+        of a unit that is one region. ``changed`` are the inputs that ``CompiledUnit`` has copies of, ``is_in_order`` is as
+        for it.
         """
         self._known = known or {}
         self._dropped = dropped
         self._is_in_order = is_in_order
         self._packed = tuple(packed)
-        self._text = json.dumps(
-            [is_in_order, sorted((name, sorted(values)) for name, values in dropped.items()), self._packed]
-        )
+        self.changed = tuple(changed)
+        named = sorted((name, sorted(values)) for name, values in dropped.items())
+        self._text = json.dumps([is_in_order, named, self._packed, self.changed])
         self.found: set[tuple[str, str]] = set()
         """The decisions that graphs have shown a buffer for."""
 
@@ -120,7 +122,7 @@ class PlannedPartitioner(Partitioner):
             # Before torch 2.10 whatever is computed again must name a part of the graph; there is one part here.
             node.meta["ac_graph_id"] = 0
         self._refuse_other_graph(decided)
-        inputs = {node: ("", name) for node, name in joint.input_names([found]).items() if node in read}
+        inputs = {node: ("", name) for node, name in nodes.input_names(found.nodes).items() if node in read}
         places = {("", name): at for at, name in enumerate(self._packed)}
         for node, decision in (named | inputs).items():
             if decision in places:
@@ -268,9 +270,9 @@ def _local(name: str, region: str) -> str:
 
 
 def _from_text(text: str) -> PlannedPartitioner:
-    is_in_order, dropped, packed = json.loads(text)
+    is_in_order, dropped, packed, changed = json.loads(text)
     names = {name: frozenset(values) for name, values in dropped}
-    return PlannedPartitioner(names, packed=packed, is_in_order=is_in_order)
+    return PlannedPartitioner(names, packed=packed, changed=changed, is_in_order=is_in_order)
 
 
 _Pass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)

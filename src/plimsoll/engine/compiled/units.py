@@ -97,7 +97,7 @@ class CompiledUnits:
             taking, packer = self._taking(own)
             packed = tuple(each.value for each in taking)
             hides = bool(hiding(plan.regions).intersection(names))
-            call = self._compiled(unit, own, packed, is_in_order=planned[unit.path].is_in_order, hides=hides)
+            call = self._compiled(unit, own, packed, planned[unit.path], hides=hides)
             if call is not None and (packed or hides):
                 call = self.packing[unit.path] = PackingCall(call, unit.path, taking, packer, self._shared.transfers)
             if call is not None:
@@ -122,8 +122,8 @@ class CompiledUnits:
         unit: Unit,
         calls: Mapping[str, Sequence[RegionPlan]],
         packed: tuple[str, ...],
+        planned: CompiledUnit,
         *,
-        is_in_order: bool,
         hides: bool,
     ) -> Callable[..., Any] | None:
         """A unit compiled as the plan says of its regions, each with all its ``calls``, for which there is one code; ``None``
@@ -137,20 +137,22 @@ class CompiledUnits:
             name: frozenset[str]() if is_watched else frozenset().union(*(region.dropped for region in regions))
             for name, regions in calls.items()
         }
-        if not packed and not any(dropped.values()):
+        if not (packed or any(dropped.values()) or planned.copied_inputs):
             if not hides and (unit.module._compiled_call_impl is not None or unit.wrapper is not None):
                 return None
             if unit not in made:
                 made[unit] = unit.call.compile()
             return made[unit]
         what = sorted((name, tuple(sorted(values))) for name, values in dropped.items())
-        key = (type(unit.module), unit.call.key, is_in_order, packed, *what)
+        key = (type(unit.module), unit.call.key, planned.is_in_order, planned.copied_inputs, packed, *what)
         if key not in made:
             known = {
                 name: frozenset(each.value for region in regions for each in region.decisions)
                 for name, regions in calls.items()
             }
-            partitioner = PlannedPartitioner(dropped, known, packed=packed, is_in_order=is_in_order)
+            partitioner = PlannedPartitioner(
+                dropped, known, packed=packed, changed=planned.copied_inputs, is_in_order=planned.is_in_order
+            )
             made[key] = unit.call.compile(**partitioner.options)
         return made[key]
 
@@ -181,7 +183,8 @@ def planned_units(model: nn.Module, planned: Iterable[CompiledUnit]) -> tuple[Un
             units.append(Unit(each.path, modules[each.path], CompileCall.of(each.options)))
         else:
             raise PlanMismatch(
-                f"The plan decides about {each.path or 'the model'!r} compiled by torch.compile, and here it is not compiled.",
+                f"The plan decides about {each.path or 'the model'!r} compiled by torch.compile, and here "
+                + ("the model is compiled as a whole." if "" in found else "it is not compiled."),
                 why="it was made for a compiled model, whose graphs save other tensors",
                 next="compile it as it was when the plan was made, or plan this model",
             )

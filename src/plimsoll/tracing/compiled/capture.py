@@ -9,9 +9,10 @@ Private to torch, seen in 2.9 to 2.13: ``CustomPartitionerFn``, ``min_cut_remate
 from __future__ import annotations
 
 import itertools
+import weakref
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 from torch import fx
 from torch._dynamo.exc import Unsupported
 from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -27,8 +29,9 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from plimsoll.artifacts.trace import Phase, RegionCall, Trace
 from plimsoll.errors import InvalidModel
 from plimsoll.tracing.compiled.joint import JointGraph, Kernel
-from plimsoll.tracing.compiled.nodes import IS_BEFORE, ancestors, changed_inputs, is_epilogue, is_tensor
+from plimsoll.tracing.compiled.nodes import IS_BEFORE, ancestors, changed_inputs, input_names, is_epilogue, is_tensor
 from plimsoll.tracing.compiled.units import Unit, in_place
+from plimsoll.tracing.meters.memory import storage_of
 
 Stretch = tuple[Phase, int]
 """A phase, and how many regions that run eagerly inside of a unit lie before."""
@@ -43,6 +46,8 @@ class CompiledPart:
     path: str
     graphs: tuple[JointGraph, ...]
     statics: tuple[frozenset[fx.Node], ...]
+    copied: Collection[str] = ()
+    """Inputs that change in forward or before backward, which reads copies of them (see `input_names`)."""
 
     def outer(self, name: str) -> str:
         """The path in the whole model of a module inside of the unit."""
@@ -127,6 +132,11 @@ class Partitioner(CustomPartitionerFn):
     inductor copies its configuration deeply; a partitioner is never copied.
     """
 
+    changed: Collection[str] = ()
+    """Inputs of the graph that something else changes before its backward (see `input_names`)."""
+    copied: tuple[str, ...] = ()
+    """The inputs whose copies backward reads in the last graph."""
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Partitioner:
         return self
 
@@ -135,7 +145,7 @@ class Partitioner(CustomPartitionerFn):
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> Partitioned:
         gm.graph = fx_graph_cse(gm.graph)  # torch does it next; done first, what is marked here is what it partitions
-        _copy_what_changes(gm.graph, options["num_fwd_outputs"])
+        self.copied = _copy_what_changes(gm.graph, options["num_fwd_outputs"], self.changed)
         self.mark(gm.graph, **options)
         # A budget of torch's own that was set since the plan was made would decide as well.
         with functorch_config.patch(activation_memory_budget=1.0):
@@ -151,8 +161,9 @@ class Partitioner(CustomPartitionerFn):
         """Change what torch has made of them."""
 
 
-def _copy_what_changes(graph: fx.Graph, forward_outputs: int) -> None:
-    """Let what backward needs of an input that forward changes come from a copy that forward takes before.
+def _copy_what_changes(graph: fx.Graph, forward_outputs: int, changed_later: Collection[str]) -> tuple[str, ...]:
+    """Let what backward needs of an input that forward changes, or that is changed later, come from a copy that forward takes
+    before; the names of these inputs.
 
     Backward would read the input when it is changed: a buffer that is counted up or averaged, an activation in place.
     """
@@ -160,7 +171,9 @@ def _copy_what_changes(graph: fx.Graph, forward_outputs: int) -> None:
     first = next(node for node in nodes if node.op != "placeholder")
     outputs: Any = graph.output_node().args[0]
     needed = ancestors(node for node in outputs[forward_outputs:] if node is not None)
-    for changed in changed_inputs(graph):
+    names = input_names(graph.nodes)
+    copied = []
+    for changed in dict.fromkeys([*changed_inputs(graph), *(node for node in names if names[node] in changed_later)]):
         readers = [user for user in changed.users if is_tensor(user) and user.op != "output" and not is_epilogue(user)]
         if needed.isdisjoint(readers):
             continue
@@ -172,18 +185,51 @@ def _copy_what_changes(graph: fx.Graph, forward_outputs: int) -> None:
             copy.meta |= {"val": changed.meta["val"].clone(), IS_BEFORE: True}
         for each in readers:
             each.replace_input_with(changed, copy)
+        copied.append(names[changed])
+    return tuple(copied)
 
 
 class _Spy(Partitioner):
-    def __init__(self, regions: Sequence[str]) -> None:
+    """Notes the graphs of one call, and which of their inputs are others once the step is over."""
+
+    def __init__(self, regions: Sequence[str], changed: Collection[str] = ()) -> None:
         self._regions = regions
+        self.changed = changed
         self.graphs: list[JointGraph] = []
         self.statics: list[frozenset[fx.Node]] = []
+        self._given: list[tuple[str, weakref.ref[torch.Tensor], int]] = []
+        self.all_copied: set[str] = set()
 
     def mark(self, graph: fx.Graph, **options: Any) -> None:
+        self._known = dict.fromkeys(changed_inputs(graph))
+        self.all_copied |= {*self.copied}
         self.graphs.append(JointGraph(graph, options["num_fwd_outputs"], self._regions))
         inputs = [node for node in graph.nodes if node.op == "placeholder"]
         self.statics.append(frozenset(inputs[at] for at in options.get("static_lifetime_input_indices") or ()))
+
+    def run(self, module: fx.GraphModule, _: Sequence[Any], *, is_backward: bool = False, **__: Any) -> Any:
+        """In inductor's place: runs what torch has made of a graph op by op; nothing is generated."""
+        if is_backward or not self.graphs:
+            return make_boxed_func(module.forward)
+        graph, known = self.graphs[-1], {node.name for node in self._known}
+        names = {node.name: name for node, name in input_names(graph.nodes).items() if node.name not in known}
+        places = [names.get(node.name) for node in module.graph.nodes if node.op == "placeholder"]
+
+        def forward(*given: Any) -> Any:
+            named = zip(places, given, strict=False)
+            self._given += [(name, weakref.ref(each), each._version) for name, each in named if name is not None]
+            return module.forward(*given)
+
+        return make_boxed_func(forward)
+
+    def changed_later(self, written: Collection[int]) -> frozenset[str]:
+        """The inputs that were written after forward has read them, or whose storages are among ``written``."""
+        found = set(self.changed)
+        for name, reference, version in self._given:
+            tensor = reference()
+            if tensor is not None and (tensor._version != version or storage_of(tensor) in written):
+                found.add(name)
+        return frozenset(found)
 
 
 def _place(error: Unsupported) -> str:
@@ -193,26 +239,55 @@ def _place(error: Unsupported) -> str:
 
 
 def capture(
-    units: Sequence[Unit], regions: Mapping[str, Sequence[str]], run: Callable[[], object]
+    units: Sequence[Unit],
+    regions: Mapping[str, Sequence[str]],
+    run: Callable[[], object],
+    written: Iterable[torch.Tensor] = (),
 ) -> dict[tuple[str, int], CompiledPart]:
     """The joint graphs of every call of a unit that ``run``, one training step, comes through, by path and number.
 
-    Each call is compiled by itself, so that its graphs are known. ``regions`` are the paths of each unit's regions, from the
-    unit's module.
+    Each call is compiled by itself, so that its graphs are known. Where something changes what their backward may read, such as
+    a buffer or a frozen parameter that averages others, they are read once more.
+
+    Args:
+        units: what is compiled.
+        regions: the paths of each unit's regions, from the unit's module.
+        run: the step.
+        written: the parameters and buffers that it writes to.
 
     Raises:
         InvalidModel: a graph breaks where ``fullgraph=True`` forbids it.
     """
-    spies: dict[tuple[str, int], _Spy] = {}
+    storages = set(map(storage_of, written))
+    spies = _spied(units, regions, run, {})
+    changed = {key: spy.changed_later(storages) for key, spy in spies.items()}
+    if any(changed.values()):
+        spies = _spied(units, regions, run, changed)
+    return {
+        key: CompiledPart(key[0], tuple(spy.graphs), tuple(spy.statics), spy.all_copied) for key, spy in spies.items()
+    }
+
+
+_Key = tuple[str, int]
+
+
+def _spied(
+    units: Sequence[Unit],
+    regions: Mapping[str, Sequence[str]],
+    run: Callable[[], object],
+    changed: Mapping[_Key, Collection[str]],
+) -> dict[_Key, _Spy]:
+    spies: dict[_Key, _Spy] = {}
 
     def spied_on(unit: Unit) -> Callable[..., Any]:
         numbers = itertools.count()
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            spy = _Spy(regions[unit.path])
+            key = unit.path, next(numbers) if torch.is_grad_enabled() else -1
+            spy = _Spy(regions[unit.path], changed.get(key, ()))
             if torch.is_grad_enabled():
-                spies[unit.path, next(numbers)] = spy
-            return unit.call.captured(spy)(unit.module, *args, **kwargs)
+                spies[key] = spy
+            return unit.call.captured(spy, spy.run)(unit.module, *args, **kwargs)
 
         return call
 
@@ -225,4 +300,4 @@ def capture(
                 why=f"{str(error).partition(chr(10))[0]}, in {_place(error)}",
                 next="take out what breaks the graph, or leave out fullgraph=True: each graph is then planned",
             ) from error
-    return {key: CompiledPart(key[0], tuple(spy.graphs), tuple(spy.statics)) for key, spy in spies.items()}
+    return spies

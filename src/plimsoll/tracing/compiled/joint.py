@@ -23,7 +23,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from plimsoll.tracing.compiled.nodes import (
@@ -44,15 +43,6 @@ OUTSIDE = "outside"
 """The region of kernels that belong to none."""
 _SMALL = 8
 """A reduction that leaves so many times less than it reads is kept rather than done again within a kernel of backward."""
-
-
-def input_names(graphs: Iterable[JointGraph]) -> dict[fx.Node, str]:
-    """A name for every tensor that graphs of one unit are given. Sizes, inputs too where they are symbols, are not counted: so
-    names are the same at all sizes.
-    """
-    given = (node for graph in graphs for node in graph.nodes if node.op == "placeholder")
-    tensors = (node for node in given if isinstance(node.meta.get("val"), torch.Tensor))
-    return {node: f"input#{at}" for at, node in enumerate(tensors, 1)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

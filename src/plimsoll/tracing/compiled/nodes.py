@@ -55,9 +55,17 @@ def node_bytes(node: fx.Node) -> int:
     return math.prod(int(hinted(size)) for size in value.shape) * value.element_size()
 
 
+def input_names(nodes: Iterable[fx.Node]) -> dict[fx.Node, str]:
+    """A name for every tensor that graphs of these nodes are given. Sizes, inputs too where they are symbols, are not counted:
+    so names are the same at all sizes.
+    """
+    tensors = (node for node in nodes if node.op == "placeholder" and isinstance(node.meta.get("val"), torch.Tensor))
+    return {node: f"input#{at}" for at, node in enumerate(tensors, 1)}
+
+
 def is_tensor(node: fx.Node) -> bool:
-    """Whether a node gives tensors: no size, and no arithmetic on sizes."""
-    return not isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
+    """Whether a node gives tensors: no size, no arithmetic on sizes, and no check that gives nothing."""
+    return not isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool, type(None)))
 
 
 def hinted(size: Any) -> Any:

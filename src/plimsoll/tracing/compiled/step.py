@@ -22,8 +22,8 @@ from plimsoll.artifacts.region import Origin, RegionGraph, RegionOp, Slot, Value
 from plimsoll.artifacts.trace import Category, OpSpec, Phase, RegionCall, Storage, Trace, TraceOp
 from plimsoll.tracing.assemble import kind_of
 from plimsoll.tracing.compiled.capture import CompiledPart, Stretch, UnitPlace
-from plimsoll.tracing.compiled.joint import OUTSIDE, Kernel, input_names
-from plimsoll.tracing.compiled.nodes import node_bytes
+from plimsoll.tracing.compiled.joint import OUTSIDE, Kernel
+from plimsoll.tracing.compiled.nodes import input_names, node_bytes
 from plimsoll.tracing.compiled.seconds import kernel_key, kernel_spec, timed
 from plimsoll.tracing.torch_internals import is_at_least
 
@@ -206,7 +206,7 @@ class _Piece:
             for node in kernel.reads:
                 self.readers[node].append(kernel)
         self.statics = frozenset().union(*place.part.statics)
-        self._input_names = input_names(self.graphs)
+        self._input_names = input_names(node for graph in self.graphs for node in graph.nodes)
         self._aliases: dict[fx.Node, fx.Node] = {}
         """Inputs of a later graph that an earlier one makes."""
         self._handed_back: dict[fx.Node, int] = {}
@@ -398,6 +398,7 @@ class _Piece:
                 forward=(min(spans[0]), max(spans[0]) + 1),
                 backward=(min(spans[1]), max(spans[1]) + 1) if spans[1] else (-1, -1),
                 is_compiled=True,
+                copied_inputs=tuple(sorted(self.place.part.copied)),
                 unpacks_at_once=not name and self._is_called_alone(),
             )
         )

@@ -126,14 +126,14 @@ class CompileCall:
         compiled: Callable[..., Any] = compile_(_call_of, fullgraph=self.fullgraph, dynamic=self.dynamic, **how)
         return functools.partial(_apart, compiled, None if has_limit else sys.maxsize)
 
-    def captured(self, partitioner: Any) -> Callable[..., Any]:
-        """As ``compile``, with the graphs handed to a partitioner, and run op by op: nothing is generated."""
+    def captured(self, partitioner: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+        """As ``compile``, with the graphs handed to a partitioner, and ``run`` in the place of inductor."""
         from torch._inductor.compile_fx import compile_fx  # takes seconds to import
 
         def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
             patches = {**self.options, "custom_partitioner_fn": partitioner, "triton.cudagraphs": False}
             with torch._functorch.config.patch(enable_autograd_cache=False):
-                return compile_fx(module, list(inputs), inner_compile=_run_as_it_is, config_patches=patches)
+                return compile_fx(module, list(inputs), inner_compile=run, config_patches=patches)
 
         return self.compile(backend)
 
@@ -174,12 +174,6 @@ def _is_never(_: object) -> bool:
 
 def _nothing() -> None:
     """Something to compile, to see what options mean."""
-
-
-def _run_as_it_is(module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Any:
-    from torch._functorch._aot_autograd.utils import make_boxed_func
-
-    return make_boxed_func(module.forward)
 
 
 class PlannedCall:
