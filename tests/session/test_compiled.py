@@ -679,6 +679,15 @@ def test_compile_without_options_means_the_same_everywhere() -> None:
     assert [(len(task.units), task.compile_options) for task in tasks] == [(1, {}), (1, {}), (0, None), (0, None)]
 
 
+def test_a_plan_that_compiles_the_model_itself_is_one_for_the_model_that_the_user_compiles() -> None:
+    model, batch = nn.Sequential(Block(), Block()), torch.randn(512, 32)
+    plan = plimsoll.plan(model, batch, strategy="full", loss=_squares, compile={"dynamic": False})
+    with plimsoll.apply(model, plan), pytest.raises(InvalidModel, match="where the plan compiles the model itself"):
+        torch.compile(model)(batch)
+    model.compile(dynamic=False)
+    assert plimsoll.verify(model, batch, plan, loss=_squares, steps=1).exit_code == 0
+
+
 def test_compile_asks_for_torchs_own_keywords_on_a_plain_model() -> None:
     model, batch = zoo.sample("llama")
     with pytest.raises(InvalidOption, match="speed"):

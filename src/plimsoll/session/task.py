@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from plimsoll.artifacts.plan import Plan
 from plimsoll.engine.region import ManagedRegion
 from plimsoll.errors import (
     InvalidLoss,
@@ -132,6 +133,11 @@ def units_of(model: nn.Module, wanted: Any = None) -> tuple[Unit, ...]:
             next="leave compile= out, or pass the model before torch.compile",
         )
     return (Unit("", inner_module(model), CompileCall.of(wanted)),)
+
+
+def compiled_by(plan: Plan, model: nn.Module) -> dict[str, Any] | None:
+    """The options with which a plan compiles a model itself; ``None`` where it does not, or where the user has."""
+    return None if find_units(check_module(model)) else plan.own_compilation
 
 
 def check_module(model: object) -> nn.Module:

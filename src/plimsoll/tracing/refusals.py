@@ -218,8 +218,10 @@ def refuses_hooks(error: BaseException) -> bool:
     return frame.f_code is _DISABLES_HOOKS
 
 
-def refuse_compiler(module: nn.Module) -> None:
+def refuse_compiler(module: nn.Module, *, is_compiled: bool = False) -> None:
     """Stop torch.compile when it comes upon a managed module while it traces; evaluation and torch.export may go on.
+
+    ``is_compiled``: the plan has compiled it.
 
     Raises:
         InvalidModel: to whoever called the compiled code.
@@ -229,11 +231,18 @@ def refuse_compiler(module: nn.Module) -> None:
         # What raises while it is traced would run uncompiled instead. After a break what follows may be traced anew, which
         # torch 2.11 cannot do with an error of ours: so it is raised where nothing is traced.
         torch._dynamo.graph_break("Plimsoll: a model under a plan cannot be compiled; call handle.remove() first")
-        torch.compiler.disable(_refuse_managed)(module)
+        torch.compiler.disable(_refuse_managed)(module, is_compiled)
 
 
-def _refuse_managed(module: nn.Module) -> None:
-    raise _compiled(f"{type(module).__name__} was compiled by torch.compile while a plan is at work on it.")
+def _refuse_managed(module: nn.Module, is_compiled: bool) -> None:  # noqa: FBT001 - Dynamo calls it
+    found = f"{type(module).__name__} was compiled by torch.compile while a plan is at work on it."
+    if not is_compiled:
+        raise _compiled(found)
+    raise InvalidModel(
+        found,
+        why="the plan has compiled it, and says what that code saves; compiled within other code it would say nothing",
+        next="call torch.compile before plimsoll.apply or attach, or leave it out where the plan compiles the model itself",
+    )
 
 
 def _compiled(found: str) -> InvalidModel:

@@ -25,7 +25,7 @@ from plimsoll.errors import InvalidOption, InvalidTrace, TracingFailed, UnknownD
 from plimsoll.planning.costing.devices import find_device
 from plimsoll.session.manage import check_plan, manage, refuse_other_model, refuse_other_signature
 from plimsoll.session.rendezvous.world import refuse_several_ranks
-from plimsoll.session.task import check_model
+from plimsoll.session.task import check_model, compiled_by
 from plimsoll.session.training_step import TrainingStep
 from plimsoll.tracing.compiled.units import find_units
 from plimsoll.tracing.meters.timing import one_thread, time_in_turns
@@ -183,7 +183,7 @@ def _of_model(
 ) -> Finding:
     _check(model)
     check_plan(plan)
-    task = read_measurable(model, batch, loss, None, compile=plan.own_compilation)
+    task = read_measurable(model, batch, loss, None, compile=compiled_by(plan, model))
     refuse_other_model(model, plan)
     check_devices(model, *task.call())
     refuse_other_signature(task.signature(), plan)

@@ -39,7 +39,7 @@ from plimsoll.session.agreement import Agreement, agreement_for, described, plan
 from plimsoll.session.manage import check_plan, manage, refuse_other_device, refuse_other_model, refuse_other_signature
 from plimsoll.session.options import read_error
 from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS
-from plimsoll.session.task import TrainingTask
+from plimsoll.session.task import TrainingTask, compiled_by
 from plimsoll.session.training_step import TrainingStep
 from plimsoll.tracing.compiled.units import find_units, in_place
 from plimsoll.tracing.recorder.calling import Context, Loss, check_context, check_devices
@@ -127,7 +127,9 @@ def verify(
     with agreement_for(model, "verify", ranks=ranks, timeout_seconds=timeout_seconds) as agreement:
         if plan is not None:
             check_plan(plan)
-        task = read_measurable(model, batch, loss, optimizer, compile=None if plan is None else plan.own_compilation)
+        task = read_measurable(
+            model, batch, loss, optimizer, compile=None if plan is None else compiled_by(plan, model)
+        )
         if plan is not None:
             refuse_other_model(model, plan)
             refuse_other_device(model, plan)

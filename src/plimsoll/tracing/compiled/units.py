@@ -192,7 +192,7 @@ class PlannedCall:
             InvalidModel: to whoever called code that was compiled around it.
         """
         if torch.compiler.is_compiling():
-            refuse_compiler(self.module)
+            refuse_compiler(self.module, is_compiled=True)
         if torch.is_grad_enabled() and _is_switched_off():
             warnings.warn(
                 f"plimsoll: torch.compile is switched off, and {type(self.module).__name__} is trained under a plan for "
