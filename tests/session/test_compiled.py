@@ -682,10 +682,22 @@ def test_compile_without_options_means_the_same_everywhere() -> None:
 def test_a_plan_that_compiles_the_model_itself_is_one_for_the_model_that_the_user_compiles() -> None:
     model, batch = nn.Sequential(Block(), Block()), torch.randn(512, 32)
     plan = plimsoll.plan(model, batch, strategy="full", loss=_squares, compile={"dynamic": False})
-    with plimsoll.apply(model, plan), pytest.raises(InvalidModel, match="where the plan compiles the model itself"):
-        torch.compile(model)(batch)
     model.compile(dynamic=False)
     assert plimsoll.verify(model, batch, plan, loss=_squares, steps=1).exit_code == 0
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_torch_compile_around_a_compiled_plan_is_refused(is_whole: bool) -> None:
+    model, batch = nn.Sequential(Block(), Block()) if is_whole else _blocks(2), torch.randn(512, 32)
+    plan = plimsoll.plan(model, batch, strategy="full", loss=_squares, compile=is_whole)
+    with plimsoll.apply(model, plan):
+        _squares(model(batch)).backward()
+        with pytest.raises(InvalidModel, match="where the plan compiles the model itself"):
+            torch.compile(model)(batch)
+        with torch.no_grad():
+            torch.compile(model)(batch)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    _squares(torch.compile(model)(batch)).backward()
 
 
 def test_compile_asks_for_torchs_own_keywords_on_a_plain_model() -> None:

@@ -34,6 +34,7 @@ from plimsoll.session.tightest_rank import SharedPlanner
 from plimsoll.session.training_step import TrainingStep
 from plimsoll.session.trial import TrialRun
 from plimsoll.tracing.compiled.units import Unit, check_compiler, in_place, split_regions
+from plimsoll.tracing.ddp import inner_module
 from plimsoll.tracing.local_tensors import dense_parts
 from plimsoll.tracing.meters.timing import paired_ratio, time_in_turns
 from plimsoll.tracing.recorder.untouched import untouched
@@ -173,7 +174,8 @@ def _trace(task: TrainingTask, options: PlanOptions, progress: Progress = silent
     progress("reading the compiled graphs", 0.5)
     step = task.step()
     inner = {unit.path: [unit.local(name) for name in held[unit.path]] for unit in task.units}
-    named = {**dict(task.model.named_parameters()), **dict(task.model.named_buffers())}
+    model = inner_module(task.model)
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     written = [part for name in (*uncompiled.written, *uncompiled.written_buffers) for part in dense_parts(named[name])]
     with untouched(task.model, uncompiled.written):
         captured = capture(task.units, inner, step.run, written)

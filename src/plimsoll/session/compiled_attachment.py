@@ -28,7 +28,7 @@ from plimsoll.session.shapes import can_follow_shapes, told
 from plimsoll.session.step_watch import MeteredSituations, Situation, StepWatch, planned_situation, warn_of_overrun
 from plimsoll.session.task import TrainingTask
 from plimsoll.session.training_step import gradients_as_if
-from plimsoll.tracing.compiled.units import PlannedCall, Unit, install
+from plimsoll.tracing.compiled.units import PlannedCall, Unit, as_ours, install_alone
 from plimsoll.tracing.ddp import inner_module, is_without_reduction
 
 _LOG = logging.getLogger(__name__)
@@ -151,7 +151,8 @@ class _Outside(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model has been compiled to."""
-        return self._compiled(*args, **kwargs)
+        with as_ours():
+            return self._compiled(*args, **kwargs)
 
     def _called(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         self.training = module.training
@@ -161,7 +162,7 @@ class _Outside(nn.Module):
         unit = self._unit
         known = unit.module._compiled_call_impl
         self._compiled = unit.wrapper.forward if known is None and unit.wrapper is not None else known
-        self._put_back = install(unit, PlannedCall(self._called, unit.module))
+        self._put_back = install_alone(unit, PlannedCall(self._called, unit.module))
 
     def take_out(self) -> None:
         """Undo it; harmless when called twice."""

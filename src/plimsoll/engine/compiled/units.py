@@ -22,7 +22,7 @@ from plimsoll.engine.program import Shared
 from plimsoll.engine.region import ManagedRegion
 from plimsoll.engine.stored_forms import Packer, Refused, SavingHook, Taking, read_saved
 from plimsoll.errors import PlanMismatch
-from plimsoll.tracing.compiled.units import CompileCall, PlannedCall, Unit, find_units, install
+from plimsoll.tracing.compiled.units import CompileCall, PlannedCall, Unit, find_units, install_alone
 from plimsoll.tracing.ddp import inner_module
 
 
@@ -158,7 +158,7 @@ class CompiledUnits:
 
     def resume(self) -> None:
         """Put the units' own compilations to work; harmless when called twice, or what was there before would be lost."""
-        self._put_back = self._put_back or [install(unit, function) for unit, function in self._calls.items()]
+        self._put_back = self._put_back or [install_alone(unit, function) for unit, function in self._calls.items()]
 
     def pause(self) -> None:
         """Put back what the user's torch.compile made."""

@@ -152,6 +152,7 @@ def _apart(compiled: Callable[..., Any], limit: int | None, *args: Any, **kwargs
     config = torch._dynamo.config  # its patch() makes a class in every call, which takes longer than all the rest
     limits = config.recompile_limit, config.accumulated_recompile_limit
     is_region, region = builder.is_invoke_subgraph, regions.invoke_subgraph_placeholder
+    was_running, _own.is_running = _own.is_running, True
     builder.is_invoke_subgraph, regions.invoke_subgraph_placeholder = _is_never, _called
     config.accumulated_recompile_limit = sys.maxsize  # of all that shares `_call_of`, plans that are gone included
     if limit is not None:
@@ -159,8 +160,39 @@ def _apart(compiled: Callable[..., Any], limit: int | None, *args: Any, **kwargs
     try:
         return compiled(*args, **kwargs)
     finally:
+        _own.is_running = was_running
         config.recompile_limit, config.accumulated_recompile_limit = limits
         builder.is_invoke_subgraph, regions.invoke_subgraph_placeholder = is_region, region
+
+
+class _Own:
+    """Whether what runs was compiled by us."""
+
+    is_running = False
+
+
+_own = _Own()
+
+
+@contextlib.contextmanager
+def as_ours() -> Iterator[None]:
+    """What is compiled inside may come upon modules under a plan."""
+    was_running, _own.is_running = _own.is_running, True
+    try:
+        yield
+    finally:
+        _own.is_running = was_running
+
+
+def _refuse_others(module: nn.Module, _: Any) -> None:
+    """A hook before forward. Where another torch.compile than ours comes upon a module, it leaves out what stands in the place
+    of its compiled call, and the plan with it.
+
+    Raises:
+        InvalidModel: to whoever called that code.
+    """
+    if torch.compiler.is_compiling() and not _own.is_running:
+        refuse_compiler(module, is_compiled=True)
 
 
 def _called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -367,6 +399,17 @@ def in_place(units: Sequence[Unit], made: Callable[[Unit], Callable[..., Any] | 
         for unit in units:
             stack.callback(install(unit, made(unit)))
         yield
+
+
+def install_alone(unit: Unit, function: Callable[..., Any]) -> Callable[[], None]:
+    """As ``install``, and refuse every other compilation that comes upon the module."""
+    put_back, hook = install(unit, function), unit.module.register_forward_pre_hook(_refuse_others)
+
+    def undo() -> None:
+        hook.remove()
+        put_back()
+
+    return undo
 
 
 def install(unit: Unit, function: Callable[..., Any] | None) -> Callable[[], None]:
