@@ -133,18 +133,15 @@ def compare(
             link=link,
         )
         asked = described(steps=steps, has_budget=budget is not None)
-        agreement.same("what to compare", {**task.facts(), **options.facts(), **asked})
+        agreement.same("what to compare", task.facts() | options.facts() | asked)
         task = agreement.patient(task)
         with task.compiled():
             planner_of = compiled_planner if task.units else eager_planner
             planner = planner_of(agreement, task, options, limit, part_of(report, 0.0, 0.35))
             plans = _plan_all(planner, task.step(), part_of(report, 0.35, 0.5))
-            made = {name: of(task, options.regions) for name, of in own.items()}
+            managers = plans | {name: of(task, options.regions) for name, of in own.items()}
             with agreement.stepping(), untouched(model, planner.trace.written):
-                measured = _measure(
-                    task, model, {**plans, **made}, steps, part_of(report, 0.5, 1.0), planner.trace.written
-                )
-        report("done", 1.0)
+                measured = _measure(task, planner.trace.written, managers, steps, part_of(report, 0.5, 1.0))
         found = Comparison(
             model=planner.trace.model,
             signature=planner.trace.signature,
@@ -156,6 +153,7 @@ def compare(
             rows=tuple(measured.row(name, plans.get(name)) for name in names),
             notes=(_BESIDE,) if task.units else (),
         )
+        report("done", 1.0)
         return _merged(agreement, found)
 
 
@@ -224,11 +222,10 @@ def _predicted(name: str, plan: Plan) -> ComparisonRow:
 
 def _measure(
     task: TrainingTask,
-    model: nn.Module,
+    written: Collection[str],
     managers: Mapping[str, Plan | TorchsOwn],
     rounds: int,
     report: Progress,
-    written: Collection[str],
 ) -> _Measured:
     """Run every strategy that can be applied, then time all of them and the unmanaged step in turns."""
     step = task.step(written=written)
@@ -246,7 +243,7 @@ def _measure(
     with contextlib.ExitStack() as stack:
         for position, (name, manager) in enumerate(usable.items()):
             report(f"running {name}", 0.1 + 0.4 * position / len(usable))
-            handle = manager.resumed() if isinstance(manager, TorchsOwn) else manage(model, manager)
+            handle = manager.resumed() if isinstance(manager, TorchsOwn) else manage(task.model, manager)
             stack.callback(handle.remove)
             if task.units:
                 try:

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from plimsoll.analysis.verify.evidence import (
+    Apart,
     Depth,
+    Evidence,
     Observed,
     collect_evidence,
     compare_with,
@@ -251,7 +253,8 @@ def _hold_plan(
         error_of_torch: that of the compiled step without a plan; then the uncompiled one is compared with.
     """
     report("running the unmanaged step twice", 0.0)
-    with in_place(find_units(model), lambda _: None) if error_of_torch else contextlib.nullcontext():
+    units = find_units(model)
+    with in_place(units, lambda _: None) if error_of_torch else contextlib.nullcontext():
         evidence = collect_evidence(step, depth)
     baseline_peak_bytes = step.measure_peak().peak_bytes
     report("running the managed step", 0.3)
@@ -259,12 +262,7 @@ def _hold_plan(
         if plan.compiled:
             step.run()  # what the compiler takes is not the step's
             handle.forget()
-        recording_peak_bytes = step.measure_peak().peak_bytes
-        apart = compare_with(evidence, step)
-        step.run()
-        report("measuring the managed step's peak", 0.5)
-        steady_peak_bytes = step.measure_peak().peak_bytes
-        apart = apart.worst(compare_with(evidence, step))
+        recording_peak_bytes, steady_peak_bytes, apart = _recording_and_steady(step, evidence, report)
         outcomes = handle.outcomes()
         plan_losses = consecutive_losses(step, steps)
         with handle.paused():
@@ -286,7 +284,7 @@ def _hold_plan(
         )
     rounding = half_the_digits(model) if error_of_torch else 0.0
     if plan.compiled and not error_of_torch:
-        rounding = compiled_rounding(step, find_units(model), evidence.gradients)
+        rounding = compiled_rounding(step, units, evidence.gradients)
     step.clear_gradients()
     absent_bytes = step.absent_state_bytes(plan.classes.get(Category.OPTIMIZER_STATE, 0))
     return make_receipt(
@@ -303,6 +301,16 @@ def _hold_plan(
         regions=outcomes,
         notes=(*_notes(step, plan, absent_bytes), *_notes_of_compiled(plan, rounding, error_of_torch)),
     )
+
+
+def _recording_and_steady(step: TrainingStep, evidence: Evidence, report: Progress) -> tuple[int, int, Apart]:
+    """The peaks of the step that records and of a steady one, and how far either is from the evidence at most."""
+    recording_peak_bytes = step.measure_peak().peak_bytes
+    apart = compare_with(evidence, step)
+    step.run()
+    report("measuring the managed step's peak", 0.5)
+    steady_peak_bytes = step.measure_peak().peak_bytes
+    return recording_peak_bytes, steady_peak_bytes, apart.worst(compare_with(evidence, step))
 
 
 def _with_casts_kept(step: TrainingStep, model: nn.Module, plan: Plan, receipt: Receipt) -> Receipt:

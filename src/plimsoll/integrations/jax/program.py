@@ -139,9 +139,7 @@ def _is_unsharded(params: Mapping[str, Any]) -> bool:
 def is_float(value: Any) -> bool:
     """Whether an array, or the aval of one, has a derivative."""
     dtype = getattr(value, "dtype", None)
-    if dtype is None:
-        return isinstance(value, float)
-    return bool(jax.dtypes.issubdtype(dtype, np.inexact))
+    return isinstance(value, float) if dtype is None else bool(jax.dtypes.issubdtype(dtype, np.inexact))
 
 
 def aval_bytes(aval: Any) -> int:
@@ -177,12 +175,8 @@ def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
 
 
 def part_of(program: ArrayProgram, first: int, stop: int) -> tuple[ArrayProgram, tuple[int, ...], tuple[int, ...]]:
-    """Some operations of a program as one of their own: what they read from outside comes in, what others read goes out.
-
-    Its values are numbered anew, inputs first, so that parts that are alike are equal.
-
-    Returns:
-        The part, and the whole program's numbers of its inputs and of its outputs.
+    """Some operations of a program as one of their own: what they read from outside comes in, what others read goes out; also
+    the whole program's numbers of these. Values are numbered anew, inputs first, so that parts that are alike are equal.
     """
     nodes = program.nodes[first:stop]
     made = {value for node in nodes for value in node.writes}
