@@ -8,6 +8,7 @@ Private to torch, seen in 2.9 to 2.13: ``CustomPartitionerFn``, ``min_cut_remate
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from abc import abstractmethod
@@ -30,7 +31,7 @@ from plimsoll.artifacts.trace import Phase, RegionCall, Trace
 from plimsoll.errors import InvalidModel
 from plimsoll.tracing.compiled.joint import JointGraph, Kernel
 from plimsoll.tracing.compiled.nodes import IS_BEFORE, ancestors, changed_inputs, input_names, is_epilogue, is_tensor
-from plimsoll.tracing.compiled.units import Unit, in_place
+from plimsoll.tracing.compiled.units import Unit, install_alone
 from plimsoll.tracing.meters.memory import storage_of
 
 Stretch = tuple[Phase, int]
@@ -291,7 +292,9 @@ def _spied(
 
         return call
 
-    with in_place(units, spied_on):
+    with contextlib.ExitStack() as stack:
+        for unit in units:  # as under a plan: with another hook Dynamo gives a graph its inputs in another order
+            stack.callback(install_alone(unit, spied_on(unit)))
         try:
             run()
         except Unsupported as error:
