@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import shutil
 from collections.abc import Iterator
@@ -694,10 +695,12 @@ def test_torch_compile_around_a_compiled_plan_is_refused(is_whole: bool) -> None
         _squares(model(batch)).backward()
         with pytest.raises(InvalidModel, match="where the plan compiles the model itself"):
             torch.compile(model)(batch)
+        copied = copy.deepcopy(model)
         with torch.no_grad():
             torch.compile(model)(batch)
     assert not any(module._forward_pre_hooks for module in model.modules())
-    _squares(torch.compile(model)(batch)).backward()
+    for each in (model, copied):
+        _squares(torch.compile(each)(batch)).backward()
 
 
 def test_compile_asks_for_torchs_own_keywords_on_a_plain_model() -> None:

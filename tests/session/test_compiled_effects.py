@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -148,6 +149,71 @@ def test_where_torchs_default_partition_reads_a_changed_buffer_a_receipt_says_th
     )
     assert receipt.verdict is ReceiptVerdict.WITHIN_ROUNDING
     assert any("its gradients are wrong" in note for note in receipt.notes)
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(torch.tanh(scale))  # for backward alone
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient * ctx.saved_tensors[0], None
+
+
+class Rescaling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+        self.register_buffer("scale", torch.full((128,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = Scaled.apply(self.up(x), self.scale)
+        y: torch.Tensor = x + self.down(torch.tanh(hidden))
+        self.scale.mul_(0.5).add_(hidden.detach().mean(0))
+        return y
+
+
+class Looking(nn.Module):
+    """A block is given a view of a table, which is changed through ``.data`` before backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Masked(), Masked()])
+        self.register_buffer("table", torch.randn(64, 128))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, self.table[:32])
+        self.table.data.mul_(0.5)
+        return x
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        gate = torch.tanh(x.detach() @ rows)
+        y: torch.Tensor = x + self.down(self.up(x) * (gate @ torch.eye(128)))
+        return y
+
+
+@pytest.mark.parametrize("kind", [Rescaling, Looking])
+def test_what_only_backward_reads_and_what_views_show_is_read_as_it_was(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, batch = kind() if kind is Looking else nn.Sequential(kind(), kind()), torch.randn(128, 32)
+    expected = _gradients(copy.deepcopy(model), batch)
+    for block in model.blocks if isinstance(model, Looking) else model:
+        block.compile(dynamic=False)
+    plan = plimsoll.plan(model, batch, strategy="full", loss=_squares)
+    assert any(each.decision is Decision.RECOMPUTE for region in plan.regions for each in region.decisions)
+    with plimsoll.apply(model, plan):
+        gradients = _gradients(model, batch)
+    for step, (given, wanted) in enumerate(zip(gradients, expected, strict=True)):
+        torch.testing.assert_close(given, wanted, rtol=1e-4, atol=1e-6, msg=f"step {step}")
 
 
 @torch.library.custom_op("plimsoll_tests::noise", mutates_args=())

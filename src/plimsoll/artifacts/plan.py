@@ -152,7 +152,7 @@ class CompiledUnit(msgspec.Struct, frozen=True, kw_only=True):
     """A module that torch.compile compiles, ``path`` in the model, and the regions that it holds (paths from the model).
 
     ``options`` are those of torch.compile where the plan compiles a plain module itself; ``None``: the user has compiled it.
-    ``copied_inputs``: backward reads copies of these inputs of its graphs, as the step changes them before.
+    ``copied_inputs``: as for the calls of its regions in the trace.
     ``is_in_order``: backward runs in the order of its graph, and no memory is held for reuse; else inductor orders, fuses and
     reuses as it does without a plan.
     """

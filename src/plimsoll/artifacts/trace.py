@@ -123,7 +123,8 @@ class RegionCall(msgspec.Struct, frozen=True, kw_only=True):
     is_compiled: bool = False
     """Whether torch.compile runs it: what is dropped is gone after its last use in forward, not at the region's end."""
     copied_inputs: tuple[str, ...] = ()
-    """The inputs of compiled code, as ``input#3``, that change in its forward or before its backward, which reads copies."""
+    """Where backward reads copies of inputs of compiled code, as these change before: ``key:`` for each graph, by its inputs,
+    and ``key:input#3`` for what something else changes than the graph itself."""
     unpacks_at_once: bool = False
     """Whether its values may take other forms although torch.compile runs it: all are packed when its forward ends, and all
     are back when its backward begins."""

@@ -172,7 +172,7 @@ def _trace(task: TrainingTask, options: PlanOptions, progress: Progress = silent
             progress=part_of(progress, 0.0, 0.5),
         )
     progress("reading the compiled graphs", 0.5)
-    step = task.step()
+    step = task.step(written=uncompiled.written)
     inner = {unit.path: [unit.local(name) for name in held[unit.path]] for unit in task.units}
     model = inner_module(task.model)
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -235,7 +235,9 @@ class CompiledPlanner(StepPlanner):
         if ordered is not None and share >= 1:
             return _with_note(ordered, f"in the order of its graph: one in inductor's own took {share:.3f} of the time")
         self.unseen_bytes = own_unseen_bytes
-        return free
+        if ordered is None:
+            return free
+        return _with_note(free, f"in inductor's own order: {share:.3f} of the time of one in the order of its graph")
 
     def _in_own_order(self, strategy: str, step: TrainingStep, progress: Progress) -> Plan | None:
         """The plan in inductor's own order; ``None`` where no such plan keeps to the budget.
@@ -324,7 +326,7 @@ class CompiledPlanner(StepPlanner):
 
 
 def _copied_inputs(trace: Trace, unit: CompiledUnit) -> tuple[str, ...]:
-    """The inputs of which backward reads copies, in any call of a unit."""
+    """Where backward reads copies of inputs, in any call of a unit's regions."""
     return tuple(sorted({name for call in trace.regions if call.name in unit.regions for name in call.copied_inputs}))
 
 

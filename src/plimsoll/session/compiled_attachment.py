@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -95,8 +96,9 @@ class CompiledAttachment(AttachedBudget):
             with gradients_as_if(task.model, are_there=True) if accumulates else contextlib.nullcontext():
                 with task.compiled():
                     planner = compiled_planner(agreement, task, self._options, self._budget)
-                    planner.try_forms(task.step)
-                    plan = planner.plan("auto", task.step)
+                    step = functools.partial(task.step, written=planner.trace.written)
+                    planner.try_forms(step)
+                    plan = planner.plan("auto", step)
                 agreement.same_plan(plan)
         self._metered = MeteredSituations([planned_situation(plan.signature, plan.in_flight)])
         with self.agreement:

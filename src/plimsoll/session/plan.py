@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -122,8 +123,9 @@ def plan(
         with task.compiled() if is_compiled else contextlib.nullcontext():
             planner_of = compiled_planner if is_compiled else eager_planner
             planner = planner_of(agreement, task, options, limit, part_of(report, 0.0, 0.5))
-            planner.try_forms(task.step, part_of(report, 0.5, 0.7))
-            made = planner.plan(strategy, task.step, part_of(report, 0.7, 1.0))
+            step = functools.partial(task.step, written=planner.trace.written)
+            planner.try_forms(step, part_of(report, 0.5, 0.7))
+            made = planner.plan(strategy, step, part_of(report, 0.7, 1.0))
         agreement.same_plan(made)
         report("done", 1.0)
         return made

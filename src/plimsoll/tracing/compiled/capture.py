@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx
 from torch._dynamo.exc import Unsupported
 from torch._functorch import config as functorch_config
@@ -30,7 +31,15 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from plimsoll.artifacts.trace import Phase, RegionCall, Trace
 from plimsoll.errors import InvalidModel
 from plimsoll.tracing.compiled.joint import JointGraph, Kernel
-from plimsoll.tracing.compiled.nodes import IS_BEFORE, ancestors, changed_inputs, input_names, is_epilogue, is_tensor
+from plimsoll.tracing.compiled.nodes import (
+    IS_BEFORE,
+    ancestors,
+    changed_inputs,
+    input_names,
+    inputs_key,
+    is_epilogue,
+    is_tensor,
+)
 from plimsoll.tracing.compiled.units import Unit, install_alone
 from plimsoll.tracing.meters.memory import storage_of
 
@@ -48,7 +57,7 @@ class CompiledPart:
     graphs: tuple[JointGraph, ...]
     statics: tuple[frozenset[fx.Node], ...]
     copied: Collection[str] = ()
-    """Inputs that change in forward or before backward, which reads copies of them (see `input_names`)."""
+    """Where backward reads copies of inputs: those that something else changes, as for `Partitioner`."""
 
     def outer(self, name: str) -> str:
         """The path in the whole model of a module inside of the unit."""
@@ -134,9 +143,10 @@ class Partitioner(CustomPartitionerFn):
     """
 
     changed: Collection[str] = ()
-    """Inputs of the graph that something else changes before its backward (see `input_names`)."""
-    copied: tuple[str, ...] = ()
-    """The inputs whose copies backward reads in the last graph."""
+    """Inputs that something else changes before backward, ``key:input#3``, with ``key:`` for every graph that is known (see
+    `inputs_key`, `input_names`)."""
+    has_copied: bool = False
+    """Whether backward of some graph reads copies of inputs."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Partitioner:
         return self
@@ -146,7 +156,7 @@ class Partitioner(CustomPartitionerFn):
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> Partitioned:
         gm.graph = fx_graph_cse(gm.graph)  # torch does it next; done first, what is marked here is what it partitions
-        self.copied = _copy_what_changes(gm.graph, options["num_fwd_outputs"], self.changed)
+        self.has_copied |= _copy_what_changes(gm.graph, options["num_fwd_outputs"], self.changed)
         self.mark(gm.graph, **options)
         # A budget of torch's own that was set since the plan was made would decide as well.
         with functorch_config.patch(activation_memory_budget=1.0):
@@ -162,48 +172,58 @@ class Partitioner(CustomPartitionerFn):
         """Change what torch has made of them."""
 
 
-def _copy_what_changes(graph: fx.Graph, forward_outputs: int, changed_later: Collection[str]) -> tuple[str, ...]:
+def _copy_what_changes(graph: fx.Graph, forward_outputs: int, changed_later: Collection[str]) -> bool:
     """Let what backward needs of an input that forward changes, or that is changed later, come from a copy that forward takes
-    before; the names of these inputs.
+    before; whether there is such a one.
 
-    Backward would read the input when it is changed: a buffer that is counted up or averaged, an activation in place.
+    Backward would read the input when it is changed: a buffer that is counted up or averaged, an activation in place. In a
+    graph that is not known any input without a gradient may be one that changes later.
     """
     nodes = list(graph.nodes)
     first = next(node for node in nodes if node.op != "placeholder")
     outputs: Any = graph.output_node().args[0]
     needed = ancestors(node for node in outputs[forward_outputs:] if node is not None)
-    names = input_names(graph.nodes)
-    copied = []
-    for changed in dict.fromkeys([*changed_inputs(graph), *(node for node in names if names[node] in changed_later)]):
+    names, key = input_names(nodes), inputs_key(nodes)
+    known = {name.removeprefix(f"{key}:") for name in changed_later if name.startswith(f"{key}:")}
+    later = [node for node in names if names[node] in known]
+    if changed_later and not known:
+        given = (node for node in nodes if node.op == "placeholder")
+        pairs = zip(given, outputs[forward_outputs:], strict=False)
+        later = [node for node, gradient in pairs if gradient is None and node in names]
+    has_copied = False
+    for changed in dict.fromkeys([*changed_inputs(graph), *later]):
         readers = [user for user in changed.users if is_tensor(user) and user.op != "output" and not is_epilogue(user)]
         if needed.isdisjoint(readers):
             continue
         with graph.inserting_before(first):
-            copy = graph.call_function(torch.ops.aten.clone.default, (changed,))
-        reader = min(readers, key=nodes.index)
-        copy.meta = {key: reader.meta[key] for key in ("nn_module_stack", "fwd_nn_module_stack") if key in reader.meta}
+            before = graph.call_function(torch.ops.aten.clone.default, (changed,))
+        stack = min(readers).meta
+        before.meta = {each: stack[each] for each in ("nn_module_stack", "fwd_nn_module_stack") if each in stack}
         with changed.meta["val"].fake_mode:
-            copy.meta |= {"val": changed.meta["val"].clone(), IS_BEFORE: True}
+            before.meta |= {"val": changed.meta["val"].clone(), IS_BEFORE: True}
         for each in readers:
-            each.replace_input_with(changed, copy)
-        copied.append(names[changed])
-    return tuple(copied)
+            each.replace_input_with(changed, before)
+        has_copied = True
+    return has_copied
 
 
 class _Spy(Partitioner):
     """Notes the graphs of one call, and which of their inputs are others once the step is over."""
 
-    def __init__(self, regions: Sequence[str], changed: Collection[str] = ()) -> None:
+    def __init__(self, regions: Sequence[str], changed: Collection[str]) -> None:
         self._regions = regions
         self.changed = changed
         self.graphs: list[JointGraph] = []
         self.statics: list[frozenset[fx.Node]] = []
-        self._given: list[tuple[str, weakref.ref[torch.Tensor], int]] = []
-        self.all_copied: set[str] = set()
+        self.keys: set[str] = set()
+        """What is known of its graphs in `changed`."""
+        self._handled: set[str] = set()
+        """Inputs that the last graph changes itself."""
+        self._given: list[tuple[str, weakref.ref[torch.Tensor], int, int]] = []
 
     def mark(self, graph: fx.Graph, **options: Any) -> None:
-        self._known = dict.fromkeys(changed_inputs(graph))
-        self.all_copied |= {*self.copied}
+        self._handled = {node.name for node in changed_inputs(graph)}
+        self.keys.add(f"{inputs_key(graph.nodes)}:")
         self.graphs.append(JointGraph(graph, options["num_fwd_outputs"], self._regions))
         inputs = [node for node in graph.nodes if node.op == "placeholder"]
         self.statics.append(frozenset(inputs[at] for at in options.get("static_lifetime_input_indices") or ()))
@@ -212,25 +232,27 @@ class _Spy(Partitioner):
         """In inductor's place: runs what torch has made of a graph op by op; nothing is generated."""
         if is_backward or not self.graphs:
             return make_boxed_func(module.forward)
-        graph, known = self.graphs[-1], {node.name for node in self._known}
-        names = {node.name: name for node, name in input_names(graph.nodes).items() if node.name not in known}
-        places = [names.get(node.name) for node in module.graph.nodes if node.op == "placeholder"]
+        nodes = self.graphs[-1].nodes
+        key = inputs_key(nodes)
+        names = {node.name: f"{key}:{name}" for node, name in input_names(nodes).items()}
+        given = [node.name for node in module.graph.nodes if node.op == "placeholder"]
+        places = [None if name in self._handled else names.get(name) for name in given]
 
-        def forward(*given: Any) -> Any:
-            named = zip(places, given, strict=False)
-            self._given += [(name, weakref.ref(each), each._version) for name, each in named if name is not None]
-            return module.forward(*given)
+        def forward(*tensors: Any) -> Any:
+            named = ((name, each) for name, each in zip(places, tensors, strict=False) if name is not None)
+            self._given += [(name, weakref.ref(each), storage_of(each), each._version) for name, each in named]
+            return module.forward(*tensors)
 
         return make_boxed_func(forward)
 
-    def changed_later(self, written: Collection[int]) -> frozenset[str]:
+    def changed_later(self, written: Collection[int]) -> set[str]:
         """The inputs that were written after forward has read them, or whose storages are among ``written``."""
-        found = set(self.changed)
-        for name, reference, version in self._given:
+        found = set()
+        for name, reference, storage, version in self._given:
             tensor = reference()
-            if tensor is not None and (tensor._version != version or storage_of(tensor) in written):
+            if storage in written or (tensor is not None and tensor._version != version):
                 found.add(name)
-        return frozenset(found)
+        return found
 
 
 def _place(error: Unsupported) -> str:
@@ -261,31 +283,35 @@ def capture(
     """
     storages = set(map(storage_of, written))
     spies = _spied(units, regions, run, {})
-    changed = {key: spy.changed_later(storages) for key, spy in spies.items()}
-    if any(changed.values()):
+    changed: dict[str, set[str]] = {unit.path: set() for unit in units}
+    for (path, _), spy in spies.items():
+        changed[path] |= spy.changed_later(storages)
+    # Several ranks take part in one another's steps: whether there is a second one may not hang on what one of them sees.
+    if any(changed.values()) or (dist.is_available() and dist.is_initialized()):
+        for (path, _), spy in spies.items():
+            changed[path] |= spy.keys if changed[path] else set()
         spies = _spied(units, regions, run, changed)
-    return {
-        key: CompiledPart(key[0], tuple(spy.graphs), tuple(spy.statics), spy.all_copied) for key, spy in spies.items()
-    }
-
-
-_Key = tuple[str, int]
+    parts = {(unit.path, 0): CompiledPart(unit.path, (), ()) for unit in units}
+    for (path, number), spy in spies.items():
+        copied = spy.keys | changed[path] if spy.has_copied else ()
+        parts[path, number] = CompiledPart(path, tuple(spy.graphs), tuple(spy.statics), copied)
+    return parts
 
 
 def _spied(
     units: Sequence[Unit],
     regions: Mapping[str, Sequence[str]],
     run: Callable[[], object],
-    changed: Mapping[_Key, Collection[str]],
-) -> dict[_Key, _Spy]:
-    spies: dict[_Key, _Spy] = {}
+    changed: Mapping[str, Collection[str]],
+) -> dict[tuple[str, int], _Spy]:
+    spies: dict[tuple[str, int], _Spy] = {}
 
     def spied_on(unit: Unit) -> Callable[..., Any]:
         numbers = itertools.count()
 
         def call(*args: Any, **kwargs: Any) -> Any:
             key = unit.path, next(numbers) if torch.is_grad_enabled() else -1
-            spy = _Spy(regions[unit.path], changed.get(key, ()))
+            spy = _Spy(regions[unit.path], changed.get(unit.path, ()))
             if torch.is_grad_enabled():
                 spies[key] = spy
             return unit.call.captured(spy, spy.run)(unit.module, *args, **kwargs)

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from plimsoll.tracing.compiled.nodes import (
+    IS_BEFORE,
     SEEDS,
     ancestors,
     is_epilogue,
@@ -93,7 +94,7 @@ class JointGraph:
         self.gradient_of = {node: self.base(n) for node, n in pairs if n is not None}
         """The gradient that backward returns for an input."""
         self.gradients = [self.base(n) for n in flat[forward_outputs:] if n is not None]
-        written = [node for node in self.nodes if is_epilogue(node)]
+        written = [node for node in self.nodes if is_epilogue(node) or IS_BEFORE in node.meta]
         self._in_forward = ancestors(n for n in (*flat[:forward_outputs], *written) if n is not None)
         self._region_of: dict[fx.Node, str] = {}
         self._buffers: set[fx.Node] = set()

@@ -6,6 +6,7 @@ graph's inputs and outputs, names of inductor's random ops.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import operator
 import re
@@ -32,8 +33,9 @@ _REDUCTION = re.compile(
 """Ops that inductor fuses as reductions; torch tags them from 2.11 on (2.9 was seen not to)."""
 _VIEWS = frozenset({"_unsafe_view", "alias", "view", "reshape", "detach", "lift_fresh"})
 SEEDS = ("inductor_seeds", "inductor_seed")
+"""Inductor draws these once per call of a graph."""
 _RANDOM = ("inductor_random", "inductor_randint", "inductor_lookup_seed", *SEEDS)
-"""Inductor draws seeds once per call, and makes every number from a seed and its place: the same ones whenever it is asked."""
+"""Every number is made from a seed and its place: the same ones whenever they are asked for."""
 
 
 def op_name(node: fx.Node) -> str:
@@ -61,6 +63,12 @@ def input_names(nodes: Iterable[fx.Node]) -> dict[fx.Node, str]:
     """
     tensors = (node for node in nodes if node.op == "placeholder" and isinstance(node.meta.get("val"), torch.Tensor))
     return {node: f"input#{at}" for at, node in enumerate(tensors, 1)}
+
+
+def inputs_key(nodes: Iterable[fx.Node]) -> str:
+    """Names a graph by its inputs: equal at all sizes, another one where it is given something more, or in another order."""
+    kinds = " ".join(f"{node.meta['val'].dtype} {node.meta['val'].dim()}" for node in input_names(nodes))
+    return hashlib.sha256(kinds.encode()).hexdigest()[:8]
 
 
 def is_tensor(node: fx.Node) -> bool:
@@ -93,6 +101,7 @@ def obstacle(node: fx.Node) -> str:
 
 
 def is_random(node: fx.Node) -> bool:
+    """Whether a node draws random numbers, or the seeds for them."""
     return op_name(node) in _RANDOM or draws(node.target, node.args, node.kwargs)
 
 
@@ -113,6 +122,7 @@ def is_fused(node: fx.Node) -> bool:
 
 
 def is_view(node: fx.Node) -> bool:
+    """Whether a node shows the memory of another one."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False

@@ -57,9 +57,10 @@ def with_compiled(eager: Trace, parts: Parts, device: torch.device | None) -> Tr
 class _Weaver:
     def __init__(self, eager: Trace, parts: Parts) -> None:
         self.eager = eager
-        of_units = [(call, parts.get((call.name, call.call))) for call in eager.regions]
+        paths = {path for path, _ in parts}
+        of_units = [(call, parts.get((call.name, call.call))) for call in eager.regions if call.name in paths]
         self.places = {call.index: UnitPlace.of(call, eager, part) for call, part in of_units if part and part.graphs}
-        self._uncompiled = {call.index for call, part in of_units if part and not part.graphs}
+        self._uncompiled = {call.index for call, part in of_units if not (part and part.graphs)}
         self.ops: list[TraceOp] = []
         self.specs: dict[str, OpSpec] = {}
         self.storages: list[Storage] = []

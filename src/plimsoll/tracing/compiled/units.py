@@ -16,6 +16,7 @@ import functools
 import importlib
 import inspect
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -152,7 +153,7 @@ def _apart(compiled: Callable[..., Any], limit: int | None, *args: Any, **kwargs
     config = torch._dynamo.config  # its patch() makes a class in every call, which takes longer than all the rest
     limits = config.recompile_limit, config.accumulated_recompile_limit
     is_region, region = builder.is_invoke_subgraph, regions.invoke_subgraph_placeholder
-    was_running, _own.is_running = _own.is_running, True
+    _own.count(1)
     builder.is_invoke_subgraph, regions.invoke_subgraph_placeholder = _is_never, _called
     config.accumulated_recompile_limit = sys.maxsize  # of all that shares `_call_of`, plans that are gone included
     if limit is not None:
@@ -160,15 +161,24 @@ def _apart(compiled: Callable[..., Any], limit: int | None, *args: Any, **kwargs
     try:
         return compiled(*args, **kwargs)
     finally:
-        _own.is_running = was_running
+        _own.count(-1)
         config.recompile_limit, config.accumulated_recompile_limit = limits
         builder.is_invoke_subgraph, regions.invoke_subgraph_placeholder = is_region, region
 
 
 class _Own:
-    """Whether what runs was compiled by us."""
+    """Whether something runs, in any thread, that was compiled by us."""
 
     is_running = False
+
+    def __init__(self) -> None:
+        self._lock, self._count = threading.Lock(), 0
+
+    def count(self, entered: int) -> None:
+        """One more is entered (1), or left (-1)."""
+        with self._lock:
+            self._count += entered
+            self.is_running = self._count > 0
 
 
 _own = _Own()
@@ -177,22 +187,35 @@ _own = _Own()
 @contextlib.contextmanager
 def as_ours() -> Iterator[None]:
     """What is compiled inside may come upon modules under a plan."""
-    was_running, _own.is_running = _own.is_running, True
+    _own.count(1)
     try:
         yield
     finally:
-        _own.is_running = was_running
+        _own.count(-1)
 
 
-def _refuse_others(module: nn.Module, _: Any) -> None:
+class _RefuseOthers:
     """A hook before forward. Where another torch.compile than ours comes upon a module, it leaves out what stands in the place
-    of its compiled call, and the plan with it.
-
-    Raises:
-        InvalidModel: to whoever called that code.
+    of its compiled call, and the plan with it. Copies and pickles of the module get one that does nothing.
     """
-    if torch.compiler.is_compiling() and not _own.is_running:
-        refuse_compiler(module, is_compiled=True)
+
+    def __init__(self, *, is_at_work: bool = False) -> None:
+        self._is_at_work = is_at_work
+
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        """See whether the module is compiled, and by whom.
+
+        Raises:
+            InvalidModel: to whoever called that code.
+        """
+        if self._is_at_work and torch.compiler.is_compiling() and not _own.is_running:
+            refuse_compiler(module, is_compiled=True)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _RefuseOthers:
+        return _RefuseOthers()
+
+    def __reduce__(self) -> tuple[type[_RefuseOthers], tuple[()]]:
+        return (_RefuseOthers, ())
 
 
 def _called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -403,7 +426,7 @@ def in_place(units: Sequence[Unit], made: Callable[[Unit], Callable[..., Any] | 
 
 def install_alone(unit: Unit, function: Callable[..., Any]) -> Callable[[], None]:
     """As ``install``, and refuse every other compilation that comes upon the module."""
-    put_back, hook = install(unit, function), unit.module.register_forward_pre_hook(_refuse_others)
+    put_back, hook = install(unit, function), unit.module.register_forward_pre_hook(_RefuseOthers(is_at_work=True))
 
     def undo() -> None:
         hook.remove()
