@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from uuid import uuid4
 
@@ -701,6 +702,15 @@ def test_torch_compile_around_a_compiled_plan_is_refused(is_whole: bool) -> None
     assert not any(module._forward_pre_hooks for module in model.modules())
     for each in (model, copied):
         _squares(torch.compile(each)(batch)).backward()
+
+
+def test_threads_may_call_a_block_while_one_of_them_compiles_it() -> None:
+    model, batch = _blocks(1), torch.randn(512, 32)
+    plan = plimsoll.plan(model, batch, strategy="full", loss=_squares)
+    torch._dynamo.reset()
+    with plimsoll.apply(model, plan), ThreadPoolExecutor(3) as threads:
+        found = [threads.submit(model, batch) for _ in range(12)]
+        assert all(torch.equal(each.result(), found[0].result()) for each in found)
 
 
 def test_compile_asks_for_torchs_own_keywords_on_a_plain_model() -> None:

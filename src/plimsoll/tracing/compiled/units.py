@@ -184,6 +184,11 @@ class _Own:
 _own = _Own()
 
 
+def _is_compiled_by_others() -> bool:
+    """Whether something is compiled now, and not by us in this thread or in another one."""
+    return torch.compiler.is_compiling() and not _own.is_running
+
+
 @contextlib.contextmanager
 def as_ours() -> Iterator[None]:
     """What is compiled inside may come upon modules under a plan."""
@@ -208,7 +213,7 @@ class _RefuseOthers:
         Raises:
             InvalidModel: to whoever called that code.
         """
-        if self._is_at_work and torch.compiler.is_compiling() and not _own.is_running:
+        if self._is_at_work and _is_compiled_by_others():
             refuse_compiler(module, is_compiled=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _RefuseOthers:
@@ -246,7 +251,7 @@ class PlannedCall:
         Raises:
             InvalidModel: to whoever called code that was compiled around it.
         """
-        if torch.compiler.is_compiling():
+        if _is_compiled_by_others():
             refuse_compiler(self.module, is_compiled=True)
         if torch.is_grad_enabled() and _is_switched_off():
             warnings.warn(
