@@ -32,7 +32,7 @@ from plimsoll.session.step_planner import StepPlanner
 from plimsoll.session.task import TrainingTask
 from plimsoll.session.tightest_rank import SharedPlanner
 from plimsoll.session.training_step import TrainingStep
-from plimsoll.session.trial import TrialRun
+from plimsoll.session.trial import TrialRun, with_note
 from plimsoll.tracing.compiled.units import Unit, check_compiler, in_place, split_regions
 from plimsoll.tracing.ddp import inner_module
 from plimsoll.tracing.local_tensors import dense_parts
@@ -221,23 +221,23 @@ class CompiledPlanner(StepPlanner):
         own_unseen_bytes, self.unseen_bytes = self.unseen_bytes, 0
         try:
             planned = super().plan(strategy, step, part_of(progress, 0.5, 0.9))
+            ordered = self._fitting(planned)
         except self._may_fail:
             if free is None:
                 raise
-            self.unseen_bytes = own_unseen_bytes
-            return free
-        ordered = self._fitting(planned)
+            ordered = None
         if free is None:
-            if ordered is None:
-                return planned
-            return _with_note(ordered, "in the order of its graph: none was found that fits in inductor's own")
-        share = 0.0 if ordered is None else self._share_of_seconds(step(), free, ordered)
-        if ordered is not None and share >= 1:
-            return _with_note(ordered, f"in the order of its graph: one in inductor's own took {share:.3f} of the time")
+            note = "in the order of its graph: none was found that fits in inductor's own"
+            return planned if ordered is None else with_note(ordered, note)
+        if ordered is not None:
+            share = self._share_of_seconds(step(), free, ordered)
+            if share >= 1:
+                return with_note(
+                    ordered, f"in the order of its graph: one in inductor's own took {share:.3f} of the time"
+                )
+            free = with_note(free, f"in inductor's own order: {share:.3f} of the time of one in the order of its graph")
         self.unseen_bytes = own_unseen_bytes
-        if ordered is None:
-            return free
-        return _with_note(free, f"in inductor's own order: {share:.3f} of the time of one in the order of its graph")
+        return free
 
     def _in_own_order(self, strategy: str, step: TrainingStep, progress: Progress) -> Plan | None:
         """The plan in inductor's own order; ``None`` where no such plan keeps to the budget.
@@ -328,10 +328,6 @@ class CompiledPlanner(StepPlanner):
 def _copied_inputs(trace: Trace, unit: CompiledUnit) -> tuple[str, ...]:
     """Where backward reads copies of inputs, in any call of a unit's regions."""
     return tuple(sorted({name for call in trace.regions if call.name in unit.regions for name in call.copied_inputs}))
-
-
-def _with_note(plan: Plan, note: str) -> Plan:
-    return msgspec.structs.replace(plan, notes=(*plan.notes, note))
 
 
 class SharedCompiledPlanner(CompiledPlanner, SharedPlanner):

@@ -95,8 +95,8 @@ class TrainingStep:
         self._accumulates = [parameter.grad is not None for parameter in model.parameters()]
         self._random = RandomState()
         self._state = KeptState(model)
-        named = {name: local_of(p.detach()) for name, p in self.model.named_parameters() if name in written}
-        self._written = [(parameter, parameter.clone()) for parameter in named.values()]
+        parts = [local_of(parameter.detach()) for name, parameter in self.model.named_parameters() if name in written]
+        self._written = [(part, part.clone()) for part in parts]
 
     def run(self) -> float:
         """Forward, loss and backward from the starting state; the loss's value."""
@@ -147,8 +147,8 @@ class TrainingStep:
         """Put random states, buffers and attributes back; weights that autocast has cast are cast again, as in every step."""
         self._random.put_back()
         self._state.put_back()
-        for parameter, copy_before in self._written:
-            parameter.copy_(copy_before)
+        for part, before in self._written:
+            part.copy_(before)
         torch.clear_autocast_cache()
 
     def clear_gradients(self) -> None:

@@ -136,7 +136,7 @@ def confirmed(
             return best
         if best is not None and plan.predicted_seconds >= best.predicted_seconds:
             return best
-    return best or _with_note(
+    return best or with_note(
         plan,
         f"after {MAX_ATTEMPTS} rounds the measured peak or error still exceeded what is allowed; verify the plan before you "
         "rely on it",
@@ -170,8 +170,9 @@ def _scale_of(plan: Plan, measured: TrialRun) -> float:
 
 def _with_measured(plan: Plan, measured: TrialRun, scale: float) -> Plan:
     plan = msgspec.structs.replace(plan, measured_error=measured.error, predicted_error=plan.predicted_error * scale)
-    return _with_note(plan, measured.told)
+    return with_note(plan, measured.told)
 
 
-def _with_note(plan: Plan, note: str) -> Plan:
+def with_note(plan: Plan, note: str) -> Plan:
+    """The plan with one more note."""
     return msgspec.structs.replace(plan, notes=(*plan.notes, note))

@@ -310,10 +310,9 @@ def _spied(
         numbers = itertools.count()
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            key = unit.path, next(numbers) if torch.is_grad_enabled() else -1
             spy = _Spy(regions[unit.path], changed.get(unit.path, ()))
             if torch.is_grad_enabled():
-                spies[key] = spy
+                spies[unit.path, next(numbers)] = spy
             return unit.call.captured(spy, spy.run)(unit.module, *args, **kwargs)
 
         return call
