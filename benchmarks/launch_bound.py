@@ -131,7 +131,7 @@ class _Trusting(contextlib.nullcontext[None]):
     def __init__(self, root: Junction, known: object) -> None:
         super().__init__()
         while root.branches:
-            root = root.branches[0][1]
+            root = root.branches[0][2]
         self.program = root.program
 
 

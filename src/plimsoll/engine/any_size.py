@@ -22,11 +22,11 @@ import msgspec
 
 from plimsoll.artifacts.plan import RegionPlan
 from plimsoll.artifacts.region import RegionGraph
-from plimsoll.engine.call_stream import Constant, Outsider, Several, Stream, TorchCall
 from plimsoll.engine.program import Program, Shared
 from plimsoll.engine.record import Recording
 from plimsoll.engine.replay_code import Number, Unknown
 from plimsoll.engine.replay_plan import ReplayPlan
+from plimsoll.engine.torch_calls import Constant, Outsider, Several, Stream, TorchCall
 from plimsoll.planning.expressions import Dimensions, Expression, Fitter, Sizes
 from plimsoll.tracing.recorder.recorder import RecordedOp, RecordedValue, Ref
 

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from plimsoll.artifacts.plan import RegionPlan
 from plimsoll.artifacts.region import Origin, RegionGraph
-from plimsoll.engine.call_stream import Stream, StreamRecorder, references
+from plimsoll.engine.call_stream import StreamRecorder, references
 from plimsoll.engine.guards import NO_OFFSET, Entry, SignatureReader
 from plimsoll.engine.hooks import GONE, Cell, OpenCall, unpack
 from plimsoll.engine.program import Program, Shared
@@ -20,6 +20,7 @@ from plimsoll.engine.replay_code import RecordedRegion
 from plimsoll.engine.replay_plan import DropChoice, ParameterSource, ReplayPlan, choose
 from plimsoll.engine.replay_rng import RandomPoints
 from plimsoll.engine.service import Service
+from plimsoll.engine.torch_calls import Stream
 from plimsoll.engine.torch_flags import Flags, flags_for
 from plimsoll.engine.verifying import VerifyingRecorder
 from plimsoll.planning.replay_schedule import recipe_ops

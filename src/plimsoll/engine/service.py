@@ -14,9 +14,10 @@ import torch
 
 from plimsoll.artifacts.decision import Engine
 from plimsoll.artifacts.plan import RegionPlan
-from plimsoll.engine.call_stream import Alarm, Junction, Stream
+from plimsoll.engine.call_stream import Alarm, Junction
 from plimsoll.engine.program import Program
 from plimsoll.engine.replay_rng import StatePoints
+from plimsoll.engine.torch_calls import Stream
 
 MAX_STREAMS = 16
 """So many programs of one signature are held; the one that was not used for longest goes first."""

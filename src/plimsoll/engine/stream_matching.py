@@ -1,0 +1,163 @@
+"""Compiles a recorded stream of torch calls into Python functions that recognise the same calls later.
+
+A region's guard compares every torch call, so the comparison is on the path of every small op. Walking the description of a
+call took about 6 µs; straight-line code that is written for this one call takes about 1 µs. The source depends on the structure
+of the stream alone, and its constants are bound by name: equal blocks, and the same block at another batch size, share one
+compilation.
+
+A function is called as ``matches(args, kwargs, result, known)`` after the torch call has returned. Where it returns True it has
+appended the tensors that the call made, or showed for the first time, to ``known``.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Mapping
+from types import CodeType
+from typing import Any
+
+import torch
+
+from plimsoll.engine.torch_calls import (
+    Constant,
+    Several,
+    Stream,
+    TensorRef,
+    TorchCall,
+    comparable,
+    is_made_from_data,
+    looks,
+)
+from plimsoll.tracing.recorder.calling import flat_tensors
+
+Matches = Callable[[tuple[Any, ...], Mapping[str, Any] | None, Any, list[TensorRef]], bool]
+
+_BY_EQUALITY = (int, str, bytes, torch.device)
+"""Types whose values are the same where type and ``==`` say so. Only the exact types: ``1 == True == 1.0``."""
+_SINGLETONS = (bool, type(None), type(Ellipsis), torch.dtype, torch.layout)
+"""Types with one object per value."""
+
+
+def compile_stream(stream: Stream) -> tuple[Matches, ...]:
+    """One function per call of the stream."""
+    writer = _Writer()
+    for index, call in enumerate(stream):
+        writer.call(index, call)
+    namespace: dict[str, Any] = {
+        "Tensor": torch.Tensor,
+        "comparable": comparable,
+        "flat_tensors": flat_tensors,
+        "looks": looks,
+        "ref": weakref.ref,
+        **writer.constants,
+    }
+    exec(_compiled("\n".join(writer.lines)), namespace)
+    return tuple([namespace[f"call_{index}"] for index in range(len(stream))])
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(source: str) -> CodeType:
+    return compile(source, "<plimsoll stream>", "exec")
+
+
+class _Writer:
+    """Writes the functions of one stream. Nothing from the user reaches the source: values are bound as constants."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.constants: dict[str, Any] = {}
+        self._locals = 0
+        self._undo = ""
+        """Takes back what a function has appended to ``known``, where it may have."""
+
+    def call(self, index: int, call: TorchCall) -> None:
+        """One function: the arguments, the keyword arguments, the result."""
+        self._locals, self._undo = 0, ""
+        self._emit(f"def call_{index}(args, kwargs, result, known):", 0)
+        is_data = isinstance(call.made, tuple)
+        if is_data:
+            self._fail_if("not args or isinstance(args[0], Tensor)")
+            self._emit("args = args[1:]")  # the data itself may differ: the tensor made from it comes from outside
+        elif is_made_from_data(call.func):
+            self._fail_if("args and not isinstance(args[0], Tensor)")
+        self._fail_if(f"len(args) != {len(call.args)}")
+        self._unpack("args", call.args)
+        if call.kwargs:
+            self._fail_if(f"not kwargs or tuple(kwargs) != {self._constant(tuple(name for name, _ in call.kwargs))}")
+            self._unpack("kwargs.values()", tuple(value for _, value in call.kwargs))
+        else:
+            self._fail_if("kwargs")
+        self._check_result(call.made)
+
+    def _check_result(self, made: int | tuple[Any, ...]) -> None:
+        """Compare what the call returned, and number its tensors."""
+        if made == 0:
+            self._fail_if("result is not None")
+        elif made == 1:  # nearly every call
+            self._fail_if("not isinstance(result, Tensor)")
+            self._emit("known.append(ref(result))")
+        else:
+            self._emit("made = flat_tensors(result)")
+            if isinstance(made, tuple):
+                self._fail_if(f"tuple([looks(tensor) for tensor in made]) != {self._constant(made)}")
+            else:
+                self._fail_if(f"len(made) != {made}")
+            self._emit("known.extend([ref(tensor) for tensor in made])")
+        self._emit("return True")
+
+    def _unpack(self, expression: str, expected: tuple[Any, ...]) -> None:
+        """Name the items of a container of known length, and check each."""
+        if not expected:
+            return
+        names = [self._local() for _ in expected]
+        self._emit(f"{', '.join(names)}, = {expression}")
+        for name, item in zip(names, expected, strict=True):
+            self._check(name, item)
+
+    def _check(self, name: str, expected: Any) -> None:
+        if type(expected) is int:  # a known tensor: None stands for one that is gone
+            self._fail_if(f"{name} is None or known[{expected}]() is not {name}")
+        elif isinstance(expected, Constant):
+            self._check_constant(name, expected)
+        elif isinstance(expected, Several):
+            self._fail_if(f"type({name}) is not {self._constant(expected.kind)}")
+            if expected.kind is slice:
+                self._unpack(f"({name}.start, {name}.stop, {name}.step)", expected.items)
+                return
+            self._fail_if(f"len({name}) != {len(expected.items)}")
+            self._unpack(f"{name}.items()" if issubclass(expected.kind, dict) else name, expected.items)
+        else:
+            self._fail_if(f"not isinstance({name}, Tensor) or looks({name}) != {self._constant(expected.looks)}")
+            if not self._undo:
+                self._emit("length = len(known)")
+                self._undo = "del known[length:]; "
+            self._emit(f"known.append(ref({name}))")
+
+    def _check_constant(self, name: str, expected: Constant) -> None:
+        kind, value = expected.kind, expected.value
+        if kind in _SINGLETONS:
+            self._fail_if(f"{name} is not {self._constant(value)}")
+            return
+        is_same = f"{name} == {self._constant(value)}"
+        if kind is float and math.isfinite(float(value)) and float(value):
+            is_same = f"{name} == {self._constant(float(value))}"
+        elif kind not in _BY_EQUALITY:  # zeros differ by sign and NaN equals itself: compared as text, as recorded
+            is_same = f"comparable({name}) == {self._constant(value)}"
+        self._fail_if(f"type({name}) is not {self._constant(kind)} or not ({is_same})")
+
+    def _fail_if(self, condition: str) -> None:
+        self._emit(f"if {condition}: {self._undo}return False")
+
+    def _constant(self, value: Any) -> str:
+        name = f"k{len(self.constants)}"
+        self.constants[name] = value
+        return name
+
+    def _local(self) -> str:
+        self._locals += 1
+        return f"a{self._locals}"
+
+    def _emit(self, line: str, indent: int = 1) -> None:
+        self.lines.append("    " * indent + line)

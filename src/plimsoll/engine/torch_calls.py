@@ -1,0 +1,100 @@
+"""How a torch call is described, so that it can be recognised later: its function, its host arguments, its tensors.
+
+Host arguments are compared by type and value, never by hash alone (``1 == 1.0 == True``). Tensors are compared by identity
+through weak references, so no tensor lives longer than it would.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from plimsoll.tracing.recorder.storages import is_plain
+
+TensorRef = Callable[[], torch.Tensor | None]
+"""A weak reference, or `nothing`."""
+
+_MADE_FROM_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, torch.frombuffer})
+"""Functions whose first argument is data: the tensor that they make comes from outside, whatever it holds."""
+_BY_VALUE = frozenset({bool, int, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device})
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A host argument. Numbers other than integers are held as text, which tells ``-0.0`` from ``0.0``; NaN equals NaN."""
+
+    kind: type
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Several:
+    """A container of arguments, or a slice as its three parts."""
+
+    kind: type
+    items: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Outsider:
+    """The first appearance of a tensor from outside that is neither parameter nor input."""
+
+    looks: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TorchCall:
+    """One call in a stream. An argument is the number of a known tensor, or one of the classes above.
+
+    ``made`` says how many tensors it returned, or how they look where they come from data.
+    """
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    made: Any
+
+
+Stream = tuple[TorchCall, ...]
+
+
+def is_made_from_data(func: Any) -> bool:
+    """Whether the function's first argument may be data of the host (a number, a list, an array)."""
+    return func in _MADE_FROM_DATA
+
+
+def comparable(value: Any) -> Any:
+    """Something whose ``==`` says that two host values of one type are the same."""
+    kind = type(value)
+    if kind in _BY_VALUE:
+        return value
+    if kind is float or isinstance(value, numbers.Number):
+        return repr(value)
+    return _Same(value)
+
+
+class _Same:
+    """Equal to itself around the very same object."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._value is other._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
+def looks(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What recipes rely on in a tensor whose contents may be others in every call."""
+    stride = tensor.stride() if is_plain(tensor) else ()
+    is_parameter = isinstance(tensor, nn.Parameter)
+    return (type(tensor), is_parameter, tensor.shape, stride, tensor.dtype, tensor.device, tensor.requires_grad)
