@@ -111,7 +111,7 @@ class Cell:
         """The kept tensor; ``SavedTensorModified`` if it was written in place since it was saved."""
         tensor = self.tensor
         assert tensor is not None, "only kept cells are read"
-        found = self.version_now(tensor)
+        found = tensor._version if self.shell is None else self.version_now(tensor)
         if found != self.version:  # with hooks in place autograd leaves this check to us
             raise modified_in_place(f"a saved tensor of shape {tuple(tensor.shape)}", self.version, found)
         return tensor
@@ -130,7 +130,7 @@ class OpenCall:
     ``tensors`` what they hold.
     """
 
-    __slots__ = ("_open", "_points", "cells", "sharded", "sources", "states", "tensors")
+    __slots__ = ("_points", "cells", "references", "sharded", "sources", "states", "tensors")
 
     def __init__(self, points: StatePoints, sources: Sequence[torch.Tensor | None] = ()) -> None:
         self.sources = sources
@@ -141,13 +141,14 @@ class OpenCall:
         """How many of them are shards."""
         self.states: dict[tuple[int, int], torch.Generator] = {}
         """Generator states by generator and point, for random ops that will run again."""
-        self._open: list[weakref.ref[Cell]] = []
+        self.references: list[weakref.ref[Cell]] = []
+        """Of all cells, by slot."""
         self._points = points
         take_states(points, ENTRY, self.states)
 
     def pack(self, tensor: torch.Tensor) -> Cell:
         """The pack hook: hold the tensor until the region returns."""
-        opened = self._open
+        opened = self.references
         if (
             type(tensor) is torch.Tensor or type(tensor) is nn.Parameter
         ):  # the fast way for all but DTensors and the like
@@ -162,7 +163,7 @@ class OpenCall:
 
     def pack_random(self, tensor: torch.Tensor) -> Cell:
         """The pack hook of a region that will repeat random ops: also take the generator's state where one starts."""
-        take_states(self._points, len(self._open), self.states)
+        take_states(self._points, len(self.references), self.states)
         return self.pack(tensor)
 
     def restore(self, cell: Cell) -> torch.Tensor:
@@ -171,21 +172,21 @@ class OpenCall:
 
     def end(self) -> None:
         """The region has returned."""
-        for reference in self._open:
+        cells, tensors = self.cells, self.tensors
+        for reference in self.references:
             cell = reference()
             if cell is None or cell.tensor is None:
                 cell, tensor = GONE, NOTHING
             else:
                 tensor, cell.tensor = cell.tensor, None
-            self.cells.append(cell)
-            self.tensors.append(tensor)
-        self._open = []
+            cells.append(cell)
+            tensors.append(tensor)
         if self.sharded:
             self.sharded = sum(cell.shell is not None for cell in self.cells)
 
     def keep_all(self) -> None:
         """Every cell keeps its tensor, as if the region were not managed."""
-        if self._open:
+        if len(self.cells) < len(self.references):
             self.end()
         for cell, tensor in zip(self.cells, self.tensors, strict=True):
             cell.keep(tensor)
@@ -197,11 +198,13 @@ class OpenCall:
         """
         self.cells = []
         self.tensors = []
+        self.references = []
 
 
 def unpack(cell: Cell) -> torch.Tensor:
     """The unpack hook: the kept tensor, or the one that its recipe makes."""
-    value = restore(cell)
+    restorer = cell.restorer
+    value = cell.read() if restorer is None else restorer.restore(cell)
     return value if cell.shell is None else cell.show(value)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -125,7 +124,8 @@ class Program:
         if plan.choice.link is not None:
             assert link is not None
             readable[plan.choice.link] = link
-        waiting = {slot: weakref.ref(cells[slot]) for slot in plan.dropped_slots}
+        references = call.references
+        waiting = {slot: references[slot] for slot in plan.dropped_slots}
         replay = CallReplay(self.recipes, bound, call.states, waiting, examiner)
         for leaves, slots in plan.leaf_groups:
             sources = tuple(readable[value] for value in leaves)

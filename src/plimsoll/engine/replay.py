@@ -25,7 +25,13 @@ from plimsoll.engine.torch_flags import flags_for, in_force
 from plimsoll.errors import ReplayMismatch
 from plimsoll.planning.replay_schedule import BOUNDARY
 from plimsoll.tracing.local_tensors import local_of, version_of
-from plimsoll.tracing.torch_internals import below_autograd, current_autograd_node, current_graph_task, is_profiled
+from plimsoll.tracing.torch_internals import (
+    below_autograd,
+    current_autograd_node,
+    current_graph_task,
+    is_autocast_on,
+    is_profiled,
+)
 
 
 class Examiner(Protocol):
@@ -135,7 +141,7 @@ class CallReplay:
         "_early",
         "_env",
         "_examiner",
-        "_is_flagged",
+        "_is_special",
         "_position",
         "_seen",
         "_states",
@@ -165,30 +171,33 @@ class CallReplay:
         self._code = recipes.code
         self._task = -2  # no graph task has this number: the first read begins a backward
         self._position = 0
-        self._is_flagged = False
+        self._is_special = False
+        """Whether backward runs under a profiler, or under other flags of torch than forward."""
 
     def restore(self, cell: Cell) -> torch.Tensor:
         """What a cell was (of a DTensor the local shard), checked where a sample of it was taken."""
-        recipes = self.recipes
+        recipes, index = self.recipes, cell.index
         if cell.tensor is not None:
-            return self._given(cell.index, cell.read())
+            return self._given(index, cell.read())
         if recipes.signs:
-            check_reader_of_sign(recipes.signs, cell.index)
+            check_reader_of_sign(recipes.signs, index)
         halves = recipes.halves
         if halves is not None:
             held = halves.take(cell)
             if held is not None:
                 return held
-        value: torch.Tensor = self.run(cell.index, cell.leaves)
-        if self._seen is not None:
-            self._observe(cell.index)
+        value: torch.Tensor = self.run(index, cell.leaves)
         if self._examiner is not None:
             value = self._examiner.examine(self, cell, value)
         elif cell.sample is not None:
-            recipes.sampler.check(cell.index, cell.sample, value, recipes.fail)
+            recipes.sampler.check(index, cell.sample, value, recipes.fail)
         if halves is not None:
             halves.hold(cell, value)
-        return self._given(cell.index, value)
+        if self._seen is not None:
+            self._observe(index)
+        elif not recipes.given_away:  # the way of nearly every read
+            return value
+        return self._given(index, value)
 
     def _given(self, slot: int, value: torch.Tensor) -> torch.Tensor:
         """What autograd gets: a copy, where a backward written in Python may use the memory again for something else while
@@ -236,7 +245,7 @@ class CallReplay:
         self._task = task
         self._position = 0
         plan = self.recipes.plan
-        self._is_flagged = flags_for(plan.device_type) != plan.flags
+        self._is_special = is_profiled() or flags_for(plan.device_type) != plan.flags
         self._env: dict[int, torch.Tensor] = {}
         """Rebuilt values that later slots of this backward read."""
         self._early: dict[int, Any] = {}
@@ -279,18 +288,16 @@ class CallReplay:
         """Run a recipe below autograd and outside of autocast, as its ops were recorded, under the flags of forward; a
         profiler that is on sees it under its region's name.
         """
-        device_type = self.recipes.plan.device_type
-        is_plain = not (self._is_flagged or is_profiled())
         with below_autograd():
-            if is_plain and not (torch.is_grad_enabled() or torch.is_autocast_enabled(device_type)):
+            if not (self._is_special or torch.is_grad_enabled() or is_autocast_on()):
                 return segment(env, leaves, self._bound, self._states, self._versions)
+            plan = self.recipes.plan
             with contextlib.ExitStack() as stack:
-                if self._is_flagged:
-                    stack.enter_context(in_force(self.recipes.plan.flags, device_type))
+                stack.enter_context(in_force(plan.flags, plan.device_type))
                 if is_profiled():
-                    stack.enter_context(profiler.record_function(f"plimsoll.recompute: {self.recipes.plan.name}"))
+                    stack.enter_context(profiler.record_function(f"plimsoll.recompute: {plan.name}"))
                 if torch.is_grad_enabled():  # a backward that makes a graph: the ops were verified without
                     stack.enter_context(torch.no_grad())
-                if torch.is_autocast_enabled(device_type):
-                    stack.enter_context(torch.autocast(device_type, enabled=False))
+                if torch.is_autocast_enabled(plan.device_type):
+                    stack.enter_context(torch.autocast(plan.device_type, enabled=False))
                 return segment(env, leaves, self._bound, self._states, self._versions)

@@ -15,7 +15,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -110,7 +110,7 @@ def write_segments(
         "seen_as": seen_as,
         "version_of": version_of,
         "tensors_of": flat_tensors,
-        "check_version": functools.partial(check_version, sources.protected),
+        "changed": functools.partial(refuse_changed, sources.protected),
         **writer.constants,
     }
     order = tuple(segment.slot for segment in schedule.segments)
@@ -136,13 +136,12 @@ def seen_as(
     return Geometry(size, stride, offset, dtype).view_on(base)
 
 
-def check_version(names: Mapping[int, str], position: int, expected: int, found: int) -> None:
-    """A parameter that a recipe is about to read must still be the one of forward.
+def refuse_changed(names: Mapping[int, str], position: int, expected: int, found: int) -> NoReturn:
+    """A parameter that a recipe is about to read is not the one of forward any more.
 
     Only what is read is checked, when it is read: an optimizer may step other parameters while backward still runs.
     """
-    if found != expected:
-        raise modified_in_place(names[position], expected, found)
+    raise modified_in_place(names[position], expected, found)
 
 
 def _with_later_reads(schedule: Schedule, graph: RegionGraph) -> list[tuple[Segment, frozenset[int]]]:
@@ -302,7 +301,9 @@ class _Writer:
             source, is_sharded = f"parameters[{position}]", position in self._sources.sharded
             if position in self._sources.protected:
                 version = f"version_of({source})" if is_sharded else f"{source}._version"
-                self._emit(f"check_version({position}, versions[{position}], {version})")
+                self._emit(
+                    f"if {version} != versions[{position}]: changed({position}, versions[{position}], {version})"
+                )
             self._emit(f"v{value} = local_of({source})" if is_sharded else f"v{value} = {source}")
             geometry = self._recording.values[value].base
         elif value in self._sources.packed:

@@ -56,6 +56,8 @@ current_graph_task: Callable[[], int] = internal("torch._C._current_graph_task_i
 without_torch_function: Callable[[], AbstractContextManager[None]] = internal("torch._C.DisableTorchFunction")
 sequence_number: Callable[[], int] = internal("torch._C._autograd._get_sequence_nr")
 """How many autograd nodes this thread has made."""
+is_autocast_on: Callable[[], bool] = internal("torch._C._is_any_autocast_enabled")
+"""Whether autocast is on for some kind of device. ``torch.is_autocast_enabled`` takes longer, as it reads the kind's name."""
 below_autograd: Callable[[], AbstractContextManager[None]] = internal("torch._C._AutoDispatchBelowAutograd")
 """Ops in the block run below autograd, as recipes do."""
 
