@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from plimsoll.artifacts.fault import Cause, Fault
+from plimsoll.engine.capturing import is_capturing
 from plimsoll.engine.hooks import Cell
 from plimsoll.engine.offload.open import default_link_name, open_link
 from plimsoll.engine.offload.protocol import Link, Ticket
@@ -73,9 +74,10 @@ class Inspector:
 
         Not where recipes talk to other ranks: looking for the cause of a fault runs them again, on this rank alone.
 
-        Where the link has no room the call goes uninspected, with a warning: training does not stop for it.
+        Where the link has no room the call goes uninspected, with a warning: training does not stop for it. While a CUDA graph
+        is captured none is inspected: the copies would go over the link.
         """
-        if plan.collectives or (not self._is_thorough and plan.name != self._chosen):
+        if plan.collectives or (not self._is_thorough and plan.name != self._chosen) or is_capturing(plan.device_type):
             return None
         try:
             if self._link is None:

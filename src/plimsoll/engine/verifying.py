@@ -10,7 +10,8 @@ own forward; other ops, and those that write in place, take one op's outputs on 
 * ``empty``: what an op writes into unset memory is verified on poisoned memory, or leftovers would verify by accident. The
   same for outputs that an op leaves unset (the seeds of attention without dropout, workspaces): they are never rebuilt, the
   op's other outputs may be.
-* Random ops run again from the generator state that the runtime will be able to restore later.
+* Random ops run again from the generator state that the runtime will be able to restore later. Ops with a dropout of 0 draw
+  nothing and need no state.
 * Collectives run once: ranks that do not record just now would not take part in a second one.
 * What an op made must still be there when the next op, or autograd, takes it: writes that PyTorch does not see (numpy, raw
   pointers) are noticed.
@@ -33,6 +34,8 @@ from plimsoll.tracing.torch_internals import below_autograd, without_torch_funct
 
 NOT_EXACT = "gives other bits when it is run again"
 _POISON = 0xA5
+_PROBABILITIES = ("p", "dropout_p")
+"""How aten calls the probability of dropout."""
 _LARGE_BYTES = 1 << 14
 """Outputs of so many bytes on a CPU are known by their checksums while the op runs again: two of them might be the peak."""
 
@@ -91,8 +94,15 @@ class VerifyingRecorder(OpRecorder):
         earlier = self.points.state(device)
         out = func(*args, **kwargs)
         later = self.points.state(device)
-        if not op.is_random and not torch.equal(earlier, later):
+        is_drawn = not torch.equal(earlier, later)
+        if is_drawn and not op.is_random:
             op.obstacle = op.obstacle or "draws random numbers without declaring it"
+        elif op.is_random and not is_drawn and _has_no_dropout(func, args, kwargs):
+            op.is_random, op.random_point, state = (
+                False,
+                None,
+                None,
+            )  # attention: there is no state to take and put back
         changed = [storage for storage, (tensor, before) in prints.items() if storage_fingerprint(tensor) != before]
         try:
             is_pure = func.namespace == "aten" and not (bases or changed or op.obstacle)
@@ -325,6 +335,15 @@ def soil(sizes: Iterable[tuple[int, torch.device]], byte: int) -> None:
 
 def _is_no_number(first: torch.Tensor, second: torch.Tensor) -> bool:
     return Geometry.of(first) == Geometry.of(second) and not (first.dtype.is_floating_point or first.is_complex())
+
+
+def _has_no_dropout(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the op draws with a probability, which is 0. Ops whose draws depend on data (binomial) have none."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name in _PROBABILITIES:
+            given = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
+            return bool(given == 0)
+    return False
 
 
 def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:

@@ -35,6 +35,9 @@ class Bits(Codec):
     def accepts(self, dtype: torch.dtype) -> bool:
         return has_patterns(dtype)
 
+    def is_capturable(self, dtype: torch.dtype) -> bool:
+        return dtype is torch.bool
+
     def payload_bytes(self, count: int, dtype: torch.dtype) -> int:
         return packed_bits_bytes(count) + dtype.itemsize
 
@@ -134,6 +137,9 @@ class Narrow(Codec):
     family: ClassVar[str] = "narrow"
     dtypes: ClassVar = (torch.int16, torch.int32, torch.int64)
     is_lossless: ClassVar[bool] = True
+
+    def is_capturable(self, dtype: torch.dtype) -> bool:
+        return False
 
     def payload_bytes(self, count: int, dtype: torch.dtype) -> int | None:
         return None

@@ -89,6 +89,9 @@ class Zeros(Codec):
     def accepts(self, dtype: torch.dtype) -> bool:
         return has_patterns(dtype) and dtype is not torch.bool
 
+    def is_capturable(self, dtype: torch.dtype) -> bool:
+        return False
+
     def payload_bytes(self, count: int, dtype: torch.dtype) -> int | None:
         return None
 
@@ -120,6 +123,9 @@ class TopK(Codec):
     family: ClassVar[str] = "topk"
     dtypes: ClassVar = FLOATS
     is_lossless: ClassVar[bool] = False
+
+    def is_capturable(self, dtype: torch.dtype) -> bool:
+        return False
 
     def kept(self, count: int) -> int:
         """How many of ``count`` are kept."""
