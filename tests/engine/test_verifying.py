@@ -136,7 +136,13 @@ def points(run):
 def test_an_op_whose_dropout_is_0_needs_no_state_and_one_that_happens_to_draw_nothing_does():
     point = (True, (0, ENTRY))
     assert points(lambda x: torch.native_dropout(x, 0.5, True)[0])["native_dropout"] == point
-    assert points(lambda x: torch.native_dropout(x, 0.0, True)[0])["native_dropout"] == (False, None)
+
+    def attend(x):
+        return nn.functional.scaled_dot_product_attention(*(x.view(1, 1, 2, 2) * scale for scale in (1, 2, 3)))
+
+    attention = "_scaled_dot_product_flash_attention_for_cpu"
+    assert torch.Tag.nondeterministic_seeded in getattr(torch.ops.aten, attention).default.tags
+    assert points(attend)[attention] == (False, None)
     # Draws as many numbers as the data says: in another step some.
     assert points(lambda x: torch.binomial(torch.zeros(4), x))["binomial"] == point
 
