@@ -178,7 +178,7 @@ class CudaClock(OpClock):
 
     The stream sleeps while the host launches the op. So both events and the op's kernels wait in the queue, and the device runs
     them back to back. Where the host took longer than the sleep, the sample holds some of the host's time, and the next sleep
-    is twice as long as the host took.
+    is twice as long as the host took. ``torch.cuda._sleep`` is private: seen in torch 2.9 to 2.15.
     """
 
     def __init__(self) -> None:
