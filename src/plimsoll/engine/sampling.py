@@ -7,7 +7,7 @@ every call.
 
 On a CPU they are compared on the spot. A comparison on a GPU would make the host wait for the device at every slot, so
 there each one leaves a flag on the device, and all flags of a backward pass are read once, when it ends: still before the
-optimizer can step. While a CUDA graph is captured there are no samples: nothing could read the flags of its replays.
+optimizer can step. No samples are taken while a CUDA graph is captured: the host could not read the flags of its replays.
 """
 
 from __future__ import annotations

@@ -63,13 +63,18 @@ class Bits(Codec):
         for start, stop in chunks(elements.count):
             patterns = patterns_of(elements.run(start, stop))
             bits = packer.bits(stop - start).copy_(patterns)
-            least, most = torch.aminmax(patterns)
-            constant.copy_(torch.where(constant == 0, torch.where(most == 0, least, most), constant))
-            is_other |= _has_others(patterns, bits, constant)
-            if not layout.host_waits(elements.device) and is_other:
-                return None
+            if elements.dtype is not torch.bool:
+                least, most = torch.aminmax(patterns)
+                constant.copy_(torch.where(constant == 0, torch.where(most == 0, least, most), constant))
+                is_other |= _has_others(patterns, bits, constant)
+                if not layout.host_waits(elements.device) and is_other:
+                    return None
             packer.pack(stop - start, out=packed[start // 8 : packed_bits_bytes(stop)])
-        return None if is_other else elements.payload(packed, value)
+        if elements.dtype is torch.bool:
+            constant.fill_(1)
+        elif is_other:
+            return None
+        return elements.payload(packed, value)
 
     def decode(self, payload: Payload) -> torch.Tensor:
         tensor, flat = empty_decoded(payload)
