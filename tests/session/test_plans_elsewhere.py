@@ -1,4 +1,4 @@
-"""A plan on a device or a step for which it was not made warns once, with numbers; on its own step it does not."""
+"""A plan warns once, with numbers, on another device or another step than its own. On its own it does not."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def test_life_of_a_dropout_mask_leaves_out_the_slot_that_saves_it():
 
 
 def attention_of(step: Trace) -> set[str]:
-    """The kernels of attention in forward, each of which has its backward."""
+    """The kernels of attention in forward; each needs its backward."""
     names = [op.name for op in step.ops]
     found = {name for name in names if "scaled_dot_product" in name and not name.endswith("_backward")}
     assert all(names.count(name) == names.count(f"{name}_backward") for name in found)
@@ -162,7 +162,7 @@ def heads(value_size: int) -> Net:
     ("device", "dtype", "count"),
     [
         ("H100", torch.bfloat16, 4),
-        ("A100", torch.bfloat16, 5),  # with a mask for debugging, which has no elements
+        ("A100", torch.bfloat16, 5),  # with an empty mask for debugging
         ("A100", torch.float32, 4),
         ("laptop-CPU", torch.float32, 2),
     ],
@@ -171,7 +171,7 @@ def test_values_of_attention_have_one_name_under_every_kernel(device: str, dtype
     step = trace(heads(24).to(dtype), torch.randn(1, 32, 8).to(dtype), loss=torch.sum, device_name=device)
     made = [value for value in step.regions[0].graph.values if "scaled_dot" in value.name]
     assert [value.name for value in made] == [f"scaled_dot_product_attention#0.{index}" for index in range(count)]
-    # Output, logsumexp and two words of random state, if there are any.
+    # Output and logsumexp, then at most two words of random state.
     assert [value.bytes for value in made[:2]] == [2 * 32 * 24 * dtype.itemsize, 2 * 32 * 4]
     assert all(value.bytes <= 16 for value in made[2:])
 

@@ -180,7 +180,7 @@ _MOST_PIECES = 64
 
 
 def piece_bytes(total_bytes: int) -> int:
-    """Bytes of one piece of what a region drops: a small share of the region, so that the step keeps to its budget."""
+    """Bytes of one piece: a small share of a region's dropped tensors, so that the step keeps to its budget."""
     return max(PIECE_BYTES, -(-total_bytes // _MOST_PIECES))
 
 

@@ -222,7 +222,7 @@ def record_call(
     refuse_capture(
         subject.device_type,
         f"A call of region {subject.name!r} that was not recorded yet",
-        why="recording runs every op twice and compares the results, for which the host waits for the device",
+        why="recording runs every op twice and compares the results, so the host waits for the device",
         next=WARM_UP,
     )
     plan, sensor = service.plan, shared.sensor

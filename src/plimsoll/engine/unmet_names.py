@@ -5,7 +5,7 @@ have other names. The engine keeps what the plan does not name. Gradients are ri
 
 A missing name alone is harmless: a call that skips a branch makes fewer values and keeps nothing for it. So both sides count:
 the bytes that the plan would have dropped under missing names, and the bytes that the call saves under names that the plan does
-not have. The smaller of the two has to be a twentieth of what the call saves.
+not have. The smaller of the two has to be a twentieth of the bytes that the call saves.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class UnmetNames:
             self._found[plan.name, plan.call] = _Unmet(plan.name, len(missing), largest, kept_bytes, kept)
 
     def say(self, plan: Plan) -> None:
-        """Warn of what was noted, once; called when a forward has ended."""
+        """Warn once about the names that were noted; called when a forward has ended."""
         if not self._found:
             return
         first = next(iter(self._found.values()))

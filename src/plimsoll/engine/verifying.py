@@ -11,7 +11,7 @@ own forward; other ops, and those that write in place, take one op's outputs on 
   same for outputs that an op leaves unset (the seeds of attention without dropout, workspaces): they are never rebuilt, the
   op's other outputs may be.
 * Random ops run again from the generator state that the runtime will be able to restore later. Ops with a dropout of 0 draw
-  nothing and need no state.
+  nothing and do not need a state.
 * Collectives run once: ranks that do not record just now would not take part in a second one.
 * What an op made must still be there when the next op, or autograd, takes it: writes that PyTorch does not see (numpy, raw
   pointers) are noticed.
@@ -98,11 +98,7 @@ class VerifyingRecorder(OpRecorder):
         if is_drawn and not op.is_random:
             op.obstacle = op.obstacle or "draws random numbers without declaring it"
         elif op.is_random and not is_drawn and _has_no_dropout(func, args, kwargs):
-            op.is_random, op.random_point, state = (
-                False,
-                None,
-                None,
-            )  # attention: there is no state to take and put back
+            op.is_random, op.random_point, state = False, None, None  # recipes need not restore a state
         changed = [storage for storage, (tensor, before) in prints.items() if storage_fingerprint(tensor) != before]
         try:
             is_pure = func.namespace == "aten" and not (bases or changed or op.obstacle)

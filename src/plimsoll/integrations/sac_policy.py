@@ -28,7 +28,7 @@ REGIONS: dict[str, dict[int, int]] = {}
 """By module path and number of its call within one forward of the model: the entry of ``SAVED``."""
 
 _ATTENTION = re.compile(r"^_scaled_dot_product_(flash|efficient|cudnn|fused)_attention(_for_cpu|_overrideable)?$")
-"""Every kernel of fused attention goes by one name."""
+"""Every kernel of fused attention has one name."""
 _Place = tuple[nn.Module, str]
 _SMALL = 0.05
 """An op's outputs are saved together: those that the plan does not keep may add this share of those that it does."""

@@ -107,7 +107,7 @@ class Attachment(AttachedBudget):
         self._shapes: list[Shapes] = []
         self._traced: Shapes = ()
         self._served: Shapes | None = None
-        """What the last call had for which the plan at work was chosen."""
+        """The shapes for which the current plan was chosen last."""
         self._has_settled = self._accumulated = False
         self.is_calibrating = False
         """Whether the plan for the budget is still to come: the model runs at its lowest peak."""
@@ -164,7 +164,7 @@ class Attachment(AttachedBudget):
     def _before_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
         """Before a training call: plan for it, or for what the one before it showed."""
         if is_capturing(self._steps.device.type):
-            self._refuse_unready(situation)  # the plan at work stays: a graph does not ask again
+            self._refuse_unready(situation)  # the current plan stays: a graph does not ask again
             return
         self._calls += 1
         if self._watch.is_settled:
@@ -202,8 +202,8 @@ class Attachment(AttachedBudget):
         if self._served != situation.shapes:
             refuse_capture(
                 self._steps.device.type,
-                "A training step that has no plan yet",
-                why="the budget is planned for in the first training steps of a shape, for which steps are traced and timed",
+                "A training step without a plan",
+                why="the first training steps of a shape are traced and timed to make its plan",
                 next=WARM_UP,
             )
 

@@ -127,7 +127,7 @@ def hides_host_work(trace: Trace, ops: Mapping[str, OpCost], engine: EngineOverh
     """Whether the step's ops keep a device busy for longer than the host takes to launch them, so that the host runs ahead.
 
     Both are measured apart: ops in seconds of the device alone (``CudaClock``), the host by a chain of small ops on the device.
-    Known weakness: not yet run on a GPU; a step of which a part is bound by launches counts as what most of it is.
+    Known weakness: not yet run on a GPU; a step whose launches bind only in part counts as whole.
     """
     if _is_cpu(trace):
         return False

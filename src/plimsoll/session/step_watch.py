@@ -363,7 +363,7 @@ class StepWatch:
 
     def _begin_rising(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         allocated_bytes = self.rising.begin()
-        # What lies beside the step is measured when the device is idle, which a capture forbids.
+        # Other memory on the device is measured when the device is idle, which a capture forbids.
         if allocated_bytes and self.beside_bytes is None and not is_capturing(self.device.type):
             self.beside_bytes = beside_bytes(self._model, args, kwargs, allocated_bytes)
 

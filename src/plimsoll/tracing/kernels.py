@@ -9,12 +9,12 @@ Autocast differs too: where the caller's autocast is on (for "cuda", or for "cpu
 and with CUDA's list of ops that stay in float32.
 
 Attention takes the first kernel of torch's order that can serve the call: cuDNN's, where torch prefers it (`prefers_cudnn`),
-then flash, memory-efficient, and the one that is made of products. A kernel that is switched off by ``torch.backends.cuda`` or
+then flash, memory-efficient, and the one made of matrix products. A kernel that is switched off by ``torch.backends.cuda`` or
 ``torch.nn.attention.sdpa_kernel`` is left out.
 
 Sources: ``aten/src/ATen/native/Dropout.cpp``, ``transformers/attention.cpp``, ``transformers/cuda/sdp_utils.cpp``,
 ``layer_norm.cpp``, ``SoftMax.cpp``, ``autocast_mode.h`` in PyTorch. Known weaknesses: a GPU too old for flash attention is not
-told apart, nor an order given by ``sdpa_kernel(..., set_priority=True)``; heads of more than 128 count as none of cuDNN's
+recognised, nor an order given by ``sdpa_kernel(..., set_priority=True)``; heads of more than 128 count as none of cuDNN's
 (newer versions take some); convolutions and batch norm keep the CPU's
 form, which saves the same tensors as cuDNN's up to its small reserve. None of this was compared with a GPU yet.
 """
@@ -120,7 +120,7 @@ def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # noq
 def prefers_cudnn(device_name: str) -> bool:
     """Whether torch tries cuDNN's attention first on this device: since cuDNN 9.15.1, for compute capability 9 and 10.
 
-    A build of torch for CPUs has no cuDNN. There the version of torch's wheels for CUDA 13 is assumed, which is newer.
+    A build of torch for CPUs comes without cuDNN. There the version of torch's wheels for CUDA 13 is assumed, which is newer.
     ``TORCH_CUDNN_SDPA_DEPRIORITIZED=1``, a switched off kernel and deterministic mode count as in torch.
 
     Example:

@@ -30,7 +30,7 @@ _BALANCED = (
 
 
 _ANY_GPU = "GPU"
-"""One trace serves all GPUs. Its attention is FlashAttention, as in the published runs with which estimates are compared. A
+"""One trace serves all GPUs. Its attention is FlashAttention, as in the published runs that estimates are compared with. A
 technique may change that (Transformer Engine takes cuDNN's)."""
 
 

@@ -28,7 +28,7 @@ _PROBE_BYTES = 4 * MIB
 _PROBE_BYTES_ON_CUDA = 256 * MIB
 """Five times the second-level cache of an H100 (50 MB). 4 MiB would measure that cache."""
 _PROBE_SHARE = 8
-"""The probe's two tensors take at most a quarter of what is free."""
+"""The probe's two tensors take at most a quarter of the free memory."""
 _HEAVY = frozenset(
     [
         "cos",
@@ -164,7 +164,7 @@ def _flops(node: fx.Node) -> int:
 
 
 def probe_bytes(device: torch.device) -> int:
-    """Bytes of a tensor that is too large for the caches of a device, and small enough for what is free."""
+    """Bytes of a tensor that is too large for the caches of a device, and small enough for its free memory."""
     if device.type != "cuda":
         return _PROBE_BYTES
     return max(_PROBE_BYTES, min(_PROBE_BYTES_ON_CUDA, free_bytes(device) // _PROBE_SHARE))

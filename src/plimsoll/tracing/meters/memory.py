@@ -147,7 +147,7 @@ def storage_bytes(tensors: Iterable[torch.Tensor], device: torch.device | str | 
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that could be allocated on ``device`` now; 0 where that cannot be told.
+    """Bytes that could be allocated on ``device`` now; 0 if unknown.
 
     On CUDA what torch's allocator holds without use counts too: it hands that out first.
     """

@@ -29,9 +29,9 @@ _RESAMPLES = 2000
 _LEAD_SECONDS = 100e-6
 """How long the stream sleeps before an op that is timed: ten times what the host takes to launch one."""
 _MOST_LEAD_SECONDS = 20e-3
-"""Ops for which the host takes longer wait for the device themselves (reading a value)."""
+"""An op that keeps the host longer waits for the device itself: it reads a value."""
 _RATE_CYCLES = 1 << 20
-"""About half a millisecond, of which a launch is little."""
+"""About half a millisecond: a launch is 2% of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ class CudaClock(OpClock):
         return out, begin.elapsed_time(end) / 1e3
 
     def _sleep(self, cycles: int) -> float:
-        """Seconds that the stream sleeps for so many cycles."""
+        """Seconds that the stream sleeps for a number of cycles."""
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         torch.cuda._sleep(cycles)
