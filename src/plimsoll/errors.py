@@ -33,6 +33,7 @@
     │   ├── RankMissing            one did not come to an exchange in time
     │   ├── RankFailed             one failed in what all do together
     │   └── RanksDiffer            they have different models, batches, options, plans or versions
+    ├── CaptureRefused         a CUDA graph is being captured, and cannot repeat what is to be done
     ├── OffloadFailed          a link cannot take or give back a tensor: disk full, host budget spent, I/O error
     └── ReplayMismatch         backward was about to use a value that is not what forward made
         └── SavedTensorModified    a value that backward needs was written in place
@@ -189,6 +190,10 @@ class RankFailed(RankError):
 
 class RanksDiffer(RankError):
     """Ranks that should do the same have different models, batches, options, plans or versions."""
+
+
+class CaptureRefused(PlimsollError):
+    """A CUDA graph is being captured, and what a plan is to do now could not be repeated by it."""
 
 
 class OffloadFailed(PlimsollError):

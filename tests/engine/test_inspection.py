@@ -17,7 +17,7 @@ from plimsoll.artifacts.fault import Cause
 from plimsoll.artifacts.receipt import Engine
 from plimsoll.engine import inspection
 from plimsoll.engine.hooks import Cell
-from plimsoll.engine.inspection import PIECE_BYTES, ReferenceCopy
+from plimsoll.engine.inspection import PIECE_BYTES, ReferenceCopy, piece_bytes, pieces
 from plimsoll.engine.replay import CallReplay
 from plimsoll.errors import OffloadFailed
 from plimsoll.tracing.recorder.storages import same_bits
@@ -205,6 +205,16 @@ def test_a_reference_copy_knows_the_tensor_and_brings_it_back(tensor: torch.Tens
         back = copy.bring_back()
         assert back.dtype is tensor.dtype
         assert same_bits(back.contiguous(), tensor.contiguous())
+
+
+def test_a_large_region_is_inspected_in_as_many_pieces_as_a_smaller_one():
+    assert piece_bytes(3 * PIECE_BYTES) == PIECE_BYTES
+    tensors = [torch.empty(rows, PIECE_BYTES // 4, device="meta") for rows in (1, 100, 274)]
+    most_bytes = piece_bytes(sum(tensor.numel() * 4 for tensor in tensors))
+    cut = [list(pieces(tensor, most_bytes)) for tensor in tensors]
+    assert sum(map(len, cut)) <= 64 + 2 * len(tensors)
+    assert max(piece.numel() * 4 for of_one in cut for piece in of_one) <= most_bytes
+    assert most_bytes <= 6 * PIECE_BYTES
 
 
 def test_a_reference_copy_counts_elements_with_other_bits_and_how_far_they_are():

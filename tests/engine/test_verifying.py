@@ -11,7 +11,7 @@ from torch import nn
 from contracts.harness import assert_unchanged, plain_step, stack_of
 from engine.models import Inner, Lined
 from plimsoll.artifacts.region import Origin
-from plimsoll.engine.replay_rng import RandomPoints
+from plimsoll.engine.replay_rng import ENTRY, RandomPoints
 from plimsoll.engine.verifying import VerifyingRecorder
 from plimsoll.tracing.meters.memory import PeakMeter
 from plimsoll.tracing.recorder.storages import same_bits, storage_fingerprint
@@ -126,6 +126,25 @@ def test_outputs_that_an_op_leaves_unset_are_never_rebuilt_but_its_others_are(li
     assert seed not in recorder.not_rebuildable
     assert by_name["sin"].obstacle == by_name["mul"].obstacle == ""
     assert by_name["add"].obstacle == "reads memory that was not wholly written"
+
+
+def points(run):
+    """The point of every random op, by name."""
+    return {op.name: (op.is_random, op.random_point) for op in record(run, torch.rand(4)).ops if not op.obstacle}
+
+
+def test_an_op_whose_dropout_is_0_needs_no_state_and_one_that_happens_to_draw_nothing_does():
+    point = (True, (0, ENTRY))
+    assert points(lambda x: torch.native_dropout(x, 0.5, True)[0])["native_dropout"] == point
+
+    def attend(x):
+        return nn.functional.scaled_dot_product_attention(*(x.view(1, 1, 2, 2) * scale for scale in (1, 2, 3)))
+
+    attention = "_scaled_dot_product_flash_attention_for_cpu"
+    assert torch.Tag.nondeterministic_seeded in getattr(torch.ops.aten, attention).default.tags
+    assert points(attend)[attention] == (False, None)
+    # Draws as many numbers as the data says: in another step some.
+    assert points(lambda x: torch.binomial(torch.zeros(4), x))["binomial"] == point
 
 
 def test_an_op_that_draws_without_saying_so_moves_the_generator_once(library):

@@ -20,6 +20,8 @@ from metering import LiveStorages
 from plimsoll.artifacts.decision import Decision, Status
 from plimsoll.artifacts.plan import CompiledUnit, Plan, ValueDecision
 from plimsoll.errors import InvalidOption, PlanNotUsable
+from plimsoll.integrations import sac_policy
+from plimsoll.tracing.recorder.opkey import value_stem
 from samples import make_plan
 from steps import Net
 
@@ -141,3 +143,11 @@ def test_what_a_policy_cannot_say_is_refused(plan, kind, error, words, tmp_path)
         plan.export(kind, tmp_path / "policy.py")
     assert words in caught.value.why
     assert not (tmp_path / "policy.py").exists()
+
+
+def test_the_policy_names_attention_as_plans_do():
+    names = {str(schema.name).removeprefix("aten::") for schema in torch._C._jit_get_all_schemas()}
+    attention = [name for name in names if "scaled_dot_product" in name and not name.endswith("_backward")]
+    assert len(attention) > 5
+    for name in attention:
+        assert sac_policy._ATTENTION.sub("scaled_dot_product_attention", name) == value_stem(name)

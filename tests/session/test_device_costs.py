@@ -110,12 +110,18 @@ def test_with_hooks_of_somebody_else_around_nothing_is_measured():
 
 def test_a_step_on_a_gpu_touches_no_memory_of_the_host(monkeypatch: pytest.MonkeyPatch):
     asked: list[int] = []
-    monkeypatch.setattr(
-        "plimsoll.session.device_costs._measure", lambda touched: asked.append(touched) or EngineOverhead()
-    )
+    devices: list[str] = []
+
+    def measure(touched: int, device: torch.device) -> EngineOverhead:
+        asked.append(touched)
+        devices.append(str(device))
+        return EngineOverhead()
+
+    monkeypatch.setattr("plimsoll.session.device_costs._measure", measure)
     for moved_bytes, device in ((2 * MIB, "cpu"), (2**40, "cpu"), (2 * MIB, "cuda:0")):
         measure_engine(trace_of(moved_bytes, device))
     assert asked == [2 * MIB, 8 * MIB, 0]
+    assert devices == ["cpu", "cpu", "cuda:0"]  # launches are timed where the step runs
 
 
 def two_regions() -> StepIndex:
@@ -211,6 +217,8 @@ def test_the_engine_is_hidden_behind_a_busy_device_and_shows_behind_one_that_wai
     busy, waiting = measured_costs(_step_on("cuda:0", 1e-3), ENGINE), measured_costs(_step_on("cuda:0", 2e-6), ENGINE)
     assert busy.region_seconds == busy.slot_seconds == busy.replay_seconds == 0.0
     assert waiting.slot_seconds == ENGINE.slot_seconds
+    # Where the device waits for launches, an op takes what the host takes.
+    assert (busy.ops["add"].seconds, waiting.ops["add"].seconds) == (1e-3, ENGINE.host_op_seconds)
 
 
 def test_memory_of_an_unknown_device_is_unknown():

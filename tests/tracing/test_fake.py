@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import zoo as shared_zoo
 from plimsoll.artifacts.trace import Trace
@@ -102,30 +104,80 @@ def test_life_of_a_dropout_mask_leaves_out_the_slot_that_saves_it():
         assert all(step.storages[mask.storage].dies <= region.forward[1] for mask in masks)
 
 
+def attention_of(step: Trace) -> set[str]:
+    """The kernels of attention in forward; each needs its backward."""
+    names = [op.name for op in step.ops]
+    found = {name for name in names if "scaled_dot_product" in name and not name.endswith("_backward")}
+    assert all(names.count(name) == names.count(f"{name}_backward") for name in found)
+    return {name.removeprefix("_scaled_dot_product_").removesuffix("_attention") for name in found}
+
+
 @pytest.mark.parametrize(
-    ("dtype", "kernel"),
+    ("device", "dtype", "kernel"),
     [
-        (torch.bfloat16, "_scaled_dot_product_flash_attention"),
-        (torch.float32, "_scaled_dot_product_efficient_attention"),
+        ("H100-SXM", torch.bfloat16, "cudnn"),
+        ("GH200-96GB", torch.bfloat16, "cudnn"),
+        ("B200", torch.bfloat16, "cudnn"),
+        ("A100-80GB", torch.bfloat16, "flash"),
+        ("RTX-5090", torch.bfloat16, "flash"),
+        ("MI300X", torch.bfloat16, "flash"),
+        ("H100-SXM", torch.float32, "efficient"),
     ],
 )
-def test_gpu_target_takes_the_attention_kernel_of_its_dtype(dtype: torch.dtype, kernel: str):
-    names = [op.name for op in gpu_trace("gpt2", dtype).ops]
-    assert names.count(kernel) == names.count(f"{kernel}_backward") == 3
+def test_gpu_target_takes_the_attention_kernel_of_its_device_and_dtype(device: str, dtype: torch.dtype, kernel: str):
+    model, batch = zoo.ALL["gpt2"]()
+    assert attention_of(trace(model.to(dtype), batch, device_name=device)) == {kernel}
 
 
-def narrow_values() -> Net:
-    """Attention of two heads whose values are narrower than its keys, as in multi-head latent attention."""
+@pytest.mark.parametrize("way", ["variable", "old", "deterministic", "switched off", "all switched off"])
+def test_gpu_target_leaves_out_kernels_that_torch_leaves_out(way: str, monkeypatch: pytest.MonkeyPatch):
+    model, batch = zoo.ALL["gpt2"]()
+    with contextlib.ExitStack() as stack:
+        if way == "variable":
+            monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
+        elif way == "old":
+            monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+            monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91500)
+        elif way == "deterministic":
+            stack.callback(torch.use_deterministic_algorithms, mode=False)
+            torch.use_deterministic_algorithms(mode=True)
+        else:
+            kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH] if way == "switched off" else [SDPBackend.MATH]
+            stack.enter_context(sdpa_kernel(kernels))
+        found = attention_of(trace(model.bfloat16(), batch, device_name="H100"))
+    assert found == (set() if way == "all switched off" else {"flash"})
+
+
+def heads(value_size: int) -> Net:
+    """Attention of two heads; values that are narrower than keys are those of multi-head latent attention."""
 
     def attend(net: Net, x: torch.Tensor) -> torch.Tensor:
-        heads = net.project(x).unflatten(-1, (2, -1)).transpose(1, 2)
-        return F.scaled_dot_product_attention(*heads.split((24, 24, 16), -1), is_causal=True)
+        projected = net.project(x).unflatten(-1, (2, -1)).transpose(1, 2)
+        return F.scaled_dot_product_attention(*projected.split((24, 24, value_size), -1), is_causal=True)
 
-    return Net(attend, project=nn.Linear(8, 2 * (24 + 24 + 16)))
+    return Net(attend, project=nn.Linear(8, 2 * (24 + 24 + value_size)))
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "count"),
+    [
+        ("H100", torch.bfloat16, 4),
+        ("A100", torch.bfloat16, 5),  # with an empty mask for debugging
+        ("A100", torch.float32, 4),
+        ("laptop-CPU", torch.float32, 2),
+    ],
+)
+def test_values_of_attention_have_one_name_under_every_kernel(device: str, dtype: torch.dtype, count: int):
+    step = trace(heads(24).to(dtype), torch.randn(1, 32, 8).to(dtype), loss=torch.sum, device_name=device)
+    made = [value for value in step.regions[0].graph.values if "scaled_dot" in value.name]
+    assert [value.name for value in made] == [f"scaled_dot_product_attention#0.{index}" for index in range(count)]
+    # Output and logsumexp, then at most two words of random state.
+    assert [value.bytes for value in made[:2]] == [2 * 32 * 24 * dtype.itemsize, 2 * 32 * 4]
+    assert all(value.bytes <= 16 for value in made[2:])
 
 
 def test_values_of_another_head_size_take_the_efficient_kernel():
-    step = trace(narrow_values().bfloat16(), torch.randn(1, 32, 8).bfloat16(), loss=torch.sum, device_name="H100")
+    step = trace(heads(16).bfloat16(), torch.randn(1, 32, 8).bfloat16(), loss=torch.sum, device_name="A100")
     kernel = "_scaled_dot_product_efficient_attention"
     names = [op.name for op in step.ops]
     assert names.count(kernel) == names.count(f"{kernel}_backward") == 1
@@ -133,11 +185,12 @@ def test_values_of_another_head_size_take_the_efficient_kernel():
     assert all(spec.is_causal for spec in step.specs.values() if kernel in spec.name)
 
 
-def test_gpu_target_with_a_mask_takes_the_efficient_kernel():
+def test_gpu_target_with_a_mask_takes_a_kernel_that_has_masks():
     model, batch = zoo.bert()
     batch["attention_mask"][:, -4:] = 0
-    names = [op.name for op in trace(model.bfloat16(), batch, device_name="H100").ops]
-    assert "_scaled_dot_product_efficient_attention" in names
+    model.bfloat16()
+    assert attention_of(trace(model, batch, device_name="A100")) == {"efficient"}
+    assert attention_of(trace(model, batch, device_name="H100")) == {"cudnn"}
 
 
 def test_gpu_target_fuses_rms_norm():

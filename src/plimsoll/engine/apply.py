@@ -275,6 +275,7 @@ class Handle(RemovedAtEnd):
     def _forward_ended(self) -> None:
         self._shared.links.clear()
         self._shared.inputs.settle()
+        self._shared.unmet.say(self._plan)
 
     def begin_step(self) -> None:
         """A new call of the model begins: calls of its regions are counted from zero."""

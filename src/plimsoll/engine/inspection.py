@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from plimsoll.artifacts.fault import Cause, Fault
+from plimsoll.engine.capturing import is_capturing
 from plimsoll.engine.hooks import Cell
 from plimsoll.engine.offload.open import default_link_name, open_link
 from plimsoll.engine.offload.protocol import Link, Ticket
@@ -73,15 +74,17 @@ class Inspector:
 
         Not where recipes talk to other ranks: looking for the cause of a fault runs them again, on this rank alone.
 
-        Where the link has no room the call goes uninspected, with a warning: training does not stop for it.
+        Where the link has no room the call goes uninspected, with a warning: training does not stop for it. While a CUDA graph
+        is captured none is inspected: the copies would go over the link.
         """
-        if plan.collectives or (not self._is_thorough and plan.name != self._chosen):
+        if plan.collectives or (not self._is_thorough and plan.name != self._chosen) or is_capturing(plan.device_type):
             return None
         try:
             if self._link is None:
                 self._link = open_link(default_link_name(self._device), self._device, host_budget=None, directory=None)
             slots = (*plan.exact_slots, *plan.leaf_slots)
-            copies = {slot: ReferenceCopy(tensors[slot], self._link) for slot in slots}
+            size = piece_bytes(sum(tensors[slot].numel() * tensors[slot].element_size() for slot in slots))
+            copies = {slot: ReferenceCopy(tensors[slot], self._link, size) for slot in slots}
         except OffloadFailed as error:
             warnings.warn(f"plimsoll: region {plan.name!r} could not be inspected: {error.found}", stacklevel=6)
             return None
@@ -171,6 +174,14 @@ class Inspection:
 
 
 PIECE_BYTES = 4 * MIB
+"""What one piece takes at least."""
+_MOST_PIECES = 64
+"""Of one region: each is waited for. At 4 MiB a region of 1.5 GiB would have 375."""
+
+
+def piece_bytes(total_bytes: int) -> int:
+    """Bytes of one piece: a small share of a region's dropped tensors, so that the step keeps to its budget."""
+    return max(PIECE_BYTES, -(-total_bytes // _MOST_PIECES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,11 +200,12 @@ class ReferenceCopy:
         OffloadFailed: the link has no room.
     """
 
-    def __init__(self, tensor: torch.Tensor, link: Link) -> None:
+    def __init__(self, tensor: torch.Tensor, link: Link, most_bytes: int = PIECE_BYTES) -> None:
         self._like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         self._device = tensor.device
+        self._most_bytes = most_bytes
         self._tickets: list[Ticket] = []
-        for piece in pieces(tensor.detach()):
+        for piece in pieces(tensor.detach(), most_bytes):
             ticket = link.store(piece.contiguous().view(-1))
             ticket.settle()
             self._tickets.append(ticket)
@@ -204,7 +216,7 @@ class ReferenceCopy:
         if value.shape != like.shape or value.dtype is not like.dtype or value.stride() != like.stride():
             return Difference(0, elements, None)
         differing, furthest = 0, 0.0
-        for ticket, piece in zip(self._tickets, pieces(value.detach()), strict=True):
+        for ticket, piece in zip(self._tickets, pieces(value.detach(), self._most_bytes), strict=True):
             expected, found = ticket.read(), piece.contiguous().view(-1)
             if torch.equal(as_integers(expected), as_integers(found)):
                 continue
@@ -222,14 +234,14 @@ class ReferenceCopy:
         overlaps = any(stride == 0 and size > 1 for size, stride in zip(like.shape, like.stride(), strict=True))
         stride = torch.empty(like.shape, device="meta").stride() if overlaps else like.stride()
         value = torch.empty_strided(like.shape, stride, dtype=like.dtype, device=self._device)
-        for ticket, piece in zip(self._tickets, pieces(value), strict=True):
+        for ticket, piece in zip(self._tickets, pieces(value, self._most_bytes), strict=True):
             piece.copy_(ticket.read().view(piece.shape))
         return value
 
 
-def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Views that make up the tensor, cut along its largest dimension, each of about ``PIECE_BYTES`` at most."""
-    count = -(-tensor.numel() * tensor.element_size() // PIECE_BYTES)
+def pieces(tensor: torch.Tensor, most_bytes: int = PIECE_BYTES) -> Iterator[torch.Tensor]:
+    """Views that make up the tensor, cut along its largest dimension, each of about ``most_bytes`` at most."""
+    count = -(-tensor.numel() * tensor.element_size() // most_bytes)
     if count <= 1 or tensor.dim() == 0:
         yield tensor
         return

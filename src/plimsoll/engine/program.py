@@ -21,6 +21,7 @@ from plimsoll.engine.sampling import Sampler, SentinelPolicy
 from plimsoll.engine.sensing import Sensor
 from plimsoll.engine.split_backward import Halves
 from plimsoll.engine.stored_forms import Packer, RegionPacker
+from plimsoll.engine.unmet_names import UnmetNames
 from plimsoll.tracing.local_tensors import settled, version_of
 from plimsoll.tracing.recorder.storages import Geometry
 from plimsoll.tracing.torch_internals import below_autograd
@@ -51,6 +52,8 @@ class Shared:
     agree_on_service: Callable[[str, tuple[int, ...], str], None] | None = None
     """Compares with other ranks how a region that repeats collectives is served: region, ranks, service."""
     splits_backward: bool = False
+    unmet: UnmetNames = field(default_factory=UnmetNames)
+    """Names of the plan that calls do not make."""
     recording: threading.Lock = field(default_factory=threading.Lock)
     """Held by the thread that records a region; others keep everything meanwhile."""
 

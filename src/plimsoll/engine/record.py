@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from plimsoll.artifacts.plan import RegionPlan
 from plimsoll.artifacts.region import Origin, RegionGraph
 from plimsoll.engine.call_stream import StreamRecorder, references
+from plimsoll.engine.capturing import WARM_UP, refuse_capture
 from plimsoll.engine.guards import NO_OFFSET, Entry, SignatureReader
 from plimsoll.engine.hooks import GONE, Cell, OpenCall, unpack
 from plimsoll.engine.program import Program, Shared
@@ -65,6 +66,7 @@ class Recording:
 
     def program(self, plan: RegionPlan, shared: Shared, *, is_linked: bool) -> Program:
         """What serves such calls under a plan. ``is_linked``: the region before can make the first argument again."""
+        shared.unmet.note(plan, self.graph)
         return self.serve(self.replay_plan(plan, shared, is_linked=is_linked), plan, shared)
 
     def replay_plan(self, plan: RegionPlan, shared: Shared, *, is_linked: bool) -> ReplayPlan:
@@ -226,7 +228,16 @@ def record_call(
 
     Where the service knows the call's stream of torch calls, and the call has saved what it saves, its program stays. A
     sensor is shown the region's saved values while all of them are there.
+
+    Raises:
+        CaptureRefused: a CUDA graph is being captured.
     """
+    refuse_capture(
+        subject.device_type,
+        f"A call of region {subject.name!r} that was not recorded yet",
+        why="recording runs every op twice and compares the results, so the host waits for the device",
+        next=WARM_UP,
+    )
     plan, sensor = service.plan, shared.sensor
     unpack_hook = unpack if sensor is None else sensor.unpack(subject.name, plan.call)
     call = _watch(subject, entry, reader, args, kwargs, shared, unpack_hook)

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from plimsoll.engine.capturing import refuse_capture
 from plimsoll.tracing.recorder.recorder import RecordedOp
 
 ENTRY = -1
@@ -41,8 +42,18 @@ def state_points(ops: Iterable[RecordedOp], generators: Sequence[torch.Generator
 
 
 def take_states(points: StatePoints, at: int, states: dict[tuple[int, int], torch.Generator]) -> None:
-    """Forward has come to the point ``at``: take the states that random ops start from there."""
+    """Forward has come to the point ``at``: take the states that random ops start from there.
+
+    Raises:
+        CaptureRefused: a CUDA graph is being captured.
+    """
     for position, generator in points.get(at, ()):
+        refuse_capture(
+            generator.device.type,
+            "A random op that runs again in backward, such as dropout,",
+            why="a graph draws other numbers every time, and recipes put the generator back to where forward found it",
+            next="set dropout to 0, or keep what random ops make: plan with a larger budget",
+        )
         states[position, at] = generator.clone_state()
 
 

@@ -7,7 +7,7 @@ every call.
 
 On a CPU they are compared on the spot. A comparison on a GPU would make the host wait for the device at every slot, so
 there each one leaves a flag on the device, and all flags of a backward pass are read once, when it ends: still before the
-optimizer can step.
+optimizer can step. No samples are taken while a CUDA graph is captured: the host could not read the flags of its replays.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from plimsoll.engine.capturing import is_capturing
 from plimsoll.engine.replay_plan import ReplayPlan
 from plimsoll.tracing.recorder.storages import INTEGER_OF_SIZE, Geometry, same_bits
 from plimsoll.tracing.torch_internals import at_end_of_backward, current_graph_task
@@ -84,6 +85,7 @@ class Sampler:
 
     def __init__(self, plan: ReplayPlan, policy: SentinelPolicy) -> None:
         self._policy = policy
+        self._device_type = plan.device_type
         places = {slot: SamplePlaces.of(plan.recording.slot_geometries[slot]) for slot in plan.sentinel_slots}
         self._sentinels = {slot: found for slot, found in places.items() if found is not None}
 
@@ -91,7 +93,7 @@ class Sampler:
         """Elements of the sentinel slots of the ``number``-th call, as integers: bits are compared, not values. Called
         below autograd.
         """
-        if not self._sentinels or number % self._policy.every:
+        if not self._sentinels or number % self._policy.every or is_capturing(self._device_type):
             return {}
         samples: dict[int, Sample] = {}
         for slot, places in self._sentinels.items():
@@ -111,6 +113,8 @@ class Sampler:
         again = places.at(offset, value)
         if value.is_cpu:
             sample = torch.tensor(sample, dtype=again.dtype, device=again.device)
+        elif is_capturing(value.device.type):  # of backward alone: the flag could not be read
+            return
         elif must_defer(value.device.type):
             self._policy.deferred.add((sample != again).any(), functools.partial(fail, slot))
             return

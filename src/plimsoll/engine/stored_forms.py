@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from plimsoll.engine.capturing import refuse_capture
 from plimsoll.engine.codecs.protocol import Codec, Payload
 from plimsoll.engine.codecs.registry import find_codec
 from plimsoll.engine.hooks import NOTHING, Cell, OpenCall, Readable, modified_in_place
@@ -149,8 +150,22 @@ class Packer:
         return codec is not None and codec.keeps_sign_only
 
     def pack(self, source: Source, form: str, *, seed: int, most_bytes: int | None) -> Readable:
-        """What to hold instead of a saved tensor; ``OffloadFailed`` where the link has no room."""
+        """What to hold instead of a saved tensor.
+
+        Raises:
+            OffloadFailed: the link has no room.
+            CaptureRefused: a CUDA graph is being captured, and the form needs the host in every step.
+        """
         codec, whole = self.codec(form), source.whole
+        if codec is None or not codec.is_capturable(whole.dtype):
+            refuse_capture(
+                whole.device.type,
+                f"Values in the form {form!r}",
+                why="a graph would copy into host memory that others use by then"
+                if codec is None
+                else "a graph would repeat what the host decided during the capture: sizes that follow the data, or a seed",
+                next="plan with allow=('recompute',), or with codecs of one size such as int8",
+            )
         if codec is None:
             assert self._link is not None
             return Sent(self._link.store(whole), source)

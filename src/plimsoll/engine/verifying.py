@@ -10,7 +10,8 @@ own forward; other ops, and those that write in place, take one op's outputs on 
 * ``empty``: what an op writes into unset memory is verified on poisoned memory, or leftovers would verify by accident. The
   same for outputs that an op leaves unset (the seeds of attention without dropout, workspaces): they are never rebuilt, the
   op's other outputs may be.
-* Random ops run again from the generator state that the runtime will be able to restore later.
+* Random ops run again from the generator state that the runtime will be able to restore later. Ops with a dropout of 0 draw
+  nothing and do not need a state.
 * Collectives run once: ranks that do not record just now would not take part in a second one.
 * What an op made must still be there when the next op, or autograd, takes it: writes that PyTorch does not see (numpy, raw
   pointers) are noticed.
@@ -18,7 +19,7 @@ own forward; other ops, and those that write in place, take one op's outputs on 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ from plimsoll.tracing.torch_internals import below_autograd, without_torch_funct
 
 NOT_EXACT = "gives other bits when it is run again"
 _POISON = 0xA5
+_PROBABILITIES = ("p", "dropout_p")
+"""How aten calls the probability of dropout."""
 _LARGE_BYTES = 1 << 14
 """Outputs of so many bytes on a CPU are known by their checksums while the op runs again: two of them might be the peak."""
 
@@ -91,16 +94,19 @@ class VerifyingRecorder(OpRecorder):
         earlier = self.points.state(device)
         out = func(*args, **kwargs)
         later = self.points.state(device)
-        if not op.is_random and not torch.equal(earlier, later):
+        is_drawn = not torch.equal(earlier, later)
+        if is_drawn and not op.is_random:
             op.obstacle = op.obstacle or "draws random numbers without declaring it"
+        elif op.is_random and not is_drawn and _has_no_dropout(func, args, kwargs):
+            op.is_random, op.random_point, state = False, None, None  # recipes need not restore a state
         changed = [storage for storage, (tensor, before) in prints.items() if storage_fingerprint(tensor) != before]
         try:
             is_pure = func.namespace == "aten" and not (bases or changed or op.obstacle)
             is_pure = is_pure and (state is not None or not op.is_random)
             if is_pure and self._is_large(out, prints):
-                marks, made = _marks(out), _sizes(flat_tensors(out))
+                marks, made = _marks(out), memory_of(flat_tensors(out))
                 del out
-                _soil(made, ~_byte(op) & 0xFF)
+                soil(made, ~_byte(op) & 0xFF)
                 out = self._again(op, args, kwargs, state)
                 if _marks(out) == marks:
                     return out
@@ -117,7 +123,7 @@ class VerifyingRecorder(OpRecorder):
         """Whether the first result is to be let go before there is a second: it is all new memory, and takes much of it."""
         made = flat_tensors(out)
         is_new = all(is_plain(tensor) and tensor.is_cpu and self.table.find(tensor) not in prints for tensor in made)
-        return is_new and sum(size for size, _ in _sizes(made)) >= _LARGE_BYTES
+        return is_new and sum(size for size, _ in memory_of(made)) >= _LARGE_BYTES
 
     def _again(self, op: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any], state: torch.Tensor | None) -> Any:
         """Run an op once more, as recipes run it."""
@@ -212,11 +218,11 @@ class VerifyingRecorder(OpRecorder):
     def _base(self, storage: int, tensor: torch.Tensor) -> torch.Tensor:
         """What the replay of a write starts from: a copy of the contents, poison where nothing was written yet."""
         if storage not in self._undefined:
-            return _whole(tensor, tensor.untyped_storage().clone())
+            return whole_storage(tensor, tensor.untyped_storage().clone())
         if storage not in self._shadows:
             poisoned = tensor.untyped_storage().clone()
             torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(poisoned).fill_(_POISON)
-            self._shadows[storage] = _whole(tensor, poisoned)
+            self._shadows[storage] = whole_storage(tensor, poisoned)
         return self._shadows[storage]
 
     def _check(
@@ -240,7 +246,7 @@ class VerifyingRecorder(OpRecorder):
         scratch: dict[int, torch.Tensor] = {}
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, torch.Tensor) and is_plain(tensor) and self.table.find(tensor) in changed:
-                scratch[self.table.find(tensor)] = _whole(tensor, tensor.untyped_storage().clone())
+                scratch[self.table.find(tensor)] = whole_storage(tensor, tensor.untyped_storage().clone())
         replaced = {**bases, **scratch}
 
         def substitute(value: Any) -> Any:
@@ -250,7 +256,7 @@ class VerifyingRecorder(OpRecorder):
             return value
 
         again_args, again_kwargs = tree_map(substitute, args), tree_map(substitute, kwargs)
-        _soil(_sizes(t for t in flat_tensors(out) if is_plain(t) and self.table.find(t) not in bases), _byte(op))
+        soil(memory_of(t for t in flat_tensors(out) if is_plain(t) and self.table.find(t) not in bases), _byte(op))
         try:
             again = self._again(op, again_args, again_kwargs, state)
         except Exception as error:  # noqa: BLE001 - whatever the second run raises, forward itself has succeeded
@@ -260,18 +266,17 @@ class VerifyingRecorder(OpRecorder):
         self._compare_writes(op, args, kwargs, bases)
 
     def _compare_outputs(self, op: RecordedOp, out: Any, again: Any, bases: dict[int, torch.Tensor]) -> None:
-        """Outputs with other bits are no obstacle beside good ones if they are no numbers to compute with (seeds)."""
+        """Note outputs that the op leaves unset. Any other difference is an obstacle."""
         firsts, seconds = flat_tensors(out), flat_tensors(again)
         if len(firsts) != len(seconds):
             op.obstacle = NOT_EXACT
             return
-        pairs = list(zip(firsts, seconds, strict=True))
-        checked = [i for i, (t, _) in enumerate(pairs) if is_plain(t) and self.table.find(t) not in bases]
-        wrong = [i for i in checked if not same_bits(*pairs[i])]
-        if len(wrong) < len(checked) and all(_is_no_number(*pairs[i]) for i in wrong):
-            self._unset_outputs = tuple(wrong)
-        elif wrong:
+        made = {i: pair for i, pair in enumerate(zip(firsts, seconds, strict=True)) if is_plain(pair[0])}
+        unset = unset_outputs({i: pair for i, pair in made.items() if self.table.find(pair[0]) not in bases})
+        if unset is None:
             op.obstacle = NOT_EXACT
+        else:
+            self._unset_outputs = unset
 
     def _compare_writes(
         self, op: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any], bases: dict[int, torch.Tensor]
@@ -280,7 +285,7 @@ class VerifyingRecorder(OpRecorder):
             self.table.find(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and is_plain(t)
         }
         for storage, base in bases.items():
-            is_same = same_bits(_whole(live[storage], live[storage].untyped_storage()), base)
+            is_same = same_bits(whole_storage(live[storage], live[storage].untyped_storage()), base)
             if is_same:
                 self._undefined.discard(storage)
                 self._shadows.pop(storage, None)
@@ -288,7 +293,22 @@ class VerifyingRecorder(OpRecorder):
                 op.obstacle = NOT_EXACT
 
 
-def _sizes(made: Iterable[torch.Tensor]) -> list[tuple[int, torch.device]]:
+def unset_outputs(pairs: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> tuple[int, ...] | None:
+    """Return the outputs that an op never writes, or ``None`` if it makes other numbers when it runs again.
+
+    An output counts as never written if two runs from the same inputs left other bits in it, it holds no floating-point
+    numbers, and some other output has equal bits. Fused attention without dropout returns such a seed and offset.
+
+    Args:
+        pairs: what both runs made, by position. `soil` memory before the second run, or old contents may agree by accident.
+    """
+    wrong = [position for position, (first, second) in pairs.items() if not same_bits(first, second)]
+    if len(wrong) < len(pairs) and all(_is_no_number(*pairs[position]) for position in wrong):
+        return tuple(wrong)
+    return None if wrong else ()
+
+
+def memory_of(made: Iterable[torch.Tensor]) -> list[tuple[int, torch.device]]:
     """Bytes and devices of the memory of tensors."""
     return [(tensor.untyped_storage().nbytes(), tensor.device) for tensor in made]
 
@@ -303,7 +323,7 @@ def _byte(op: RecordedOp) -> int:
     return (37 * op.id + 11) % 256
 
 
-def _soil(sizes: list[tuple[int, torch.device]], byte: int) -> None:
+def soil(sizes: Iterable[tuple[int, torch.device]], byte: int) -> None:
     """Make it likely that the next run's outputs lie where every byte is ``byte``: allocate their sizes, fill, let go."""
     soiled = [torch.full((size,), byte, dtype=torch.uint8, device=device) for size, device in sizes]
     del soiled
@@ -311,6 +331,15 @@ def _soil(sizes: list[tuple[int, torch.device]], byte: int) -> None:
 
 def _is_no_number(first: torch.Tensor, second: torch.Tensor) -> bool:
     return Geometry.of(first) == Geometry.of(second) and not (first.dtype.is_floating_point or first.is_complex())
+
+
+def _has_no_dropout(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the op draws with a probability, which is 0. Ops whose draws depend on data (binomial) have none."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name in _PROBABILITIES:
+            given = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
+            return bool(given == 0)
+    return False
 
 
 def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
@@ -321,7 +350,7 @@ def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     return torch.device("cpu")
 
 
-def _whole(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+def whole_storage(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
     """All bytes of a storage as a tensor of the dtype of ``tensor``."""
     count = storage.nbytes() // tensor.element_size()
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, (count,))  # type: ignore[call-overload, no-any-return]

@@ -10,6 +10,7 @@ recomputes: that costs time, never memory or right gradients. Not for compiled m
 from __future__ import annotations
 
 import functools
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +27,8 @@ SAVED: tuple[dict[str, tuple[int, ...]], ...] = ()
 REGIONS: dict[str, dict[int, int]] = {}
 """By module path and number of its call within one forward of the model: the entry of ``SAVED``."""
 
+_ATTENTION = re.compile(r"^_scaled_dot_product_(flash|efficient|cudnn|fused)_attention(_for_cpu|_overrideable)?$")
+"""Every kernel of fused attention has one name."""
 _Place = tuple[nn.Module, str]
 _SMALL = 0.05
 """An op's outputs are saved together: those that the plan does not keep may add this share of those that it does."""
@@ -127,7 +130,8 @@ class _Policy:
         if not is_writing and all(tensor.untyped_storage().data_ptr() in known for tensor in outputs):
             return False
         path = self._running.paths[-1] if self._running.paths else ""
-        stem = f"{path}::{name if space == 'aten' else f'{space}.{name}'}"
+        called = _ATTENTION.sub("scaled_dot_product_attention", name) if space == "aten" else f"{space}.{name}"
+        stem = f"{path}::{called}"
         wanted = self._wanted.get(f"{stem}#{self._occurrences[stem]}", ())
         self._occurrences[stem] += 1
         # Saved are neither writes (their caller goes on with what they wrote to), nor random numbers (those drawn after them

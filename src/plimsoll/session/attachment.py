@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from plimsoll.artifacts.plan import Plan
+from plimsoll.engine.capturing import WARM_UP, is_capturing, refuse_capture
 from plimsoll.errors import BudgetBelowFloor, PlimsollError
 from plimsoll.session.agreement import Agreement
 from plimsoll.session.batch_shapes import Shapes, covers
@@ -105,6 +106,8 @@ class Attachment(AttachedBudget):
         """Begin with the next call as with the first one."""
         self._shapes: list[Shapes] = []
         self._traced: Shapes = ()
+        self._served: Shapes | None = None
+        """The shapes for which the current plan was chosen last."""
         self._has_settled = self._accumulated = False
         self.is_calibrating = False
         """Whether the plan for the budget is still to come: the model runs at its lowest peak."""
@@ -160,6 +163,9 @@ class Attachment(AttachedBudget):
 
     def _before_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
         """Before a training call: plan for it, or for what the one before it showed."""
+        if is_capturing(self._steps.device.type):
+            self._refuse_unready(situation)  # the current plan stays: a graph does not ask again
+            return
         self._calls += 1
         if self._watch.is_settled:
             self._watch.remove()
@@ -189,7 +195,17 @@ class Attachment(AttachedBudget):
                 self.remove()
             raise
         if not self.is_calibrating:
+            self._served = situation.shapes
             self._steps.meter_if_new(args, kwargs, situation, self._metered)
+
+    def _refuse_unready(self, situation: Situation) -> None:
+        if self._served != situation.shapes:
+            refuse_capture(
+                self._steps.device.type,
+                "A training step without a plan",
+                why="the first training steps of a shape are traced and timed to make its plan",
+                next=WARM_UP,
+            )
 
     def _calibrate(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
         """What every rank does in every call until the plan for the budget is there."""

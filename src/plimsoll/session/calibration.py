@@ -37,6 +37,7 @@ from plimsoll.tracing.meters.memory import (
     storage_bytes,
     storage_of,
 )
+from plimsoll.tracing.meters.workspaces import release_library_workspaces
 from plimsoll.tracing.recorder.calling import output_tensors
 from plimsoll.tracing.torch_internals import is_profiled, is_profiler_on
 from plimsoll.tracing.zero import held_by_deepspeed, optimizer_inside
@@ -249,6 +250,7 @@ class MeasuredStep:
         """Set by those who know; otherwise gradients, or parameters that were written, tell."""
         self._meter: PeakMeter | None = None
         if not (self._device.type == "cpu" and (is_profiled() or is_profiler_on())):
+            release_library_workspaces(self._device)
             self._meter = PeakMeter(self._device, held=held)
             self._meter.__enter__()
 
@@ -386,7 +388,11 @@ def beside_bytes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     state_bytes = 0 if optimizer is None else _state_bytes(optimizer)
     device = next(model.parameters()).device
     return (
-        allocated_bytes - storage_bytes(held_tensors(model, args, kwargs), device) - bucket_bytes(model) - state_bytes
+        allocated_bytes
+        - storage_bytes(held_tensors(model, args, kwargs), device)
+        - bucket_bytes(model)
+        - state_bytes
+        - release_library_workspaces(device)
     )
 
 

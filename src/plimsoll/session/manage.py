@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
+import torch
 from torch import nn
 
 from plimsoll.artifacts.plan import Plan
 from plimsoll.engine.apply import Handle, apply_plan
-from plimsoll.errors import PlanMismatch, PlanNotUsable
+from plimsoll.errors import PlanMismatch, PlanNotUsable, UnknownDevice
+from plimsoll.planning.costing.devices import find_device
 from plimsoll.session.agreement import Agreement
 from plimsoll.session.rendezvous.conversation import differing
 from plimsoll.session.rendezvous.exchange import exchange
 from plimsoll.session.rendezvous.world import current_world
 from plimsoll.tracing.kernels import runs_gpu_kernels
 from plimsoll.tracing.recorder.fingerprint import fingerprint
+from plimsoll.units import format_bytes
 
 
 def manage(model: nn.Module, plan: Plan, **options: Any) -> Handle:
@@ -99,14 +103,52 @@ def refuse_other_signature(found: str, plan: Plan) -> None:
         )
 
 
+_OTHER_KERNELS = (
+    "a GPU's kernels save other tensors for backward than a CPU's, and the plan decides about those tensors"
+)
+
+
+def warn_of_other_device(model: nn.Module, plan: Plan) -> None:
+    """Warn about a plan for another kind of device, or for another GPU of the catalogue than the model is on."""
+    here = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    if plan.framework != "torch" or here.type == "meta":
+        return
+    if _has_other_kernels(plan, here):
+        name, effect = str(here), f"{_OTHER_KERNELS}: here the step may take more"
+    elif here.type == "cuda" and _is_another(plan.device, torch.cuda.get_device_name(here)):
+        name = torch.cuda.get_device_name(here)
+        effect = "decisions weigh the seconds of that device, and its libraries take other workspaces"
+    else:
+        return
+    budget = "" if plan.budget_bytes is None else f" under a budget of {format_bytes(plan.budget_bytes)}"
+    warnings.warn(
+        f"plimsoll: this plan was made for {plan.device}, and the model is on {name}. Its peak of "
+        f"{format_bytes(plan.predicted_peak_bytes)}{budget} was predicted for {plan.device}; {effect}. "
+        "Plan on this device: leave device_profile= (--device-profile) out.",
+        stacklevel=4,
+    )
+
+
+def _has_other_kernels(plan: Plan, here: torch.device) -> bool:
+    return runs_gpu_kernels(plan.device) is not runs_gpu_kernels(str(here))
+
+
+def _is_another(planned: str, found: str) -> bool:
+    """Whether both names are in the catalogue, and not those of one device."""
+    try:
+        return find_device(planned).name.partition("@")[0] != find_device(found).name
+    except UnknownDevice:
+        return False
+
+
 def refuse_other_device(model: nn.Module, plan: Plan) -> None:
     """Refuse a plan for another kind of device: its kernels save other tensors for backward, so decisions do not carry
     over.
     """
     here = next(model.parameters()).device
-    if runs_gpu_kernels(plan.device) is not runs_gpu_kernels(str(here)):
+    if _has_other_kernels(plan, here):
         raise PlanMismatch(
             f"This plan was made for {plan.device}; the model is on {here}.",
-            why="a GPU's kernels save other tensors for backward than a CPU's, and the plan decides about those tensors",
+            why=_OTHER_KERNELS,
             next=f"verify it on {plan.device}, or plan for this device: leave device_profile= (--device-profile) out",
         )

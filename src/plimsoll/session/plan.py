@@ -17,7 +17,7 @@ from plimsoll.artifacts.store import load_plan
 from plimsoll.engine.apply import Handle
 from plimsoll.session.agreement import agreement_for, described
 from plimsoll.session.compiled import compiled_planner, plans_compiled
-from plimsoll.session.manage import check_plan, manage_together, refuse_other_model
+from plimsoll.session.manage import check_plan, manage_together, refuse_other_model, warn_of_other_device
 from plimsoll.session.options import Budget, PlanOptions
 from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS
 from plimsoll.session.retry import AppliedPlan, can_retry
@@ -143,7 +143,8 @@ def apply(
     """Manage ``model`` as ``plan`` says, until ``handle.remove()`` or the end of the ``with`` block.
 
     The model's code, parameters and ``state_dict`` stay as they are; a region that keeps everything is not touched at
-    all. The first call of each managed region records and verifies it (about three times the forward), later calls run
+    all. A plan for another device, or one that names values which the calls do not make, warns once. The first call of
+    each managed region records and verifies it (about three times the forward), later calls run
     with two hooks and a guard. On several ranks all apply the identical plan, or none does.
 
     Args:
@@ -179,6 +180,7 @@ def apply(
         check_count("sentinel_every", sentinel_every, least=1)
         check_count("verify_every", verify_every, least=0)
         refuse_other_model(model, plan)
+        warn_of_other_device(model, plan)
         agreement.same_plan(plan)
         handle = manage_together(agreement, model, plan, sentinel_every=sentinel_every, verify_every=verify_every)
         budget_bytes = plan.budget_bytes_of_ranks.get(str(agreement.rank), plan.budget_bytes)

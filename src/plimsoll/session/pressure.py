@@ -47,7 +47,7 @@ class Pressure:
 
         def room() -> int:
             more_bytes = max(0, torch.cuda.memory_allocated(device) - ours_bytes)
-            return free_bytes(device) + torch.cuda.memory_reserved(device) - more_bytes
+            return free_bytes(device) + torch.cuda.memory_allocated(device) - more_bytes
 
         self._room = room
 

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from plimsoll.artifacts.plan import Plan
+from plimsoll.engine.capturing import is_capturing
 from plimsoll.engine.copies import ModelHook
 from plimsoll.errors import BudgetBelowFloor
 from plimsoll.session.batch_shapes import Shapes, covers, shapes_and_masks_of, shapes_of, shown, standing_in
@@ -362,7 +363,8 @@ class StepWatch:
 
     def _begin_rising(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         allocated_bytes = self.rising.begin()
-        if allocated_bytes and self.beside_bytes is None:
+        # Other memory on the device is measured when the device is idle, which a capture forbids.
+        if allocated_bytes and self.beside_bytes is None and not is_capturing(self.device.type):
             self.beside_bytes = beside_bytes(self._model, args, kwargs, allocated_bytes)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:

@@ -28,6 +28,7 @@ from plimsoll.tracing.fsdp2 import (
 )
 from plimsoll.tracing.local_tensors import beside_weights, densified, local_of
 from plimsoll.tracing.meters.memory import PeakMeter, storage_bytes
+from plimsoll.tracing.meters.workspaces import release_library_workspaces
 from plimsoll.tracing.recorder.calling import Context, Loss, after_autocast, output_tensors, scalar_loss
 from plimsoll.tracing.recorder.untouched import KeptState, RandomState, arguments_kept, forwards_kept, private_copy
 from plimsoll.tracing.zero import held_by_deepspeed, is_gathered_by_zero
@@ -184,6 +185,7 @@ class TrainingStep:
         self.rewind()
         static_bytes = self.static_bytes()
         args, kwargs = private_copy((self._args, self._kwargs))
+        release_library_workspaces(self.device)
         with (
             holding_gradients_back(self.model, holds=holds_back),
             self._twins.moving_gradients(keeps=True),

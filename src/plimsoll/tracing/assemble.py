@@ -44,7 +44,7 @@ class Assembled:
 def assemble(log: StepLog, optimizer: OptimizerLog | None, *, beside: Mapping[str, int]) -> Assembled:
     """Attribute ops to regions, close lives, name storages.
 
-    ``beside`` are the bytes that wrappers hold for parameters and gradients, from before the step to after it, by name.
+    ``beside`` are the bytes that wrappers and libraries hold from before the step to after it, by name.
     """
     op_regions = _attribute(log)
     ops, specs = _ops(log, op_regions), dict(log.tracer.specs)

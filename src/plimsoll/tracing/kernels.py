@@ -8,15 +8,22 @@ tensors on the CPU, by what torch does for CUDA tensors (2.9 to 2.13).
 Autocast differs too: where the caller's autocast is on (for "cuda", or for "cpu" where no CUDA is), it runs with its dtype
 and with CUDA's list of ops that stay in float32.
 
+Attention takes the first kernel of torch's order that can serve the call: cuDNN's, where torch prefers it (`prefers_cudnn`),
+then flash, memory-efficient, and the one made of matrix products. A kernel that is switched off by ``torch.backends.cuda`` or
+``torch.nn.attention.sdpa_kernel`` is left out.
+
 Sources: ``aten/src/ATen/native/Dropout.cpp``, ``transformers/attention.cpp``, ``transformers/cuda/sdp_utils.cpp``,
-``layer_norm.cpp``, ``SoftMax.cpp``, ``autocast_mode.h`` in PyTorch. Known weaknesses: a GPU too old for flash attention, and
-kernels that were switched off by ``torch.backends.cuda``, are not told apart; convolutions and batch norm keep the CPU's
+``layer_norm.cpp``, ``SoftMax.cpp``, ``autocast_mode.h`` in PyTorch. Known weaknesses: a GPU too old for flash attention is not
+recognised, nor an order given by ``sdpa_kernel(..., set_priority=True)``; heads of more than 128 count as none of cuDNN's
+(newer versions take some); convolutions and batch norm keep the CPU's
 form, which saves the same tensors as cuDNN's up to its small reserve. None of this was compared with a GPU yet.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,6 +38,13 @@ _ATEN = torch.ops.aten
 _NARROW_DTYPES = (torch.float16, torch.bfloat16)
 _FLASH_MOST_HEAD_SIZE = 256
 _FLASH_ALIGNMENT = 8
+_CUDNN_FIRST = 91500
+"""Newer cuDNN is what torch prefers: since 9.15.1 it takes sequences of any length (pytorch#169849)."""
+_CUDNN_MOST_HEAD_SIZE = 128
+_CUDNN_MOST_LATENT = (192, 128)
+"""Sizes of heads of queries and of values in multi-head latent attention."""
+_HOPPER_OR_BLACKWELL = re.compile(r"(?<![a-z])(gh|h|gb|b)[1-9]00(?![0-9])|(?<![a-z])h20(?![0-9])")
+"""What data center GPUs of compute capability 9.0 and 10.x are called."""
 _FLOAT32_UNDER_CUDA_AUTOCAST = (
     "softmax.int",
     "log_softmax.int",
@@ -65,7 +79,7 @@ def target_kernels(device_name: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         library = Library("aten", "IMPL")
         stack.callback(library._destroy)
-        library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")
+        library.impl("scaled_dot_product_attention", _attention(with_cudnn=prefers_cudnn(device_name)), "AutogradCPU")
         library.impl("dropout", _dropout, "AutogradCPU")
         library.impl("rms_norm", _rms_norm, "AutogradCPU")
         library.impl("softmax.int", _softmax(_ATEN._softmax.default), "AutogradCPU")
@@ -103,45 +117,101 @@ def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # noq
     return _ATEN.dropout.default.decompose(input, p, train)  # type: ignore[no-any-return]
 
 
-def _attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,  # noqa: FBT001, FBT002 - aten's signature
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    head_size = query.shape[-1]
-    is_dense = query.dim() == 4 and query.shape[-1] == key.shape[-1]
-    has_equal_heads = is_dense and query.shape[1] == key.shape[1] == value.shape[1]
-    if (
-        is_dense
-        and value.shape[-1] == head_size  # the memory-efficient kernel takes values of another size
-        and attn_mask is None
-        and query.dtype in _NARROW_DTYPES
-        and head_size <= _FLASH_MOST_HEAD_SIZE
-        and (has_equal_heads or enable_gqa)
-    ):
-        padding = -head_size % _FLASH_ALIGNMENT
-        q, k, v = (torch.nn.functional.pad(t, (0, padding)) if padding else t for t in (query, key, value))
-        scale = head_size**-0.5 if scale is None else scale
-        flash = _ATEN._scaled_dot_product_flash_attention.default
-        out = flash(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
-        return out[..., :head_size] if padding else out  # type: ignore[no-any-return]
-    if has_equal_heads and query.dtype in (*_NARROW_DTYPES, torch.float32):
+def prefers_cudnn(device_name: str) -> bool:
+    """Whether torch tries cuDNN's attention first on this device: since cuDNN 9.15.1, for compute capability 9 and 10.
+
+    A build of torch for CPUs comes without cuDNN. There the version of torch's wheels for CUDA 13 is assumed, which is newer.
+    ``TORCH_CUDNN_SDPA_DEPRIORITIZED=1``, a switched off kernel and deterministic mode count as in torch.
+
+    Example:
+        >>> prefers_cudnn("A100-80GB")
+        False
+    """
+    is_allowed = torch.backends.cuda.cudnn_sdp_enabled() and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
+    is_repeatable = torch.are_deterministic_algorithms_enabled()
+    if not is_allowed or (is_repeatable and not torch.is_deterministic_algorithms_warn_only_enabled()):
+        return False
+    version = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    return (version is None or version > _CUDNN_FIRST) and _has_capability_9_or_10(device_name)
+
+
+def _has_capability_9_or_10(device_name: str) -> bool:
+    if not device_name.startswith("cuda"):
+        return _HOPPER_OR_BLACKWELL.search(device_name.lower()) is not None
+    if not torch.cuda.is_available():
+        return False
+    major, minor = torch.cuda.get_device_capability(torch.device(device_name))
+    is_old = int((torch.version.cuda or "13").partition(".")[0]) < 13
+    return major in (9, 10) and (not is_old or minor in (0, 3))
+
+
+def _attention(*, with_cudnn: bool) -> Callable[..., torch.Tensor]:
+    """The kernel that torch chooses on a GPU."""
+
+    def attend(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,  # noqa: FBT001, FBT002 - aten's signature
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        is_dense = query.dim() == 4 and query.shape[-1] == key.shape[-1]
+        has_equal_heads = is_dense and query.shape[1] == key.shape[1] == value.shape[1]
+        is_fused = is_dense and (has_equal_heads or enable_gqa)
         needs_gradient = any(t.requires_grad for t in (query, key, value))
-        bias = _attention_bias(attn_mask, query, key)
-        efficient = _ATEN._scaled_dot_product_efficient_attention.default
-        return efficient(query, key, value, bias, needs_gradient, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
-    math = _ATEN._scaled_dot_product_attention_math.default
-    return math(query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa)[0]  # type: ignore[no-any-return]
+        if is_fused and with_cudnn and _fits_cudnn(query, key, value, dropout_p):
+            bias = _attention_bias(attn_mask, query, key)
+            cudnn = _ATEN._scaled_dot_product_cudnn_attention.default
+            return cudnn(query, key, value, bias, needs_gradient, dropout_p, is_causal, False, scale=scale)[0]  # type: ignore[no-any-return]
+        if is_fused and attn_mask is None and _fits_flash(query, value):
+            head_size = query.shape[-1]
+            padding = -head_size % _FLASH_ALIGNMENT
+            q, k, v = (torch.nn.functional.pad(t, (0, padding)) if padding else t for t in (query, key, value))
+            scale = head_size**-0.5 if scale is None else scale
+            flash = _ATEN._scaled_dot_product_flash_attention.default
+            out = flash(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
+            return out[..., :head_size] if padding else out  # type: ignore[no-any-return]
+        if (
+            has_equal_heads
+            and query.dtype in (*_NARROW_DTYPES, torch.float32)
+            and torch.backends.cuda.mem_efficient_sdp_enabled()
+        ):
+            bias = _attention_bias(attn_mask, query, key)
+            efficient = _ATEN._scaled_dot_product_efficient_attention.default
+            return efficient(query, key, value, bias, needs_gradient, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+        math = _ATEN._scaled_dot_product_attention_math.default
+        return math(query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa)[0]  # type: ignore[no-any-return]
+
+    return attend
+
+
+def _fits_cudnn(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float) -> bool:
+    """Whether cuDNN's kernel takes these shapes."""
+    sizes = query.shape[-1], value.shape[-1]
+    return (
+        query.dtype in _NARROW_DTYPES
+        and (max(sizes) <= _CUDNN_MOST_HEAD_SIZE or sizes == _CUDNN_MOST_LATENT)
+        and not any(size % 8 for size in sizes)
+        and key.shape[2] != 1
+        and not (dropout_p and query.shape[2] == 1)
+    )
+
+
+def _fits_flash(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether the flash kernel takes these shapes; values of another head size are left to the memory-efficient kernel."""
+    return (
+        torch.backends.cuda.flash_sdp_enabled()
+        and query.dtype in _NARROW_DTYPES
+        and query.shape[-1] == value.shape[-1] <= _FLASH_MOST_HEAD_SIZE
+    )
 
 
 def _attention_bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
-    """The additive mask, expanded to all heads, as the memory-efficient kernel takes it."""
+    """The additive mask, expanded to all heads, as fused kernels take it."""
     if mask is None:
         return None
     if mask.dtype is torch.bool:

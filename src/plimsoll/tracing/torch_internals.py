@@ -135,3 +135,8 @@ def is_profiled() -> bool:
 def free_pinned_memory() -> None:
     """Give the host allocator's unused pinned memory back; builds for the CPU alone have no such allocator."""
     internal("torch._C._host_emptyCache")()
+
+
+def free_cublas_workspaces() -> None:
+    """Give the workspaces of cuBLAS back to torch's allocator; the next product takes new ones. Only for builds with CUDA."""
+    internal("torch._C._cuda_clearCublasWorkspaces")()

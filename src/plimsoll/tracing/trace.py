@@ -28,7 +28,7 @@ from plimsoll.tracing.fsdp2 import Gathered
 from plimsoll.tracing.kernels import runs_gpu_kernels, target_kernels
 from plimsoll.tracing.meters.memory import free_bytes, release_free_memory
 from plimsoll.tracing.meters.timing import OpClock, clock_for, one_thread
-from plimsoll.tracing.meters.workspaces import WorkspaceMeter, meter_for
+from plimsoll.tracing.meters.workspaces import WorkspaceMeter, meter_for, release_library_workspaces
 from plimsoll.tracing.optimizer import trace_optimizer
 from plimsoll.tracing.recorder.calling import (
     Call,
@@ -182,6 +182,7 @@ class _Step:
         self.home = _home_of(self.model)
         self._target = device_name or str(self.home or "cpu")
         self.is_fake = bool(device_name) or self.home is None
+        self._library_bytes = 0
 
     def run_once(self, run: Callable[[Call, WorkspaceMeter], StepLog]) -> tuple[StepLog, dict[str, int]]:
         """Run the step for its structure, and for hidden workspaces where it runs on its device."""
@@ -193,6 +194,7 @@ class _Step:
         meter = meter_for(self.home)
         with self.on_its_device() as call, meter.watching():  # with all threads: some kernels have a workspace for each
             log = run(call, meter)
+        self._library_bytes = release_library_workspaces(self.home)
         release_free_memory()
         return log, meter.bytes
 
@@ -217,8 +219,12 @@ class _Step:
         if self._optimizer is not None:
             on_gpu = runs_gpu_kernels(self._target)
             stepped = trace_optimizer(self._optimizer, self.model, log.without_gradient, on_gpu=on_gpu)
-        buckets = {"buckets of DistributedDataParallel": bucket_bytes(self._wrapped)}
-        parts = assemble(log, stepped, beside=buckets | {"weights that DeepSpeed steps": bytes_beside(self.model)})
+        beside = {
+            "buckets of DistributedDataParallel": bucket_bytes(self._wrapped),
+            "weights that DeepSpeed steps": bytes_beside(self.model),
+            "workspaces of cuBLAS": self._library_bytes,
+        }
+        parts = assemble(log, stepped, beside=beside)
         found = Trace(
             model=type(self.model).__name__,
             fingerprint=fingerprint(self.model),

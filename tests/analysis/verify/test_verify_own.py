@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from plimsoll.artifacts.receipt import OWN, ReceiptVerdict
 from plimsoll.artifacts.store import from_json
 from plimsoll.errors import InvalidOption
 from plimsoll.tracing.recorder.calling import ModuleStack
+from plimsoll.tracing.torch_internals import current_graph_task
 from steps import CheckpointedStack, Stack, mean_square
 
 
@@ -326,3 +328,95 @@ def test_a_buffer_that_is_bound_anew_in_every_step_is_put_back():
     assert receipt.verdict is ReceiptVerdict.VERIFIED
     assert model.calls is buffer
     assert buffer == 0
+
+
+@pytest.fixture
+def leaves_seed_unset() -> Iterator[Any]:
+    """An op as fused attention without dropout: next to its result it returns a seed that it never writes."""
+    contents = itertools.count()
+    library = torch.library.Library("plimsoll_unset", "DEF")
+    library.define("fused(Tensor x) -> (Tensor, Tensor)")
+    library.impl("fused", lambda x: (x.sin(), torch.full((2,), next(contents))), "CPU")
+    yield torch.ops.plimsoll_unset.fused.default
+    library._destroy()
+
+
+class Fused(torch.autograd.Function):
+    """The op, which saves its seed for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, op: Any, x: torch.Tensor) -> torch.Tensor:
+        out, seed = op(x)
+        ctx.save_for_backward(x, seed)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+        x, _ = ctx.saved_tensors
+        return None, gradient * x.cos()
+
+
+class FusedBlock(nn.Module):
+    """A block with such an op. Backward recomputes it with another scale, ``scale_again``."""
+
+    def __init__(self, op: Any, scale_again: float) -> None:
+        super().__init__()
+        self.linear, self.op, self.scale_again = nn.Linear(32, 32), op, scale_again
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = 1.0 if current_graph_task() == -1 else self.scale_again
+        return x + torch.tanh(Fused.apply(self.op, self.linear(x)) * scale)
+
+
+def fused(op: Any, *, is_checkpointed: bool, scale_again: float = 1.0) -> tuple[Any, torch.Tensor]:
+    stack = CheckpointedStack if is_checkpointed else Stack
+
+    def make() -> nn.Module:
+        model = stack(0)
+        model.blocks = nn.ModuleList(FusedBlock(op, scale_again) for _ in range(3))
+        return model
+
+    return seeded(make)
+
+
+def test_memory_that_an_op_never_wrote_is_no_fault_of_checkpointing(leaves_seed_unset):
+    model, batch = fused(leaves_seed_unset, is_checkpointed=True)
+    state = torch.get_rng_state()
+    receipt = plimsoll.verify(model, batch, loss=mean_square, steps=1)
+    assert receipt.verdict is ReceiptVerdict.VERIFIED, str(receipt)
+    assert receipt.faults == ()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_fault_next_to_memory_that_an_op_never_wrote_is_found(leaves_seed_unset):
+    model, batch = fused(leaves_seed_unset, is_checkpointed=True, scale_again=2.0)
+    receipt = plimsoll.verify(model, batch, loss=mean_square, steps=1)
+    assert receipt.verdict is ReceiptVerdict.GRADIENTS_DIFFER
+    assert {fault.op for fault in receipt.faults} == {"mul"}
+    assert {fault.cause for fault in receipt.faults} == {Cause.CHANGED_CONTROL_FLOW}
+
+
+def test_hooks_that_lose_what_an_op_wrote_are_found_next_to_memory_that_it_never_wrote(leaves_seed_unset):
+    model, batch = fused(leaves_seed_unset, is_checkpointed=False)
+
+    def half(tensor: torch.Tensor) -> torch.Tensor:
+        is_number = tensor.is_floating_point() and not isinstance(tensor, nn.Parameter)
+        return (
+            tensor.detach() * 0.5 if is_number and tensor.shape == (16, 32) else torch.empty_like(tensor).copy_(tensor)
+        )
+
+    def context() -> Any:
+        return saved_tensors_hooks(half, lambda packed: packed)
+
+    receipt = plimsoll.verify(model, batch, loss=mean_square, steps=1, context=context)
+    assert receipt.verdict is ReceiptVerdict.GRADIENTS_DIFFER
+    assert receipt.faults
+    assert not any("(2,)" in fault.value for fault in receipt.faults)
+
+
+def test_a_plan_is_verified_where_an_op_leaves_memory_unset(leaves_seed_unset):
+    model, batch = fused(leaves_seed_unset, is_checkpointed=False)
+    plan = plimsoll.plan(model, batch, strategy="full", loss=mean_square)
+    receipt = plimsoll.verify(model, batch, plan, loss=mean_square, steps=1)
+    assert receipt.verdict is ReceiptVerdict.VERIFIED, str(receipt)
+    assert any(region.dropped_bytes for region in receipt.regions)

@@ -1,13 +1,17 @@
 """What every codec promises, for all of them: a new family is found here by its line in the registry."""
 
 import functools
+from typing import Any
 
 import pytest
 import scipy.linalg
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
+from plimsoll.engine.codecs import layout
+from plimsoll.engine.codecs.layout import CHUNK
 from plimsoll.engine.codecs.protocol import Codec, Payload
 from plimsoll.engine.codecs.registry import FAMILIES, find_codec
 from plimsoll.tracing.meters.memory import PeakMeter
@@ -309,3 +313,43 @@ def test_any_int64_comes_back_or_is_refused(name, values):
     codec = find_codec(name)
     payload = codec.encode(tensor)
     assert payload is None or torch.equal(codec.decode(payload), tensor)
+
+
+class Waits(TorchFunctionMode):
+    """Counts how often the host reads what is on a device."""
+
+    READS = ("tolist", "item", "__bool__", "__int__", "__float__", "masked_select", "nonzero", "equal", "unique")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.__name__ in self.READS
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["zeros", "narrow", "bits"])
+def test_on_a_gpu_the_host_waits_once_to_encode_a_tensor_and_never_to_decode_it(name, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.rand(3 * CHUNK + 77, generator=generator) < 0.4
+    mask[CHUNK // 4 : CHUNK] = False  # chunks with nothing in them
+    tensor = {"zeros": mask * torch.randn(mask.shape, generator=generator), "bits": mask / 0.9}.get(
+        name, torch.randint(-5, 100, mask.shape, generator=generator)
+    )
+    codec = find_codec(name)
+    on_cpu = codec.encode(tensor)
+    monkeypatch.setattr(layout, "host_waits", lambda device: True)
+    for case in (tensor, torch.zeros_like(tensor), tensor[:5], tensor[:0]):
+        with Waits() as waits:
+            payload = codec.encode(case)
+        assert waits.count <= 1
+        with Waits() as waits:
+            decoded = codec.decode(payload)
+        assert waits.count == 0
+        assert same_bits(decoded, case.clone())
+    payload = codec.encode(tensor)
+    assert all(torch.equal(one, other) for one, other in zip(payload.parts, on_cpu.parts, strict=True))
+    if name == "bits":
+        tensor[-1] = 0.5
+        assert codec.encode(tensor) is None

@@ -52,7 +52,7 @@ def test_every_attention_op_has_an_exchange_before_it(local: Trace, ring: Trace)
     names = [op.name for op in ring.ops]
     exchanges = [tick for tick, name in enumerate(names) if name == "plimsoll.ring_exchange"]
     assert len(exchanges) == 2 * LAYERS
-    assert all(names[tick + 1].startswith("_scaled_dot_product_flash_attention") for tick in exchanges)
+    assert all(names[tick + 1].startswith("_scaled_dot_product_cudnn_attention") for tick in exchanges)
     assert [name for name in names if "ring" not in name] == [op.name for op in local.ops]
     for tick in exchanges:
         spec = ring.specs[ring.ops[tick].cost_key]

@@ -32,7 +32,7 @@ from plimsoll.analysis.verify.evidence import (
 )
 from plimsoll.analysis.verify.intermediates import compare_intermediates
 from plimsoll.analysis.verify.repeated_ops import RepeatedOps
-from plimsoll.analysis.verify.saved_tensors import SavedTensorWatch, switched_off, watched
+from plimsoll.analysis.verify.saved_tensors import Hook, SavedTensorWatch, switched_off, watched
 from plimsoll.artifacts.fault import Cause, Fault
 from plimsoll.artifacts.progress import Progress
 from plimsoll.artifacts.receipt import OWN, Receipt, Slope
@@ -103,8 +103,11 @@ def verify_own(
     report("looking for the cause", 0.6)
     tolerance = budget.tolerance(step.model)
     if seen.faults or not (seen.apart.is_within_spread or seen.apart.error <= tolerance > 0):
-        explained = _blame_randomness(step, budget) if budget.is_compiled else _repeat_watched(step)
-        seen = replace(seen, faults=(explained or seen.faults)[:_MOST_FAULTS])
+        if budget.is_compiled:
+            faults = _blame_randomness(step, budget) or seen.faults
+        else:
+            faults = _explained(step, seen.faults)
+        seen = replace(seen, faults=faults[:_MOST_FAULTS])
     report("timing both", 0.7)
     timings = _time(step, budget, steps)
     step.clear_gradients()
@@ -192,7 +195,7 @@ def _nothing_at_work(model: nn.Module) -> InvalidModel:
 
 def _broken(step: TrainingStep, error: Exception, faults: Sequence[Fault]) -> InvalidModel:
     """The step runs with everything kept, and fails as it is: say so, and why, as far as its ops show it."""
-    found = [*_repeat_watched(step), *faults]
+    found = _explained(step, faults)
     return InvalidModel(
         f"The step of {type(step.model).__name__} fails as it is: {type(error).__name__}: {error}",
         why="with everything kept it runs, so what it does to saved tensors breaks it"
@@ -201,19 +204,29 @@ def _broken(step: TrainingStep, error: Exception, faults: Sequence[Fault]) -> In
     )
 
 
-def _repeat_watched(step: TrainingStep) -> tuple[Fault, ...]:
-    """Run the step once more with every op watched, which says more than saved tensors do; nothing if all ops agree."""
+def _explained(step: TrainingStep, faults: Sequence[Fault]) -> tuple[Fault, ...]:
+    """Run the step once more with every op watched, which says more than saved tensors do.
+
+    Returns:
+        The ops that gave something else; if all agree, those of ``faults`` that are about memory that ops have written.
+    """
     stack = ModuleStack()
     ops = RepeatedOps(step.model, stack)
+    watch = SavedTensorWatch(step.model, ops.is_unset)
+
+    def wrap(pack: Hook, unpack: Hook) -> tuple[Hook, Hook]:
+        return watch.wrap(*ops.wrap(pack, unpack))
+
     with (
         contextlib.suppress(Exception),  # a step that fails has shown its ops by then
         torch.compiler.set_stance("force_eager"),
-        watched(ops.wrap),
+        watched(wrap),
+        watch.watch_modules(),
         stack.watch(step.model),
         ops,
     ):
         step.run()
-    return tuple(ops.faults())
+    return tuple(ops.faults()) or tuple(fault for fault in faults if (fault.region, fault.value) not in watch.unset)
 
 
 def _blame_randomness(step: TrainingStep, budget: CompilerBudget) -> tuple[Fault, ...]:

@@ -4,12 +4,16 @@ Every op of forward is noted with checksums of what it read and made. Ops that r
 on, or in a module while a saved tensor is unpacked, are a recomputation: they are laid beside the forward ops that they
 repeat. The first one that reads the same and makes something else is where things go wrong; if it reads something else, then
 that was changed.
+
+Memory that no op has written says nothing, and is not compared: what ``empty`` returns, and outputs that an op leaves unset
+next to good ones (the seed and offset of fused attention without dropout). Which these are is found as the engine finds it: the
+op runs twice (``unset_outputs``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +21,15 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from plimsoll.analysis.verify.saved_tensors import Hook
 from plimsoll.artifacts.fault import Cause, Fault
-from plimsoll.tracing.recorder.calling import ModuleStack
-from plimsoll.tracing.recorder.storages import content_fingerprint, is_plain
-from plimsoll.tracing.torch_internals import current_graph_task
+from plimsoll.engine.replay_rng import generators_of
+from plimsoll.engine.verifying import memory_of, soil, unset_outputs, whole_storage
+from plimsoll.tracing.recorder.calling import ModuleStack, flat_tensors
+from plimsoll.tracing.recorder.storages import Geometry, content_fingerprint, is_plain
+from plimsoll.tracing.torch_internals import below_autograd, current_graph_task, without_modes
 
 _UNSET = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 """Ops whose results are not defined."""
@@ -39,8 +45,9 @@ class _Entry:
     name: str
     is_random: bool
     constants: tuple[str, ...]
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
+    inputs: tuple[int | None, ...]
+    outputs: tuple[int | None, ...]
+    """Checksums of its inputs and outputs; ``None`` for memory that no op has written."""
     shapes: tuple[tuple[Any, ...], ...]
     setting: dict[str, object]
     """What the op ran under besides its arguments, by what it is called in a fault."""
@@ -71,6 +78,8 @@ class RepeatedOps(TorchDispatchMode):
         self._task = -1
         self._unpacking = 0
         self._unset: dict[int, StorageWeakRef] = {}
+        self._generators = generators_of([p.device for p in root.parameters()])
+        self._proofs = 0
 
     def wrap(self, pack: Hook, unpack: Hook) -> tuple[Hook, Hook]:
         """Saved-tensor hooks whose unpacking is known to be a recomputation."""
@@ -91,9 +100,10 @@ class RepeatedOps(TorchDispatchMode):
             self._task = -1  # backward's own ops stand between one recomputation and the next
             return func(*args, **kwargs)
         read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and is_plain(leaf)]
-        inputs = tuple(0 if self._is_unset(tensor) else content_fingerprint(tensor) for tensor in read)
+        inputs = self._checksums(read)
+        states = [generator.get_state() for generator in self._generators]
         out = func(*args, **kwargs)
-        self._note_unset(func, args, out)
+        self._note_unset(func, args, kwargs, out, states)
         if _name_of(func) in _UNNOTED:
             return out
         entry = self._entry(func, args, kwargs, read, inputs, out)
@@ -106,22 +116,56 @@ class RepeatedOps(TorchDispatchMode):
             self._again[-1].append(entry)
         return out
 
-    def _is_unset(self, tensor: torch.Tensor) -> bool:
+    def is_unset(self, tensor: torch.Tensor) -> bool:
+        """Whether no op has written the memory of the tensor yet."""
         reference = self._unset.get(tensor.untyped_storage()._cdata)
         return reference is not None and not reference.expired()
 
-    def _note_unset(self, func: Any, args: Any, out: Any) -> None:
-        """Memory that nobody has written yet says nothing."""
+    def _checksums(self, tensors: Sequence[torch.Tensor]) -> tuple[int | None, ...]:
+        return tuple(None if self.is_unset(tensor) else content_fingerprint(tensor) for tensor in tensors)
+
+    def _note_unset(self, func: Any, args: Any, kwargs: Any, out: Any, states: Sequence[torch.Tensor]) -> None:
+        """Keep account of memory that no op has written yet."""
+        unset: Iterable[torch.Tensor] = ()
         if _name_of(func) in _UNSET:
-            storage = out.untyped_storage()
-            self._unset[storage._cdata] = StorageWeakRef(storage)
+            unset = (out,)
         elif func._schema.is_mutable:
             for argument, value in zip(func._schema.arguments, args, strict=False):
                 if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, torch.Tensor):
                     self._unset.pop(value.untyped_storage()._cdata, None)
+        else:
+            unset = self._left_unset(func, args, kwargs, out, states)
+        for storage in (tensor.untyped_storage() for tensor in unset):
+            self._unset[storage._cdata] = StorageWeakRef(storage)
+
+    def _left_unset(
+        self, func: Any, args: Any, kwargs: Any, out: Any, states: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Outputs that the op has not written. It runs again, on copies, as it may write to its inputs undeclared."""
+        made = dict(enumerate(flat_tensors(out)))
+        is_asked = len(made) > 1 and all(map(is_plain, made.values()))
+        if not is_asked or all(map(torch.is_floating_point, made.values())) or _returns_views(func):
+            return []
+        again_args, again_kwargs = tree_map(_copied, (args, kwargs))
+        later = [generator.get_state() for generator in self._generators]
+        self._proofs += 1
+        soil(memory_of(made.values()), (37 * self._proofs + 11) % 256)
+        try:
+            for generator, state in zip(self._generators, states, strict=True):
+                generator.set_state(state)
+            with without_modes(), torch.no_grad(), below_autograd():
+                again = flat_tensors(func(*again_args, **again_kwargs))
+        except Exception:  # noqa: BLE001 - the second run may raise anything, the first has succeeded
+            return []
+        finally:
+            for generator, state in zip(self._generators, later, strict=True):
+                generator.set_state(state)
+        if len(again) != len(made):
+            return []
+        return [made[i] for i in unset_outputs({i: (each, again[i]) for i, each in made.items()}) or ()]
 
     def _entry(
-        self, func: Any, args: Any, kwargs: Any, read: Sequence[torch.Tensor], inputs: tuple[int, ...], out: Any
+        self, func: Any, args: Any, kwargs: Any, read: Sequence[torch.Tensor], inputs: tuple[int | None, ...], out: Any
     ) -> _Entry:
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor) and is_plain(leaf)]
         constants = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, bool | int | float | str)]
@@ -132,7 +176,7 @@ class RepeatedOps(TorchDispatchMode):
             is_random=torch.Tag.nondeterministic_seeded in func.tags,
             constants=tuple(map(repr, constants)),
             inputs=inputs,
-            outputs=tuple(content_fingerprint(tensor) for tensor in made),
+            outputs=self._checksums(made),
             shapes=tuple((tuple(tensor.shape), tensor.dtype) for tensor in made),
             setting={
                 "training flag": module is not None and module.training,
@@ -159,7 +203,7 @@ class RepeatedOps(TorchDispatchMode):
             first = self._forward[found]
             skipped = self._forward[position] if found > position else skipped
             position = found + 1
-            if first.outputs != entry.outputs or first.shapes != entry.shapes:
+            if first.shapes != entry.shapes or any(map(_differ, first.outputs, entry.outputs)):
                 return _fault(entry, *_why(first, entry, skipped))
         return None
 
@@ -191,6 +235,22 @@ def _name_of(func: Any) -> str:
     return name
 
 
+def _differ(first: int | None, again: int | None) -> bool:
+    """Whether two checksums differ. Memory that no op has written equals everything."""
+    return first != again and first is not None and again is not None
+
+
+def _returns_views(func: Any) -> bool:
+    return any(returned.alias_info is not None for returned in func._schema.returns)
+
+
+def _copied(value: Any) -> Any:
+    """The same tensor on a copy of its memory."""
+    if not isinstance(value, torch.Tensor) or not is_plain(value):
+        return value
+    return Geometry.of(value).view_on(whole_storage(value, value.untyped_storage().clone()))
+
+
 def _why(first: _Entry, again: _Entry, skipped: _Entry | None) -> tuple[Cause, str]:
     """The cause; ``skipped`` is a forward op before this one that was not run again."""
     if first.setting != again.setting:
@@ -202,7 +262,7 @@ def _why(first: _Entry, again: _Entry, skipped: _Entry | None) -> tuple[Cause, s
         changed = [f"{a} became {b}" for a, b in zip(first.constants, again.constants, strict=False) if a != b]
         return Cause.CHANGED_CONTROL_FLOW, f"its argument {', '.join(changed[:3])}"
     for one, other, source in zip(first.inputs, again.inputs, again.sources, strict=False):
-        if one != other:
+        if _differ(one, other):
             if source.startswith("buffer"):
                 return Cause.CHANGED_BUFFER, f"{source} changed"
             if skipped is not None and not source:

@@ -106,16 +106,25 @@ class _Note:
     fingerprint: int
     storage: StorageWeakRef
 
+    @property
+    def value(self) -> str:
+        """What a fault calls it."""
+        return f"saved tensor {self.index} of {self.shape}"
+
 
 class SavedTensorWatch:
     """Compares what hooks give back with what they were given.
 
     Args:
         root: the model; its modules name the places.
+        is_unset: whether no op has written the memory of a tensor.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, is_unset: Callable[[torch.Tensor], bool] = lambda tensor: False) -> None:
         self.faults: list[Fault] = []
+        self.unset: set[tuple[str, str]] = set()
+        """Tensors that say nothing, by region and value, as faults name them."""
+        self._is_unset = is_unset
         self.compared = 0
         self.stack = ModuleStack()
         self._root = root
@@ -149,7 +158,10 @@ class SavedTensorWatch:
         with without_modes():  # selective checkpointing would cache the checksum's ops
             checksum = content_fingerprint(tensor)
             storage = StorageWeakRef(tensor.untyped_storage())
-        return _Note(path, index, tuple(tensor.shape), tensor.dtype, checksum, storage)
+        note = _Note(path, index, tuple(tensor.shape), tensor.dtype, checksum, storage)
+        if self._is_unset(tensor):
+            self.unset.add((path, note.value))
+        return note
 
     def _compare(self, note: _Note, value: torch.Tensor) -> None:
         self.compared += 1
@@ -163,7 +175,7 @@ class SavedTensorWatch:
             Fault(
                 step=1,
                 region=note.module,
-                value=f"saved tensor {note.index} of {tuple(note.shape)}",
+                value=note.value,
                 op="unknown" if node is None else node.name(),
                 cause=self._cause(note, value, is_alike=is_alike),
                 elements=value.numel(),

@@ -55,6 +55,9 @@ class IntegerCodec(Codec):
     is_lossless: ClassVar[bool] = False
     bits: ClassVar[int]
 
+    def is_capturable(self, dtype: torch.dtype) -> bool:
+        return self.rounding == "nearest"  # a graph would round alike every time
+
     @property
     def is_affine(self) -> bool:
         return self.mode == "affine"

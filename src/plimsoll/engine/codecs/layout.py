@@ -76,6 +76,11 @@ def runs_kernels(device: torch.device) -> bool:
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
+def host_waits(device: torch.device) -> bool:
+    """Whether the host waits for the device to read a value: then codecs read one at most, and keep others on the device."""
+    return device.type == "cuda"
+
+
 def chunks(count: int, most: int = CHUNK) -> Iterator[tuple[int, int]]:
     """``(start, stop)`` of every chunk of ``count`` elements, ``most`` at a time."""
     for start in range(0, count, most):

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 
+from plimsoll.engine.codecs import layout
 from plimsoll.engine.codecs.layout import (
     CHUNK,
     BitPacker,
@@ -26,7 +27,7 @@ class Bits(Codec):
     """A bit per element and a constant, for tensors that hold nothing but zero and one other value.
 
     Booleans, 0/1 masks of any dtype, and dropout's mask times 1/(1 - p). Exact by bit pattern. Looking whether a tensor is
-    such a mask waits for the device, except with booleans.
+    such a mask waits for the device once, except with booleans.
     """
 
     family: ClassVar[str] = "bits"
@@ -34,6 +35,9 @@ class Bits(Codec):
 
     def accepts(self, dtype: torch.dtype) -> bool:
         return has_patterns(dtype)
+
+    def is_capturable(self, dtype: torch.dtype) -> bool:
+        return dtype is torch.bool
 
     def payload_bytes(self, count: int, dtype: torch.dtype) -> int:
         return packed_bits_bytes(count) + dtype.itemsize
@@ -53,18 +57,23 @@ class Bits(Codec):
             kernels.pack_nonzero(patterns_of(elements.flat), packed)
             return elements.payload(packed, torch.ones(1, dtype=torch.bool, device=elements.device))
         packer = BitPacker(min(CHUNK, elements.count), elements.device)
-        constant = 1 if elements.dtype is torch.bool else 0  # 0 until an element says otherwise
+        value = torch.zeros(1, dtype=elements.dtype, device=elements.device)
+        constant = patterns_of(value)  # 0 until an element says otherwise
+        is_other = torch.zeros(1, dtype=torch.bool, device=elements.device)
         for start, stop in chunks(elements.count):
             patterns = patterns_of(elements.run(start, stop))
             bits = packer.bits(stop - start).copy_(patterns)
             if elements.dtype is not torch.bool:
-                least, most = (int(end) for end in torch.aminmax(patterns))
-                constant = constant or most or least
-                if not {least, most} <= {0, constant} or not _is_mask(patterns, bits, constant):
+                least, most = torch.aminmax(patterns)
+                constant.copy_(torch.where(constant == 0, torch.where(most == 0, least, most), constant))
+                is_other |= _has_others(patterns, bits, constant)
+                if not layout.host_waits(elements.device) and is_other:
                     return None
             packer.pack(stop - start, out=packed[start // 8 : packed_bits_bytes(stop)])
-        value = torch.empty(1, dtype=elements.dtype, device=elements.device)
-        patterns_of(value).fill_(constant)
+        if elements.dtype is torch.bool:
+            constant.fill_(1)
+        elif is_other:
+            return None
         return elements.payload(packed, value)
 
     def decode(self, payload: Payload) -> torch.Tensor:
@@ -128,12 +137,15 @@ class Sign(Codec):
 class Narrow(Codec):
     """The narrowest integers that hold the range of wider ones, and the number to add to get them back.
 
-    Token ids, positions, indices of max-pooling, class labels. Finding the range waits for the device.
+    Token ids, positions, indices of max-pooling, class labels. Finding the range waits for the device once.
     """
 
     family: ClassVar[str] = "narrow"
     dtypes: ClassVar = (torch.int16, torch.int32, torch.int64)
     is_lossless: ClassVar[bool] = True
+
+    def is_capturable(self, dtype: torch.dtype) -> bool:
+        return False
 
     def payload_bytes(self, count: int, dtype: torch.dtype) -> int | None:
         return None
@@ -143,9 +155,10 @@ class Narrow(Codec):
 
     def encode(self, tensor: torch.Tensor, *, seed: int = 0, most_bytes: int | None = None) -> Payload | None:
         elements = Elements(tensor)
-        ranges = [tuple(map(int, torch.aminmax(elements.run(start, stop)))) for start, stop in chunks(elements.count)]
-        least = min((low for low, _ in ranges), default=0)
-        most = max((high for _, high in ranges), default=0)
+        ranges = [torch.stack(torch.aminmax(elements.run(start, stop))) for start, stop in chunks(elements.count)]
+        ends = torch.stack(ranges).tolist() if ranges else []  # waits for the device once
+        least = min((low for low, _ in ends), default=0)
+        most = max((high for _, high in ends), default=0)
         narrower = (d for d in (torch.int8, torch.int16, torch.int32) if d.itemsize < elements.dtype.itemsize)
         dtype = next((d for d in narrower if most - least < 2 ** (8 * d.itemsize)), None)
         if dtype is None:
@@ -158,7 +171,7 @@ class Narrow(Codec):
         scratch = torch.empty(min(CHUNK, elements.count), dtype=elements.dtype, device=elements.device)
         for start, stop in chunks(elements.count):
             codes[start:stop].copy_(torch.sub(elements.run(start, stop), offset, out=scratch[: stop - start]))
-        return elements.payload(codes, torch.tensor([offset], dtype=elements.dtype, device=elements.device))
+        return elements.payload(codes, torch.full((1,), offset, dtype=elements.dtype, device=elements.device))
 
     def decode(self, payload: Payload) -> torch.Tensor:
         tensor, flat = empty_decoded(payload)
@@ -168,10 +181,10 @@ class Narrow(Codec):
         return tensor
 
 
-def _is_mask(patterns: torch.Tensor, bits: torch.Tensor, constant: int) -> bool:
-    """Whether every pattern that is not zero is ``constant``."""
+def _has_others(patterns: torch.Tensor, bits: torch.Tensor, constant: torch.Tensor) -> torch.Tensor:
+    """Whether some pattern is neither zero nor ``constant``; the answer stays on the device."""
     rebuilt = torch.empty_like(patterns).copy_(bits.view(torch.int8)).mul_(constant)
-    return torch.equal(rebuilt, patterns)
+    return rebuilt.ne_(patterns).any()
 
 
 def _unpack(packed: torch.Tensor, constant: torch.Tensor, flat: torch.Tensor) -> None:

@@ -65,6 +65,10 @@ class Codec(Protocol):
         """Whether tensors of this dtype can be encoded at all."""
         return dtype in self.dtypes
 
+    def is_capturable(self, dtype: torch.dtype) -> bool:
+        """Whether a CUDA graph may repeat encode and decode: both run the same kernels, whatever the data and the seed are."""
+        return True
+
     def payload_bytes(self, count: int, dtype: torch.dtype) -> int | None:
         """Exact bytes of the payload of ``count`` elements; None where they depend on what the elements are."""
         ...

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
+from plimsoll.engine.codecs import layout
 from plimsoll.engine.codecs.layout import (
     CHUNK,
     FLOATS,
@@ -39,27 +40,43 @@ def _sparse_workspace_bytes(count: int, dtype: torch.dtype) -> int:
     return BitPacker.scratch_bytes(most) + most * (dtype.itemsize + 17) + min(count, CHUNK) * dtype.itemsize + 256
 
 
-def _gather(elements: Elements, kept: int, mark: Callable[[torch.Tensor, torch.Tensor], object]) -> Payload:
+def _gather(
+    elements: Elements,
+    kept: int,
+    mark: Callable[[torch.Tensor, torch.Tensor], object],
+    counts: Sequence[int] | None = None,
+) -> Payload:
     """The payload of ``kept`` elements, exact by bit pattern.
 
     Args:
         elements: all of them.
         kept: how many are marked.
+        counts: how many of every chunk are; ``None``: not known, so that each chunk waits for the device.
         mark: writes to its second argument, of bools, which patterns of the first one are kept.
     """
     packed = torch.empty(packed_bits_bytes(elements.count), dtype=torch.uint8, device=elements.device)
     values = torch.empty(kept, dtype=elements.dtype, device=elements.device)
     packer = BitPacker(min(_SPARSE_CHUNK, elements.count), elements.device)
     end = 0
-    for start, stop in chunks(elements.count, _SPARSE_CHUNK):
+    for index, (start, stop) in enumerate(chunks(elements.count, _SPARSE_CHUNK)):
         patterns = patterns_of(elements.run(start, stop))
         bits = packer.bits(stop - start)
         mark(patterns, bits)
-        found = torch.masked_select(patterns, bits)
+        found = _select(patterns, bits, None if counts is None else counts[index])
         begin, end = end, end + found.numel()
         patterns_of(values[begin:end]).copy_(found)
         packer.pack(stop - start, out=packed[start // 8 : packed_bits_bytes(stop)])
     return elements.payload(packed, values)
+
+
+def _select(patterns: torch.Tensor, bits: torch.Tensor, count: int | None) -> torch.Tensor:
+    """The ``count`` patterns whose bits are set. Selecting by a mask waits for the device, to know the count."""
+    if count is None or not layout.host_waits(patterns.device):
+        return torch.masked_select(patterns, bits)
+    found = patterns.new_empty(count + 1)  # the last place takes what is not selected
+    places = torch.cumsum(bits, 0).sub_(1)
+    found.scatter_(0, places.masked_fill_(bits.logical_not(), count), patterns)
+    return found[:count]
 
 
 def _scatter(payload: Payload) -> torch.Tensor:
@@ -67,11 +84,17 @@ def _scatter(payload: Payload) -> torch.Tensor:
     tensor, flat = empty_decoded(payload)
     packed, values = payload.parts
     packer = BitPacker(min(_SPARSE_CHUNK, flat.numel()), flat.device)
-    end = 0
+    end, before = 0, torch.zeros(1, dtype=torch.int64, device=flat.device)
     for start, stop in chunks(flat.numel(), _SPARSE_CHUNK):
         bits = packer.unpack(packed[start // 8 : packed_bits_bytes(stop)], stop - start)
-        begin, end = end, end + int(torch.count_nonzero(bits))
-        patterns_of(flat[start:stop]).zero_().masked_scatter_(bits, patterns_of(values[begin:end]))
+        out = patterns_of(flat[start:stop]).zero_()
+        if not layout.host_waits(flat.device):
+            begin, end = end, end + int(torch.count_nonzero(bits))
+            out.masked_scatter_(bits, patterns_of(values[begin:end]))
+        elif values.numel():
+            places = torch.cumsum(bits, 0).add_(before)
+            before = places[-1:].clone()
+            out.copy_(patterns_of(values)[places.sub_(1).clamp_(min=0)]).mul_(bits)
     return tensor
 
 
@@ -80,7 +103,7 @@ class Zeros(Codec):
     """A bit for each element, and in full what is not zero: activations behind ReLU.
 
     Exact by bit pattern: -0.0 and NaN are values like any other; dropout, which multiplies by zero, makes -0.0 of half of what
-    it drops. Both directions wait for the device, to know how many values there are.
+    it drops. Encoding waits for the device once, to know how many values there are.
     """
 
     family: ClassVar[str] = "zeros"
@@ -88,6 +111,9 @@ class Zeros(Codec):
 
     def accepts(self, dtype: torch.dtype) -> bool:
         return has_patterns(dtype) and dtype is not torch.bool
+
+    def is_capturable(self, dtype: torch.dtype) -> bool:
+        return False
 
     def payload_bytes(self, count: int, dtype: torch.dtype) -> int | None:
         return None
@@ -98,10 +124,12 @@ class Zeros(Codec):
     def encode(self, tensor: torch.Tensor, *, seed: int = 0, most_bytes: int | None = None) -> Payload | None:
         elements = Elements(tensor)
         ends = chunks(elements.count, _SPARSE_CHUNK)
-        kept = sum(int(torch.count_nonzero(patterns_of(elements.run(start, stop)))) for start, stop in ends)
+        found = [torch.count_nonzero(patterns_of(elements.run(start, stop))) for start, stop in ends]
+        counts = torch.stack(found).tolist() if found else []  # waits for the device once
+        kept = sum(counts)
         if most_bytes is not None and _sparse_bytes(elements.count, kept, elements.dtype) > most_bytes:
             return None
-        return _gather(elements, kept, lambda patterns, bits: bits.copy_(patterns))
+        return _gather(elements, kept, lambda patterns, bits: bits.copy_(patterns), counts)
 
     def decode(self, payload: Payload) -> torch.Tensor:
         return _scatter(payload)
@@ -120,6 +148,9 @@ class TopK(Codec):
     family: ClassVar[str] = "topk"
     dtypes: ClassVar = FLOATS
     is_lossless: ClassVar[bool] = False
+
+    def is_capturable(self, dtype: torch.dtype) -> bool:
+        return False
 
     def kept(self, count: int) -> int:
         """How many of ``count`` are kept."""

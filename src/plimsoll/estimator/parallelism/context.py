@@ -33,6 +33,8 @@ from plimsoll.estimator.parallelism.editing import TickClock, moved_slot
 RELATIVE_ERROR = 0.5
 
 _ATTENTION = re.compile(r"_scaled_dot_product_(flash|efficient|cudnn|fused)\w*")
+_MASKS = {"efficient": (3, 4), "cudnn": (3, 8)}
+"""Where forward and backward of a kernel take a mask among their arguments; flash has none, a CPU's takes it by name."""
 _EXCHANGE = "plimsoll.ring_exchange"
 _TENSOR = re.compile(r"(\w+)\[([\dx]+)\]")
 _ELEMENT_BYTES = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2}
@@ -97,7 +99,8 @@ def _ring(key: str, trace: Trace, cp: int) -> _Ring:
     is_backward = spec.name.endswith("_backward")
     arguments = key.partition("(")[2].split(";")
     keys, values = arguments[2:4] if is_backward else arguments[1:3]
-    mask = arguments[4 if is_backward else 3] if "efficient" in spec.name else key.partition("attn_mask=")[2]
+    places = next((places for kernel, places in _MASKS.items() if kernel in spec.name), None)
+    mask = arguments[places[is_backward]] if places else key.partition("attn_mask=")[2]
     if _TENSOR.match(mask):
         raise InvalidLayout(
             f"unsupported: context parallelism of {trace.model}, whose attention takes a mask.",

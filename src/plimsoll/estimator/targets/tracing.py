@@ -29,6 +29,11 @@ _BALANCED = (
 )
 
 
+_ANY_GPU = "GPU"
+"""One trace serves all GPUs. Its attention is FlashAttention, as in the published runs that estimates are compared with. A
+technique may change that (Transformer Engine takes cuDNN's)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceRequest:
     """What is asked of one rank's step.
@@ -111,7 +116,9 @@ def _trace(request: TraceRequest, recipe: Recipe | None, progress: Progress) -> 
     target = _load(request, progress)
     facts = _facts(request, recipe, target)
     with _adapted(target.model, request) as changes, _one_rank_of(target.model, request) as division, target.autocast():
-        made = trace(target.model, target.batch, loss=target.loss, device_name=request.device_name, progress=progress)
+        device_name = _ANY_GPU if runs_gpu_kernels(request.device_name) else request.device_name
+        made = trace(target.model, target.batch, loss=target.loss, device_name=device_name, progress=progress)
+    made = replace(made, device=request.device_name)
     notes = (*made.notes, *target.notes, *changes, *division, *((_BALANCED,) if facts.experts else ()))
     return TracedTarget(trace=replace(made, notes=notes), facts=facts)
 

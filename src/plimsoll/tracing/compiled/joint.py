@@ -39,6 +39,7 @@ from plimsoll.tracing.compiled.nodes import (
     op_name,
     op_of,
 )
+from plimsoll.tracing.recorder.opkey import value_stem
 
 OUTSIDE = "outside"
 """The region of kernels that belong to none."""
@@ -377,7 +378,7 @@ class JointGraph:
                 continue
             for node in kernel.writes:
                 made = op_of(node)
-                name = f"{self.module_of(made)}:{op_name(made)}"
+                name = f"{self.module_of(made)}:{value_stem(op_name(made))}"
                 seen[name] += 1
                 names[node] = name if seen[name] == 1 else f"{name}#{seen[name]}"
         return names

@@ -19,10 +19,16 @@ from torch import fx
 from plimsoll.artifacts.trace import OpSpec
 from plimsoll.tracing.compiled.joint import Kernel
 from plimsoll.tracing.compiled.nodes import hinted, node_bytes, op_name
+from plimsoll.tracing.meters.memory import free_bytes
 from plimsoll.tracing.meters.timing import clock_for, one_thread
+from plimsoll.units import MIB
 
 _REPEATS = 3
-_PROBE_ELEMENTS = 2**20
+_PROBE_BYTES = 4 * MIB
+_PROBE_BYTES_ON_CUDA = 256 * MIB
+"""Five times the second-level cache of an H100 (50 MB). 4 MiB would measure that cache."""
+_PROBE_SHARE = 8
+"""The probe's two tensors take at most a quarter of the free memory."""
 _HEAVY = frozenset(
     [
         "cos",
@@ -157,10 +163,17 @@ def _flops(node: fx.Node) -> int:
         return 0
 
 
+def probe_bytes(device: torch.device) -> int:
+    """Bytes of a tensor that is too large for the caches of a device, and small enough for its free memory."""
+    if device.type != "cuda":
+        return _PROBE_BYTES
+    return max(_PROBE_BYTES, min(_PROBE_BYTES_ON_CUDA, free_bytes(device) // _PROBE_SHARE))
+
+
 @functools.cache
 def _probe(device: torch.device) -> tuple[float, float]:
     """Bytes per second of an elementwise op, and the seconds per element that an exponential adds."""
-    one = torch.rand(_PROBE_ELEMENTS, device=device)
+    one = torch.rand(probe_bytes(device) // torch.float32.itemsize, dtype=torch.float32, device=device)
     out = torch.empty_like(one)
     clock = clock_for(device)
 

@@ -147,9 +147,13 @@ def storage_bytes(tensors: Iterable[torch.Tensor], device: torch.device | str | 
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that could be allocated on ``device`` now; 0 where that cannot be told."""
+    """Bytes that could be allocated on ``device`` now; 0 if unknown.
+
+    On CUDA what torch's allocator holds without use counts too: it hands that out first.
+    """
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        cached_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + cached_bytes
     if device.type == "cpu" and "SC_AVPHYS_PAGES" in os.sysconf_names:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     return 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ _ANY_FRACTION = frozenset(
     f"aten::{name}{end}" for name in ("add", "sub", "rsub", "mul", "div", "bernoulli") for end in ("", "_")
 )
 _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
+_ATTENTION = re.compile(
+    r"^_scaled_dot_product_(flash|efficient|cudnn|fused)_attention(_for_cpu|_overrideable)?(?=_backward$|$)"
+)
 _COLLECTIVES = "plimsoll"
 """The namespace of our stand-ins for collectives; each has an argument ``group``."""
 
@@ -60,6 +64,21 @@ def op_name(func: torch._ops.OpOverload) -> str:
     """``mm`` for ``aten.mm.default``; other namespaces keep theirs (``mylib.scan``)."""
     namespace, name = func._schema.name.split("::")
     return name if namespace == "aten" else f"{namespace}.{name}"
+
+
+def value_stem(name: str) -> str:
+    """Return the name of the values that an op makes: the op's own, and one name for every kernel of fused attention.
+
+    The device, the versions of torch and cuDNN, and the mask decide which kernel attention takes. All of them return output,
+    logsumexp, seed and offset in this order, so a plan for one kernel holds for the others.
+
+    Example:
+        >>> value_stem("mm"), value_stem("_scaled_dot_product_cudnn_attention")
+        ('mm', 'scaled_dot_product_attention')
+        >>> value_stem("_scaled_dot_product_flash_attention_for_cpu_backward")
+        'scaled_dot_product_attention_backward'
+    """
+    return _ATTENTION.sub("scaled_dot_product_attention", name)
 
 
 def cost_key(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

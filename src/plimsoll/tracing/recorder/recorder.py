@@ -34,7 +34,7 @@ from plimsoll.tracing.recorder.collectives import (
     masks_of,
     undeclared_writes,
 )
-from plimsoll.tracing.recorder.opkey import cost_key, op_name
+from plimsoll.tracing.recorder.opkey import cost_key, op_name, value_stem
 from plimsoll.tracing.recorder.storages import Geometry, StorageTable, has_lazy_bits, is_plain
 
 _UNINITIALISED = frozenset(
@@ -290,9 +290,10 @@ class OpRecorder(TorchDispatchMode):
             return
         op.id = len(self.ops)
         self.ops.append(op)
-        count = self._occurrences[op.module, op.name]
-        self._occurrences[op.module, op.name] += 1
-        stem = f"{op.module}::{op.name}#{count}" if op.module else f"{op.name}#{count}"
+        called = value_stem(op.name)
+        count = self._occurrences[op.module, called]
+        self._occurrences[op.module, called] += 1
+        stem = f"{op.module}::{called}#{count}" if op.module else f"{called}#{count}"
         writes: list[int] = []
         for storage in sorted(written_storages):
             old = self.values[self.current[storage]]

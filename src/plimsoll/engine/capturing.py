@@ -1,0 +1,34 @@
+"""CUDA graphs: tells whether one is being captured, and words the errors about what a graph cannot repeat.
+
+A graph runs the captured kernels again at the same addresses, without Python. During a capture the host must not wait for the
+device. So a region whose calls are recorded can be captured: its recipes are kernels like any others. Samples and inspections
+are left out, because their answer is read by the host. What needs Python in every step (recording, random states, transfers,
+codecs that look at the data first) is refused before it runs.
+
+Not yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from plimsoll.errors import CaptureRefused
+
+_CAPTURED = frozenset({"cuda"})
+"""Types of devices with graphs."""
+WARM_UP = "run three training steps with the same shapes before the capture, as torch asks for anyway"
+
+
+def is_capturing(device_type: str) -> bool:
+    """Whether a CUDA graph is being captured on the current stream. Asks nothing where the device is a CPU."""
+    return device_type in _CAPTURED and torch.cuda.is_current_stream_capturing()
+
+
+def refuse_capture(device_type: str, what: str, *, why: str, next: str) -> None:  # noqa: A002 - as in every error
+    """Raise if a graph is being captured.
+
+    Raises:
+        CaptureRefused: with ``what`` as the subject of its first sentence.
+    """
+    if is_capturing(device_type):
+        raise CaptureRefused(f"{what} cannot be captured in a CUDA graph.", why=why, next=next)

@@ -1,0 +1,76 @@
+"""Warns once where a plan names values that the model's calls do not make, so that what it meant to drop is kept.
+
+A plan decides by name. Another device, another version of torch, or other code of the model runs other ops, and their values
+have other names. The engine keeps what the plan does not name. Gradients are right, but the budget may not hold.
+
+A missing name alone is harmless: a call that skips a branch makes fewer values and keeps nothing for it. So both sides count:
+the bytes that the plan would have dropped under missing names, and the bytes that the call saves under names that the plan does
+not have. The smaller of the two has to be a twentieth of the bytes that the call saves.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+from plimsoll.artifacts.decision import Decision
+from plimsoll.artifacts.plan import Plan, RegionPlan
+from plimsoll.artifacts.region import Origin, RegionGraph
+from plimsoll.units import format_bytes
+
+_LEAST_SHARE = 0.05
+"""Below it names differ by chance: autocast casts a weight once per step, and later calls count one cast less."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Unmet:
+    """One region call: how many names are missing, the first of them, and what is kept under which other name."""
+
+    region: str
+    names: int
+    name: str
+    kept_bytes: int
+    kept_name: str
+
+
+class UnmetNames:
+    """The names of one managed model's plan that its calls did not make."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, int], _Unmet] = {}
+        self._is_said = False
+
+    def note(self, plan: RegionPlan, graph: RegionGraph) -> None:
+        """Compare the names of a plan with the values of a recorded call."""
+        made = {value.name for value in graph.values}
+        missing = [each for each in plan.decisions if each.decision is not Decision.KEEP and each.value not in made]
+        if not missing or self._is_said:
+            return
+        named = {each.value for each in plan.decisions}
+        saved = {slot.value for slot in graph.slots if slot.is_managed}
+        values = {graph.values[value].storage: graph.values[value] for value in sorted(saved)}
+        own = [value for value in values.values() if value.origin is Origin.OP]
+        strange = [value for value in own if value.name not in named]
+        kept_bytes = sum(value.bytes for value in strange)
+        least_bytes = _LEAST_SHARE * sum(value.bytes for value in own)
+        if strange and min(kept_bytes, sum(each.bytes for each in missing)) > least_bytes:
+            largest = max(missing, key=lambda each: each.bytes).value
+            kept = max(strange, key=lambda value: value.bytes).name
+            self._found[plan.name, plan.call] = _Unmet(plan.name, len(missing), largest, kept_bytes, kept)
+
+    def say(self, plan: Plan) -> None:
+        """Warn once about the names that were noted; called when a forward has ended."""
+        if not self._found:
+            return
+        first = next(iter(self._found.values()))
+        names = sum(each.names for each in self._found.values())
+        kept_bytes = sum(each.kept_bytes for each in self._found.values())
+        budget = f"budget of {format_bytes(plan.budget_bytes)}" if plan.budget_bytes is not None else "predicted peak"
+        self._found, self._is_said = {}, True
+        warnings.warn(
+            f"plimsoll: the plan decides about {names} values that this step does not make, as {first.name!r} of region "
+            f"{first.region!r}. {format_bytes(kept_bytes)} under other names, as {first.kept_name!r}, are kept instead: the "
+            f"step may take that much more than the {budget}. Gradients are right. It was made for {plan.device}, "
+            f"{plan.signature}: plan again on this device, with this batch and these versions.",
+            stacklevel=5,
+        )
