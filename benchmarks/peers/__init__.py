@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.peers import checkpointing, compiled, int8_hook, none, offloading, remat, selective
+from benchmarks.peers import checkpointing, int8_hook, none, offloading, remat, selective
 
 Apply = Callable[[nn.Module], AbstractContextManager[Callable[..., Any]]]
 
@@ -59,12 +59,3 @@ LOSSY = (Peer("int8 hook on everything, a scale per row", int8_hook.apply),)
 
 OFFLOADING = Peer("TRL's activation offloading", offloading.apply, needs=("trl", "accelerate", "cuda"))
 CHECKPOINT_AND_OFFLOAD = Peer("checkpoint every block, offload its input", offloading.apply_checkpointed)
-
-ON_A_GPU = (
-    Peer("none, once more", none.apply),
-    CHECKPOINT,
-    SAC,
-    OFFLOADING,
-    Peer("compile, memory budget 0.5", partial(compiled.apply, memory_budget=0.5), needs=("triton", "cuda")),
-)
-"""One of each kind. The first shows by how much two plain runs differ; the last is the slow one to prepare."""
