@@ -1,7 +1,7 @@
 """What a session asks of its device: peaks, seconds, a cap on memory, deterministic kernels, ceilings.
 
-All calls to ``torch.cuda`` of the package are here. The CPU stands in for a GPU in the dry run: it meters allocations,
-and fails a step above the cap when the step has ended.
+All calls to ``torch.cuda`` of the package are here. The dry run uses a CPU: it meters allocations, and fails a
+step above the cap when the step has ended.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Lines:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All whole lines of a file; none where there is no file."""
+    """All whole lines of a file; a missing file is empty."""
     if not path.exists():
         return []
     found = []

@@ -14,7 +14,7 @@ from benchmarks.gpu_session.settings import ROOT, put_in_place, results_folder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the page and write it; 0, 1 where a contract failed, 2 where there are no lines."""
+    """Print the page and write it; 0, or 1 where a contract failed, or 2 where the folder is empty."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu_session.page", description="Write the page of a session from its lines."
     )
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     results = Results.read(options.lines)
     if not results.runs:
-        print(f"There are no lines in {options.lines}. First: python -m benchmarks.gpu_session")
+        print(f"{options.lines} holds nothing that was measured. First: python -m benchmarks.gpu_session")
         return 2
     text = "\n".join(write(results)) + "\n"
     page = options.page or (None if results.is_dry else ROOT / "benchmarks" / "results" / "gpu.md")

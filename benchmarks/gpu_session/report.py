@@ -1,4 +1,4 @@
-"""The page of a session: tables of what was measured, and what was not measured with its reason."""
+"""The page of a session: tables of its measurements, and a reason for each measurement that is missing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ One step is forward and backward from empty gradients, in 16 bits on a GPU. Peak
 what the tensors asked for. *Reserved*: what the allocator holds of the device, which other processes see. A budget bounds what
 is allocated.
 
-*Gradients*: compared bit for bit with those of the first way of the table, in steps of their own under
+*Gradients*: compared bit for bit with the first way's gradients, in steps of their own under
 `torch.use_deterministic_algorithms(True)` (with `fill_uninitialized_memory` off). The first way is compared with itself.
 
 *Seconds*: the median between two events around each step, **without** deterministic algorithms. *× first*: the paired median,

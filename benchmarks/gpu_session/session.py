@@ -29,7 +29,7 @@ _SEED = 1234
 
 
 class Session:
-    """One stage at work. It writes lines, and asks whether there is time for the next measurement."""
+    """One running stage: it writes lines, and asks whether there is time for the next measurement."""
 
     def __init__(self, stage: str, device: Device, folder: Path, limit_seconds: float) -> None:
         self.stage, self.device, self.folder = stage, device, folder
@@ -59,7 +59,7 @@ class Session:
 
     @contextlib.contextmanager
     def attempt(self, **about: Any) -> Iterator[None]:
-        """Write what goes wrong in the block as a line of ``about``, free its memory, and go on."""
+        """Write an error of the block as a line of ``about``, free its memory, and continue after the block."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - out of memory, a compiler, a library, us: the rest is to be measured
@@ -102,7 +102,7 @@ class Way:
 
 
 class Bench:
-    """Ways to train one case. Each is measured as it is added (peak, bits, time), and all stay applied until the bench closes.
+    """Ways to train one case. Each is measured when it is added (peak, bits, time), and all stay applied until the bench closes.
 
     The first way is the baseline: gradients are compared with its gradients, and every other way is timed in turns with it.
     Where it does not fit on the device, the first way that fits takes its place for the gradients, and ways are timed alone.

@@ -1,7 +1,7 @@
 """torch_remat (PyPI ``torch-remat``): every block is recomputed but for the parts of it that are marked to be saved.
 
 It is checkpointing that skips the marked parts in the recompute. Its users mark parts in the source of the model. Here the
-children of a block are wrapped from outside, so that transformers' models stay as they are.
+children of a block are wrapped from outside, so that transformers' models need no change.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def test_a_session_killed_at_any_moment_keeps_its_lines_and_leaves_no_process(mo
 
 
 def is_running(process: int) -> bool:
-    """Whether there is such a process that has not ended (one that nobody has waited for yet has)."""
+    """Whether the process still runs; a zombie does not."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -1,4 +1,4 @@
-"""The longest sequence that each method trains on a card of 24 GiB: a cap on the process stands for the card.
+"""The longest sequence that each method trains on a card of 24 GiB: the process is capped at that.
 
 A length is doubled until it does not fit, then the gap is halved. Each length that was tried is a line.
 """

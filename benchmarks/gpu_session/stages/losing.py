@@ -1,4 +1,4 @@
-"""Where Plimsoll is expected to lose: steps in which Python takes longer than the device."""
+"""Where Plimsoll is expected to lose: steps whose Python takes longer than the device."""
 
 from __future__ import annotations
 

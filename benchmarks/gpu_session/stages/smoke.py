@@ -22,7 +22,7 @@ def run(session: Session, part: str) -> None:
 
 def _verify(session: Session, name: str) -> None:
     start = time.monotonic()
-    # A GPU hands out 512 bytes at a time: activations have to be large beside that.
+    # A GPU hands out 512 bytes at a time: activations have to be much larger.
     scale = 1 if session.is_dry else 8
     model, batch, loss = steps.on(torch.device(session.device.kind), getattr(steps, name)(scale))
     full = plimsoll.plan(model, batch, strategy="full", loss=loss)
