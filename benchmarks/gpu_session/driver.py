@@ -137,11 +137,13 @@ class _Driver:
             for process, part in list(running.items()):
                 if is_late:
                     _kill(process)
-                ended, status = os.waitpid(process, 0 if is_late else os.WNOHANG)
+                ended, status, usage = os.wait4(process, 0 if is_late else os.WNOHANG)
                 if ended:
                     del running[process]
                     code = os.waitstatus_to_exitcode(status)
-                    self._lines.write(stage=stage.name, part=part, ended=code, was_stopped=is_late)
+                    spent = round(usage.ru_utime + usage.ru_stime, 2)
+                    end_of = {"stage": stage.name, "part": part, "processor_seconds": spent}
+                    self._lines.write(**end_of, ended=code, was_stopped=is_late)
             time.sleep(0.02)
         for part in waiting:
             self._lines.write(stage=stage.name, part=part, skipped=f"{limit_seconds:.0f} s were over")

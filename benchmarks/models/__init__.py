@@ -1,6 +1,6 @@
 """A name and a size in, a model with its batch and loss out. One file per family; a new one is one file and one line here.
 
-Sizes: ``dry`` (Llama and Qwen3) is the smallest that plans decide about; ``tiny`` takes milliseconds per step, for trying
+Sizes: ``dry`` (Llama, Qwen3 and MLP) is the smallest that plans decide about; ``tiny`` takes milliseconds per step, for trying
 things and for many steps; ``cpu`` takes seconds per step on a laptop core; ``h200`` fills an H200 with activations; ``h100``
 is what `benchmarks.gpu_session` trains, a Llama of a billion parameters that takes 36 GiB and a Qwen3 that takes 78 GB. What
 `benchmarks.compiled` trains has ``small`` too, a fraction of a second per step: it compiles each model forty times.

@@ -157,6 +157,15 @@ def test_a_stage_that_hangs_or_crashes_is_named_and_the_next_one_runs(tmp_path: 
     assert "it needs 60" in ends["late"]["skipped"]
 
 
+def test_where_a_forked_process_cannot_use_the_device_a_stage_starts_a_python_of_its_own(tmp_path: Path):
+    stages = [stage for stage in STAGES if stage.name == "environment"]
+    driver._Driver(Lines(tmp_path / RESULTS), "cpu", tmp_path, must_execute=True).run(stages, time.monotonic() + 300)
+    lines = read_lines(tmp_path / RESULTS)
+    assert lines[0]["began"]
+    assert [line["way"] for line in lines if "way" in line] == ["versions", "settings", "device", "ceilings"]
+    assert lines[-1]["ended"] == 0
+
+
 @pytest.mark.parametrize(("seconds", "last"), [(180, "sweep"), (530, "published"), (20, "environment")])
 def test_the_stages_that_fit_come_first(seconds: float, last: str):
     assert driver.fitting(STAGES, seconds)[-1].name == last

@@ -15,8 +15,9 @@ def run(session: Session, part: str) -> None:
     del part
     session.write(way="versions", **versions(), commit=_commit())
     session.write(way="settings", **{name: os.environ.get(name, "") for name in SETTINGS})
-    session.write(way="device", **session.device.facts())
-    session.write(way="ceilings", **session.device.ceilings())
+    for way, read in (("device", session.device.facts), ("ceilings", session.device.ceilings)):
+        with session.attempt(way=way):
+            session.write(way=way, **read())
 
 
 def _commit() -> str:
