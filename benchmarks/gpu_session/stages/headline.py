@@ -11,7 +11,7 @@ _PEERS = (peers.CHECKPOINT, peers.SAC, peers.REMAT_ATTENTION)
 def run(session: Session, part: str) -> None:
     del part
     with Bench(session, session.case("llama"), rounds=4) as bench:
-        for peer in _PEERS:
+        for peer in _PEERS[::2] if session.is_dry else _PEERS:
             if (budget_bytes := bench.add(peer)) is not None:
                 bench.add_plan(f"plimsoll at {peer.name}", budget_bytes)
         bench.time_together(rounds=6)

@@ -26,7 +26,7 @@ _MARGIN = 0.02
 def run(session: Session, part: str) -> None:
     del part
     case = session.case("llama")
-    cap_bytes, start, step = (5 * MIB, 256, 256) if session.is_dry else (24 * GIB, 8192, 1024)
+    cap_bytes, start, step = (6 * MIB, 256, 256) if session.is_dry else (24 * GIB, 8192, 1024)
     way = Way("none", case_of(case, start // 2), case.model)
     way.step()
     budget_bytes = round((1 - _MARGIN) * cap_bytes) - session.device.workspace_bytes(way.held_bytes)
