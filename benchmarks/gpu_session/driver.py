@@ -108,17 +108,19 @@ class _Driver:
         self._lines, self._device, self._folder, self._must_execute = lines, device, folder, must_execute
 
     def run(self, stages: Sequence[Stage], end: float) -> None:
+        """Run every stage for which its least time is left; time is reserved for as many as fit from the start."""
         chosen = fitting(stages, end - time.monotonic())
         for index, stage in enumerate(stages):
             left = end - time.monotonic()
             reserved = sum(later.least_seconds for later in chosen[index + 1 :])
-            if index >= len(chosen) or left < _GRACE_SECONDS + 2:
+            # A dry run is to reach every stage, on however busy a machine.
+            if left < (stage.least_seconds if self._device == "cuda" else _GRACE_SECONDS + 2):
                 self._lines.write(
                     stage=stage.name, skipped=f"{left:.0f} s were left, it needs {stage.least_seconds:.0f}"
                 )
                 continue
             limit = max(left - reserved, min(stage.least_seconds, left))
-            if self._device == "cuda":  # a dry run is to reach every line, on however busy a machine
+            if self._device == "cuda":
                 limit = min(stage.most_seconds, limit)
             self._run_parts(stage, limit)
 
