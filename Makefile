@@ -89,11 +89,12 @@ bench: $(STAMP)  ## measure Plimsoll beside its peers (BENCH_ARGS="--help")
 DEVICE ?= cuda
 RUNS_ON_DEVICE = -c 'import torch; torch.ones(1, device="$(DEVICE)")' > /dev/null 2>&1
 # A Python that has torch for the device is taken as it is: nothing is installed, nothing is fetched.
-gpu:  ## contracts and a benchmark on a GPU in nine minutes (PYTHON=python3; DEVICE=cpu: a dry run)
+gpu:  ## measure on a GPU in nine minutes and write the page (PYTHON=python3; DEVICE=cpu: a dry run)
 	@for python in $(PYTHON) $(BIN)/python; do \
 		if $$python $(RUNS_ON_DEVICE); then chosen=$$python; break; fi; done; \
 	if test -z "$${chosen:-}"; then $(MAKE) install; chosen=$(BIN)/python; fi; \
-	PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $$chosen -m benchmarks.gpu --device $(DEVICE) $(GPU_ARGS)
+	$$chosen -m benchmarks.gpu_session --device $(DEVICE) $(GPU_ARGS); \
+	$$chosen -m benchmarks.gpu_session.page
 
 clean:  ## remove the environment and all caches
 	rm -rf $(VENV) .venv-torch-* build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

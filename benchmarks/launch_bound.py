@@ -58,7 +58,7 @@ def main() -> int:
 
 def _compare(options: argparse.Namespace) -> int:
     case = build("launch_bound", "cpu")
-    ways = [(peer.name, peer.apply) for peer in (peers.NONE, *peers.EAGER)]
+    ways = [(peer.name, peer.apply) for peer in (peers.NONE, *peers.EAGER) if not peer.missing(case.device)]
     ways.insert(1, ("identity hooks", identity_hooks))
     if not options.peers_only:
         import plimsoll

@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.models.data import text_ids
 
 _SIZES = {
+    "dry": ({"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "vocab_size": 256}, 1, 64),
     "tiny": ({"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 4, "vocab_size": 256}, 2, 128),
     "small": ({"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "vocab_size": 1024}, 4, 256),
     "cpu": ({"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8, "vocab_size": 4096}, 2, 512),

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_SIZES = {"tiny": (8, 64, 64), "cpu": (32, 512, 1024), "h200": (64, 8192, 65536)}
+_SIZES = {"dry": (2, 64, 256), "tiny": (8, 64, 64), "cpu": (32, 512, 1024), "h200": (64, 8192, 65536)}
 
 
 class Block(nn.Module):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.peers import checkpointing, compiled, int8_hook, none, offloading, selective
+from benchmarks.peers import checkpointing, int8_hook, none, offloading, remat, selective
 
 Apply = Callable[[nn.Module], AbstractContextManager[Callable[..., Any]]]
 
@@ -36,22 +36,26 @@ class Peer:
 
 
 NONE = Peer("none", none.apply)
+CHECKPOINT = Peer("checkpoint every block", checkpointing.apply)
+SAC = Peer("SAC, save matmul + sdpa", selective.apply_save_list)
+REMAT = Peer("torch_remat, recompute every block", remat.apply, needs=("torch_remat",))
+REMAT_ATTENTION = Peer(
+    "torch_remat, save attention",
+    partial(remat.apply, saved=("self_attn", "attn", "attention")),
+    needs=("torch_remat",),
+)
 
 EAGER = (
-    Peer("checkpoint every block", partial(checkpointing.apply, every=1)),
+    CHECKPOINT,
     Peer("checkpoint every 2 blocks", partial(checkpointing.apply, every=2)),
     Peer("checkpoint every 4 blocks", partial(checkpointing.apply, every=4)),
-    Peer("SAC, save matmul + sdpa", selective.apply_save_list),
+    SAC,
     Peer("SAC, torchtitan's every second matmul", selective.apply_every_second_matmul),
+    REMAT,
+    REMAT_ATTENTION,
 )
 
 LOSSY = (Peer("int8 hook on everything, a scale per row", int8_hook.apply),)
 
-ON_A_GPU = (
-    Peer("none, once more", none.apply),
-    EAGER[0],
-    EAGER[3],
-    Peer("TRL's activation offloading", offloading.apply, needs=("trl", "accelerate", "cuda")),
-    Peer("compile, memory budget 0.5", partial(compiled.apply, memory_budget=0.5), needs=("triton", "cuda")),
-)
-"""One of each kind. The first shows by how much two plain runs differ; the last is the slow one to prepare."""
+OFFLOADING = Peer("TRL's activation offloading", offloading.apply, needs=("trl", "accelerate", "cuda"))
+CHECKPOINT_AND_OFFLOAD = Peer("checkpoint every block, offload its input", offloading.apply_checkpointed)

@@ -20,13 +20,17 @@ from steps import Block, CheckpointedStack, Net, Stack, Step, mean_square
 
 @dataclass(frozen=True)
 class Clean:
-    """One clean model. ``strategy`` is a plan's; without one the model saves memory by itself."""
+    """One clean model. ``strategy`` is a plan's; without one the model saves memory by itself.
+
+    ``architecture``: which deterministic kernels it can run with (`harness.kernels_for`).
+    """
 
     name: str
     build: Callable[[], Step]
     strategy: str | None = None
     context: Callable[[], Any] | None = None
     budget: float = 1.0
+    architecture: str = ""
     hides_tensors: bool = False
     """Whether what comes back in backward cannot be seen: re-entrant and compiled code have no hooks."""
 
@@ -129,7 +133,7 @@ CLEAN = (
     Clean("Llama checkpoints its layers", lambda: checkpointing(steps.llama)),
     Clean("GPT-2 with dropout checkpoints its layers", lambda: checkpointing(steps.gpt2)),
     Clean("ViT with dropout checkpoints its layers", lambda: checkpointing(steps.vit)),
-    Clean("Mixtral checkpoints its layers", lambda: checkpointing(mixtral)),
+    Clean("Mixtral checkpoints its layers", lambda: checkpointing(mixtral), architecture="mixtral"),
     Clean("T5 checkpoints its layers", lambda: checkpointing(t5)),
     Clean("save_on_cpu", lambda: of(stack), context=save_on_cpu),
     Clean("offloading hooks", lambda: of(lambda: Stack(3, WIDTH)), context=to_numpy),

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import zoo
-from contracts.harness import Report, manage, train, unexplained
+from contracts.harness import Report, kernels_for, manage, train, unexplained
 from plimsoll.artifacts.decision import Engine
 
 LEAST_SHARE = {"llama": 0.9, "gpt2": 0.9, "vit": 0.9}
@@ -30,12 +30,13 @@ def step(name: str, device: torch.device, *, autocast: bool = False):
 def managed_run(name: str, device: torch.device, *, autocast: bool = False, **settings) -> Report:
     plain, twin, model = (zoo.build(name).to(device) for _ in range(3))
     run = step(name, device, autocast=autocast)
-    expected = train(plain, run, 2)
-    again = expected if device.type == "cpu" else train(twin, run, 2)
-    with warnings.catch_warnings(), manage(model, **settings) as handle:
-        warnings.simplefilter("ignore")
-        found = train(model, run, 2)
-        report = Report(handle.outcomes(), handle.obstacles())
+    with kernels_for(name):
+        expected = train(plain, run, 2)
+        again = expected if device.type == "cpu" else train(twin, run, 2)
+        with warnings.catch_warnings(), manage(model, **settings) as handle:
+            warnings.simplefilter("ignore")
+            found = train(model, run, 2)
+            report = Report(handle.outcomes(), handle.obstacles())
     assert unexplained(expected, again, found) == []
     return report
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from contracts.harness import Block, Stack, batch, manage, weigh
+from contracts.harness import Block, Stack, batch, hidden_share, manage, weigh
 from plimsoll.artifacts.plan import LINK_NAMES
 from plimsoll.engine.offload.device_links import PinnedLink
 from plimsoll.engine.offload.measure import measure_link
@@ -123,32 +123,34 @@ def test_the_host_budget_is_what_the_host_allocator_takes(gpu: torch.device):
 
 
 def test_copies_overlap_with_kernels(gpu: torch.device):
-    """Together they take less than nine tenths of what they take one after the other."""
+    """Half of the shorter work is hidden behind the longer one, at least. Products are as many as take as long as the copy.
+
+    With another number, the sum of both could be less than a tenth above the longer one: on a link of 50 GB/s twenty products
+    take ten times as long as the copy, and hiding all of it saves a twelfth.
+    """
     matrix = torch.randn(4096, 4096, device=gpu)
     tensor = torch.zeros(256 * MIB, dtype=torch.uint8, device=gpu)
 
-    def compute() -> None:
-        for _ in range(20):
-            torch.mm(matrix, matrix)
-
     with PinnedLink(gpu) as link:
 
-        def seconds(is_copying: bool, is_computing: bool) -> float:
+        def seconds(copies: int, products: int) -> float:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda.synchronize()
             start.record()
-            ticket = link.store(tensor) if is_copying else None
-            if is_computing:
-                compute()
-            if ticket is not None:
+            tickets = [link.store(tensor) for _ in range(copies)]
+            for _ in range(products):
+                torch.mm(matrix, matrix)
+            for ticket in tickets:
                 ticket.settle()
             end.record()
             torch.cuda.synchronize()
             return start.elapsed_time(end) / 1e3
 
-        seconds(True, True)
-        copying, computing, both = (min(seconds(*what) for _ in range(5)) for what in ((1, 0), (0, 1), (1, 1)))
-    assert both < 0.9 * (copying + computing)
+        seconds(1, 1)  # pins the host memory that the other runs use again
+        copying = min(seconds(1, 0) for _ in range(5))
+        products = max(1, round(copying / min(seconds(0, 1) for _ in range(5))))
+        computing, both = (min(seconds(*what) for _ in range(5)) for what in ((0, products), (1, products)))
+    assert hidden_share(copying, computing, both) > 0.5
 
 
 def test_a_measured_link_is_faster_than_pageable_memory_ever_is(gpu: torch.device):

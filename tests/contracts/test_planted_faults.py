@@ -7,6 +7,7 @@ import torch._functorch.config
 
 import plimsoll
 from contracts.clean_models import CLEAN, Clean
+from contracts.harness import kernels_for
 from contracts.planted_faults import FAULTS, Planted
 from steps import on
 
@@ -31,7 +32,7 @@ def test_every_planted_fault_is_found_and_its_cause_named(planted: Planted, devi
 @pytest.mark.parametrize("clean", CLEAN, ids=lambda clean: clean.name)
 def test_no_alarm_is_raised_on_a_clean_model(clean: Clean, device: torch.device):
     model, batch, loss = on(device, clean.build())
-    with torch._functorch.config.patch(activation_memory_budget=clean.budget):
+    with kernels_for(clean.architecture), torch._functorch.config.patch(activation_memory_budget=clean.budget):
         plan = None if clean.strategy is None else plimsoll.plan(model, batch, strategy=clean.strategy, loss=loss)
         receipt = plimsoll.verify(model, batch, plan, loss=loss, context=clean.context, steps=1)
     assert receipt.verdict.is_pass, str(receipt)
