@@ -153,7 +153,8 @@ class JointGraph:
 
     def _find_region(self, node: fx.Node) -> str:
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-        if stack:
+        # One op draws the seeds of all regions. From torch 2.14 on it carries the module of the first.
+        if stack and op_name(node) not in SEEDS:
             path = _module_path([*stack.values()][-1][0])
             for region in self._regions:
                 if not region or path == region or path.startswith(region + "."):
