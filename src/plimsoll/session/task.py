@@ -141,7 +141,7 @@ def compiled_by(plan: Plan, model: nn.Module) -> dict[str, Any] | None:
 
 
 def check_module(model: object) -> nn.Module:
-    """Refuse what is no module. Here the public verbs meet torch, so an untried version is warned of here."""
+    """Refuse anything but a module. Every public verb comes by, so it warns of an untried torch too."""
     warn_if_untried()
     if not isinstance(model, nn.Module):
         raise InvalidModel(

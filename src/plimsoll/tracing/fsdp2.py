@@ -6,7 +6,7 @@ FSDP2 keeps one storage per gathered parameter for good. It is filled before a m
 Source: torch.distributed.fsdp._fully_shard; which storages these are is not told in public, so this file alone reads FSDP2's
 own objects. Seen in torch 2.9 and 2.11 (one group of parameters per module, no way to reset a failed step), 2.13 and 2.14
 (several groups, ``reset_iter_state``) and 2.15 (gradients accumulate in ``grad`` of the gathered parameter, a reset drops
-them). Importing it takes most of a second; where nobody has, no model is sharded.
+them). Importing it takes most of a second; if it is not imported, no model is sharded.
 """
 
 from __future__ import annotations

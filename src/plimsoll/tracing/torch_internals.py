@@ -47,7 +47,7 @@ def lacking(name: str) -> UnsupportedTorch:
     """The error about a private name that this torch does not have."""
     return UnsupportedTorch(
         f"torch {torch.__version__} has no {name}.",
-        why=f"Plimsoll stands on a few private names of torch's; this one was seen in torch {_OLDEST} to {_NEWEST}",
+        why=f"Plimsoll needs a few private names of torch's; torch {_OLDEST} to {_NEWEST} have this one",
         next=f"install a torch from {_OLDEST} to {_NEWEST}, or a Plimsoll that knows this one",
     )
 
@@ -69,7 +69,7 @@ def warn_if_untried() -> None:
     if is_at_least(major, minor + 1):
         warnings.warn(
             f"torch {torch.__version__} is newer than any that Plimsoll was tried with ({_OLDEST} to {_NEWEST}).\n"
-            "  why   private names of torch's on which Plimsoll stands may mean something else there\n"
+            "  why   Plimsoll needs a few private names of torch's, which may have changed their meaning\n"
             f"  next  compare gradients and peak with plimsoll.verify, or install torch {_NEWEST}; to silence this,\n"
             '        warnings.filterwarnings("ignore", category=plimsoll.errors.UntriedTorch)',
             UntriedTorch,
