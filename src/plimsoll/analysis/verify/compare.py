@@ -394,9 +394,11 @@ def _backend(options: Any, share: float) -> Callable[..., Any]:
 
 def _checkpointed(task: TrainingTask, patterns: tuple[str, ...] | None, *, is_selective: bool) -> TorchsOwn:
     """Every compiled region in ``torch.utils.checkpoint``, compiled with it; equal blocks share a compilation."""
+    from plimsoll.engine.compiled.partitioner import with_seeds_saved  # imports inductor, which takes seconds
+
     contexts = functools.partial(create_selective_checkpoint_contexts, _saves_products)
     words: dict[str, Any] = {"use_reentrant": False, **({"context_fn": contexts} if is_selective else {})}
-    compiled = {unit.call.key: unit.call.compile() for unit in task.units}
+    compiled = {unit.call.key: unit.call.compile(**with_seeds_saved()) for unit in task.units}
     held, _ = split_regions(task.model, task.units, patterns)
     calls: dict[Unit, Callable[..., Any]] = {}
     forwards: dict[nn.Module, Callable[..., Any]] = {}
