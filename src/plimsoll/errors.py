@@ -140,7 +140,7 @@ class UnsupportedTorch(PlimsollError):
 
 
 class UntriedTorch(UserWarning):
-    """This torch is of a newer minor version than those that Plimsoll's test suite was run with.
+    """This torch is of a newer minor version than those that the tests were run with.
 
     Example:
         >>> import warnings

@@ -23,7 +23,7 @@ from torch.autograd import profiler
 from plimsoll.errors import UnsupportedTorch, UntriedTorch
 
 TRIED = ((2, 11), (2, 13), (2, 14), (2, 15))
-"""The minor versions of torch that the whole test suite was run with, oldest first. ``docs/versions.md`` lists the runs."""
+"""The minor versions of torch that the tests were run with, oldest first. ``docs/versions.md`` says which tests, and when."""
 _OLDEST, _NEWEST = (".".join(map(str, version)) for version in (TRIED[0], TRIED[-1]))
 
 
@@ -141,7 +141,7 @@ internal("torch.autograd.profiler._is_profiler_enabled")
 def times_compiled() -> int:
     """How often ``torch.compile`` has compiled something in this process, from the beginning or anew."""
     dynamo = sys.modules.get("torch._dynamo.convert_frame")  # importing it takes seconds
-    return 0 if dynamo is None else sum(dynamo.FRAME_COMPILE_COUNTER.values())  # seen in torch 2.9 to 2.13
+    return 0 if dynamo is None else sum(dynamo.FRAME_COMPILE_COUNTER.values())  # seen in torch 2.9 to 2.15
 
 
 def count_holders(tensor: torch.Tensor) -> int:

@@ -373,7 +373,7 @@ def _with_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[]
 def _budgeted(task: TrainingTask, _: tuple[str, ...] | None, *, share: float) -> TorchsOwn:
     """Every unit under torch's memory budget; nothing of the process is configured.
 
-    Private to torch, seen in torch 2.9 to 2.13: ``torch._functorch.config.activation_memory_budget``, which is read when a
+    Private to torch, seen in torch 2.9 to 2.15: ``torch._functorch.config.activation_memory_budget``, which is read when a
     graph is partitioned.
     """
     compiled = {unit.call.key: unit.call.compile(backend=_backend(unit.call.options, share)) for unit in task.units}

@@ -9,7 +9,7 @@ nothing and stand for what they look at. The order of kernels is that of the gra
 A fused op belongs to the first kernel that needs it. Forward ops that only backward needs belong to backward. Where backward
 reads a forward node that has no memory, it is made again inside the kernel that reads it, from the buffers it came from.
 
-Private to torch, seen in 2.9 to 2.13: the metadata of nodes (``val``, ``nn_module_stack``, ``fwd_nn_module_stack``).
+Private to torch, seen in 2.9 to 2.15: the metadata of nodes (``val``, ``nn_module_stack``, ``fwd_nn_module_stack``).
 """
 
 from __future__ import annotations
