@@ -1,4 +1,4 @@
-"""Every error that Plimsoll raises at its users, in one tree.
+"""Every error that Plimsoll raises at its users, in one tree, and the warning about a newer torch, ``UntriedTorch``.
 
 ::
 
@@ -38,7 +38,7 @@
     └── ReplayMismatch         backward was about to use a value that is not what forward made
         └── SavedTensorModified    a value that backward needs was written in place
 
-Each says what was found, why, and what to do next.
+Each says what was found, why, and what to do next. Other warnings are plain ``UserWarning`` that begin with "plimsoll:".
 """
 
 from __future__ import annotations
@@ -138,6 +138,15 @@ class TracingFailed(PlimsollError):
 
 class UnsupportedTorch(PlimsollError):
     """This torch lacks a private name that Plimsoll stands on."""
+
+
+class UntriedTorch(UserWarning):
+    """This torch is of a newer minor version than those that the tests were run with.
+
+    Example:
+        >>> import warnings
+        >>> warnings.filterwarnings("ignore", category=UntriedTorch)
+    """
 
 
 class UnsupportedFramework(PlimsollError):

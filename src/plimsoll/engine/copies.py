@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from plimsoll.tracing.refusals import refuse_compiler, refused_script
 from plimsoll.tracing.torch_internals import is_being_traced
 
-# Private names, seen in torch 2.9 to 2.13: what runs ``self.forward`` inside of a module's call. With hooks it is a
+# Private names, seen in torch 2.9 to 2.15: what runs ``self.forward`` inside of a module's call. With hooks it is a
 # function inside of ``_call_impl``; under torch.jit.trace it is ``_slow_forward``.
 _CALLS = frozenset(
     {

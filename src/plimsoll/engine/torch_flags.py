@@ -17,7 +17,7 @@ from plimsoll.tracing.torch_internals import internal
 
 Flags = tuple[Any, ...]
 
-# Read in every call of a region, hence without the properties of `torch.backends`. Private names seen in torch 2.9 to 2.13.
+# Read in every call of a region, hence without the properties of `torch.backends`. Private names seen in torch 2.9 to 2.15.
 _ANYWHERE: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),

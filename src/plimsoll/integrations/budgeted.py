@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# The module is private by its name alone; seen in torch 2.9 to 2.13.
+# The module is private by its name alone; seen in torch 2.9 to 2.15.
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.torch_version import TorchVersion
 

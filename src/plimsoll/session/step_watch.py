@@ -188,7 +188,7 @@ class MeteredSituations:
 
 def is_watched(module: nn.Module) -> bool:
     """Whether the calls of this very module are followed already."""
-    hooks = module._forward_pre_hooks.values()  # seen in torch 2.9 to 2.13
+    hooks = module._forward_pre_hooks.values()  # seen in torch 2.9 to 2.15
     return any(isinstance(hook, ModelHook) and isinstance(hook.runner, StepWatch) for hook in hooks)
 
 

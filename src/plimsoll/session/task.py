@@ -29,7 +29,7 @@ from plimsoll.tracing.compiled.units import CompileCall, Unit, find_units, in_pl
 from plimsoll.tracing.ddp import inner_module
 from plimsoll.tracing.recorder.calling import Context, Loss, split_batch
 from plimsoll.tracing.recorder.fingerprint import fingerprint, signature
-from plimsoll.tracing.torch_internals import is_profiled
+from plimsoll.tracing.torch_internals import is_profiled, warn_if_untried
 
 BATCH = "batch, mode and loss"
 """The name of the fact that ranks have the same batches, modes and losses."""
@@ -141,7 +141,8 @@ def compiled_by(plan: Plan, model: nn.Module) -> dict[str, Any] | None:
 
 
 def check_module(model: object) -> nn.Module:
-    """Refuse what is no module."""
+    """Refuse anything but a module. Every public verb comes by, so it warns of an untried torch too."""
+    warn_if_untried()
     if not isinstance(model, nn.Module):
         raise InvalidModel(
             f"A {type(model).__name__} is no model.",

@@ -50,7 +50,7 @@ from plimsoll.tracing.torch_internals import (
 from plimsoll.tracing.tracer import StepTracer, changed_buffers, gradient_storages, listed_parameters, register_statics
 from plimsoll.tracing.zero import is_gathered_by_zero
 
-# The class of its backward nodes; seen in torch 2.9, 2.11 and 2.13.
+# The class of its backward nodes; seen in torch 2.9 to 2.15.
 _REENTRANT_CHECKPOINT = internal("torch.utils.checkpoint.CheckpointFunction._backward_cls")
 
 

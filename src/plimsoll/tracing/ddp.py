@@ -40,7 +40,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 def is_compiled_wrapper(module: nn.Module) -> bool:
     """Whether ``torch.compile(module)`` made this module."""
-    return type(module).__name__ == "OptimizedModule"  # by name (torch 2.9 to 2.13): importing its home takes seconds
+    return type(module).__name__ == "OptimizedModule"  # by name (torch 2.9 to 2.15): importing its home takes seconds
 
 
 def _reducer(model: nn.Module) -> DistributedDataParallel | None:
@@ -54,7 +54,7 @@ def unseen_wrapper(model: nn.Module) -> nn.Module | None:
     """
     if _reducer(model) is not None:
         return None
-    around = DistributedDataParallel._active_ddp_module  # seen in torch 2.9 to 2.13
+    around = DistributedDataParallel._active_ddp_module  # seen in torch 2.9 to 2.15
     return around or next((part for part in model.modules() if isinstance(part, DistributedDataParallel)), None)
 
 
@@ -77,7 +77,7 @@ def has_rebuilt_buckets(model: nn.Module) -> bool:
     Only C++ knows the buckets, so whoever measures that step sees the new ones come and not the old ones go.
     """
     reducer = _reducer(model)
-    return reducer is not None and bool(reducer._has_rebuilt_buckets)  # seen in torch 2.9 to 2.13
+    return reducer is not None and bool(reducer._has_rebuilt_buckets)  # seen in torch 2.9 to 2.15
 
 
 def is_without_reduction(model: nn.Module) -> bool:
@@ -101,7 +101,7 @@ def reduced_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def own_reductions(model: nn.Module) -> list[str]:
-    """Communication hooks in the place of the reducer's all-reduce, by name (torch 2.9 to 2.13 keep them like this)."""
+    """Communication hooks in the place of the reducer's all-reduce, by name (torch 2.9 to 2.15 keep them like this)."""
     reducer = _reducer(model)
     return [] if reducer is None else [hook.__qualname__ for hook, _ in reducer._comm_hooks]
 
@@ -116,7 +116,7 @@ def begin_anew(model: nn.Module) -> None:
     """Make the reducer ready for a new step after one whose backward did not finish; on all ranks, or its buckets differ."""
     reducer = _reducer(model)
     if reducer is not None:
-        reducer.reducer._reset_state()  # seen in torch 2.9 to 2.13
+        reducer.reducer._reset_state()  # seen in torch 2.9 to 2.15
 
 
 class Twins:
@@ -139,7 +139,7 @@ class Twins:
         """Run steps that the reducer does not see; the gradients that they leave are the parameters' own in the end.
 
         What torch.compile compiles here it splits at the reducer's buckets, as in training (``_inside_ddp_forward``, seen in
-        torch 2.9 to 2.13).
+        torch 2.9 to 2.15).
         """
         for parameter, twin in self._twins.items():
             twin.grad = parameter.grad

@@ -4,13 +4,15 @@ FSDP2 keeps one storage per gathered parameter for good. It is filled before a m
 (``resize_(0)``) after them, so it lives several times in a step and is not alive in between. Whether it is shows in its size.
 
 Source: torch.distributed.fsdp._fully_shard; which storages these are is not told in public, so this file alone reads FSDP2's
-own objects. Seen in torch 2.9 and 2.11 (one group of parameters per module, no way to reset a failed step) and 2.13 (several
-groups, ``reset_iter_state``). Importing it takes most of a second; where nobody has, no model is sharded.
+own objects. Seen in torch 2.9 and 2.11 (one group of parameters per module, no way to reset a failed step), 2.13 and 2.14
+(several groups, ``reset_iter_state``) and 2.15 (gradients accumulate in ``grad`` of the gathered parameter, a reset drops
+them). Importing it takes most of a second; if it is not imported, no model is sharded.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
 _HOME = "torch.distributed.fsdp._fully_shard"
 _IDLE = "IDLE"
+_OF_WAITING = ("_partial_reduce_output_layout", "_post_backward_pending")
+"""What a group remembers about gradients that wait (torch 2.15): which part of the flat one is whose, that work is left."""
 
 
 class Gathered:
@@ -110,7 +114,8 @@ def _waiting_places(model: nn.Module) -> Iterator[tuple[str, Any, str]]:
         for part in group.fsdp_params:
             if (unsharded := getattr(part, "_unsharded_param", None)) is not None:  # made by the first gathering
                 yield _name_of(part), unsharded, "grad"
-            yield _name_of(part), part, "unsharded_accumulated_grad"
+            if "unsharded_accumulated_grad" in vars(part):  # torch 2.15 made it a property that reads the line above
+                yield _name_of(part), part, "unsharded_accumulated_grad"
         yield group._module_fqn or "", group, "_partial_reduce_output"
 
 
@@ -121,9 +126,17 @@ class KeptWaiting:
         self._model = model
         places = _waiting_places(model)
         self.places = [(holder, attribute, getattr(holder, attribute)) for _, holder, attribute in places]
+        self._groups = [
+            (group, name, copy.copy(vars(group)[name]))
+            for group in _groups(model)
+            for name in _OF_WAITING
+            if name in vars(group)
+        ]
 
     def put_back(self) -> None:
         """The same tensors in the same places; nothing where a place was made since."""
+        for group, name, value in self._groups:
+            setattr(group, name, copy.copy(value))
         kept = {(id(holder), attribute): gradient for holder, attribute, gradient in self.places}
         for _, holder, attribute in _waiting_places(self._model):
             setattr(holder, attribute, kept.get((id(holder), attribute)))
@@ -162,12 +175,16 @@ def emptied_after_forward(model: nn.Module, modules: Mapping[str, nn.Module]) ->
 
 
 def release_gathered(model: nn.Module) -> None:
-    """Make FSDP2 ready for a new step after one whose backward did not finish."""
+    """Make FSDP2 ready for a new step after one whose backward did not finish. Gradients stay: torch 2.15 drops them here."""
+    gradients, waiting = [(each, each.grad) for each in sharded_parameters(model)], KeptWaiting(model)
     for state, module in {module._get_fsdp_state(): module for module in _sharded_modules(model)}.items():
         if state._is_root and is_at_least(2, 13):
             module.reset_iter_state()
         elif state._is_root:
             _reset(state)
+    for parameter, gradient in gradients:
+        parameter.grad = gradient
+    waiting.put_back()
 
 
 def _reset(root: Any) -> None:
@@ -180,7 +197,6 @@ def _reset(root: Any) -> None:
         state._training_state = type(state._training_state).IDLE
         for group in _groups_of(state):
             group.finalize_backward()  # waits for what is under way
-            group._partial_reduce_output = None
             group._training_state = state._training_state
             group._to_sharded()
     context.iter_forward_root = None

@@ -136,7 +136,7 @@ def compiled_part(module: nn.Module) -> str:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether torch.compile, or the module's own ``compile()``, was called on this very module."""
-    return is_compiled_wrapper(module) or module._compiled_call_impl is not None  # seen in torch 2.9 to 2.13
+    return is_compiled_wrapper(module) or module._compiled_call_impl is not None  # seen in torch 2.9 to 2.15
 
 
 def _is_compiled_function(function: Any) -> bool:
@@ -226,7 +226,7 @@ def refuse_compiler(module: nn.Module, *, is_compiled: bool = False) -> None:
     Raises:
         InvalidModel: to whoever called the compiled code.
     """
-    # Private name, seen in torch 2.9 to 2.13: before 2.13 Dynamo takes is_exporting() for true wherever it traces.
+    # Private name, seen in torch 2.9 to 2.15: before 2.13 Dynamo takes is_exporting() for true wherever it traces.
     if torch.is_grad_enabled() and not torch.compiler._is_exporting_flag:
         # What raises while it is traced would run uncompiled instead. After a break what follows may be traced anew, which
         # torch 2.11 cannot do with an error of ours: so it is raised where nothing is traced.

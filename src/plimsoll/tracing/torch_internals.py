@@ -1,14 +1,18 @@
 """The private names of torch that Plimsoll stands on, each used elsewhere under the name that it has here.
 
-torch may change a private name in any release. These were seen in torch 2.9, 2.11 and 2.13; a torch that lacks one is refused
-when this file is imported, not in the middle of a training step. What is private to one subject stands in that subject's file:
-FSDP2's objects in ``fsdp2``, the profiler's log in ``meters.memory``, schedules in ``distributed.pipelines.schedules``.
+torch may change a private name in any release. These were seen in torch 2.9 and in the versions of ``TRIED``; a torch that
+lacks one is refused when this file is imported, not in the middle of a training step. What is private to one subject stands
+in that subject's file: FSDP2's objects in ``fsdp2``, the profiler's log in ``meters.memory``, schedules in
+``distributed.pipelines.schedules``.
 """
 
 from __future__ import annotations
 
+import functools
 import pkgutil
+import re
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -16,7 +20,11 @@ from typing import Any
 import torch
 from torch.autograd import profiler
 
-from plimsoll.errors import UnsupportedTorch
+from plimsoll.errors import UnsupportedTorch, UntriedTorch
+
+TRIED = ((2, 11), (2, 13), (2, 14), (2, 15))
+"""The minor versions of torch that the tests were run with, oldest first. ``docs/versions.md`` says which tests, and when."""
+_OLDEST, _NEWEST = (".".join(map(str, version)) for version in (TRIED[0], TRIED[-1]))
 
 
 def internal(name: str) -> Any:
@@ -39,14 +47,42 @@ def lacking(name: str) -> UnsupportedTorch:
     """The error about a private name that this torch does not have."""
     return UnsupportedTorch(
         f"torch {torch.__version__} has no {name}.",
-        why="Plimsoll stands on a few private names of torch's; this one was seen in torch 2.9 to 2.13",
-        next="install a torch from 2.11 to 2.13, or a Plimsoll that knows this one",
+        why=f"Plimsoll needs a few private names of torch's; torch {_OLDEST} to {_NEWEST} have this one",
+        next=f"install a torch from {_OLDEST} to {_NEWEST}, or a Plimsoll that knows this one",
     )
 
 
-def is_at_least(*version: int) -> bool:
-    """Whether this torch is of that version or newer; nightly builds of a version count as it."""
-    return tuple(int(part) for part in torch.__version__.split(".")[: len(version)]) >= version
+def is_at_least(major: int, minor: int) -> bool:
+    """Whether this torch is of that version or newer; pre-releases and local builds of a version count as it."""
+    found = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    assert found is not None, torch.__version__
+    return (int(found[1]), int(found[2])) >= (major, minor)
+
+
+@functools.cache
+def warn_if_untried() -> None:
+    """Warn once in a process if this torch is newer than ``TRIED``. Every public verb that takes a model calls this.
+
+    A missing name ends in ``UnsupportedTorch``. A name that means something else in a newer torch goes unnoticed.
+    """
+    major, minor = TRIED[-1]
+    if is_at_least(major, minor + 1):
+        warnings.warn(
+            f"torch {torch.__version__} is newer than any that Plimsoll was tried with ({_OLDEST} to {_NEWEST}).\n"
+            "  why   Plimsoll needs a few private names of torch's, which may have changed their meaning\n"
+            f"  next  compare gradients and peak with plimsoll.verify, or install torch {_NEWEST}; to silence this,\n"
+            '        warnings.filterwarnings("ignore", category=plimsoll.errors.UntriedTorch)',
+            UntriedTorch,
+            stacklevel=_frames_of_ours(),
+        )
+
+
+def _frames_of_ours() -> int:
+    """How many frames up from the caller the first one is that is not Plimsoll's."""
+    depth, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "plimsoll":
+        depth, frame = depth + 1, frame.f_back
+    return depth
 
 
 current_autograd_node: Callable[[], Any] = internal("torch._C._current_autograd_node")
@@ -107,7 +143,7 @@ internal("torch.autograd.profiler._is_profiler_enabled")
 def times_compiled() -> int:
     """How often ``torch.compile`` has compiled something in this process, from the beginning or anew."""
     dynamo = sys.modules.get("torch._dynamo.convert_frame")  # importing it takes seconds
-    return 0 if dynamo is None else sum(dynamo.FRAME_COMPILE_COUNTER.values())  # seen in torch 2.9 to 2.13
+    return 0 if dynamo is None else sum(dynamo.FRAME_COMPILE_COUNTER.values())  # seen in torch 2.9 to 2.15
 
 
 def count_holders(tensor: torch.Tensor) -> int:

@@ -68,7 +68,7 @@ def engine_of(model: nn.Module) -> Any | None:
     kind = _engine_kind()
     if kind is None:
         return None
-    hooks = (*model._forward_pre_hooks.values(), *model._forward_hooks.values())  # seen in torch 2.9 to 2.13
+    hooks = (*model._forward_pre_hooks.values(), *model._forward_hooks.values())  # seen in torch 2.9 to 2.15
     cells = [cell for hook in hooks for cell in getattr(hook, "__closure__", None) or ()]
     return next((cell.cell_contents for cell in cells if isinstance(cell.cell_contents, kind)), None)
 

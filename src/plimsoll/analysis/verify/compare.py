@@ -373,7 +373,7 @@ def _with_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[]
 def _budgeted(task: TrainingTask, _: tuple[str, ...] | None, *, share: float) -> TorchsOwn:
     """Every unit under torch's memory budget; nothing of the process is configured.
 
-    Private to torch, seen in torch 2.9 to 2.13: ``torch._functorch.config.activation_memory_budget``, which is read when a
+    Private to torch, seen in torch 2.9 to 2.15: ``torch._functorch.config.activation_memory_budget``, which is read when a
     graph is partitioned.
     """
     compiled = {unit.call.key: unit.call.compile(backend=_backend(unit.call.options, share)) for unit in task.units}
@@ -394,9 +394,11 @@ def _backend(options: Any, share: float) -> Callable[..., Any]:
 
 def _checkpointed(task: TrainingTask, patterns: tuple[str, ...] | None, *, is_selective: bool) -> TorchsOwn:
     """Every compiled region in ``torch.utils.checkpoint``, compiled with it; equal blocks share a compilation."""
+    from plimsoll.engine.compiled.partitioner import with_seeds_saved  # imports inductor, which takes seconds
+
     contexts = functools.partial(create_selective_checkpoint_contexts, _saves_products)
     words: dict[str, Any] = {"use_reentrant": False, **({"context_fn": contexts} if is_selective else {})}
-    compiled = {unit.call.key: unit.call.compile() for unit in task.units}
+    compiled = {unit.call.key: unit.call.compile(**with_seeds_saved()) for unit in task.units}
     held, _ = split_regions(task.model, task.units, patterns)
     calls: dict[Unit, Callable[..., Any]] = {}
     forwards: dict[nn.Module, Callable[..., Any]] = {}

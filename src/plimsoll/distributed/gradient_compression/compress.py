@@ -28,6 +28,7 @@ from plimsoll.distributed.gradient_compression.slots import Form, GradientSlot, 
 from plimsoll.errors import InvalidModel, InvalidOption
 from plimsoll.session.rendezvous.conversation import Conversation
 from plimsoll.session.rendezvous.world import current_world
+from plimsoll.tracing.torch_internals import warn_if_untried
 
 _TOPIC = "gradient compression"
 _SAME = "call compress_gradients() with the same model and the same arguments on every rank"
@@ -79,6 +80,7 @@ def compress_gradients(
     Source: see `lowrank`, `encoders`, `feedback`. Known weakness: the residual takes 4 bytes per compressed element on every
     rank, under FSDP2 per element of the unsharded parameter.
     """
+    warn_if_untried()
     settings = CompressionSettings(
         method=parse_method(method),
         exclude=(exclude,) if isinstance(exclude, str) else tuple(exclude),

@@ -1,6 +1,6 @@
 """Compresses the gradients of a model under FSDP2, in place of the reduce-scatter of each of its modules.
 
-FSDP2's own class of a reduce-scatter is private: seen in torch 2.9, 2.11 and 2.13.
+FSDP2's own class of a reduce-scatter is private: seen in torch 2.9 to 2.15.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Schedules of several stages per rank carry a table of their actions. Those of on
 2.13 prints for 1F1B counts the last rank's forwards from one, so GPipe's and 1F1B's orders are taken from ``orders``, which is
 tested against what torch runs.
 
-All that is private in torch's schedules and stages is read here: seen in torch 2.9, 2.11 and 2.13.
+All that is private in torch's schedules and stages is read here: seen in torch 2.9 to 2.15.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ class PlannedPartitioner(Partitioner):
 class _Drawless:
     """Stands for an op in a call that draws no numbers, attention with a dropout of 0, while torch partitions.
 
-    Around every op that could draw and is computed again torch saves and restores the random state (seen in 2.9 to 2.13).
+    Around every op that could draw and is computed again torch saves and restores the random state (seen in 2.9 to 2.15).
     Called like that an op leaves contiguous outputs, backward copies what it reads of them, and no CUDA graph is captured.
     """
 
@@ -284,6 +284,29 @@ def in_order() -> dict[str, Any]:
     return {} if config._pre_fusion_custom_pass is not None else {"_pre_fusion_custom_pass": GraphOrder()}
 
 
+def with_seeds_saved() -> dict[str, Any]:
+    """Inductor's options for ``SeedsSaved``; none where the user has a pass of the whole process in that place."""
+    return {} if config.joint_custom_post_pass is not None else {"joint_custom_post_pass": SeedsSaved()}
+
+
+class SeedsSaved(custom_graph_pass.CustomGraphPass):
+    """Saves the seeds of a checkpointed region's random numbers, so that it draws the numbers that it draws uncheckpointed.
+
+    From torch 2.14 on a checkpoint marks the op that draws seeds to run again in backward. Then forward also saves the random
+    state, and the generator advances once more: dropout's masks are others than without the checkpoint, so the two gradients
+    cannot be compared. Without the mark, as before 2.14, the seeds are saved: 8 bytes each.
+    """
+
+    def uuid(self) -> str:
+        """Names this code, for torch's caches of compiled graphs."""
+        return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for node in graph.nodes:
+            if nodes.op_name(node) in nodes.SEEDS:
+                node.meta.pop("recompute", None)
+
+
 class GraphOrder(_Pass):
     """Keeps backward in the order of its graph, in the code that inductor generates: adds waits before kernels are fused.
 
@@ -294,7 +317,7 @@ class GraphOrder(_Pass):
     later, with its reader. What nothing else reads, as the sum that is a bias's gradient, would be fused with whatever comes
     later and hold what it sums up until then: the next op that is not fused waits for it.
 
-    inductor copies its configuration deeply; this holds nothing, so a copy is itself. Private to torch, seen in torch 2.13:
+    inductor copies its configuration deeply; this holds nothing, so a copy is itself. Private to torch, seen in 2.13 to 2.15:
     ``_pre_fusion_custom_pass`` and ``CustomSchedulerPass``, ``add_fake_dep``, ``WeakDep``, ``compute_ancestors``,
     ``OutputNode``.
     """

@@ -286,7 +286,7 @@ def renew(world: World, groups: Iterable[dist.ProcessGroup], occasion: str) -> N
     """Give released groups of gloo's new connections; called on all ranks alike.
 
     A group keeps the first backend that it gets of each kind for good, so a new one takes a kind that was not there yet.
-    The private names were seen in torch 2.13; 2.9 and 2.11 bind the same ones.
+    The private names were seen in torch 2.13 and 2.15; 2.9 and 2.11 bind the same ones.
 
     Raises:
         InvalidModel: there is no kind left.

@@ -24,7 +24,7 @@ from plimsoll.tracing.torch_internals import internal
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# The default group's store has no public name; this one was seen in torch 2.9, 2.11 and 2.13.
+# The default group's store has no public name; this one was seen in torch 2.9 to 2.15.
 _default_store = internal("torch.distributed.distributed_c10d._get_default_store")
 _PREFIX = "plimsoll"
 

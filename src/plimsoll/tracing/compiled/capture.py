@@ -3,7 +3,7 @@
 Every unit is compiled with a partitioner that notes the joint graph and leaves the rest to torch. The graphs that come out are
 run as they are, op by op, so a step costs tracing and not code generation.
 
-Private to torch, seen in 2.9 to 2.13: ``CustomPartitionerFn``, ``min_cut_rematerialization_partition``, ``fx_graph_cse``.
+Private to torch, seen in 2.9 to 2.15: ``CustomPartitionerFn``, ``min_cut_rematerialization_partition``, ``fx_graph_cse``.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ nothing and stand for what they look at. The order of kernels is that of the gra
 A fused op belongs to the first kernel that needs it. Forward ops that only backward needs belong to backward. Where backward
 reads a forward node that has no memory, it is made again inside the kernel that reads it, from the buffers it came from.
 
-Private to torch, seen in 2.9 to 2.13: the metadata of nodes (``val``, ``nn_module_stack``, ``fwd_nn_module_stack``).
+Private to torch, seen in 2.9 to 2.15: the metadata of nodes (``val``, ``nn_module_stack``, ``fwd_nn_module_stack``).
 """
 
 from __future__ import annotations
@@ -154,7 +154,8 @@ class JointGraph:
 
     def _find_region(self, node: fx.Node) -> str:
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-        if stack:
+        # One op draws the seeds of all regions. From torch 2.14 on it carries the module of the first.
+        if stack and op_name(node) not in SEEDS:
             path = _module_path([*stack.values()][-1][0])
             for region in self._regions:
                 if not region or path == region or path.startswith(region + "."):

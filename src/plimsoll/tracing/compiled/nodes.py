@@ -1,6 +1,6 @@
 """What one node of a joint graph is: an op that inductor calls, fuses, draws numbers with; a view; what may not run twice.
 
-Private to torch, seen in 2.9 to 2.13: the metadata of nodes (``val``, ``desc``, ``partitioner_tag``), the descriptors of a
+Private to torch, seen in 2.9 to 2.15: the metadata of nodes (``val``, ``desc``, ``partitioner_tag``), the descriptors of a
 graph's inputs and outputs, names of inductor's random ops.
 """
 

@@ -4,7 +4,7 @@ A *unit* is a module that was compiled: the model, or its blocks one by one. Its
 dynamic sizes, are read from what torch.compile left, so that compiling it anew differs in nothing but the partitioner. That is
 given to this module's compilation alone; taking it off puts back what the user's torch.compile made, with its cached code.
 
-Private to torch and seen in torch 2.9 to 2.13: ``Module._compiled_call_impl``, ``OptimizedModule``, the chain of
+Private to torch and seen in torch 2.9 to 2.15: ``Module._compiled_call_impl``, ``OptimizedModule``, the chain of
 ``_torchdynamo_orig_backend``, the context in the closure of a compiled function, ``compile_fx``'s ``inner_compile``,
 ``invoke_subgraph_placeholder`` and how Dynamo finds it.
 """
@@ -386,7 +386,7 @@ def _refusal(unit: Unit) -> InvalidModel | None:
 
 def _is_switched_off() -> bool:
     """Whether compiled code runs uncompiled: ``torch.compiler.set_stance("force_eager")``, ``TORCH_COMPILE_DISABLE=1``."""
-    stance = torch._dynamo.eval_frame._stance.stance  # private, seen in torch 2.9 to 2.13
+    stance = torch._dynamo.eval_frame._stance.stance  # private, seen in torch 2.9 to 2.15
     return bool(stance == "force_eager" or torch._dynamo.config.disable)
 
 

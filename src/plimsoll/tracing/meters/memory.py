@@ -9,7 +9,7 @@ too low. Memory that libraries take from the system behind torch's allocator (on
 On CUDA the figures come from the caching allocator's statistics, which round every block up to 512 bytes. The meter resets
 the device's peak counters.
 
-The log is private to torch: its names were seen in torch 2.9, 2.11 and 2.13. While the CPU meter runs no other profiler may.
+The log is private to torch: its names were seen in torch 2.9 to 2.15. While the CPU meter runs no other profiler may.
 The allocator warns once a second on stderr about the releases that its log lacks; start Python with
 ``TORCH_CPP_LOG_LEVEL=ERROR`` to silence it.
 """

@@ -84,7 +84,7 @@ def untouched(model: nn.Module, written: Collection[str] = ()) -> Iterator[None]
 
 
 def _hooks_of(parameter: torch.Tensor) -> dict[int, Any] | None:
-    """What runs when the gradient is complete: torch 2.9 to 2.13 hold it in this dict, which handles know too."""
+    """What runs when the gradient is complete: torch 2.9 to 2.15 hold it in this dict, which handles know too."""
     found: dict[int, Any] | None = parameter._post_accumulate_grad_hooks
     return found
 
