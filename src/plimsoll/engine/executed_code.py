@@ -48,6 +48,7 @@ _PURE_BUILTINS = frozenset(
         *("iter", "len", "max", "min", "next", "ord", "pow", "print", "repr", "round", "setattr", "sorted", "sum"),
     }
 )
+# Modules of torch's ops; private names seen in torch 2.11 to 2.15.
 _PURE_MODULES = frozenset(
     {"math", "_operator", "_abc", "_functools", "torch._C._nn", "torch._C._fft", "torch._C._linalg"}
 )
