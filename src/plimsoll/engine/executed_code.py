@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import sys
@@ -20,6 +21,11 @@ import torch
 _TORCH = f"{Path(torch.__file__).parent}/"
 _OURS = (f"{Path(__file__).parents[1]}/", "<plimsoll")
 """How the names of files begin that hold our code, or code that we generated."""
+_OF_THE_GUARD = (*_OURS, f"{_TORCH}overrides.py", contextlib.__file__)
+"""How the names of files begin whose code runs because torch calls are compared while the code is watched.
+
+A context manager of the user's, made by ``contextlib``, cannot be followed therefore, and counts as an obstacle.
+"""
 _TRUSTED = tuple(
     f"{_TORCH}{name}"
     for name in (
@@ -137,7 +143,7 @@ class ExecutedCode:
     def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
         """Called when a frame begins."""
         code = frame.f_code
-        if code.co_filename.startswith(_OURS):
+        if code.co_filename.startswith(_OF_THE_GUARD):
             return None
         self.globals.setdefault(code, frame.f_globals)
         frame.f_trace_lines, frame.f_trace_opcodes = False, True

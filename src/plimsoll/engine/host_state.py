@@ -63,6 +63,8 @@ class HostState:
         self._sizes: list[tuple[Any, int]] = []
         self._orders: list[tuple[Any, tuple[Any, ...]]] = []
         """Dictionaries, lists and sets, with their keys or items in order."""
+        self._functions: list[tuple[types.FunctionType, Any, Any, Any]] = []
+        """Functions, with their code and default values."""
         self._tensors: list[tuple[torch.Tensor, tuple[Any, ...]]] = []
 
     @staticmethod
@@ -83,6 +85,13 @@ class HostState:
                 return False
         for container, size in self._sizes:
             if len(container) != size:
+                return False
+        for function, code, defaults, keywords in self._functions:
+            if (
+                function.__code__ is not code
+                or function.__defaults__ is not defaults
+                or function.__kwdefaults__ is not keywords
+            ):
                 return False
         for container, items in self._orders:
             if len(container) != len(items) or not all(map(_is_same, container, items)):
@@ -198,8 +207,8 @@ class _Collector:
         self._functions.add(function.__code__)
         if function.__code__ not in self._executed.globals:
             return
-        for name in ("__code__", "__defaults__", "__kwdefaults__"):
-            self._add_read(function, functools.partial(getattr, function), name, getattr(function, name))
+        parts = (function.__code__, function.__defaults__, function.__kwdefaults__)
+        self.state._functions.append((function, *parts))
         self._open += [function.__defaults__, function.__kwdefaults__]
         self._object(function)
         for cell in function.__closure__ or ():
