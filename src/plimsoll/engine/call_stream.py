@@ -130,8 +130,6 @@ class StreamGuard(TorchFunctionMode):
         """The function whose call was in none of the streams."""
         self.where = ""
         """The line of the user's code that called it."""
-        self.asked: set[Any] = set()
-        """The functions that returned no tensor, and so told Python something."""
 
     @property
     def program(self) -> Any:
@@ -148,9 +146,7 @@ class StreamGuard(TorchFunctionMode):
         if place is not None:
             if place.func is func and place.matches(args, kwargs, result, self._known):
                 self._place = place.after
-            elif type(result) in _ANSWERS:
-                self.asked.add(func)
-            else:
+            elif type(result) not in _ANSWERS:
                 self._follow(place, func, args, kwargs, result)
         return result
 
@@ -164,8 +160,6 @@ class StreamGuard(TorchFunctionMode):
                 return
         if _leaves_a_trace(func, result):
             self._place, self.stranger, self.where = None, func, _line_of_user()
-        else:
-            self.asked.add(func)
 
 
 class StreamRecorder(TorchFunctionMode):

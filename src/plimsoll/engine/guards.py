@@ -32,8 +32,7 @@ from plimsoll.tracing.torch_internals import (
 
 NO_OFFSET = -1
 """The offset of saved tensors that do not lie on one storage (sparse ones)."""
-SCALARS = (bool, int, float, complex, str)
-"""Arguments and attributes of these types are compared by value."""
+_SCALARS = (bool, int, float, complex, str)
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 
@@ -85,7 +84,7 @@ class SignatureReader:
             (inner.__dict__, name)
             for inner in module.modules()
             for name, value in inner.__dict__.items()
-            if isinstance(value, SCALARS)
+            if isinstance(value, _SCALARS)
         ]
         self.places: Places = []
         """Of the parameters, then of the buffers, then of what frozen weights keep beside themselves."""
@@ -154,7 +153,7 @@ def describe(value: Any, tensors: list[torch.Tensor]) -> Any:
         if is_pending(value):
             return (kind, value.requires_grad, _lies(local_of(value)))
         return (kind, value.layout, value.shape, value.dtype, value.requires_grad, value.device)
-    if value is None or isinstance(value, SCALARS):
+    if value is None or isinstance(value, _SCALARS):
         return (kind, value)
     if isinstance(value, tuple | list):
         return (kind, *[describe(item, tensors) for item in value])

@@ -63,8 +63,7 @@ class Program:
 
     ``node_counts`` says how many autograd nodes a call like the recorded one makes; ``shares``, by the value's name,
     what the plan counted for a payload as a share of the value's bytes. ``is_self_compiling``: the region calls operators
-    that take functions. ``is_decided_by_python``: Python code calls all ops, and reads no data. ``like`` serves calls of other
-    sizes alike.
+    that take functions. ``like`` serves calls of other sizes alike.
     """
 
     def __init__(
@@ -75,7 +74,6 @@ class Program:
         shared: Shared,
         *,
         is_self_compiling: bool = False,
-        is_decided_by_python: bool = True,
         like: Program | None = None,
     ) -> None:
         self.plan = plan
@@ -86,7 +84,6 @@ class Program:
             plan, self.sampler, Halves() if shared.splits_backward else None, None if like is None else like.recipes
         )
         self.is_self_compiling = is_self_compiling
-        self.is_decided_by_python = is_decided_by_python
         self._shared = shared
         self._calls = 0
 

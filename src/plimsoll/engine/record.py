@@ -33,8 +33,6 @@ from plimsoll.tracing.recorder.recorder import Ref
 from plimsoll.tracing.recorder.storages import Geometry, has_lazy_bits, is_plain
 from plimsoll.tracing.torch_internals import sequence_number
 
-_DECIDED_BY_DATA = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
@@ -61,8 +59,6 @@ class Recording:
     is_self_compiling: bool
     has_unseen_callers: bool
     """Whether code whose torch calls are not seen (TorchScript, extensions) has run ops: it may do others at another size."""
-    reads_data: bool
-    """Whether data decides what an op gives to Python: a value, or the shape of a result."""
 
     def program(self, plan: RegionPlan, shared: Shared, *, is_linked: bool) -> Program:
         """What serves such calls under a plan. ``is_linked``: the region before can make the first argument again."""
@@ -95,15 +91,7 @@ class Recording:
         shares = {d.value: d.held_bytes / d.bytes for d in plan.decisions if d.is_packed and d.bytes}
         # Casts of parameters are cached inside of autocast, so that a later call may make fewer nodes than the recorded one.
         node_counts = range(self.nodes - self.casts, self.nodes + 1)
-        return Program(
-            made,
-            node_counts,
-            shares,
-            shared,
-            is_self_compiling=self.is_self_compiling,
-            is_decided_by_python=not (self.is_self_compiling or self.has_unseen_callers or self.reads_data),
-            like=like,
-        )
+        return Program(made, node_counts, shares, shared, is_self_compiling=self.is_self_compiling, like=like)
 
     def _parameters(self, choice: DropChoice, shared: Shared) -> tuple[tuple[int, ParameterSource], ...]:
         """Where recipes read parameters and buffers. Of a buffer that the region itself writes, replays get scratch copies,
@@ -392,7 +380,6 @@ def _recording(call: _Watched, subject: RegionForward) -> Recording:
         casts=sum(op.name == "_to_copy" for op in recorder.ops),
         is_self_compiling=recorder.takes_functions,
         has_unseen_callers=recorder.has_unseen_callers,
-        reads_data=any(not _DECIDED_BY_DATA.isdisjoint(op.func.tags) for op in recorder.ops),
     )
 
 

@@ -240,7 +240,7 @@ class ManagedRegion:
         if len(self.services) >= MAX_SIGNATURES:
             del self.services[min(self.services, key=lambda other: self.services[other].last_call)]
         latest = max(self.services.values(), key=lambda other: other.last_call, default=None)
-        service = self.services[key] = Service(plan, self._shared.alarm, self.module)
+        service = self.services[key] = Service(plan, self._shared.alarm)
         if any(other.has_failed() for other in self.services.values()):
             self._recordings.distrust()
         known = self._recordings.at(entry.signature)
@@ -295,27 +295,19 @@ class ManagedRegion:
         pack = call.pack_random if service.points else call.pack
         inputs = call_tensors(args, kwargs) if service.needs_inputs else ()
         versions = [version_of(tensor) for tensor in inputs]
-        constancy, guard = service.constancy, None
-        program: Program | None = constancy.begin()
+        guard = StreamGuard(service.known, references((*entry.sources, *entry.inputs)))
         before = sequence_number()
         try:
-            if program is not None:
-                with saved_tensors_hooks(pack, unpack):
-                    output = self._original(*args, **kwargs)
-            else:
-                guard = StreamGuard(service.known, references((*entry.sources, *entry.inputs)))
-                with saved_tensors_hooks(pack, unpack), guard, constancy.watching(service.op_names, args, kwargs):
-                    output = service.run(self._original, args, kwargs)
-                program = guard.program
-                constancy.end(program, guard.asked, entry.sources)
+            with saved_tensors_hooks(pack, unpack), guard:
+                output = service.run(self._original, args, kwargs)
             nodes = sequence_number() - before
             call.end()
             shared.transfers.leave(output)
         except BaseException:
             call.keep_all()
             raise
+        program: Program | None = guard.program
         if program is None:
-            assert guard is not None, "a call that is not compared has its program"
             call.keep_all()
             self._surprise(service, guard)
             return output

@@ -11,12 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from plimsoll.artifacts.decision import Engine
 from plimsoll.artifacts.plan import RegionPlan
 from plimsoll.engine.call_stream import Alarm, Junction
-from plimsoll.engine.constancy import Constancy
 from plimsoll.engine.program import Program
 from plimsoll.engine.replay_rng import StatePoints
 from plimsoll.engine.torch_calls import Stream
@@ -32,9 +30,8 @@ MAX_IDLE_CHANGES = 3
 class Service:
     """What serves the calls of one signature under one region plan. ``reason`` says why, where it is not recipes alone."""
 
-    def __init__(self, plan: RegionPlan, alarm: Alarm, module: nn.Module) -> None:
+    def __init__(self, plan: RegionPlan, alarm: Alarm) -> None:
         self.plan = plan
-        self.constancy = Constancy(module)
         self.engine = Engine.RECIPE
         self.reason = ""
         self.last_call = 0
@@ -70,11 +67,6 @@ class Service:
             self._watch = self.watch_length
         return self._watch > 0 or (self._idle_changes < MAX_IDLE_CHANGES and scalars() != self._scalars)
 
-    @property
-    def op_names(self) -> frozenset[str]:
-        """Names of the torch functions that calls of known streams call."""
-        return frozenset(getattr(call.func, "__name__", "") for stream in self._programs for call in stream)
-
     def find(self, stream: Stream) -> Program | None:
         """The program for a stream that was recorded."""
         return self._programs.get(stream)
@@ -84,7 +76,6 @@ class Service:
         if self._programs.pop(stream, None) is program:
             self._programs[stream] = program
             return
-        self.constancy.forget()
         if len(self._programs) >= MAX_STREAMS:
             del self._programs[next(iter(self._programs))]
         self._programs[stream] = program
@@ -96,8 +87,6 @@ class Service:
                 points.setdefault(point, {}).update(generators)
         self.points = {point: tuple(found.items()) for point, found in points.items()}
         self._is_self_compiling |= program.is_self_compiling
-        if not program.is_decided_by_python:
-            self.constancy.give_up("it runs code that Python does not show, or reads data")
         self.needs_inputs = any(other.plan.needs_inputs for other in self._programs.values())
 
     def follow(self, other: Service) -> None:
