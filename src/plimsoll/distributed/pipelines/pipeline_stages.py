@@ -361,7 +361,7 @@ class ScheduleAttachment(RemovedAtEnd):
 
 
 def received_buffers(stage: Stage) -> list[torch.Tensor]:
-    """What torch has allocated now for what a stage receives; before torch 2.15 for all micro-batches of a step."""
+    """The receive buffers of a stage that exist now. Before torch 2.15 those of all micro-batches exist through a step."""
     chunks = [*stage.args_recv_info.values(), *stage.grad_recv_info.values()]
     found = (getattr(info, "buffer", None) for chunk in chunks for info in chunk)  # the model's own input has none
     return [buffer for buffer in found if isinstance(buffer, torch.Tensor)]

@@ -126,12 +126,13 @@ def loss_of(schedule: Schedule, output: Any, target: Any, options: dict[str, Any
 
 
 def first_input(stage: Stage) -> tuple[Any, ...]:
-    """Buffers like those in which a stage receives its first micro-batch.
+    """Buffers like those that receive the first micro-batch of a stage.
 
     Before torch 2.15 they exist when a step begins. Since then torch makes each right before it receives into it.
     """
     if is_at_least(2, 15):
-        for info in stage.args_recv_info[0]:
+        infos: tuple[Any, ...] = stage.args_recv_info[0]
+        for info in infos:
             info.allocate_buffer(stage.device)
     received: tuple[Any, ...] = stage._retrieve_recv_activations(0)
     return received

@@ -317,7 +317,7 @@ class GraphOrder(_Pass):
     later, with its reader. What nothing else reads, as the sum that is a bias's gradient, would be fused with whatever comes
     later and hold what it sums up until then: the next op that is not fused waits for it.
 
-    inductor copies its configuration deeply; this holds nothing, so a copy is itself. Private to torch, seen in 2.13 to 2.15:
+    inductor copies its configuration deeply; this holds nothing, so a copy is itself. Private, seen in torch 2.13 to 2.15:
     ``_pre_fusion_custom_pass`` and ``CustomSchedulerPass``, ``add_fake_dep``, ``WeakDep``, ``compute_ancestors``,
     ``OutputNode``.
     """
