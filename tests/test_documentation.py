@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 import plimsoll.distributed
 import snippets
 from plimsoll.artifacts.store import Artifact
+from plimsoll.tracing.torch_internals import TRIED
 from plimsoll.ui.cli.app import app
 from plimsoll.ui.cli.commands import EXIT_CODES
 
@@ -77,6 +78,14 @@ def test_pages_name_the_oldest_versions_that_the_package_asks_for():
     assert f"PyTorch {oldest['torch']} or newer" in readme
     assert f"transformers {oldest['transformers']} or newer" in readme
     assert f"PyTorch ({oldest['torch']} or newer)" in start
+
+
+def test_the_page_of_versions_has_those_that_the_code_takes_for_tried():
+    page = (ROOT / "docs/versions.md").read_text(encoding="utf-8").partition("## Frameworks")[0]
+    rows = re.findall(r"^\| (\d+\.\d+)[^|]*\|([^|]*)\|", page, re.MULTILINE)
+    tried = [f"{major}.{minor}" for major, minor in reversed(TRIED)]
+    assert [version for version, how in rows if not how.startswith((" not", " parts"))] == tried
+    assert f"newer than {tried[0]}**" in page
 
 
 BY_PAGE = {page: lines for page in [*snippets.PAGES, snippets.HELP] if (lines := snippets.commands_of(page))}

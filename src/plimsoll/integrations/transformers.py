@@ -27,7 +27,7 @@ from plimsoll.session.attachment import Attachment
 from plimsoll.session.compiled_attachment import CompiledAttachment
 
 _LOG = logging.get_logger("transformers.plimsoll")
-_TRIED = Framework("transformers", oldest="4.56", newest="5.23")
+_TRIED = Framework("transformers", oldest="4.56", newest="5.24")
 _OFFLOADING = "maybe_activation_offload_context"
 """Where TRL's trainers keep what offloads activations around a step (seen in TRL 1.16)."""
 

@@ -47,6 +47,7 @@ from plimsoll.session.rendezvous.world import current_world
 from plimsoll.session.task import check_model
 from plimsoll.tracing.meters.memory import storage_bytes
 from plimsoll.tracing.recorder.calling import output_tensors
+from plimsoll.tracing.torch_internals import is_at_least
 from plimsoll.units import check_count, format_bytes
 
 _MOST_STEPS = 5
@@ -336,10 +337,16 @@ class ScheduleAttachment(RemovedAtEnd):
     @property
     def _beside_bytes(self) -> int:
         """What the rank is given and receives in a step, but for the one micro-batch that the traces have."""
-        received = [tensor for stage in self._rank.stages.values() for tensor in received_buffers(stage)]
-        given = output_tensors((self._arguments, self._call))
-        traced_bytes = sum(step.traced.received_bytes for step in self._steps.values())
-        return max(0, storage_bytes([*received, *given], self._device) - traced_bytes)
+        stages = self._rank.stages
+        traced = {index: step.traced.received_bytes for index, step in self._steps.items()}
+        if is_at_least(2, 15):  # a buffer is there from its receipt to the end of its micro-batch's backward
+            in_flight = most_in_flight(self._rank.actions)
+            received_bytes = sum(in_flight[index] * traced[index] for index in traced if not stages[index].is_first)
+        else:
+            received = [tensor for stage in stages.values() for tensor in received_buffers(stage)]
+            received_bytes = storage_bytes(received, self._device)
+        given_bytes = storage_bytes(output_tensors((self._arguments, self._call)), self._device)
+        return max(0, received_bytes + given_bytes - sum(traced.values()))
 
     @property
     def _state_bytes(self) -> int:
@@ -354,7 +361,7 @@ class ScheduleAttachment(RemovedAtEnd):
 
 
 def received_buffers(stage: Stage) -> list[torch.Tensor]:
-    """What torch has allocated for the inputs and the gradients of all micro-batches that a stage receives."""
+    """The receive buffers of a stage that exist now. Before torch 2.15 those of all micro-batches exist through a step."""
     chunks = [*stage.args_recv_info.values(), *stage.grad_recv_info.values()]
     found = (getattr(info, "buffer", None) for chunk in chunks for info in chunk)  # the model's own input has none
     return [buffer for buffer in found if isinstance(buffer, torch.Tensor)]

@@ -23,7 +23,7 @@ from plimsoll.artifacts.job import Layout, PipelineSchedule
 from plimsoll.errors import InvalidModel, InvalidOption
 from plimsoll.estimator.pipeline_schedule.orders import Action, ActionKind, Orders, pipeline_orders
 from plimsoll.estimator.pipeline_schedule.timeline import ActionSeconds, bubble_growth
-from plimsoll.tracing.torch_internals import lacking
+from plimsoll.tracing.torch_internals import is_at_least, lacking
 from plimsoll.units import format_bytes, format_seconds
 
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
@@ -126,7 +126,14 @@ def loss_of(schedule: Schedule, output: Any, target: Any, options: dict[str, Any
 
 
 def first_input(stage: Stage) -> tuple[Any, ...]:
-    """The buffers in which a stage receives its first micro-batch."""
+    """Buffers like those that receive the first micro-batch of a stage.
+
+    Before torch 2.15 they exist when a step begins. Since then torch makes each right before it receives into it.
+    """
+    if is_at_least(2, 15):
+        infos: tuple[Any, ...] = stage.args_recv_info[0]
+        for info in infos:
+            info.allocate_buffer(stage.device)
     received: tuple[Any, ...] = stage._retrieve_recv_activations(0)
     return received
 
