@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import array
 import collections
 import contextlib
 import copy
+import itertools
 import random
 
 import numpy as np
@@ -122,6 +124,122 @@ def test_attaching_trains_as_without_it_where_a_model_counts():
     with plimsoll.attach(model, "1GiB"):
         assert differences(train(plain, plain_step, 3), train(model, plain_step, 3)) == []
     assert [block.calls for block in model.blocks] == [3, 3]
+
+
+class Tracker:
+    """What models hold for themselves, in a class of their own."""
+
+    def __init__(self):
+        self.calls, self.seen, self.mean = 0, [], torch.zeros(())
+
+
+class Schedule:
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self):
+        self.calls += 1
+        return 1 + self.calls / 10
+
+
+class Holding(Block):
+    """Keeps its state in objects, in bytes, in an older generator of numpy's and in iterators."""
+
+    def __init__(self):
+        super().__init__(nn.Tanh())
+        self.dice, self.bytes, self.numbers = np.random.RandomState(0), bytearray(4), array.array("d", [0.0])
+        self.tracker, self.schedule = Tracker(), Schedule()
+        self.count, self.items, self.within = itertools.count(), iter([1.0, 2.0] * 40), [itertools.count()]
+
+    def forward(self, x):
+        self.bytes[0] += 1
+        self.numbers[0] += 1
+        self.tracker.calls += 1
+        self.tracker.seen.append(self.tracker.calls)
+        self.tracker.mean.add_(1)
+        drawn = self.dice.rand() + next(self.count) + next(self.items) + next(self.within[0])
+        held = self.bytes[0] + self.numbers[0] + self.tracker.calls + len(self.tracker.seen) + self.schedule()
+        return super().forward(x) * float(drawn + held + self.tracker.mean)
+
+
+def holding():
+    torch.manual_seed(0)
+    return Stack(Holding(), Holding())
+
+
+@pytest.mark.filterwarnings("ignore:plimsoll")
+@pytest.mark.parametrize("name", ["plan", "verify", "explain"])
+def test_objects_bytes_and_iterators_of_a_model_are_put_back(name):
+    plain, model = holding(), holding()
+    plan = plan_of(holding(), strategy="full") if name == "verify" else None
+    iterators = [(block.count, block.items, block.within[0]) for block in model.blocks]
+    if plan is None:
+        WORK[name][0](model)
+    else:
+        plimsoll.verify(model, batch(0), plan, loss=weigh)
+    for block, found in zip(model.blocks, iterators, strict=True):
+        assert all(a is b for a, b in zip(found, (block.count, block.items, block.within[0]), strict=True))
+    assert differences(train(plain, plain_step, 3), train(model, plain_step, 3)) == []
+
+
+@pytest.mark.filterwarnings("ignore:plimsoll")
+def test_attaching_trains_as_without_it_where_a_model_holds_objects_bytes_and_iterators():
+    plain, model = holding(), holding()
+    with plimsoll.attach(model, "1GiB"):
+        assert differences(train(plain, plain_step, 3), train(model, plain_step, 3)) == []
+
+
+class Drawing(Block):
+    """Multiplies by the next item of an iterator."""
+
+    def __init__(self, iterator):
+        super().__init__(nn.Tanh())
+        self.drawn = iterator
+
+    def forward(self, x):
+        return super().forward(x) * next(self.drawn)
+
+
+RUNNING = {
+    "generator": lambda: (number for number in range(9)),
+    "map": lambda: map(float, range(9)),
+    "enumerate": lambda: enumerate("abcdef"),
+    "cycle": lambda: itertools.cycle([1]),
+}
+
+
+@pytest.mark.parametrize("make", RUNNING.values(), ids=RUNNING.keys())
+@pytest.mark.parametrize("work", [plan_of, lambda model, strategy: plimsoll.attach(model, "1GiB").model(batch(0))])
+def test_an_iterator_that_nobody_can_put_back_is_not_advanced(work, make):
+    iterator = make()
+    model = Stack(Block(nn.Tanh()), Drawing(iterator))
+    with pytest.raises(InvalidBatch, match=f"advances a Python {type(iterator).__name__}"):
+        work(model, strategy="full")
+    assert model.blocks[1].drawn is iterator
+    assert list(itertools.islice(iterator, 5)) == list(itertools.islice(make(), 5))
+
+
+class Given(nn.Module):
+    """Is handed an iterator in its call."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(nn.Tanh()) for _ in range(2))
+
+    def forward(self, x, drawn):
+        for block in self.blocks:
+            x = block(x) * (1 + next(drawn))
+        return x
+
+
+@pytest.mark.parametrize("options", [{}, {"device_profile": "H100-SXM"}])
+def test_an_iterator_among_the_arguments_is_where_it_was(options):
+    count, generator = itertools.count(1), map(float, range(9))
+    plimsoll.plan(Given(), (batch(0, 5, 16), count), strategy="full", loss=weigh, **options)
+    assert next(count) == 1
+    with pytest.raises(InvalidBatch, match="advances a Python map"):
+        plimsoll.plan(Given(), (batch(0, 5, 16), generator), strategy="full", loss=weigh, **options)
+    assert next(generator) == 0
 
 
 class Sparse(nn.Module):

@@ -74,7 +74,9 @@ class SignatureReader:
         self._scan()
 
     def _scan(self) -> None:
-        """Find what is read in every call. Done again when submodules were replaced, which makes a new generation."""
+        """Find what is read in every call. Done again when submodules were replaced or tensors moved, which makes a new
+        generation.
+        """
         module = self._module
         self._generation += 1
         self._children = [
@@ -118,6 +120,10 @@ class SignatureReader:
             tuple([(name, describe(kwargs[name], inputs)) for name in sorted(kwargs)]) if kwargs else (),
         )
         sources = [holder.get(name) for holder, name in self.places]
+        if any(source is None for source in sources):
+            # bitsandbytes moves an 8-bit weight's scales from the weight to the module's state in the first call.
+            self._scan()
+            sources = [holder.get(name) for holder, name in self.places]
         flags = flags_for(self._device_type)
         signature = (
             self._generation,

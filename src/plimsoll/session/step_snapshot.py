@@ -28,14 +28,9 @@ from plimsoll.tracing.fsdp2 import KeptWaiting, every_parameter, release_gathere
 from plimsoll.tracing.local_tensors import local_of, version_of
 from plimsoll.tracing.meters.memory import instances_of
 from plimsoll.tracing.recorder.calling import output_tensors
-from plimsoll.tracing.recorder.untouched import (
-    REFILLS,
-    KeptState,
-    RandomState,
-    attributes_of,
-    contents_of,
-    with_contents,
-)
+from plimsoll.tracing.recorder.contents import REFILLS, contents_of, with_contents
+from plimsoll.tracing.recorder.kept_modules import attributes_of
+from plimsoll.tracing.recorder.untouched import KeptState, RandomState
 
 _SMALL_BYTES = 2**16
 

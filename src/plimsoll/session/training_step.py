@@ -93,9 +93,10 @@ class TrainingStep:
         self._loss = loss
         self._optimizer = optimizer
         self._context = context
-        self._accumulates = [parameter.grad is not None for parameter in model.parameters()]
+        self._accumulating = frozenset(parameter for parameter in model.parameters() if parameter.grad is not None)
         self._random = RandomState()
         self._state = KeptState(model)
+        self._state.lend_iterators()
         parts = [local_of(parameter.detach()) for name, parameter in self.model.named_parameters() if name in written]
         self._written = [(part, part.clone()) for part in parts]
 
@@ -148,14 +149,15 @@ class TrainingStep:
         """Put random states, buffers and attributes back; weights that autocast has cast are cast again, as in every step."""
         self._random.put_back()
         self._state.put_back()
+        self._state.lend_iterators()
         for part, before in self._written:
             part.copy_(before)
         torch.clear_autocast_cache()
 
     def clear_gradients(self) -> None:
         """No gradients, or zeros where the step accumulates into existing ones."""
-        for parameter, accumulates in zip(self.model.parameters(), self._accumulates, strict=True):
-            if not accumulates:
+        for parameter in self.model.parameters():
+            if parameter not in self._accumulating:
                 parameter.grad = None
             elif parameter.grad is not None:
                 parameter.grad.zero_()
@@ -163,7 +165,9 @@ class TrainingStep:
     def accumulating(self) -> TrainingStep:
         """The same step in a loop that lets gradients stay: all runs but the first one begin with some."""
         other = copy.copy(self)
-        other._accumulates = [each.requires_grad and not is_gathered_by_zero(each) for each in self.model.parameters()]
+        other._accumulating = frozenset(
+            each for each in self.model.parameters() if each.requires_grad and not is_gathered_by_zero(each)
+        )
         return other
 
     def measure_peak(self) -> StepPeaks:

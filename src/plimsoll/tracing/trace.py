@@ -39,6 +39,7 @@ from plimsoll.tracing.recorder.calling import (
     output_tensors,
     split_batch,
 )
+from plimsoll.tracing.recorder.contents import lent
 from plimsoll.tracing.recorder.fingerprint import fingerprint, signature
 from plimsoll.tracing.recorder.untouched import arguments_kept, private_copy, untouched
 from plimsoll.tracing.refusals import (
@@ -187,8 +188,13 @@ class _Step:
     def run_once(self, run: Callable[[Call, WorkspaceMeter], StepLog]) -> tuple[StepLog, dict[str, int]]:
         """Run the step for its structure, and for hidden workspaces where it runs on its device."""
         if self.home is None or self.is_fake:
-            with untouched(self.model), faked(self.model) as mode, target_kernels(self._target):
-                return run(fake_batch(self._call, mode), WorkspaceMeter()), {}
+            with (
+                untouched(self.model),
+                arguments_kept(self._call),
+                faked(self.model) as mode,
+                target_kernels(self._target),
+            ):
+                return run(fake_batch(lent(self._call), mode), WorkspaceMeter()), {}
         check_devices(self.model, *self._call)
         fsdp2.gather_once(self.model)
         meter = meter_for(self.home)

@@ -10,9 +10,7 @@ import functools
 import random
 import sys
 import traceback
-from collections import Counter, OrderedDict, UserDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from types import MappingProxyType, ModuleType
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -24,6 +22,8 @@ from plimsoll.errors import PlimsollError
 from plimsoll.tracing.ddp import inner_module
 from plimsoll.tracing.fsdp2 import KeptShards, every_parameter
 from plimsoll.tracing.local_tensors import local_of
+from plimsoll.tracing.recorder.contents import KeptValues, lent, put_back_entries, with_contents
+from plimsoll.tracing.recorder.kept_modules import KeptForwards, KeptModules, attributes_of
 from plimsoll.tracing.recorder.storages import is_plain, same_contents
 from plimsoll.tracing.zero import KeptGathering, is_gathered_by_zero
 
@@ -34,7 +34,7 @@ _UNREAD = {"MatMul8bitLt": {"tensors": (None,) * 3, "tensor_states": (None,) * 2
 
 @contextlib.contextmanager
 def untouched(model: nn.Module, written: Collection[str] = ()) -> Iterator[None]:
-    """Leave the model as it was: gradients, buffers, attributes, training flags and random states are put back at the end.
+    """Put back gradients, modules with everything that they hold, and random states at the end of the block.
 
     A model under ``fully_shard`` is ready for its next step, also where this one failed on the way. Hooks on parameters (an
     optimizer that steps in backward) and reductions that are not torch's own do not run in the block. Gradients that exist
@@ -53,7 +53,9 @@ def untouched(model: nn.Module, written: Collection[str] = ()) -> Iterator[None]
     shards, gathering = KeptShards(model), KeptGathering(inner_module(model))
     hooks = [(table, dict(table)) for table in (*filter(None, map(_hooks_of, parameters)), *gathering.hooks)]
     flags = [(module, module.training) for module in model.modules()]
+    forwards = KeptForwards(model)
     try:
+        state.lend_iterators()
         for table, _ in hooks:
             table.clear()
         for parameter in parameters:
@@ -67,11 +69,12 @@ def untouched(model: nn.Module, written: Collection[str] = ()) -> Iterator[None]
         shards.put_back()
         gathering.put_back()
         for table, entries in hooks:
-            table.update(entries)
+            put_back_entries(table, entries)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         for module, flag in flags:
             module.training = flag
+        forwards.put_back()
         state.put_back()
         for parameter, data in aliases:
             if parameter.data_ptr() != data.data_ptr():
@@ -117,53 +120,52 @@ class RandomState:
 
 
 class KeptState:
-    """What a model's buffers and attributes are and hold now, to be put back later: also where a step binds others in their
-    places, and what it has added since (a cache, a counter, a lazily made part).
+    """What a model's modules are and hold now, to be put back later: classes, attributes, parts, hooks, buffers. Also where a
+    step binds others in their places, and what it has added since (a cache, a counter, a lazily made part or hook).
 
-    Of an attribute that is a tensor, a list, a set, a dictionary, a deque, an array or a generator the contents are put back
-    too, and so is what lies in it, if it is one of these. What other objects hold inside is theirs. ``copy`` says where copies
-    of tensors lie.
+    Of an attribute that is a list, a set, a dictionary, a deque, an array, a generator of random numbers or an object of the
+    user's own class the contents are put back too, and so are tensors and containers in it. ``copy`` says
+    where copies of tensors lie.
     """
 
     def __init__(self, model: nn.Module, copy: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> None:
-        modules = list(model.modules())
-        self._attributes = [(vars(module), attributes_of(module)) for module in modules]
-        values = with_contents(value for _, kept in self._attributes for value in kept.values())
-        in_buffers = {id(buffer) for buffer in model.buffers()}
-        within = {str(key): value for key, value in values.items() if _is_kept(value) and key not in in_buffers}
+        self._modules = KeptModules(model)
+        self._tables = [vars(module) for module in model.modules()]
+        attributes = (value for module in model.modules() for value in attributes_of(module).values())
+        values = with_contents(attributes, attributes_as_well=True)
+        self._contents = KeptValues(values.values())
+        known = {id(buffer) for buffer in model.buffers()}
+        weights = {_memory_of(parameter) for parameter in model.parameters() if is_plain(parameter)}
+        within = {
+            str(key): value
+            for key, value in values.items()
+            if key not in known and _is_kept(value) and _memory_of(value) not in weights
+        }
+        buffers = (
+            (module._buffers, name, each) for module in model.modules() for name, each in module._buffers.items()
+        )
         self._kept = [
-            (held, name, tensor, copy(tensor.detach()), tensor._version)
-            for held in (*(module._buffers for module in modules), within)
-            for name, tensor in held.items()
-            if tensor is not None
+            (tensor, copy(tensor.detach()), tensor._version)
+            for tensor in (*(each for *_, each in buffers if each is not None), *within.values())
         ]
-        self._names = [
-            (held, frozenset(held))
-            for module in modules
-            for held in (module._parameters, module._buffers, module._modules)
-        ]
-        self._contents = [(value, contents_of(value)) for value in values.values() if type(value) in REFILLS]
 
     def put_back(self) -> None:
         """The same tensors and attributes in their places, with the contents that they had; tensors that nobody wrote are
         not touched.
         """
-        for members, names in self._names:
-            _drop(members, members.keys() - names)
-        for held, kept in self._attributes:
-            _drop(held, held.keys() - kept.keys() - _OF_MODULES)
-            held.update(kept)
-        for value, contents in self._contents:
-            REFILLS[type(value)](value, contents)
+        self._modules.put_back()
+        self._contents.put_back()
         with torch.no_grad():
-            for holder, name, buffer, copy, version in self._kept:
-                if holder.get(name) is not buffer:
-                    holder[name] = buffer
+            for tensor, copy, version in self._kept:
                 # A write that no version counter shows (batch norm's) must not go unnoticed.
-                if buffer._version != version or not (
-                    buffer.is_meta or same_contents(local_of(buffer), local_of(copy).to(buffer.device))
+                if tensor._version != version or not (
+                    tensor.is_meta or same_contents(local_of(tensor), local_of(copy).to(tensor.device))
                 ):
-                    local_of(buffer).copy_(local_of(copy))
+                    local_of(tensor).copy_(local_of(copy))
+
+    def lend_iterators(self) -> None:
+        """Until ``put_back`` a step that does not count finds others in the place of the model's iterators."""
+        self._contents.lend(*self._tables)
 
 
 class Unread:
@@ -197,15 +199,11 @@ class Unread:
 @contextlib.contextmanager
 def forwards_kept(model: nn.Module) -> Iterator[None]:
     """Put back every ``forward`` that a call exchanges: a trainer's redirection lasts for one call, and that is the user's."""
-    before = [(module.__dict__, module.__dict__.get("forward")) for module in model.modules()]
+    forwards = KeptForwards(model)
     try:
         yield
     finally:
-        for attributes, forward in before:
-            if forward is not None:
-                attributes["forward"] = forward
-            else:
-                attributes.pop("forward", None)
+        forwards.put_back()
 
 
 @contextlib.contextmanager
@@ -215,106 +213,18 @@ def arguments_kept(call: Any) -> Iterator[None]:
     Their attributes are put back, and what is in lists, dictionaries and the like in these, through however many such objects.
     Tensors are not copied: what forward writes into one stays.
     """
-    values = with_contents(tree_leaves(call), attributes_as_well=True).values()
-    attributes = [(vars(value), dict(vars(value))) for value in values if _is_holder(value)]
-    contents = [(value, contents_of(value)) for value in values if type(value) in REFILLS]
+    kept = KeptValues(with_contents(tree_leaves(call), attributes_as_well=True).values())
     try:
+        kept.lend()
         yield
     finally:
-        for held, kept in attributes:
-            _drop(held, held.keys() - kept.keys())
-            held.update(kept)
-        for value, before in contents:
-            REFILLS[type(value)](value, before)
+        kept.put_back()
 
 
 def held_tensors(output: Any) -> list[torch.Tensor]:
     """The tensors that objects of classes of somebody's own hold, such as a dataclass that a model returns."""
     values = with_contents(tree_leaves(output), attributes_as_well=True).values()
     return [value for value in values if isinstance(value, torch.Tensor)]
-
-
-def _is_holder(value: Any) -> bool:
-    """Whether it is an object of a class of somebody's own that is there to hold something: no tensor, module or function."""
-    is_own = not type(value).__module__.startswith(("torch.", "numpy", "builtins"))
-    return (
-        is_own
-        and hasattr(value, "__dict__")
-        and not callable(value)
-        and not isinstance(value, torch.Tensor | ModuleType)
-    )
-
-
-_OF_MODULES = frozenset({*vars(nn.Module()), "forward", "_compiled_call_impl"} - {"_non_persistent_buffers_set"})
-"""What every module has: its parts are put back one by one, and hooks and wrappers by who has put them in."""
-
-
-def _refill_list(value: list[Any], contents: list[Any]) -> None:
-    value[:] = contents
-
-
-def _refill(value: Any, contents: Any) -> None:
-    value.clear()
-    value.update(contents)
-
-
-def _refill_deque(value: deque[Any], contents: deque[Any]) -> None:
-    value.clear()
-    value.extend(contents)
-
-
-def _reseed(value: np.random.Generator, contents: Any) -> None:
-    value.bit_generator.state = contents
-
-
-REFILLS: Mapping[type, Callable[[Any, Any], object]] = MappingProxyType(
-    {
-        list: _refill_list,
-        deque: _refill_deque,
-        **dict.fromkeys((dict, OrderedDict, defaultdict, Counter, set), _refill),
-        torch.Generator: torch.Generator.set_state,
-        random.Random: random.Random.setstate,
-        np.random.Generator: _reseed,
-        np.ndarray: np.copyto,
-    }
-)
-"""How the contents of an attribute are put back, by its very type: what subclasses do on a write is not known."""
-
-
-def contents_of(value: Any) -> Any:
-    """What ``REFILLS`` puts back later."""
-    if isinstance(value, torch.Generator):
-        return value.get_state()
-    if isinstance(value, np.random.Generator):
-        return value.bit_generator.state
-    return value.getstate() if isinstance(value, random.Random) else value.copy()
-
-
-def attributes_of(module: nn.Module) -> dict[str, Any]:
-    """What somebody has put on the module itself: neither its parts nor hooks."""
-    return {name: value for name, value in vars(module).items() if name not in _OF_MODULES}
-
-
-def with_contents(values: Iterable[Any], *, attributes_as_well: bool = False) -> dict[int, Any]:
-    """Values and what lies in them, in however many lists, tuples, sets and dictionaries, each once, by ``id``; on request also
-    in attributes of other objects.
-    """
-    found: dict[int, Any] = {}
-    pending = list(values)
-    while pending:
-        value = pending.pop()
-        if id(value) in found:
-            continue
-        found[id(value)] = value
-        if isinstance(value, tuple) or type(value) in (list, deque, set):
-            pending.extend(value)
-        elif isinstance(value, dict) and type(value) in REFILLS:
-            pending.extend(value.values())
-        elif isinstance(value, UserDict):
-            pending.append(value.data)
-        if attributes_as_well and _is_holder(value):
-            pending.extend(vars(value).values())
-    return found
 
 
 def _is_kept(value: Any) -> bool:
@@ -328,13 +238,15 @@ def _is_kept(value: Any) -> bool:
     )
 
 
-def _drop(held: dict[str, Any], names: Iterable[str]) -> None:
-    for name in list(names):
-        del held[name]
+def _memory_of(tensor: torch.Tensor) -> int:
+    memory: int = tensor.untyped_storage()._cdata
+    return memory
 
 
 def private_copy(batch: Any) -> Any:
-    """The batch on storages of its own, so that a model may write to its inputs; what shared a storage still does."""
+    """The batch on storages of its own, so that a model may write to its inputs; what shared a storage still does. A step may
+    advance its iterators, as others are in their place.
+    """
     storages: dict[int, torch.UntypedStorage] = {}
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -347,4 +259,4 @@ def private_copy(batch: Any) -> Any:
         fresh.set_(storages[source._cdata], tensor.storage_offset(), tensor.shape, tensor.stride())
         return fresh.requires_grad_(tensor.requires_grad)
 
-    return tree_map_only(torch.Tensor, copy, batch)
+    return tree_map_only(torch.Tensor, copy, lent(batch))

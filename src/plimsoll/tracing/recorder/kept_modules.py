@@ -1,0 +1,150 @@
+"""Record the structure of modules and put it back: class, attributes, parts and hooks, and what parameters carry.
+
+A model may register a hook in its first call and note that in a flag (transformers does so to collect hidden states). If a
+trial step has set both, both are put back: the flag alone would let the next call register the hook a second time.
+
+Two things stay. Hooks of Plimsoll and of libraries that shard models: their owners note elsewhere that these hooks exist, and
+remove them. And ``forward``, which plans exchange: see ``KeptForwards``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from plimsoll.tracing.fsdp2 import sharded_parameters
+from plimsoll.tracing.recorder.contents import put_back_entries
+from plimsoll.tracing.recorder.storages import is_plain
+from plimsoll.tracing.zero import is_gathered_by_zero
+
+_EXCHANGED = frozenset({"forward", "_compiled_call_impl", "training"})
+"""Trial steps exchange these; the code that does so puts them back."""
+_MEMBERS = ("_parameters", "_buffers", "_modules")
+_OF_MODULES = frozenset({*vars(nn.Module()), *_EXCHANGED} - {"_non_persistent_buffers_set"})
+_HOOKS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict) and name not in _MEMBERS)
+_COMPANIONS = ("_with_kwargs", "_always_called")
+"""Ends of the names of tables that say of hooks in another one how they are called (seen in torch 2.9 to 2.13)."""
+_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+"""Where tensors hold their hooks: a dict or ``None`` (seen in torch 2.9 to 2.13)."""
+_KEEP_ACCOUNT = ("plimsoll.", "torch.distributed.", "deepspeed.")
+
+
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """The attributes that the user's code has set on a module, without its parts and hooks."""
+    return {name: value for name, value in vars(module).items() if name not in _OF_MODULES}
+
+
+class KeptModules:
+    """The structure of a model now; ``put_back`` restores it, with the same objects in the same order."""
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = list(model.modules())
+        self._classes = [(module, type(module)) for module in modules]
+        self._attributes = [(vars(module), _without(vars(module), _EXCHANGED)) for module in modules]
+        # FSDP2 and ZeRO-3 exchange parameters in every step and track which ones are in place.
+        is_sharded = bool(sharded_parameters(model)) or any(map(is_gathered_by_zero, model.parameters()))
+        self._added = [(table, frozenset(table)) for module in modules if is_sharded for table in (module._parameters,)]
+        self._members = [
+            (table, dict(table))
+            for module in modules
+            for table in (getattr(module, name) for name in _MEMBERS if not (is_sharded and name == "_parameters"))
+            if isinstance(table, dict)  # TorchScript's modules hold theirs in C++, where nothing can be added
+        ]
+        self._hooks = [
+            {name: (getattr(module, name), dict(getattr(module, name))) for name in _HOOKS} for module in modules
+        ]
+        parameters = [each for each in model.parameters() if is_plain(each) and not is_gathered_by_zero(each)]
+        self._marks = [(vars(parameter), dict(vars(parameter))) for parameter in parameters]
+        self._of_parameters = [
+            (each, name, table, dict(table or {})) for each in parameters for name, table in _tables_of(each)
+        ]
+
+    def put_back(self) -> None:
+        """The same classes, attributes, parts and hooks."""
+        for module, kind in self._classes:
+            if type(module) is not kind:
+                module.__class__ = kind
+        for held, attributes in self._attributes:
+            put_back_entries(held, attributes, _EXCHANGED)
+        for parameters, names in self._added:
+            for name in parameters.keys() - names:
+                del parameters[name]
+        for members, kept in self._members:
+            _put_back_unless_same(members, kept)
+        for tables in self._hooks:
+            for name, (table, hooks) in tables.items():
+                main = next((name.removesuffix(end) for end in _COMPANIONS if name.endswith(end)), name)
+                wanted = _hooks_to_be(table, hooks) if main == name else _within(tables[main][0], table, hooks)
+                _put_back_unless_same(table, wanted)
+        for held, marks in self._marks:
+            put_back_entries(held, marks)
+        for parameter, name, known, hooks in self._of_parameters:
+            found: dict[int, Any] | None = getattr(parameter, name)
+            wanted = _hooks_to_be(found or {}, hooks)
+            if found is not known and not (known is None and wanted):
+                setattr(parameter, name, known)
+                found = known
+            if found is not None:
+                _put_back_unless_same(found, wanted)
+
+
+class KeptForwards:
+    """Each module's instance attribute ``forward``, if it has one; ``put_back`` restores it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._found = [(vars(module), vars(module).get("forward")) for module in model.modules()]
+
+    def put_back(self) -> None:
+        """The same ones."""
+        for attributes, forward in self._found:
+            if forward is not None:
+                attributes["forward"] = forward
+            else:
+                attributes.pop("forward", None)
+
+
+def _tables_of(parameter: torch.Tensor) -> Iterator[tuple[str, dict[int, Any] | None]]:
+    for name in _OF_PARAMETERS:
+        yield name, getattr(parameter, name)
+
+
+def _without(held: Mapping[str, Any], names: frozenset[str]) -> dict[str, Any]:
+    return {name: value for name, value in held.items() if name not in names}
+
+
+def _put_back_unless_same(table: dict[Any, Any], wanted: Mapping[Any, Any]) -> None:
+    """Write to the table itself, which handles know, and only if it differs: compiled code checks whether it was written."""
+    if list(table) != list(wanted) or any(table[key] is not value for key, value in wanted.items()):
+        table.clear()
+        table.update(wanted)
+
+
+def _hooks_to_be(now: Mapping[int, Any], kept: Mapping[int, Any]) -> dict[int, Any]:
+    """The hooks that were there, without those that their owners have taken off, between those that owners have put on."""
+    if now.keys() == kept.keys():
+        return dict(kept)
+    before: dict[int, Any] = {}
+    after: dict[int, Any] = {}
+    has_met = not kept
+    for key, hook in now.items():
+        has_met = has_met or key in kept
+        if key not in kept and _keeps_account(hook):
+            (after if has_met else before)[key] = hook
+    stays = {key: hook for key, hook in kept.items() if key in now or not _keeps_account(hook)}
+    return {**before, **stays, **after}
+
+
+def _within(hooks: Mapping[int, Any], now: Mapping[int, Any], kept: Mapping[int, Any]) -> dict[int, Any]:
+    """How hooks are called, of those that there are."""
+    return {key: value for key, value in {**kept, **now, **kept}.items() if key in hooks}
+
+
+def _keeps_account(hook: Any) -> bool:
+    """Whether the hook belongs to a library that notes elsewhere that the hook exists, and removes it itself."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return f"{getattr(hook, '__module__', '')}.".startswith(_KEEP_ACCOUNT)
