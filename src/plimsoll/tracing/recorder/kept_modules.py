@@ -28,7 +28,8 @@ _OF_MODULES = frozenset({*vars(nn.Module()), *_EXCHANGED} - {"_non_persistent_bu
 _HOOKS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict) and name not in _MEMBERS)
 _COMPANIONS = ("_with_kwargs", "_always_called")
 """Ends of the names of tables that say of hooks in another one how they are called (seen in torch 2.9 to 2.13)."""
-_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_WHERE_STEPS_ARE_TAKEN = "_post_accumulate_grad_hooks"
+_OF_PARAMETERS = ("_backward_hooks", _WHERE_STEPS_ARE_TAKEN)
 """Where tensors hold their hooks: a dict or ``None`` (seen in torch 2.9 to 2.13)."""
 _KEEP_ACCOUNT = ("plimsoll.", "torch.distributed.", "deepspeed.")
 
@@ -85,6 +86,8 @@ class KeptModules:
         for parameter, name, known, hooks in self._of_parameters:
             found: dict[int, Any] | None = getattr(parameter, name)
             wanted = _hooks_to_be(found or {}, hooks)
+            if name == _WHERE_STEPS_ARE_TAKEN:  # ``untouched`` has taken these out for its block, and puts them back
+                wanted = {key: hook for key, hook in wanted.items() if key in (found or {})}
             if found is not known and not (known is None and wanted):
                 setattr(parameter, name, known)
                 found = known
