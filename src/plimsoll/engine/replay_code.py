@@ -137,7 +137,7 @@ def seen_as(
 
 
 def refuse_changed(names: Mapping[int, str], position: int, expected: int, found: int) -> NoReturn:
-    """A parameter that a recipe is about to read is not the one of forward any more.
+    """Raise, because a parameter has changed between forward and the recipe that reads it.
 
     Only what is read is checked, when it is read: an optimizer may step other parameters while backward still runs.
     """

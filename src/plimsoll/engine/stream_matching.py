@@ -5,7 +5,7 @@ call took about 6 µs; straight-line code that is written for this one call take
 of the stream alone, and its constants are bound by name: equal blocks, and the same block at another batch size, share one
 compilation.
 
-A function is called as ``matches(args, kwargs, result, known)`` after the torch call has returned. Where it returns True it has
+Call a function as ``matches(args, kwargs, result, known)`` after the torch call has returned. If it returns True, it has
 appended the tensors that the call made, or showed for the first time, to ``known``.
 """
 
@@ -117,7 +117,7 @@ class _Writer:
             self._check(name, item)
 
     def _check(self, name: str, expected: Any) -> None:
-        if type(expected) is int:  # a known tensor: None stands for one that is gone
+        if type(expected) is int:  # a known tensor; its reference returns None once it is freed
             self._fail_if(f"{name} is None or known[{expected}]() is not {name}")
         elif isinstance(expected, Constant):
             self._check_constant(name, expected)
