@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -42,6 +43,31 @@ def _without_garbage_of_other_modules() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _settings_of_torch_stay() -> Iterator[None]:
+    """A module that leaves one of torch's settings changed would fail the modules after it, on some workers only."""
+    before = _settings()
+    yield
+    left = {name: value for name, value in _settings().items() if before.get(name) != value}
+    left |= dict.fromkeys(before.keys() - _settings().keys(), "unset")
+    assert not left, f"this module leaves settings of torch changed: {left}"
+
+
+def _settings() -> dict[str, object]:
+    variables = {
+        name: value for name, value in os.environ.items() if name.startswith(("TORCH_", "PYTORCH_", "CUBLAS_"))
+    }
+    kernels = ("cudnn", "flash", "math", "mem_efficient")
+    return {
+        **variables,
+        **{f"{kernel} attention": getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")() for kernel in kernels},
+        "deterministic": torch.get_deterministic_debug_mode(),
+        "default dtype": torch.get_default_dtype(),
+        "gradients": torch.is_grad_enabled(),
+        "threads": torch.get_num_threads(),
+    }
 
 
 def pytest_sessionfinish() -> None:

@@ -6,14 +6,15 @@ import argparse
 import sys
 import time
 
-from benchmarks.gpu_session.settings import put_in_place, results_folder
+from benchmarks.gpu_session.settings import make_importable, results_folder, set_variables
 
 
 def main(arguments: list[str] | None = None) -> int:
     started = time.monotonic()
     given = sys.argv[1:] if arguments is None else arguments
     options = _parse(given)
-    put_in_place(options.device)
+    make_importable()
+    set_variables(options.device)
     from benchmarks.gpu_session import driver
 
     folder = results_folder()

@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.gpu_session.settings import ROOT, put_in_place, results_folder
+from benchmarks.gpu_session.settings import ROOT, make_importable, results_folder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,7 +21,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--lines", type=Path, default=results_folder(), help="folder of the lines")
     parser.add_argument("--page", type=Path, help="the file to write (a dry run is only printed, unless this is given)")
     options = parser.parse_args(arguments)
-    put_in_place("cpu")
     from benchmarks.gpu_session.report import Results, write
 
     results = Results.read(options.lines)
@@ -37,4 +36,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    make_importable()
     raise SystemExit(main())

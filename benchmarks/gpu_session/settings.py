@@ -19,14 +19,18 @@ SETTINGS = {
 """Variables that hold in every stage, unless the caller has set them. They are read when torch or CUDA starts."""
 
 
-def put_in_place(device: str) -> None:
-    """Make this checkout importable, also by processes that this one starts, and set the variables.
+def make_importable() -> None:
+    """Make this checkout importable, also by processes that this one starts.
 
     Nothing has to be installed: not Plimsoll, nor the tests that the session runs.
     """
     paths = [str(ROOT), str(ROOT / "src"), str(ROOT / "tests")]
     sys.path[:0] = paths
     os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def set_variables(device: str) -> None:
+    """Set the variables of the environment that stages run under."""
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     threads = "1" if device == "cpu" else str(min(16, os.cpu_count() or 1))
