@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
-from plimsoll.engine.sampling import DeferredChecks, SamplePlaces, must_defer
+from contracts.harness import Stack, manage, plain_step
+from plimsoll.engine.sampling import DeferredChecks, SamplePlaces, must_defer, sentinel_slots
 from plimsoll.tracing.recorder.storages import Geometry
 
 
@@ -70,3 +73,45 @@ def test_samples_come_to_every_element_and_lie_at_many_features_at_once(size, is
     assert set(torch.cat(taken).tolist()) == set(tensor.flatten().tolist())
     positions = taken[0] // 2 % size[-1]
     assert len(set(positions.tolist())) >= min(len(taken[0]), size[-1]) or not is_dense
+
+
+SINKS = {
+    "nothing after it": (lambda x: x.sin().tanh(), {"tanh"}),
+    "a dropout at the end": (lambda x: F.dropout(x.sin().tanh(), 0.2), {"tanh", "div_"}),
+    "a dropout in one op": (lambda x: torch.native_dropout(x.sin().tanh(), 0.2, True)[0], {"tanh", "native_dropout"}),
+    "a dropout that is read on": (lambda x: F.dropout(x.tanh(), 0.2).sin().exp(), {"exp"}),
+    "a mask of the values": (
+        lambda x: x.exp() + x.tanh().masked_fill(x.exp() > 1, 0.0).square(),
+        {"exp", "masked_fill"},
+    ),
+    "a part alone": (lambda x: F.pad(x.tanh()[..., :4].exp(), (0, 12)), {"tanh", "exp"}),
+    "both halves": (lambda x: torch.cat([part.exp() for part in x.tanh().chunk(2, -1)], -1), {"exp"}),
+    "rounded": (lambda x: x.tanh().mul(8).round().exp(), {"tanh", "exp"}),
+    "the greatest": (lambda x: x.tanh().exp().amax(-1, keepdim=True).expand(5, 16), {"amax", "exp"}),
+    "complex numbers": (lambda x: torch.fft.ifft(torch.fft.fft(x.tanh()).exp()).real, {"exp"}),
+}
+
+
+class Tail(nn.Module):
+    """A block whose last ops are the given ones."""
+
+    def __init__(self, compute):
+        super().__init__()
+        self.up = nn.Linear(16, 16)
+        self.compute = compute
+
+    def forward(self, x):
+        return x + self.compute(self.up(x))
+
+
+@pytest.mark.parametrize("kind", SINKS)
+def test_every_dropped_value_is_sampled_or_shows_in_one_that_is(kind):
+    compute, expected = SINKS[kind]
+    torch.manual_seed(0)
+    model = Stack(Tail(compute))
+    with manage(model) as handle:
+        plain_step(model, 0)
+        (service,) = handle.regions["blocks.0"].services.values()
+    plan = service.program.plan
+    values = [plan.graph.values[plan.graph.slots[slot].value] for slot in sentinel_slots(plan, plan.dropped_slots)]
+    assert {plan.graph.ops[value.producer].name for value in values} == expected

@@ -53,7 +53,7 @@ class Cell:
     tensor: torch.Tensor | None
     version: int
     leaves: tuple[Readable, ...]
-    sample: tuple[int, Any] | None
+    sample: tuple[Any, int, Any] | None
     between: Between | None
     shell: Shell | None
 

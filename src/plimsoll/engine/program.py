@@ -79,7 +79,7 @@ class Program:
         self.plan = plan
         self.guard = Guard(plan, node_counts)
         self.packer = RegionPacker(plan, shared.packer, shares)
-        self.sampler = Sampler(plan, shared.policy)
+        self.sampler: Sampler = Sampler(plan, shared.policy, None if like is None else like.sampler)
         self.recipes: Recipes = Recipes(
             plan, self.sampler, Halves() if shared.splits_backward else None, None if like is None else like.recipes
         )

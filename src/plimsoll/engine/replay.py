@@ -83,6 +83,8 @@ class Recipes:
         expected = self.code.order
         if order != expected and set(order) <= set(expected):
             self._boundary = self.code = self.plan.compile(order)
+            if len(order) < len(expected):
+                self.sampler.expect(order)
 
     def learn_from(self, seen: list[int], waiting: Mapping[int, weakref.ref[Cell]]) -> None:
         """A call begins whose backward is watched. Where the one before it is through and has not read all that was dropped, as

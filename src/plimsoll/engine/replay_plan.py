@@ -142,7 +142,11 @@ class ReplayPlan:
 
     def geometry_of(self, value: int) -> Geometry:
         """How a value lies in its storage when it is made."""
-        return self.recording.values[value].base.changed(self._number)
+        return self.filled(self.recording.values[value].base)
+
+    def filled(self, geometry: Geometry) -> Geometry:
+        """A recorded geometry with this plan's numbers in the place of unknown ones."""
+        return geometry.changed(self._number)
 
     def _number(self, number: Number | Unknown) -> Number:
         return self.numbers[number.index] if isinstance(number, Unknown) else number
@@ -200,17 +204,6 @@ class ReplayPlan:
         return tuple(slot for slot in self.dropped_slots if slot not in from_lossy)
 
     @cached_property
-    def sentinel_slots(self) -> tuple[int, ...]:
-        """One slot of every value that is packed exactly, and of the last of every chain of ops: no replayed op reads it."""
-        read = {value for op in self.replayed_ops for value in self.graph.ops[op].reads}
-        chosen: dict[int, int] = {}
-        for slot in self.exact_slots:
-            value = self.graph.slots[slot].value
-            if value in self.codecs or (value not in read and self.graph.values[value].origin is Origin.OP):
-                chosen.setdefault(value, slot)
-        return tuple(chosen.values())
-
-    @cached_property
     def twins(self) -> tuple[tuple[int, int], ...]:
         """Slots that showed one tensor from outside while recording; it is read, or packed, through the first of them."""
         first: dict[int, int] = {}
@@ -232,6 +225,10 @@ class ReplayPlan:
     def replayed_ops(self) -> tuple[int, ...]:
         """Ops that run again, in the order in which backward runs them."""
         return self._schedule.ops
+
+    def ops_for(self, slots: Sequence[int]) -> tuple[int, ...]:
+        """Ops that run again if backward reads these dropped slots."""
+        return self._scheduled(slots).ops
 
     @cached_property
     def collectives(self) -> tuple[str, ...]:

@@ -15,14 +15,16 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from plimsoll.artifacts.region import Origin
 from plimsoll.engine.capturing import is_capturing
 from plimsoll.engine.replay_plan import ReplayPlan
+from plimsoll.engine.sample_sinks import covers, sinks
 from plimsoll.tracing.recorder.storages import INTEGER_OF_SIZE, Geometry, same_bits
 from plimsoll.tracing.torch_internals import at_end_of_backward, current_graph_task
 
@@ -37,8 +39,10 @@ _INTEGERS: dict[torch.dtype, type[ctypes._SimpleCData[int]]] = {
     torch.int64: ctypes.c_int64,
 }
 
-Sample = tuple[int, Any]
-"""Where it starts, and its elements as integers: a list on a CPU, where that is the cheapest, a tensor on other devices."""
+Sample = tuple["SamplePlaces", int, Any]
+"""Its places, where it starts, and its elements as integers: a list on a CPU, where that is the cheapest, a tensor on other
+devices.
+"""
 
 Failure = Callable[[], None]
 """Raises the error that belongs to one comparison."""
@@ -78,15 +82,26 @@ class SentinelPolicy:
 
 
 class Sampler:
-    """Takes and compares the sentinels of one region: values that are packed exactly, and the last of every chain of ops.
+    """Takes and compares the sentinels of one region: values that are packed exactly, and the sinks of those that recipes make
+    (see ``sample_sinks``).
 
-    The last of a chain are dropped values that no replayed op reads: their bits depend on all of the chain before them.
+    ``like`` samples calls of other sizes.
     """
 
-    def __init__(self, plan: ReplayPlan, policy: SentinelPolicy) -> None:
+    def __init__(self, plan: ReplayPlan, policy: SentinelPolicy, like: Sampler | None = None) -> None:
+        self._plan = plan
         self._policy = policy
         self._device_type = plan.device_type
-        places = {slot: SamplePlaces.of(plan.recording.slot_geometries[slot]) for slot in plan.sentinel_slots}
+        self._sentinels: dict[int, SamplePlaces] = {}
+        self._use(sentinel_slots(plan, plan.dropped_slots) if like is None else tuple(like._sentinels))
+
+    def expect(self, read: Sequence[int]) -> None:
+        """Backward reads these slots and no others: what shows in another one is not compared with it."""
+        self._use(sentinel_slots(self._plan, read))
+
+    def _use(self, slots: Iterable[int]) -> None:
+        geometries = self._plan.recording.slot_geometries
+        places = {slot: self._sentinels.get(slot) or SamplePlaces.of(geometries[slot]) for slot in slots}
         self._sentinels = {slot: found for slot, found in places.items() if found is not None}
 
     def take(self, tensors: Sequence[torch.Tensor], number: int) -> dict[int, Sample]:
@@ -99,6 +114,7 @@ class Sampler:
         for slot, places in self._sentinels.items():
             offset, tensor = places.offset(number), tensors[slot]
             samples[slot] = (
+                places,
                 offset,
                 places.peek(offset, tensor) if tensor.is_cpu else places.at(offset, tensor).clone(),
             )
@@ -106,8 +122,7 @@ class Sampler:
 
     def check(self, slot: int, taken: Sample, value: torch.Tensor, fail: Callable[[int], None]) -> None:
         """Call ``fail`` with the slot if a rebuilt tensor differs from its sample in any bit (on a GPU: when backward ends)."""
-        offset, sample = taken
-        places = self._sentinels[slot]
+        places, offset, sample = taken
         if value.is_cpu and places.peek(offset, value) == sample:
             return
         again = places.at(offset, value)
@@ -121,9 +136,31 @@ class Sampler:
         elif torch.equal(sample, again):
             return
         # NaN has many bit patterns, and which one an op makes is not defined: any NaN is as good as another.
-        if value.dtype.is_floating_point and same_bits(sample.view(value.dtype), again.clone().view(value.dtype)):
+        is_number = value.is_floating_point() or value.is_complex()
+        if is_number and same_bits(sample.view(value.dtype), again.clone().view(value.dtype)):
             return
         fail(slot)
+
+
+def sentinel_slots(plan: ReplayPlan, read: Sequence[int]) -> tuple[int, ...]:
+    """The slots to sample if backward reads these ones: of each value that is to be sampled as many as show all of it."""
+    graph, geometries = plan.graph, plan.recording.slot_geometries
+    slots: dict[int, list[int]] = {}
+    for slot in sorted(set(plan.exact_slots).intersection(read)):
+        if SamplePlaces.has_any(geometries[slot]):
+            slots.setdefault(graph.slots[slot].value, []).append(slot)
+    packed = plan.codecs.keys() & slots.keys()
+    made = {value for value in slots.keys() - packed if graph.values[value].origin is Origin.OP}
+    chosen = sinks(graph, plan.recording, plan.ops_for(read), made, plan.filled)
+    found: list[int] = []
+    for value in sorted(chosen | packed):
+        parts: dict[int, int] = {}
+        """By the place where it starts the slot that shows it."""
+        for slot in sorted(slots[value], key=lambda each: -math.prod(geometries[each].size)):
+            if not covers([geometries[each] for each in parts.values()], plan.geometry_of(value)):
+                parts.setdefault(geometries[slot].offset, slot)
+        found += parts.values()
+    return tuple(found)
 
 
 def must_defer(device_type: str) -> bool:
@@ -147,12 +184,17 @@ class SamplePlaces:
     """The memory from the first element to the last."""
 
     @staticmethod
+    def has_any(geometry: Geometry) -> bool:
+        """Whether there are bits to compare: elements, of a size that some integer has."""
+        return math.prod(geometry.size) > 0 and geometry.dtype.itemsize in INTEGER_OF_SIZE
+
+    @staticmethod
     def of(geometry: Geometry) -> SamplePlaces | None:
         """Along the whole of a dense tensor, along the longest dimension of others; ``None`` where there are no bits to
         compare.
         """
         count = math.prod(geometry.size)
-        if count == 0 or geometry.dtype.itemsize not in INTEGER_OF_SIZE or geometry.dtype.is_complex:
+        if not SamplePlaces.has_any(geometry):
             return None
         dimensions = list(zip(geometry.size, geometry.stride, strict=True))
         if 1 + sum((size - 1) * stride for size, stride in dimensions) == count:
