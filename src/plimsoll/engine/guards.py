@@ -13,6 +13,7 @@ What no guard can see, a constant inside a C++ extension say, is left to the sam
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -62,6 +63,11 @@ class Entry(NamedTuple):
     sources: list[torch.Tensor | None]
     inputs: list[torch.Tensor]
     flags: Flags
+
+    def memory(self, places: Iterable[int]) -> dict[int, torch.UntypedStorage]:
+        """The storages of these parameters and buffers, by place."""
+        found = ((place, self.sources[place]) for place in places)
+        return {place: local_of(source).untyped_storage() for place, source in found if source is not None}
 
 
 class SignatureReader:

@@ -13,7 +13,8 @@ when autograd lets go of it, they go with it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -87,6 +88,11 @@ class Cell:
         if self.shell is not None:
             self.shell.keep()
 
+    def alias(self) -> Cell:
+        """A kept cell with the memory that the tensor has now: a leaf may get other memory before backward."""
+        assert self.tensor is not None, "only kept cells are read"
+        return Cell(None, self.index, self.version, self.shell, self.tensor.detach())
+
     def drop(self, leaves: tuple[Readable, ...], restorer: Restorer) -> None:
         """Hold only what the recipe starts from, and who runs it."""
         self.leaves = leaves
@@ -130,11 +136,18 @@ class OpenCall:
     ``tensors`` what they hold.
     """
 
-    __slots__ = ("_points", "cells", "references", "sharded", "sources", "states", "tensors")
+    __slots__ = ("_points", "cells", "references", "sharded", "sources", "states", "storages", "tensors")
 
-    def __init__(self, points: StatePoints, sources: Sequence[torch.Tensor | None] = ()) -> None:
+    def __init__(
+        self,
+        points: StatePoints,
+        sources: Sequence[torch.Tensor | None] = (),
+        storages: Mapping[int, torch.UntypedStorage] = MappingProxyType({}),
+    ) -> None:
         self.sources = sources
         """The region's parameters and buffers as the call found them."""
+        self.storages = storages
+        """Where their memory was then, by their place, for those that recipes read."""
         self.cells: list[Cell] = []
         self.tensors: list[torch.Tensor] = []
         self.sharded = 0

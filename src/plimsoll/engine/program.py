@@ -110,15 +110,21 @@ class Program:
         copies = self._hold_inputs(inputs, versions)
         if copies is None:
             return False
-        self._calls += 1
         with below_autograd():
-            samples = {} if examiner is not None else self.sampler.take(call.tensors, self._calls)
             bound = self.recipes.bind(call.sources)
+            if bound is None:
+                return False
+            self._calls += 1
+            samples = {} if examiner is not None else self.sampler.take(call.tensors, self._calls)
         packed = self.packer.pack(call, self._calls)
         cells, tensors = call.cells, call.tensors
         for index in plan.kept_slots:
             cells[index].keep(tensors[index])
         readable: dict[int, Readable] = {value: cells[slot] for value, slot in plan.needed_cells}
+        for value, slot in plan.outside_cells:
+            tensor = tensors[slot]
+            if tensor.requires_grad and tensor.is_leaf:
+                readable[value] = cells[slot].alias()
         readable.update(copies)
         readable.update(packed)
         if plan.choice.link is not None:
@@ -126,7 +132,7 @@ class Program:
             readable[plan.choice.link] = link
         references = call.references
         waiting = {slot: references[slot] for slot in plan.dropped_slots}
-        replay = CallReplay(self.recipes, bound, call.states, waiting, examiner)
+        replay = CallReplay(self.recipes, bound, call.storages, call.states, waiting, examiner)
         for leaves, slots in plan.leaf_groups:
             sources = tuple(readable[value] for value in leaves)
             for slot in slots:

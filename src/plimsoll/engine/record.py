@@ -32,6 +32,7 @@ from plimsoll.tracing.recorder.graph import LocalIds, SlotRecord, build_region_g
 from plimsoll.tracing.recorder.recorder import Ref
 from plimsoll.tracing.recorder.storages import Geometry, has_lazy_bits, is_plain
 from plimsoll.tracing.torch_internals import sequence_number
+from plimsoll.tracing.zero import is_gathered_by_zero
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,14 +95,16 @@ class Recording:
         return Program(made, node_counts, shares, shared, is_self_compiling=self.is_self_compiling, like=like)
 
     def _parameters(self, choice: DropChoice, shared: Shared) -> tuple[tuple[int, ParameterSource], ...]:
-        """Where recipes read parameters and buffers. Of a buffer that the region itself writes, replays get scratch copies,
+        """Where recipes read parameters and buffers, but for those that no recipe reads. Of a buffer that the region itself writes, replays get scratch copies,
         whatever it holds by then.
         """
-        copied = self.unsaved if shared.links.is_used else self.unsaved & _read_by_recipes(self.graph, choice)
+        read = self.sources.keys() if shared.links.is_used else _read_by_recipes(self.graph, choice)
+        copied = self.unsaved & read
         unchecked = self.scratched | copied
         return tuple(
             (value, replace(source, is_copied=value in copied, is_checked=False) if value in unchecked else source)
             for value, source in self.sources.items()
+            if value in read or value in self.scratched
         )
 
 
@@ -149,8 +152,13 @@ class _RecordedCall(OpenCall):
 
     __slots__ = ("geometries", "recorder", "records")
 
-    def __init__(self, recorder: VerifyingRecorder, sources: Sequence[torch.Tensor | None]) -> None:
-        super().__init__({}, sources)
+    def __init__(
+        self,
+        recorder: VerifyingRecorder,
+        sources: Sequence[torch.Tensor | None],
+        storages: Mapping[int, torch.UntypedStorage],
+    ) -> None:
+        super().__init__({}, sources, storages)
         self.recorder = recorder
         self.records: list[SlotRecord] = []
         self.geometries: list[Geometry] = []
@@ -163,13 +171,23 @@ class _RecordedCall(OpenCall):
         recorder.suspended = before
         if is_plain(local) and not has_lazy_bits(local):
             value = recorder.add_leaf(local, Origin.EXTERNAL, "external")
-            self.records.append(SlotRecord(value=value, storage=recorder.table.find(local)))
+            is_ours = not isinstance(tensor, nn.Parameter) or self._has_own_memory(tensor, value)
+            self.records.append(SlotRecord(value=value, storage=recorder.table.find(local)) if is_ours else _UNMANAGED)
         else:
             self.records.append(_UNMANAGED)
         cell = super().pack(tensor)
         assert cell.tensor is not None, "an open cell holds what was saved"
         self.geometries.append(_slot_geometry(cell.tensor))
         return cell
+
+    def _has_own_memory(self, parameter: nn.Parameter, value: int) -> bool:
+        """Whether a parameter was saved with the memory that it had before the region. Else it may get that back before
+        backward, which then reads that, while recipes would make what it had.
+        """
+        origin = self.recorder.values[value].origin
+        if any(parameter is source for source in self.sources):
+            return origin in (Origin.PARAMETER, Origin.BUFFER)
+        return origin is not Origin.OP
 
     def end(self) -> None:
         """The region has returned: nothing is to be decided about what autograd has let go of."""
@@ -279,7 +297,7 @@ def _watch(
     ]
     versions = [version_of(tensor) for tensor in inputs]
     recorder.mark_outside()
-    saved = _RecordedCall(recorder, entry.sources)
+    saved = _RecordedCall(recorder, entry.sources, entry.memory(source.place for source in sources.values()))
     stream = StreamRecorder(references((*entry.sources, *entry.inputs)))
     recorder.is_called = lambda: stream.is_within
     device_type, flags = subject.device_type, entry.flags  # the entry holds the call's tensors
@@ -331,7 +349,8 @@ def _register(recorder: VerifyingRecorder, module: nn.Module, reader: SignatureR
                 nbytes = local_of(tensor).untyped_storage().nbytes()
                 is_copied = origin is Origin.BUFFER and nbytes <= SMALL_BUFFER_BYTES
                 name = f"{kind} {prefix}{key}"
-                source = ParameterSource(name, place, is_copied, not is_copied, is_sharded(tensor))
+                is_gathered = is_gathered_by_zero(tensor)
+                source = ParameterSource(name, place, is_copied, not is_copied, is_sharded(tensor), is_gathered)
                 sources.setdefault(value, source)
     for key, holder, attribute in beside_weights(module):
         place = places.get((id(holder), attribute))

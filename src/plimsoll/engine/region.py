@@ -291,7 +291,7 @@ class ManagedRegion:
     def _steady(self, service: Service, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call like one that was recorded: hold what it saves, ask the guards, then drop."""
         shared = self._shared
-        call = OpenCall(service.points, entry.sources)
+        call = OpenCall(service.points, entry.sources, entry.memory(service.held))
         pack = call.pack_random if service.points else call.pack
         inputs = call_tensors(args, kwargs) if service.needs_inputs else ()
         versions = [version_of(tensor) for tensor in inputs]

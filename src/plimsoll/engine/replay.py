@@ -1,7 +1,7 @@
 """Brings dropped tensors back in backward: runs a region's recipes, each op at most once per backward pass.
 
 A `CallReplay` belongs to one call. It owns no saved tensor: cells do. It holds what recipes need besides: the objects that
-forward used as parameters, the generator states, and the rebuilt values that later slots of the same backward read.
+forward used as parameters and their memory, the generator states, and the rebuilt values that later slots of the same backward read.
 """
 
 from __future__ import annotations
@@ -64,17 +64,24 @@ class Recipes:
         self._watched: tuple[list[int], Mapping[int, weakref.ref[Cell]]] = [], {}
         """What the last backward has read while it was watched, and what it could have read."""
         self._solo: dict[int, SegmentFunction] = {}
-        self._sources = tuple((source.place, source.is_copied) for _, source in plan.parameters)
+        self._sources = tuple(
+            (source.place, source.is_copied, source.is_sharded, plan.geometry_of(value).offset)
+            for value, source in plan.parameters
+        )
 
-    def bind(self, sources: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    def bind(self, sources: Sequence[torch.Tensor | None]) -> list[torch.Tensor] | None:
         """The very parameters of this call, or copies of their contents: the model may have others under the same names by
-        the time of backward. Called below autograd.
+        the time of backward. ``None`` if one lies elsewhere in its memory than when the region was recorded. Called below
+        autograd.
         """
         bound = []
-        for place, is_copied in self._sources:
+        for place, is_copied, is_sharded, offset in self._sources:
             found = sources[place]
             assert found is not None, "a call that lacks a parameter makes another stream of torch calls"
-            bound.append(local_of(found).clone() if is_copied else found)
+            local = local_of(found) if is_sharded else found
+            if local.storage_offset() != offset:
+                return None
+            bound.append(local.clone() if is_copied else found)
         return bound
 
     def use_order(self, order: tuple[int, ...]) -> None:
@@ -147,6 +154,7 @@ class CallReplay:
         "_position",
         "_seen",
         "_states",
+        "_storages",
         "_task",
         "_versions",
         "_waiting",
@@ -157,12 +165,14 @@ class CallReplay:
         self,
         recipes: Recipes,
         bound: Sequence[torch.Tensor],
+        storages: Mapping[int, torch.UntypedStorage],
         states: Mapping[tuple[int, int], torch.Generator],
         waiting: Mapping[int, weakref.ref[Cell]],
         examiner: Examiner | None,
     ) -> None:
         self.recipes = recipes
         self._bound = bound
+        self._storages = storages
         self._versions = [version_of(parameter) for parameter in bound]
         self._states = states
         self._waiting = waiting
@@ -292,7 +302,7 @@ class CallReplay:
         """
         with below_autograd():
             if not (self._is_special or torch.is_grad_enabled() or is_autocast_on()):
-                return segment(env, leaves, self._bound, self._states, self._versions)
+                return segment(env, leaves, self._bound, self._states, self._versions, self._storages)
             plan = self.recipes.plan
             with contextlib.ExitStack() as stack:
                 stack.enter_context(in_force(plan.flags, plan.device_type))
@@ -302,4 +312,4 @@ class CallReplay:
                     stack.enter_context(torch.no_grad())
                 if torch.is_autocast_enabled(plan.device_type):
                     stack.enter_context(torch.autocast(plan.device_type, enabled=False))
-                return segment(env, leaves, self._bound, self._states, self._versions)
+                return segment(env, leaves, self._bound, self._states, self._versions, self._storages)

@@ -4,16 +4,17 @@ Walking a graph of objects for every op costs more than small ops themselves; st
 made of op numbers and value numbers only (nothing from the user reaches it), like the methods that ``dataclasses`` and
 ``attrs`` generate. Equal sources are compiled once.
 
-A segment is called as ``segment(env, leaves, parameters, states, versions)``: the values that cross segments, the cells
-that the slot holds, the parameters and buffers that forward used, the generator states taken in forward, and the versions
-that the parameters had.
+A segment is called as ``segment(env, leaves, parameters, states, versions, storages)``: the values that cross segments, the
+cells that the slot holds, the parameters and buffers that forward used, the generator states taken in forward, and the versions
+and the memory that the parameters had.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any, NoReturn
 
@@ -43,7 +44,7 @@ class Sources:
     """Where a recipe finds what it does not make, by graph value id.
 
     ``parameters``: position in the tuple that is read at the start of a call. ``protected``: those positions whose tensor
-    must not have changed since forward, with the tensor's name. ``geometries``: how the cell's tensor lies on its storage,
+    must not have changed since forward, with the tensor's name. ``held``: the places of those of them whose memory is held. ``geometries``: how the cell's tensor lies on its storage,
     for values that cells hold. ``links``: the input that comes from the region before. ``packed``: values that are held in
     another form; each is brought back by a step of its own. ``sharded``: positions of parameters that are DTensors;
     recipes read their local shards.
@@ -55,6 +56,7 @@ class Sources:
     links: frozenset[int]
     packed: frozenset[int] = frozenset()
     sharded: frozenset[int] = frozenset()
+    held: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,7 @@ def write_segments(
         "as_strided": torch.as_strided,
         "copy_storage": copy_storage,
         "local_of": local_of,
+        "on_storage": on_storage,
         "seen_as": seen_as,
         "version_of": version_of,
         "tensors_of": flat_tensors,
@@ -127,6 +130,14 @@ def copy_storage(tensor: torch.Tensor) -> torch.Tensor:
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     storage = tensor.untyped_storage().clone()
     return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def on_storage(
+    like: torch.Tensor, storage: torch.UntypedStorage, size: tuple[int, ...], stride: tuple[int, ...], offset: int
+) -> torch.Tensor:
+    """A view of memory that a parameter has had."""
+    empty = torch.empty(0, dtype=like.dtype, device=storage.device)
+    return empty.set_(storage, offset, size, stride)  # type: ignore[call-overload, no-any-return]
 
 
 def seen_as(
@@ -173,7 +184,7 @@ class _Writer:
 
     def segment(self, position: int, segment: Segment, leaves: tuple[int, ...], read_later: frozenset[int]) -> None:
         """One function: load, run, let go, return."""
-        self._emit(f"def segment_{position}(env, leaves, parameters, states, versions):", 0)
+        self._emit(f"def segment_{position}(env, leaves, parameters, states, versions, storages):", 0)
         self._local = {}
         self._leaves = leaves
         made: set[int] = set()
@@ -297,15 +308,7 @@ class _Writer:
         if known is not None:
             return known
         if value in self._sources.parameters:
-            position = self._sources.parameters[value]
-            source, is_sharded = f"parameters[{position}]", position in self._sources.sharded
-            if position in self._sources.protected:
-                version = f"version_of({source})" if is_sharded else f"{source}._version"
-                self._emit(
-                    f"if {version} != versions[{position}]: changed({position}, versions[{position}], {version})"
-                )
-            self._emit(f"v{value} = local_of({source})" if is_sharded else f"v{value} = {source}")
-            geometry = self._recording.values[value].base
+            geometry = self._parameter(value, self._sources.parameters[value])
         elif value in self._sources.packed:
             self._emit(f"v{value} = env[{value}]")
             geometry = self._sources.geometries[value]
@@ -321,6 +324,26 @@ class _Writer:
             self._emit(f"v{value} = env[{value}]")
             geometry = self._recording.values[value].base
         self._local[value] = geometry
+        return geometry
+
+    def _parameter(self, value: int, position: int) -> Geometry:
+        """Name a parameter or buffer as forward found it: where it has other memory by now, the memory that it had then."""
+        source, recorded = f"parameters[{position}]", self._recording.values[value]
+        is_sharded, geometry = position in self._sources.sharded, recorded.base
+        self._emit(f"v{value} = local_of({source})" if is_sharded else f"v{value} = {source}")
+        otherwise = "if"
+        if position in self._sources.held:
+            size, stride, offset = (_number(part) for part in (geometry.size, geometry.stride, geometry.offset))
+            storage = f"storages[{self._sources.held[position]}]"
+            is_part = recorded.bytes != math.prod(geometry.size) * geometry.dtype.itemsize
+            or_elsewhere = f" or v{value}.storage_offset() != {offset}" if is_part else ""
+            self._emit(f"if v{value}.untyped_storage() is not {storage}{or_elsewhere}:")
+            self._emit(f"v{value} = on_storage(v{value}, {storage}, {size}, {stride}, {offset})", 2)
+            otherwise = "elif"
+        if position in self._sources.protected:
+            version = f"version_of({source})" if is_sharded else f"{source}._version"
+            self._emit(f"{otherwise} {version} != versions[{position}]:")
+            self._emit(f"changed({position}, versions[{position}], {version})", 2)
         return geometry
 
     def _constant(self, value: Any, name: str | None = None) -> str:

@@ -28,7 +28,9 @@ class ParameterSource:
     """A parameter or buffer: its place among those that every call finds at its entry.
 
     A small buffer is copied per call, because the model may write to it before backward, and so is a small parameter that
-    autograd does not save; other parameters must not change.
+    autograd does not save; other parameters must not change. Recipes read the memory that forward has read: a parameter may get
+    other memory (``.data``) and its own back before backward. One that ``is_gathered`` is empty in between (ZeRO-3), and recipes
+    read what it holds by then.
     """
 
     name: str
@@ -36,6 +38,12 @@ class ParameterSource:
     is_copied: bool
     is_checked: bool
     is_sharded: bool
+    is_gathered: bool = False
+
+    @property
+    def is_held(self) -> bool:
+        """Whether recipes read the memory that it had when the call began."""
+        return self.is_checked and not self.is_gathered
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +186,17 @@ class ReplayPlan:
     def unsaved_inputs(self) -> tuple[tuple[int, int], ...]:
         """Inputs that recipes start from and that autograd does not save, each with its position."""
         return tuple((value, position) for value, position in self._input_of.items() if value in self._used)
+
+    @cached_property
+    def held_places(self) -> tuple[int, ...]:
+        """Places of the parameters and buffers whose memory recipes read."""
+        return tuple(source.place for _, source in self.parameters if source.is_held)
+
+    @cached_property
+    def outside_cells(self) -> tuple[tuple[int, int], ...]:
+        """Those of them that the region did not make: a parameter among them may get other memory before backward."""
+        origins = (Origin.INPUT, Origin.EXTERNAL)
+        return tuple((value, slot) for value, slot in self.needed_cells if self.graph.values[value].origin in origins)
 
     @property
     def leaf_slots(self) -> tuple[int, ...]:
@@ -360,6 +379,7 @@ class ReplayPlan:
         return Sources(
             parameters={value: position for position, (value, _) in enumerate(self.parameters)},
             protected={i: f"{s.name} of region {self.name!r}" for i, s in sources if s.is_checked},
+            held={i: s.place for i, s in sources if s.is_held},
             geometries=self._leaf_geometries(),
             links=frozenset() if self.choice.link is None else frozenset({self.choice.link}),
             packed=frozenset(self.choice.packed),

@@ -41,6 +41,8 @@ class Service:
         self.points: StatePoints = {}
         """Where steady calls take generator states, for any of the programs."""
         self.needs_inputs = False
+        self.held: tuple[int, ...] = ()
+        """Places of the parameters and buffers whose memory calls hold for recipes."""
         self._programs: dict[Stream, Program] = {}
         self._watch = 1
         self._alarm = alarm
@@ -87,6 +89,7 @@ class Service:
                 points.setdefault(point, {}).update(generators)
         self.points = {point: tuple(found.items()) for point, found in points.items()}
         self._is_self_compiling |= program.is_self_compiling
+        self.held = tuple({p for other in self._programs.values() for p in other.plan.held_places})
         self.needs_inputs = any(other.plan.needs_inputs for other in self._programs.values())
 
     def follow(self, other: Service) -> None:
