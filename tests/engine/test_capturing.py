@@ -48,6 +48,8 @@ class Capture:
 
 
 class ReadsNothing(torch.utils._python_dispatch.TorchDispatchMode):
+    __module__ = "torch.cuda"  # under a mode of the user regions would be recorded anew
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func._schema.name not in ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero"), func
         return func(*args, **(kwargs or {}))

@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
-from torch.overrides import TorchFunctionMode, resolve_name
+from torch.overrides import resolve_name
 
+from plimsoll.engine.modes import LowestMode
 from plimsoll.engine.stream_matching import Matches, compile_stream
 from plimsoll.engine.torch_calls import (
     Constant,
@@ -36,6 +37,7 @@ from plimsoll.engine.torch_calls import (
     comparable,
     is_made_from_data,
     looks,
+    unreplaced,
 )
 from plimsoll.tracing.recorder.calling import flat_tensors
 
@@ -120,7 +122,7 @@ class Alarm:
         self._is_raised = True
 
 
-class StreamGuard(TorchFunctionMode):
+class StreamGuard(LowestMode):
     """Follows a steady call through the tree of known streams. ``known`` are tensors that are there before the call."""
 
     def __init__(self, root: Junction, known: list[TensorRef]) -> None:
@@ -141,8 +143,13 @@ class StreamGuard(TorchFunctionMode):
     ) -> Any:
         if is_dynamo_compiling():  # Dynamo would write where this call stands into the compiled code
             return func(*args, **(kwargs or {}))
-        result = func(*args, **kwargs) if kwargs else func(*args)
         place = self._place
+        if types or place is None or place.func is not func:
+            func = unreplaced(func)
+            result = self.call(func, types, args, kwargs)
+            place = self._place
+        else:  # nearly every call
+            result = func(*args, **kwargs) if kwargs else func(*args)
         if place is not None:
             if place.func is func and place.matches(args, kwargs, result, self._known):
                 self._place = place.after
@@ -162,7 +169,7 @@ class StreamGuard(TorchFunctionMode):
             self._place, self.stranger, self.where = None, func, _line_of_user()
 
 
-class StreamRecorder(TorchFunctionMode):
+class StreamRecorder(LowestMode):
     """Writes down the stream of a call."""
 
     def __init__(self, known: list[TensorRef]) -> None:
@@ -182,8 +189,9 @@ class StreamRecorder(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         before, self.is_within = self.is_within, True
+        func = unreplaced(func)
         try:
-            result = func(*args, **kwargs) if kwargs else func(*args)
+            result = self.call(func, types, args, kwargs)
         finally:
             self.is_within = before
         if not _leaves_a_trace(func, result):

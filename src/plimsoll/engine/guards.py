@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from plimsoll.engine.hooks import GONE, OpenCall
+from plimsoll.engine.modes import Modes, modes_around
 from plimsoll.engine.replay_plan import ReplayPlan
 from plimsoll.engine.torch_flags import Flags, flags_for
 from plimsoll.tracing.local_tensors import beside_weights, is_pending, is_sharded, layout_key, local_of
@@ -29,6 +30,7 @@ from plimsoll.tracing.torch_internals import (
     is_in_forward_ad,
     peek_functorch,
     top_saved_hooks,
+    without_torch_function,
 )
 
 NO_OFFSET = -1
@@ -56,13 +58,15 @@ class Entry(NamedTuple):
     """What is known of a call before forward runs.
 
     ``signature`` is all that decides which recipes may serve it. ``sources`` are the region's parameters and buffers as they
-    are now, in the order of the reader's `places`, ``inputs`` the tensors among its arguments, ``flags`` those of torch.
+    are now, in the order of the reader's `places`, ``inputs`` the tensors among its arguments, ``flags`` those of torch, ``modes`` those
+    of the user that are active.
     """
 
     signature: tuple[Any, ...]
     sources: list[torch.Tensor | None]
     inputs: list[torch.Tensor]
     flags: Flags
+    modes: Modes | None
 
     def memory(self, places: Iterable[int]) -> dict[int, torch.UntypedStorage]:
         """The storages of these parameters and buffers, by place."""
@@ -115,7 +119,14 @@ class SignatureReader:
         return tuple([holder.get(name) for holder, name in self._scalars])
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
-        """All that is visible before a call."""
+        """All that is visible before a call. Function modes do not see that it is read."""
+        modes = modes_around()
+        if modes is None:
+            return self._read(args, kwargs, None)
+        with without_torch_function():
+            return self._read(args, kwargs, modes)
+
+    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any], modes: Modes | None) -> Entry:
         for modules, children in self._children:
             if tuple(modules.values()) != children:
                 self._scan()
@@ -139,8 +150,9 @@ class SignatureReader:
             tuple([_share_memory(sources[one], sources[other]) for one, other in self._ties]) if self._ties else (),
             torch.is_autocast_enabled(self._device_type) and torch.get_autocast_dtype(self._device_type),
             flags,
+            modes,
         )
-        return Entry(signature, sources, inputs, flags)
+        return Entry(signature, sources, inputs, flags, modes)
 
 
 def _share_memory(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

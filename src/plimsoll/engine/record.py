@@ -31,7 +31,7 @@ from plimsoll.tracing.recorder.collectives import peers_of
 from plimsoll.tracing.recorder.graph import LocalIds, SlotRecord, build_region_graph
 from plimsoll.tracing.recorder.recorder import Ref
 from plimsoll.tracing.recorder.storages import Geometry, has_lazy_bits, is_plain
-from plimsoll.tracing.torch_internals import sequence_number
+from plimsoll.tracing.torch_internals import sequence_number, without_torch_function
 from plimsoll.tracing.zero import is_gathered_by_zero
 
 
@@ -244,9 +244,15 @@ def record_call(
         why="recording runs every op twice and compares the results, so the host waits for the device",
         next=WARM_UP,
     )
-    plan, sensor = service.plan, shared.sensor
-    unpack_hook = unpack if sensor is None else sensor.unpack(subject.name, plan.call)
+    unpack_hook = unpack if shared.sensor is None else shared.sensor.unpack(subject.name, service.plan.call)
     call = _watch(subject, entry, reader, args, kwargs, shared, unpack_hook)
+    with without_torch_function():  # modes of the user do not see what becomes of the call
+        return call.output, _settle(call, subject, service, shared)
+
+
+def _settle(call: _Watched, subject: RegionForward, service: Service, shared: Shared) -> Recorded:
+    """Find the program of a watched call, or make one, and drop what it drops."""
+    plan, sensor = service.plan, shared.sensor
     try:
         shared.transfers.leave(call.output)
     except BaseException:
@@ -261,7 +267,7 @@ def record_call(
     )
     if found.obstacle:
         saved.keep_all()
-        return call.output, found
+        return found
     saved.states = recorder.points.states
     program = service.find(found.stream)
     is_misfit = program is not None and not program.guard.holds(saved, call.nodes)
@@ -274,8 +280,8 @@ def record_call(
     link = shared.links.find(program.plan, call.inputs)
     if not program.drop(saved, call.inputs, call.versions, call.output, link):
         saved.keep_all()
-        return call.output, replace(found, obstacle="an input that it needs again is written in place")
-    return call.output, replace(found, program=program, is_misfit=is_misfit)
+        return replace(found, obstacle="an input that it needs again is written in place")
+    return replace(found, program=program, is_misfit=is_misfit)
 
 
 def _watch(
@@ -297,7 +303,8 @@ def _watch(
     ]
     versions = [version_of(tensor) for tensor in inputs]
     recorder.mark_outside()
-    saved = _RecordedCall(recorder, entry.sources, entry.memory(source.place for source in sources.values()))
+    held = entry.memory(source.place for source in sources.values() if source.is_held)
+    saved = _RecordedCall(recorder, entry.sources, held)
     stream = StreamRecorder(references((*entry.sources, *entry.inputs)))
     recorder.is_called = lambda: stream.is_within
     device_type, flags = subject.device_type, entry.flags  # the entry holds the call's tensors

@@ -7,6 +7,7 @@ calls are recorded again (see ``service``). What cannot be recorded is left to t
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import warnings
@@ -35,7 +36,7 @@ from plimsoll.errors import RanksDiffer
 from plimsoll.tracing.local_tensors import version_of
 from plimsoll.tracing.recorder.calling import call_tensors
 from plimsoll.tracing.refusals import compiled_part, refuse_compiler
-from plimsoll.tracing.torch_internals import sequence_number
+from plimsoll.tracing.torch_internals import sequence_number, without_torch_function
 
 MAX_SIGNATURES = 64
 """Recipes for so many signatures of one region are held; those that were not used for longest go first."""
@@ -316,7 +317,8 @@ class ManagedRegion:
         fits = (plan.choice.link is None or link is not None) and program.guard.holds(call, nodes)
         if fits:
             examiner = shared.inspector.inspect(plan, call.tensors)
-            fits = program.drop(call, inputs, versions, output, link, examiner)
+            with contextlib.nullcontext() if entry.modes is None else without_torch_function():
+                fits = program.drop(call, inputs, versions, output, link, examiner)
         if not fits:
             call.keep_all()
             if plan.collectives:

@@ -27,10 +27,12 @@ from plimsoll.planning.replay_schedule import BOUNDARY
 from plimsoll.tracing.local_tensors import local_of, version_of
 from plimsoll.tracing.torch_internals import (
     below_autograd,
+    count_function_modes,
     current_autograd_node,
     current_graph_task,
     is_autocast_on,
     is_profiled,
+    without_torch_function,
 )
 
 
@@ -65,7 +67,7 @@ class Recipes:
         """What the last backward has read while it was watched, and what it could have read."""
         self._solo: dict[int, SegmentFunction] = {}
         self._sources = tuple(
-            (source.place, source.is_copied, source.is_sharded, plan.geometry_of(value).offset)
+            (source.place, source.is_copied, plan.geometry_of(value).offset if source.is_held else None)
             for value, source in plan.parameters
         )
 
@@ -75,13 +77,12 @@ class Recipes:
         autograd.
         """
         bound = []
-        for place, is_copied, is_sharded, offset in self._sources:
+        for place, is_copied, offset in self._sources:
             found = sources[place]
             assert found is not None, "a call that lacks a parameter makes another stream of torch calls"
-            local = local_of(found) if is_sharded else found
-            if local.storage_offset() != offset:
+            if offset is not None and local_of(found).storage_offset() != offset:
                 return None
-            bound.append(local.clone() if is_copied else found)
+            bound.append(local_of(found).clone() if is_copied else found)
         return bound
 
     def use_order(self, order: tuple[int, ...]) -> None:
@@ -184,7 +185,7 @@ class CallReplay:
         self._task = -2  # no graph task has this number: the first read begins a backward
         self._position = 0
         self._is_special = False
-        """Whether backward runs under a profiler, or under other flags of torch than forward."""
+        """Whether backward runs under a profiler, under function modes, or under other flags of torch than forward."""
 
     def restore(self, cell: Cell) -> torch.Tensor:
         """What a cell was (of a DTensor the local shard), checked where a sample of it was taken."""
@@ -257,7 +258,7 @@ class CallReplay:
         self._task = task
         self._position = 0
         plan = self.recipes.plan
-        self._is_special = is_profiled() or flags_for(plan.device_type) != plan.flags
+        self._is_special = is_profiled() or count_function_modes() > 0 or flags_for(plan.device_type) != plan.flags
         self._env: dict[int, torch.Tensor] = {}
         """Rebuilt values that later slots of this backward read."""
         self._early: dict[int, Any] = {}
@@ -306,6 +307,8 @@ class CallReplay:
             plan = self.recipes.plan
             with contextlib.ExitStack() as stack:
                 stack.enter_context(in_force(plan.flags, plan.device_type))
+                if count_function_modes():  # backward of an unmanaged model calls no function that they see
+                    stack.enter_context(without_torch_function())
                 if is_profiled():
                     stack.enter_context(profiler.record_function(f"plimsoll.recompute: {plan.name}"))
                 if torch.is_grad_enabled():  # a backward that makes a graph: the ops were verified without

@@ -44,10 +44,10 @@ class Sources:
     """Where a recipe finds what it does not make, by graph value id.
 
     ``parameters``: position in the tuple that is read at the start of a call. ``protected``: those positions whose tensor
-    must not have changed since forward, with the tensor's name. ``held``: the places of those of them whose memory is held. ``geometries``: how the cell's tensor lies on its storage,
-    for values that cells hold. ``links``: the input that comes from the region before. ``packed``: values that are held in
-    another form; each is brought back by a step of its own. ``sharded``: positions of parameters that are DTensors;
-    recipes read their local shards.
+    must not have changed since forward, with the tensor's name. ``held``: positions whose memory the call holds, each with its
+    place. ``geometries``: how the cell's tensor lies on its storage, for values that cells hold. ``links``: the input that
+    comes from the region before. ``packed``: values that are held in another form; each is brought back by a step of its own.
+    ``sharded``: positions of parameters that are DTensors; recipes read their local shards.
     """
 
     parameters: Mapping[int, int]
@@ -137,7 +137,7 @@ def on_storage(
 ) -> torch.Tensor:
     """A view of memory that a parameter has had."""
     empty = torch.empty(0, dtype=like.dtype, device=storage.device)
-    return empty.set_(storage, offset, size, stride)  # type: ignore[call-overload, no-any-return]
+    return empty.set_(storage, offset, size, stride)
 
 
 def seen_as(

@@ -28,9 +28,9 @@ class ParameterSource:
     """A parameter or buffer: its place among those that every call finds at its entry.
 
     A small buffer is copied per call, because the model may write to it before backward, and so is a small parameter that
-    autograd does not save; other parameters must not change. Recipes read the memory that forward has read: a parameter may get
-    other memory (``.data``) and its own back before backward. One that ``is_gathered`` is empty in between (ZeRO-3), and recipes
-    read what it holds by then.
+    autograd does not save; other parameters must not change. Recipes read the memory that forward has read: a parameter may
+    have other memory (``.data``) in forward alone. One that ``is_gathered`` (ZeRO-3) is gathered into other memory for
+    backward, and recipes read that.
     """
 
     name: str

@@ -7,20 +7,27 @@ through weak references, so no tensor lives longer than it would.
 from __future__ import annotations
 
 import numbers
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
+from plimsoll.errors import InvalidModel
 from plimsoll.tracing.recorder.storages import is_plain
+from plimsoll.tracing.torch_internals import internal
 
 TensorRef = Callable[[], torch.Tensor | None]
 """A weak reference, or `nothing`."""
 
 _MADE_FROM_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, torch.frombuffer})
 """Functions whose first argument is data: the tensor that they make comes from outside, whatever it holds."""
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+"""How the names of torch's own files begin."""
 _BY_VALUE = frozenset({bool, int, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device})
 
 
@@ -61,6 +68,40 @@ class TorchCall:
 
 
 Stream = tuple[TorchCall, ...]
+
+
+_SPACES = tuple(internal(f"torch._C.{part}") for part in ("_nn", "_linalg", "_special", "_fft", "_sparse", "_nested"))
+_BUILTINS = tuple(dict(vars(space)) for space in _SPACES)
+"""Torch's functions by name, read when Plimsoll is imported."""
+_METHODS = internal("torch._C.TensorBase")
+"""Has the methods of tensors; replacements are put on ``torch.Tensor``."""
+
+
+def unreplaced(func: Any) -> Any:
+    """Torch's own function, where ``func`` has replaced it (a patched ``torch.Tensor.tanh``); else ``func``.
+
+    Under a function mode, torch looks up the called function by its name and finds the replacement. The replacement is running
+    already, and would run a second time.
+
+    Raises:
+        InvalidModel: it was replaced before Plimsoll was imported.
+    """
+    if type(func) is not FunctionType or func.__code__.co_filename.startswith(_TORCH):
+        return func
+    for name, found in vars(torch.Tensor).items():
+        if found is func:
+            return getattr(_METHODS, name, func)
+    for space, known in zip(_SPACES, _BUILTINS, strict=True):
+        for name, found in vars(space).items():
+            if found is func and known.get(name) is func:
+                raise InvalidModel(
+                    f"{space.__name__}.{name} was replaced before Plimsoll was imported.",
+                    why="Plimsoll compares torch calls through a function mode, under which torch calls a replacement twice",
+                    next="import plimsoll first, then replace the function",
+                )
+            if found is func:
+                return known.get(name, func)
+    return func
 
 
 def is_made_from_data(func: Any) -> bool:

@@ -19,6 +19,7 @@ own forward; other ops, and those that write in place, take one op's outputs on 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -26,11 +27,12 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from plimsoll.artifacts.region import Origin
+from plimsoll.engine.modes import may_change_numbers
 from plimsoll.engine.replay_rng import RandomPoints
 from plimsoll.tracing.recorder.calling import flat_tensors
 from plimsoll.tracing.recorder.recorder import OpRecorder, RecordedOp, Signature
 from plimsoll.tracing.recorder.storages import Geometry, is_plain, same_bits, storage_crc, storage_fingerprint
-from plimsoll.tracing.torch_internals import below_autograd, without_torch_function
+from plimsoll.tracing.torch_internals import below_autograd, without_modes, without_torch_function
 
 NOT_EXACT = "gives other bits when it is run again"
 _POISON = 0xA5
@@ -54,6 +56,8 @@ class VerifyingRecorder(OpRecorder):
         """Whether a torch call is under way."""
         self.is_flagged: Callable[[], bool] = lambda: False
         """Whether flags of torch are others now than where the region began, to which replay puts them."""
+        self.is_rewritten = may_change_numbers()
+        """Whether modes of the user may make something else of ops. Backward may run without them, so an op runs again so."""
         self.has_unseen_callers = False
         """Whether some op was called by code whose torch calls are not seen."""
         self._contents: dict[int, int] = {}
@@ -101,7 +105,8 @@ class VerifyingRecorder(OpRecorder):
             op.is_random, op.random_point, state = False, None, None  # recipes need not restore a state
         changed = [storage for storage, (tensor, before) in prints.items() if storage_fingerprint(tensor) != before]
         try:
-            is_pure = func.namespace == "aten" and not (bases or changed or op.obstacle)
+            # Modes of the user see every op once, and forward gets the result that they have seen.
+            is_pure = func.namespace == "aten" and not (bases or changed or op.obstacle or self.is_rewritten)
             is_pure = is_pure and (state is not None or not op.is_random)
             if is_pure and self._is_large(out, prints):
                 marks, made = _marks(out), memory_of(flat_tensors(out))
@@ -129,7 +134,7 @@ class VerifyingRecorder(OpRecorder):
         """Run an op once more, as recipes run it."""
         if state is not None:
             self.points.restore(_device(args, kwargs), state)
-        with torch.no_grad(), below_autograd():
+        with torch.no_grad(), below_autograd(), without_modes() if self.is_rewritten else contextlib.nullcontext():
             return op.func(*args, **kwargs)
 
     def notice(self, tensors: Iterable[torch.Tensor]) -> None:

@@ -104,6 +104,14 @@ top_saved_hooks: Callable[[bool], Any] = internal("torch._C._autograd._top_saved
 are_saved_hooks_enabled: Callable[[], bool] = internal("torch._C._autograd._saved_tensors_hooks_is_enabled")
 peek_functorch: Callable[[], Any] = internal("torch._C._functorch.peek_interpreter_stack")
 """The innermost ``torch.func`` transform, or ``None``."""
+are_overrides_on: Callable[[], bool] = internal("torch._C._is_torch_function_enabled")
+"""Whether functions ask tensors of types that override them; such types switch it off when they call the function itself."""
+count_function_modes: Callable[[], int] = internal("torch._C._len_torch_function_stack")
+function_mode_at: Callable[[int], Any] = internal("torch._C._get_function_stack_at")
+"""The function mode at a place of the stack; the last one is called first."""
+push_function_mode: Callable[[Any], None] = internal("torch._C._push_on_torch_function_stack")
+pop_function_mode: Callable[[], Any] = internal("torch._C._pop_torch_function_stack")
+dispatch_mode_at: Callable[[int], Any] = internal("torch._C._get_dispatch_stack_at")
 get_dispatch_mode: Callable[[Any], Any] = internal("torch._C._get_dispatch_mode")
 count_dispatch_modes: Callable[[], int] = internal("torch._C._len_torch_dispatch_stack")
 TRACING_MODES: tuple[Any, ...] = tuple(

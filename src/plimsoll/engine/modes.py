@@ -1,0 +1,90 @@
+"""Modes of torch that are active around a region: which they are, and how ours sees what they make of calls.
+
+A ``TorchFunctionMode`` may turn a call into others. Modes form a stack: the one that was entered last is called first, and its
+own calls go to the one below. So `LowestMode` enters below all others. It sees the calls that they make, and not the calls that
+they get. (``torch.set_default_device`` enters its mode in the same way.)
+
+A ``TorchDispatchMode`` may turn operations into others, and nothing that we compare in steady calls shows it. Recordings show
+it: an operation that gives other bits without such a mode is not repeated by recipes (see ``verifying``). What changes later is
+left to the samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from plimsoll.tracing.torch_internals import (
+    are_overrides_on,
+    count_dispatch_modes,
+    count_function_modes,
+    dispatch_mode_at,
+    function_mode_at,
+    pop_function_mode,
+    push_function_mode,
+)
+
+_OBSERVERS = ("torch", "plimsoll")
+"""Packages whose dispatch modes leave the numbers as they are: they count, log and record."""
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+
+Modes = tuple[type, ...]
+
+
+def modes_around() -> Modes | None:
+    """The types of all function modes that are active, and of the dispatch modes of others than torch; ``None`` if there are
+    none. Recipes serve calls under the modes that they were recorded under.
+    """
+    if not (count_function_modes() or count_dispatch_modes()):
+        return None
+    functions = [type(function_mode_at(place)) for place in range(count_function_modes())]
+    return (*functions, *_foreign_dispatch_modes()) or None
+
+
+def _foreign_dispatch_modes() -> list[type]:
+    found = [type(dispatch_mode_at(place)) for place in range(count_dispatch_modes())]
+    return [kind for kind in found if kind.__module__.partition(".")[0] not in _OBSERVERS]
+
+
+def may_change_numbers() -> bool:
+    """Whether a dispatch mode is active that may turn operations into others."""
+    return bool(count_dispatch_modes()) and bool(_foreign_dispatch_modes())
+
+
+class LowestMode(TorchFunctionMode):
+    """A function mode that enters below all others, and sees what they make of calls; and what tensors of types of the user's
+    make of them.
+    """
+
+    def call(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
+        """Call a function for the mode. Where ``types`` override it, the calls that these make come to the mode as well."""
+        kinds = (
+            [kind for kind in types if kind not in _PLAIN] if types else ()
+        )  # attributes name the type of any tensor
+        if kinds and are_overrides_on():
+            with self:
+                for kind in kinds:
+                    result = kind.__torch_function__(func, types, args, kwargs or {})
+                    if result is not NotImplemented:
+                        return result
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    def __enter__(self) -> Any:
+        above = [pop_function_mode() for _ in range(count_function_modes())]
+        push_function_mode(self)
+        for mode in reversed(above):
+            push_function_mode(mode)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        others = [mode for _ in range(count_function_modes()) if (mode := pop_function_mode()) is not self]
+        for mode in reversed(others):
+            push_function_mode(mode)
