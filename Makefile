@@ -14,7 +14,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import ensurepip, venv, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 PYTEST_ARGS ?=
 
-.PHONY: help install demo test lint format types unit golden docs snippets wheel notes bench gpu clean
+.PHONY: help install demo test lint format types unit fuzz golden docs snippets wheel notes bench gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -56,6 +56,11 @@ types: $(STAMP)  ## check the types
 # the order of tests/conftest.py, the long ones first.
 unit: $(STAMP)  ## run the test suite alone (PYTEST_ARGS="-k budget")
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+# The suite draws the same examples in every run.
+fuzz: $(STAMP)  ## run the property tests on a thousand new examples each
+	PLIMSOLL_EXAMPLES=new OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile \
+		$$(grep -rlE '^(from|import) hypothesis' tests --include='test_*.py') $(PYTEST_ARGS)
 
 golden: $(STAMP)  ## write the expected --help texts anew
 	PLIMSOLL_WRITE_GOLDEN=1 $(BIN)/python -m pytest tests/ui/cli/test_golden_help.py

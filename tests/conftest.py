@@ -10,8 +10,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("busy machine")
+# The suite draws the same examples in every run, or a change would fail by an example that has nothing to do with it.
+# `make fuzz` draws others, and more of them.
+settings.register_profile(
+    "same examples", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True, database=None
+)
+settings.register_profile("new examples", settings.get_profile("same examples"), derandomize=False, max_examples=1000)
+settings.load_profile(os.environ.get("PLIMSOLL_EXAMPLES", "same") + " examples")
 # Every process that compiles would try by a compilation, and by a Python that imports torch, that the compiler knows what the
 # CPU says it has: ten processor seconds for the first one, one for the others.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")

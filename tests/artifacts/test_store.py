@@ -143,6 +143,16 @@ def test_what_is_no_whole_plan_is_refused_with_its_file_and_what_was_found(
     assert words in caught.value.found + caught.value.why
 
 
+@pytest.mark.parametrize("tolerance", [-1e-9, -1.0, float("nan")])
+def test_a_receipt_with_an_error_below_zero_is_refused(tolerance: float, tmp_path: Path):
+    fields = json.loads(to_json(make_receipt())) | {"rounding_tolerance": tolerance if tolerance < 0 else "NaN"}
+    (tmp_path / "receipt.json").write_text(json.dumps(fields))
+    with pytest.raises(PlanFileError, match="rounding_tolerance"):
+        load_any(tmp_path / "receipt.json")
+    with pytest.raises(ValueError, match="never below zero"):
+        make_receipt(rounding_tolerance=tolerance)
+
+
 def test_a_missing_file_is_a_plan_file_error(tmp_path: Path):
     with pytest.raises(PlanFileError) as caught:
         load_plan(tmp_path / "none.json")

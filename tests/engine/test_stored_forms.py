@@ -367,7 +367,7 @@ def test_tensors_from_outside_that_stop_being_one_tensor_are_not_taken_for_one(e
                 block.scales = [torch.full((5, 16), 2.0), torch.full((5, 16), 3.0)]
         return plain_step(subject, index)
 
-    assert_no_bit_changes(lambda: Stack(outside(), outside()), step, packs={"external": "exact"})
+    assert_no_bit_changes(lambda: Stack(outside(), outside()), step, packs={"external#0": "exact"})
     assert exact.encoded
 
 

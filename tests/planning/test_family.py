@@ -120,6 +120,32 @@ def test_batches_that_only_grow_together_do_not_tell_one_that_does_not(lengths):
     assert mixed.knows(LONG)
 
 
+def test_ops_of_regions_that_are_parts_of_other_kernels_in_the_step_are_known_by_their_own_sizes(traces):
+    def apart(step: Trace) -> Trace:
+        """As a compiled step is: what a region's ops take alone is not what the step's kernels take."""
+        calls = []
+        for call in step.regions:
+            ops = tuple(msgspec.structs.replace(op, cost_key=f"part of {op.cost_key}") for op in call.graph.ops)
+            calls.append(msgspec.structs.replace(call, graph=msgspec.structs.replace(call.graph, ops=ops)))
+        specs = step.specs | {f"part of {key}": spec for key, spec in step.specs.items()}
+        return msgspec.structs.replace(step, regions=tuple(calls), specs=specs)
+
+    family = Family({shape: apart(traces[shape]) for shape in TRACED})
+    found, real = family.alike(HELD_OUT), apart(traces[HELD_OUT])
+    for call, expected in zip(found.regions, real.regions, strict=True):
+        keys = [(op.cost_key, other.cost_key) for op, other in zip(call.graph.ops, expected.graph.ops, strict=True)]
+        assert [found.specs[key].flops for key, _ in keys] == [real.specs[other].flops for _, other in keys]
+        assert all(key in family.seconds_at(HELD_OUT, measured(family)).ops for key, _ in keys)
+
+
+def measured(family: Family) -> dict[Shape, Costs]:
+    """Every op of every member takes a second."""
+    return {
+        shape: msgspec.structs.replace(NO_COSTS, ops=dict.fromkeys(family.at(shape).specs, OpCost(seconds=1.0)))
+        for shape in family.shapes
+    }
+
+
 def test_a_difference_is_found_in_ops_lives_and_graphs(traces):
     step = traces[TRACED[0]]
     assert find_difference(step, step) == ""

@@ -284,6 +284,10 @@ class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     revised_plan: Plan | None = None
     """The plan solved again with measured costs, where the given one was off."""
 
+    def __post_init__(self) -> None:
+        if not self.rounding_tolerance >= 0:
+            raise ValueError(f"rounding_tolerance is {self.rounding_tolerance}, and an error is never below zero")
+
     @property
     def is_bit_equal(self) -> bool:
         """Whether every gradient and every buffer has the bits of the unmanaged step."""

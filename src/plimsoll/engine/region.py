@@ -109,13 +109,13 @@ class ManagedRegion:
         self._fallback = Fallback(name)
         self._is_removed = False
         self.obstacle = compiled_part(module)
-        """The part of it that is compiled by torch.compile."""
+        """The part of it that torch.compile or TorchScript compiles."""
 
     def _is_compiled(self) -> bool:
         """Whether the region is to be left alone, since hooks around compiled code would unpack everything at once."""
         self.obstacle = compiled_part(self.module)
         if self.obstacle:
-            reason = f"{self.obstacle} is compiled by torch.compile"
+            reason = f"{self.obstacle} is compiled"
             for service in self.services.values():
                 service.give_up(reason)
             self._fallback.say_keeps(reason)

@@ -290,7 +290,7 @@ class NoiseTracker:
                     noisy = _run(node, gradients)
                     noise = trial.noise_of[name]
                     if noise:
-                        made = [_distance(a, b) / noise**2 for a, b in zip(plain, noisy, strict=True)]
+                        made = [squared_distance(a, b) / noise**2 for a, b in zip(plain, noisy, strict=True)]
                         self._note(node, name, made)
         except RuntimeError:
             for name in trial.noise_of:
@@ -310,7 +310,7 @@ class NoiseTracker:
         for position, (following, index) in enumerate(node.next_functions):
             if following is None or position >= len(outputs) or outputs[position] is None:
                 continue
-            size = _squared_norm(outputs[position])
+            size = squared_norm(outputs[position])
             noise = {name: share * size for name, share in relative.items()}
             for name, squared in (made[position] if made else {}).items():
                 noise[name] = noise.get(name, 0.0) + squared
@@ -334,7 +334,7 @@ class NoiseTracker:
                 arriving[name] = arriving.get(name, 0.0) + squared
         if not arriving:
             return {}
-        size = sum(_squared_norm(gradient) for gradient in gradients)
+        size = sum(squared_norm(gradient) for gradient in gradients)
         return {name: squared / size for name, squared in arriving.items()} if size else {}
 
     def _arrival(self, name: str) -> Arrived:
@@ -377,22 +377,32 @@ def _has_saved(node: Any) -> bool:
     return any(name.startswith("_saved_") or name == "saved_tensors" for name in dir(node))
 
 
-def _squared_norm(tensor: torch.Tensor | None) -> float:
+def squared_norm(tensor: torch.Tensor | None) -> float:
+    """The sum of the squares of all elements; 0 for no tensor."""
     if tensor is None:
         return 0.0
-    return float(torch.linalg.vector_norm(densified(tensor.detach()), dtype=torch.float32)) ** 2
+    dense = densified(tensor.detach())
+    return float(torch.linalg.vector_norm(dense, dtype=_norm_dtype(dense.dtype))) ** 2
 
 
 def relative_distance(value: torch.Tensor, other: torch.Tensor) -> float:
     """‖other - value‖ / ‖value‖; 0 for a value without norm."""
-    size = _squared_norm(value)
-    return (_distance(value, other) / size) ** 0.5 if size else 0.0
+    size = squared_norm(value)
+    return (squared_distance(value, other) / size) ** 0.5 if size else 0.0
 
 
-def _distance(first: torch.Tensor | None, second: torch.Tensor | None) -> float:
+def squared_distance(first: torch.Tensor | None, second: torch.Tensor | None) -> float:
     """‖first - second‖², in pieces, so that no temporary is large."""
     if first is None or second is None:
         return 0.0
     flat, other = (densified(tensor.detach()).reshape(-1) for tensor in (first, second))
+    dtype = _norm_dtype(flat.dtype)
     pieces = zip(flat.split(_CHUNK), other.split(_CHUNK), strict=True)
-    return sum(float(torch.linalg.vector_norm(a.float() - b.float())) ** 2 for a, b in pieces)
+    return sum(float(torch.linalg.vector_norm(a.to(dtype) - b.to(dtype))) ** 2 for a, b in pieces)
+
+
+def _norm_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype to add squares in: torch refuses a narrower one, and narrow floats overflow."""
+    if dtype.is_complex:
+        return torch.promote_types(dtype, torch.complex64)
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from plimsoll.artifacts.costs import Costs, OpCost
-from plimsoll.artifacts.region import RegionGraph
+from plimsoll.artifacts.region import RegionGraph, RegionOp
 from plimsoll.artifacts.trace import Category, OpSpec, RegionCall, Storage, Trace, TraceOp
 from plimsoll.planning.expressions import Dimensions, Expression, Fitter, Sizes, same_structure
 
@@ -124,7 +124,7 @@ class Family(Generic[S]):
     def _name_ops(self) -> dict[tuple[str, ...], str]:
         """A name for every combination of cost keys that the members use for one op."""
         names: dict[tuple[str, ...], str] = {}
-        for together in zip(*(trace.ops for trace in self._members), strict=True):
+        for together in zip(*map(_costed_ops, self._members), strict=True):
             keys = tuple(op.cost_key for op in together)
             names.setdefault(keys, f"{together[0].name}#{len(names)}")
         return names
@@ -178,6 +178,13 @@ class Family(Generic[S]):
         )
         kind = hashlib.sha256(f"{[call.kind for call in calls]}{shape}".encode()).hexdigest()[:16]
         return msgspec.structs.replace(calls[0], kind=kind, graph=graph)
+
+
+def _costed_ops(trace: Trace) -> Iterator[TraceOp | RegionOp]:
+    """What a step runs, and what its regions run: an op of a compiled region may be part of another kernel in the step."""
+    yield from trace.ops
+    for call in trace.regions:
+        yield from call.graph.ops
 
 
 def _renamed(ops: Sequence[Sequence[Any]], names: Mapping[tuple[str, ...], str]) -> tuple[Any, ...]:

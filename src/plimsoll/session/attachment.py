@@ -189,8 +189,8 @@ class Attachment(AttachedBudget):
             if not (self.is_calibrating or situation.accumulates) and self._steps.is_between_steps:
                 self._heed_room(args, kwargs, situation)
         except BaseException as error:
-            # Later the plan at work stays. After an error of the model's own in a trial, the next call tries again.
-            self._is_given_up = not self._has_settled and (self.plan is None or isinstance(error, PlimsollError))
+            # Later the plan at work stays. After an error of the model's own the next call tries again.
+            self._is_given_up = not self._has_settled and isinstance(error, PlimsollError)
             if self._is_given_up and not self._retry.is_running:
                 self.remove()
             raise

@@ -424,7 +424,9 @@ def stand_in_loss(output: Any) -> torch.Tensor:
     own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if isinstance(own, torch.Tensor) and own.numel() == 1 and own.requires_grad:
         return own
-    parts = [t.float().sum() for t in output_tensors(output) if t.requires_grad and t.is_floating_point()]
+    parts = [
+        (t.abs() if t.is_complex() else t).float().sum() for t in output_tensors(output) if t.requires_grad
+    ]  # autograd gives gradients to floats and complex numbers only
     if not parts:
         raise InvalidLoss(
             f"The output of the model ({type(output).__name__}) does not depend on any parameter.",

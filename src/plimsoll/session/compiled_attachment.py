@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from plimsoll.artifacts.plan import Plan
+from plimsoll.errors import PlimsollError
 from plimsoll.session.agreement import Agreement
 from plimsoll.session.calibration import optimizer_in_view, planned_state_bytes
 from plimsoll.session.compiled import compiled_planner
@@ -74,7 +75,7 @@ class CompiledAttachment(AttachedBudget):
         if self._work.plan is None:
             try:
                 self._begin(args, kwargs, situation)
-            except BaseException:
+            except PlimsollError:  # after an error of the model's own the next call tries again
                 if not self._retry.is_running:
                     self.remove()
                 raise
@@ -152,7 +153,12 @@ class _Outside(nn.Module):
         self._put_in()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model has been compiled to."""
+        """Run what the model has been compiled to."""
+        wrapper = self._unit.wrapper
+        if self._compiled is None and wrapper is not None:
+            # The user's compiled code calls the module, and would come back here.
+            with self.away():
+                return wrapper.forward(*args, **kwargs)
         with as_ours():
             return self._compiled(*args, **kwargs)
 
@@ -162,8 +168,7 @@ class _Outside(nn.Module):
 
     def _put_in(self) -> None:
         unit = self._unit
-        known = unit.module._compiled_call_impl
-        self._compiled = unit.wrapper.forward if known is None and unit.wrapper is not None else known
+        self._compiled = unit.module._compiled_call_impl
         self._put_back = install_alone(unit, PlannedCall(self._called, unit.module))
 
     def take_out(self) -> None:

@@ -295,10 +295,13 @@ class _Model(nn.Module):
         """One step."""
         watch, links = self._watch, self._links
         watch.laps = []
+        # No leaf: torch.utils.module_tracker, if the user runs it, puts hooks on what a module receives, and those refuse
+        # leaves under autograd.grad.
+        start = self._start.clone()
         watch.go()
-        out = self(self._start)
+        out = self(start)
         watch.lap()
-        torch.autograd.grad(out, self._start)
+        torch.autograd.grad(out, start)
         watch.lap()
         entry, *forward = watch.laps[: links + 1]
         exit_, _, *backward = watch.laps[links + 1 :]  # the second lap is autograd's start

@@ -32,7 +32,7 @@ from plimsoll.engine.codecs.protocol import Codec
 from plimsoll.engine.codecs.registry import find_codec, lossless_codecs
 from plimsoll.engine.offload.measure import LinkSpeed, measure_link
 from plimsoll.engine.offload.open import default_link_name, open_link
-from plimsoll.engine.sensing import LEAST_LOSSY_ELEMENTS, RegionKey, Seen, Sensor
+from plimsoll.engine.sensing import LEAST_LOSSY_ELEMENTS, RegionKey, Seen, Sensor, squared_norm
 from plimsoll.engine.stored_forms import READS_SIGN_ONLY
 from plimsoll.errors import TracingFailed
 from plimsoll.planning.step import StepIndex
@@ -149,8 +149,7 @@ def _follow_noise(
 
 def _energies(gradients: Mapping[str, torch.Tensor | None]) -> dict[str, float]:
     """The squared norm of every parameter's gradient."""
-    found = {name: g for name, g in gradients.items() if g is not None}
-    return {name: float(torch.linalg.vector_norm(g.float())) ** 2 for name, g in found.items()}
+    return {name: squared_norm(gradient) for name, gradient in gradients.items() if gradient is not None}
 
 
 def _wished(options: PlanOptions) -> tuple[str, ...]:

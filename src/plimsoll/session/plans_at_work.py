@@ -13,7 +13,7 @@ from torch import nn
 from plimsoll.artifacts.fault import Fault
 from plimsoll.artifacts.plan import COLLECTIVES, Plan
 from plimsoll.engine.apply import Handle, RemovedAtEnd
-from plimsoll.errors import BudgetBelowFloor, PlanMismatch
+from plimsoll.errors import BudgetBelowFloor, InvalidBatch, PlanMismatch
 from plimsoll.session.agreement import Agreement
 from plimsoll.session.batch_shapes import Shapes
 from plimsoll.session.calibration import task_of_call
@@ -189,7 +189,17 @@ class AttachedBudget(RemovedAtEnd):
 
     @contextlib.contextmanager
     def _tracing(self) -> Iterator[None]:
-        """Trace steps like this call, without a plan at work and without a measurement that runs."""
+        """Trace steps like this call, without a plan at work and without a measurement that runs.
+
+        What the model itself raises is raised as it would be without a budget: loops may catch it.
+        """
         self._steps.drop()
-        with self._steps.looking_away(), self._work.paused():
-            yield
+        try:
+            with self._steps.looking_away(), self._work.paused():
+                yield
+        except InvalidBatch as error:
+            own = error.__cause__
+            if own is None:
+                raise
+            own.add_note(f"plimsoll: {type(self.model).__name__} raised this while attach traced its training call")
+            raise own from None

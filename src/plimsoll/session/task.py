@@ -29,6 +29,7 @@ from plimsoll.tracing.compiled.units import CompileCall, Unit, find_units, in_pl
 from plimsoll.tracing.ddp import inner_module
 from plimsoll.tracing.recorder.calling import Context, Loss, split_batch
 from plimsoll.tracing.recorder.fingerprint import fingerprint, signature
+from plimsoll.tracing.refusals import refuse_without_shape
 from plimsoll.tracing.torch_internals import is_profiled, warn_if_untried
 
 BATCH = "batch, mode and loss"
@@ -155,6 +156,7 @@ def check_module(model: object) -> nn.Module:
 def check_model(model: object, optimizer: object = None) -> None:
     """Refuse what is no module, what is managed already, and what is no optimizer."""
     model = check_module(model)
+    refuse_without_shape(model)
     managed = next((name for name, module in model.named_modules() if is_managed(module)), None)
     if managed is not None:
         raise InvalidModel(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from plimsoll.engine.sensing import squared_distance, squared_norm
 from plimsoll.errors import InvalidModel, InvalidOption
 from plimsoll.tracing.ddp import Twins, bucket_bytes, inner_module
 from plimsoll.tracing.fsdp2 import (
@@ -246,16 +247,15 @@ def copies(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor
 
 def relative_error(expected: Mapping[str, torch.Tensor | None], found: Mapping[str, torch.Tensor | None]) -> float:
     """‖found - expected‖ / ‖expected‖ over all tensors together; infinite where one of them is not finite or missing."""
-    squared_error, squared_norm = 0.0, 0.0
+    squared_errors = squared_norms = 0.0
     for name, reference in expected.items():
         other = found.get(name)
         if reference is None and other is None:
             continue
         if reference is None or other is None:
             return math.inf
-        one, two = reference.detach().float().flatten(), other.detach().to(reference.device).float().flatten()
-        squared_error += float(torch.linalg.vector_norm(one - two)) ** 2
-        squared_norm += float(torch.linalg.vector_norm(one)) ** 2
-    if not math.isfinite(squared_error):
+        squared_errors += squared_distance(reference, other.to(reference.device))
+        squared_norms += squared_norm(reference)
+    if not math.isfinite(squared_errors):
         return math.inf
-    return math.sqrt(squared_error / squared_norm) if squared_norm else (math.inf if squared_error else 0.0)
+    return math.sqrt(squared_errors / squared_norms) if squared_norms else (math.inf if squared_errors else 0.0)

@@ -9,7 +9,7 @@ import contextlib
 import inspect
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from plimsoll.errors import InvalidBatch, InvalidModel, PlimsollError, TracingFailed
 from plimsoll.tracing.ddp import is_compiled_wrapper, layers_of, unseen_wrapper
@@ -47,14 +47,9 @@ def check_traceable(model: nn.Module) -> None:
             DeepSpeed's ZeRO-3.
         TracingFailed: gradients are switched off.
     """
+    refuse_without_shape(model)
     parameters = list(model.parameters())
     name = type(model).__name__
-    if any(isinstance(parameter, UninitializedParameter) for parameter in parameters):
-        raise InvalidModel(
-            f"{name} has parameters without a shape.",
-            why="lazy modules get their parameters in their first forward pass",
-            next="run the model once on a batch",
-        )
     if has_flat_parameters(model):
         raise InvalidModel(
             "This model is sharded by FullyShardedDataParallel (FSDP1).",
@@ -94,6 +89,37 @@ def check_traceable(model: nn.Module) -> None:
         )
 
 
+def refuse_without_shape(model: nn.Module) -> None:
+    """Refuse lazy modules that have not run yet.
+
+    Raises:
+        InvalidModel: a parameter or buffer has no shape.
+    """
+    if any(
+        isinstance(each, UninitializedParameter | UninitializedBuffer)
+        for each in (*model.parameters(), *model.buffers())
+    ):
+        raise InvalidModel(
+            f"{type(model).__name__} has parameters without a shape.",
+            why="lazy modules get their parameters in their first forward pass",
+            next="run the model once on a batch, under torch.no_grad() if you like",
+        )
+
+
+def refuse_nested(tensors: Iterable[torch.Tensor]) -> None:
+    """Refuse nested tensors, jagged ones too: their sizes are data, and their ops have no fixed shapes to plan for.
+
+    Raises:
+        InvalidBatch: one of them is nested.
+    """
+    if any(tensor.is_nested for tensor in tensors):
+        raise InvalidBatch(
+            "The model computes with a nested tensor.",
+            why="the sizes of its rows are data, so a plan would know neither its bytes nor how to rebuild it",
+            next="pass a padded tensor with a mask, or the packed values with their offsets",
+        )
+
+
 def refuse_unseen_reducer(model: nn.Module) -> None:
     """Refuse a model whose gradients are reduced by a wrapper that is not the model itself.
 
@@ -123,13 +149,16 @@ def refuse_shards(model: nn.Module) -> None:
 
 
 def compiled_part(module: nn.Module) -> str:
-    """Which part of a module is compiled by torch.compile (``""``: none): itself, a submodule, or what a forward calls.
+    """Which part torch.compile or TorchScript compiles (``""``: none): the module, a submodule, or what a forward calls.
 
-    Hooks around compiled code would unpack everything at once, and what it saves is decided in its own backward.
+    Hooks around compiled code would unpack everything at once, and what it saves is decided in its own backward. Scripted
+    modules take no hooks, and their parameters cannot be followed.
     """
     for name, inner in module.named_modules():
-        forward = inner.__dict__.get("forward", type(inner).forward)
-        if is_compiled(inner) or any(map(_is_compiled_function, (forward, *_called_by(inner, forward)))):
+        # A scripted module's class has a descriptor in the place of forward that refuses to be read from the class.
+        forward = inner.__dict__.get("forward", inspect.getattr_static(type(inner), "forward"))
+        is_opaque = isinstance(inner, torch.jit.ScriptModule) or is_compiled(inner)
+        if is_opaque or any(map(_is_compiled_function, (forward, *_called_by(inner, forward)))):
             return name or "the module"
     return ""
 
@@ -188,7 +217,9 @@ def uncompiled_regions(model: nn.Module, regions: Mapping[str, nn.Module]) -> di
     refuse_compiled(model)
     left = without_compiled(regions)
     if regions and not left:
-        raise _compiled(f"{type(model).__name__} is compiled by torch.compile in every one of its regions.")
+        raise _compiled(
+            f"{type(model).__name__} is compiled in every one of its regions (torch.compile or TorchScript)."
+        )
     return left
 
 
@@ -196,7 +227,7 @@ def without_compiled(regions: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """The regions in which nothing is compiled; of each of the others it is said that it is left alone."""
     compiled = {name: part for name, module in regions.items() if (part := compiled_part(module))}
     for name, part in compiled.items():
-        warnings.warn(f"plimsoll: region {name!r} is left alone: {part} is compiled by torch.compile", stacklevel=2)
+        warnings.warn(f"plimsoll: region {name!r} is left alone: {part} is compiled", stacklevel=2)
     return {name: module for name, module in regions.items() if name not in compiled}
 
 

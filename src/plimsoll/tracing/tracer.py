@@ -24,6 +24,7 @@ from plimsoll.tracing.recorder.collectives import WITHOUT_ALIASES
 from plimsoll.tracing.recorder.opkey import cost_key, dtype_name, op_spec
 from plimsoll.tracing.recorder.recorder import OpRecorder, RecordedOp, RecordedValue, Signature
 from plimsoll.tracing.recorder.storages import is_plain
+from plimsoll.tracing.refusals import refuse_nested
 from plimsoll.tracing.torch_internals import current_autograd_node, is_storage_gone
 from plimsoll.tracing.zero import shape_of
 
@@ -188,6 +189,7 @@ class StepTracer(OpRecorder):
         self, op: RecordedOp, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature
     ) -> None:
         before = len(self.ops)
+        refuse_nested(flat_tensors([args, out]))
         super()._close(op, out, args, kwargs, signature)
         if len(self.ops) == before:  # it only made a view
             return
@@ -265,6 +267,7 @@ def register_statics(tracer: StepTracer, model: nn.Module, call: Call) -> frozen
 
 def _add(tracer: StepTracer, tensor: torch.Tensor, origin: Origin, name: str) -> set[int]:
     """The storages of this process behind a tensor, made known."""
+    refuse_nested([tensor])
     return {tracer.values[tracer.add_static(part, origin, name)].storage for part in dense_parts(tensor)}
 
 

@@ -165,7 +165,7 @@ class DiskTicket:
         failure = OffloadFailed(
             f"A tensor of {size} {how} the disk of {self._transport.file.directory!r}.",
             why=said,
-            next="name a directory on another disk, or offload less with a larger memory budget",
+            next="set TMPDIR in the environment to a directory on another disk, or offload less with a larger budget",
         )
         failure.__cause__ = error
         return failure
@@ -177,6 +177,6 @@ def _default_directory() -> str:
         raise OffloadFailed(
             f"The directory for temporary files, {directory!r}, lies in RAM.",
             why="what is offloaded there would still take the memory that offloading is to free",
-            next="name a directory on a disk, such as '/var/tmp'",
+            next="set TMPDIR in the environment to a directory on a disk, such as '/var/tmp', before Python starts",
         )
     return directory

@@ -70,7 +70,7 @@ class BackingFile:
             raise OffloadFailed(
                 f"No file can be made in {directory!r}.",
                 why=f"the system says: {error.strerror}",
-                next="name a directory on a disk that you may write to",
+                next="set TMPDIR in the environment to a directory on a disk that you may write to",
             ) from error
 
     def reserve(self, end_bytes: int) -> None:
@@ -90,7 +90,7 @@ class BackingFile:
             raise OffloadFailed(
                 f"Offloading needs {format_bytes(missing_bytes)} more on the disk of {self.directory!r}.",
                 why=f"{format_bytes(free_bytes)} are free there, of which {format_bytes(margin_bytes)} stay free",
-                next="name a directory on another disk, or offload less with a larger memory budget",
+                next="set TMPDIR in the environment to a directory on another disk, or offload less with a larger budget",
             )
         self._promised_bytes = end_bytes
 

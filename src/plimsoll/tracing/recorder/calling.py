@@ -176,7 +176,8 @@ class ModuleStack(threading.local):
         self._stack.append(prefix)
         try:
             for name, module in root.named_modules():
-                if name:
+                # torch takes no hooks on scripted modules: their ops count as the module's around them.
+                if name and not isinstance(module, torch.jit.ScriptModule):
                     path = f"{prefix}.{name}" if prefix else name
                     handles.append(
                         module.register_forward_pre_hook(functools.partial(self._entering, path), prepend=True)

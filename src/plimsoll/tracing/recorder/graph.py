@@ -52,7 +52,11 @@ def build_region_graph(
     storable = {slot.value for slot in slots if slot.value >= 0}
     used = {value for op in ops for value in (*op.reads, *op.writes)} | storable | leaves.keys()
     rank = {log_id: position for position, log_id in enumerate(leaves)}
-    order = sorted(used, key=lambda v: (v in made, rank.get(v, len(rank)), v))
+    first_reads = _first_reads(ops, slots)
+    order = sorted(
+        used, key=lambda v: (v in made, rank.get(v, len(rank)), -1 if v in made else first_reads.get(v, -1), v)
+    )
+    leaves = {**leaves, **_numbered([v for v in order if v not in made and v not in leaves])}
     local = {log_id: position for position, log_id in enumerate(order)}
     op_ids = {op.id: position for position, op in enumerate(ops)}
     graph = RegionGraph(
@@ -92,6 +96,17 @@ def build_region_graph(
     return graph, LocalIds(to_local=local, to_log=tuple(order))
 
 
+def _first_reads(ops: Sequence[RecordedOp], slots: Sequence[SlotRecord]) -> dict[int, int]:
+    """When a region first meets each value: the same in a trace of the whole step and in a recording of the region alone."""
+    met = [*(value for op in ops for value in op.reads), *(slot.value for slot in slots)]
+    return {value: position for position, value in reversed(list(enumerate(met)))}
+
+
+def _numbered(outside: Sequence[int]) -> dict[int, tuple[Origin, str]]:
+    """Names for values from outside that are neither arguments nor the module's own, such as another block's keys."""
+    return {value: (Origin.EXTERNAL, f"external#{number}") for number, value in enumerate(outside)}
+
+
 def _value(
     value: RecordedValue,
     position: int,
@@ -104,7 +119,8 @@ def _value(
     if producer is not None:
         origin, name = Origin.OP, relative_name(value.name, prefix)
     else:
-        origin, name = leaf or (Origin.EXTERNAL, "external")
+        assert leaf is not None, "every value is made here, or is a leaf"
+        origin, name = leaf
     return Value(
         id=position,
         name=name,

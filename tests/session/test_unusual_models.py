@@ -1,0 +1,320 @@
+"""Models and loops that train without a budget, and either train under one with the same bits or are refused in one message."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.module_tracker import ModuleTracker
+
+import plimsoll
+from plimsoll.artifacts.decision import Decision
+from plimsoll.errors import BudgetBelowFloor, InvalidBatch, InvalidModel
+from plimsoll.session.training_step import TrainingStep
+from plimsoll.units import MIB
+from steps import mean_square
+from unchanged import unchanged
+
+WIDTH, ROWS = 64, 512
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = WIDTH, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width, dtype=dtype), nn.Linear(4 * width, width, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def blocks(count: int = 4, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(dtype=dtype) for _ in range(count)))
+
+
+def squares(output: torch.Tensor) -> torch.Tensor:
+    return output.abs().square().mean()
+
+
+def between(model: nn.Module, batch: Any, loss: Callable[[Any], torch.Tensor] = squares) -> int:
+    """A budget halfway between the floor and the unmanaged peak."""
+    lowest = plimsoll.plan(model, batch, loss=loss, strategy="full").predicted_peak_bytes
+    return (lowest + plimsoll.plan(model, batch, loss=loss, strategy="none").predicted_peak_bytes) // 2
+
+
+def trained(
+    model: nn.Module, batches: list[Any], around: Callable[[], Any], inner: nn.Module | None = None
+) -> list[float]:
+    """Losses of a loop with one batch a step."""
+    optimizer, losses = torch.optim.SGD((inner or model).parameters(), lr=1e-2), []
+    for batch in batches:
+        with around():
+            optimizer.zero_grad()
+            loss = squares(model(batch))
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.complex128])
+def test_a_budget_is_kept_in_double_and_complex_precision(dtype: torch.dtype):
+    model, batch = blocks(dtype=dtype), torch.randn(ROWS, WIDTH, dtype=dtype)
+    plan = plimsoll.plan(model, batch, between(model, batch), loss=squares, allow="recompute,compress", max_error=0.01)
+    assert any(decision.decision is not Decision.KEEP for region in plan.regions for decision in region.decisions)
+    assert plimsoll.verify(model, batch, plan, loss=squares, steps=1).verdict.is_pass
+
+
+def test_attach_trains_a_model_that_returns_complex_numbers():
+    plain = blocks(dtype=torch.complex64)
+    managed, batch = copy.deepcopy(plain), torch.randn(ROWS, WIDTH, dtype=torch.complex64)
+    expected = trained(plain, [batch] * 4, torch.enable_grad)
+    with plimsoll.attach(managed, between(managed, batch)) as attachment:
+        assert trained(managed, [batch] * 4, torch.enable_grad) == expected
+        assert attachment.plan is not None
+
+
+class OfNestedRows(nn.Module):
+    def __init__(self, layout: torch.layout) -> None:
+        super().__init__()
+        self.blocks, self.layout = blocks(), layout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.nested.as_nested_tensor([x[:100], x[100:]], layout=self.layout)
+        return torch.nested.to_padded_tensor(self.blocks(rows), 0.0)
+
+
+def jagged() -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.randn(30, WIDTH), torch.randn(50, WIDTH)], layout=torch.jagged)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("verb", ["plan", "attach"])
+@pytest.mark.parametrize(
+    ("build", "make_batch", "loss"),
+    [
+        (blocks, jagged, lambda output: output.values().square().mean()),
+        (lambda: OfNestedRows(torch.jagged), lambda: torch.randn(ROWS, WIDTH), squares),
+        (lambda: OfNestedRows(torch.strided), lambda: torch.randn(ROWS, WIDTH), squares),
+    ],
+    ids=["jagged batch", "jagged inside", "strided inside"],
+)
+def test_nested_tensors_are_refused_in_one_message_with_the_model_unchanged(
+    build: Callable[[], nn.Module],
+    make_batch: Callable[[], torch.Tensor],
+    loss: Callable[[Any], torch.Tensor],
+    verb: str,
+):
+    model, batch = build(), make_batch()
+    with unchanged(model):
+        if verb == "attach":
+            plimsoll.attach(model, MIB)
+        with pytest.raises(InvalidBatch, match="nested tensor") as caught:
+            model(batch) if verb == "attach" else plimsoll.plan(model, batch, "1MiB", loss=loss)
+    assert "offsets" in caught.value.next
+
+
+@pytest.mark.parametrize("mode", [lambda: FlopCounterMode(display=False), ModuleTracker])
+@pytest.mark.parametrize("first", [0, 1])
+def test_counters_of_flops_and_modules_may_run_around_every_step(mode: Callable[[], Any], first: int):
+    plain, batch = blocks(), torch.randn(ROWS, WIDTH)
+    managed = copy.deepcopy(plain)
+    expected = trained(plain, [batch] * 4, torch.enable_grad)
+    with plimsoll.attach(managed, between(managed, batch)) as attachment:
+        losses = trained(managed, [batch] * first, torch.enable_grad) + trained(managed, [batch] * (4 - first), mode)
+        assert any(region.dropped for region in attachment.plan.regions)
+    assert losses == expected
+
+
+LAZY = {
+    "linear": lambda: nn.Sequential(nn.LazyLinear(WIDTH), *blocks()),
+    "batch norm": lambda: nn.Sequential(nn.LazyBatchNorm1d(), *blocks()),
+    "in a block": lambda: nn.Sequential(*blocks(), nn.Sequential(nn.LazyLinear(WIDTH))),
+}
+
+
+@pytest.mark.parametrize("build", LAZY.values(), ids=LAZY)
+def test_a_lazy_module_is_refused_until_it_has_run(build: Callable[[], nn.Module]):
+    model, batch = build(), torch.randn(ROWS, WIDTH)
+    for call in (lambda: plimsoll.plan(model, batch, loss=squares), lambda: plimsoll.attach(model, MIB)):
+        with pytest.raises(InvalidModel, match="parameters without a shape") as caught:
+            call()
+        assert "run the model once" in caught.value.next
+    with torch.no_grad():
+        model(batch)
+    assert plimsoll.plan(model, batch, loss=squares).status.is_usable
+
+
+def scripted(module: nn.Module) -> nn.Module:
+    return torch.jit.script(module)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: scripted(blocks()),
+        lambda: nn.Sequential(*map(scripted, blocks())),
+        lambda: nn.Sequential(scripted(blocks())),
+    ],
+    ids=["model", "every block", "one part"],
+)
+def test_a_scripted_model_is_refused_in_one_message(build: Callable[[], nn.Module]):
+    with pytest.raises(InvalidModel, match="TorchScript"):
+        plimsoll.plan(build(), torch.randn(ROWS, WIDTH), "1MiB", loss=squares)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_scripted_blocks_are_left_alone_and_the_others_are_planned():
+    model = nn.Sequential(*(scripted(each) if index == 1 else each for index, each in enumerate(blocks())))
+    batch = torch.randn(ROWS, WIDTH)
+    with pytest.warns(UserWarning, match="region '1' is left alone"):
+        plan = plimsoll.plan(model, batch, strategy="full", loss=squares)
+    assert [region.name for region in plan.regions if region.dropped] == ["0", "2", "3"]
+    assert plimsoll.verify(model, batch, plan, loss=squares, steps=1).verdict.is_pass
+
+
+class Raises(nn.Module):
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.inside, self.error = inside, None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.error is not None:
+            raise self.error
+        return self.inside(x)
+
+
+class OwnError(ValueError):
+    pass
+
+
+@pytest.mark.parametrize("error", [OwnError("mine"), RuntimeError("mine"), KeyError("mine")], ids=type)
+def test_an_error_of_the_model_reaches_the_loop_as_it_is_and_the_budget_stays(error: Exception):
+    model, batch = Raises(blocks()), torch.randn(ROWS, WIDTH)
+    with plimsoll.attach(model, between(model, batch)) as attachment:
+        model.error = error
+        for _ in range(2):
+            with pytest.raises(type(error)) as caught:
+                model(batch)
+            assert caught.value is error
+        model.error = None
+        trained(model, [batch] * 3, torch.enable_grad)
+        assert any(region.dropped for region in attachment.plan.regions)
+
+
+def shared_keys() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """A Gemma 3n whose last layers read keys and values of earlier ones, which are no arguments of theirs."""
+    torch.manual_seed(0)
+    config = transformers.Gemma3nTextConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=5,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=64,
+        laurel_rank=4,
+        num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        sliding_window=8,
+        altup_num_inputs=2,
+        activation_sparsity_pattern=[0.0] * 5,
+    )
+    ids = torch.randint(2, 64, (2, 32))
+    return transformers.Gemma3nForCausalLM(config).train(), {"input_ids": ids, "labels": ids}
+
+
+def test_blocks_that_read_several_values_of_other_blocks_are_planned():
+    model, batch = shared_keys()
+    unmanaged = plimsoll.plan(model, batch, strategy="none")
+    budget = (3 * unmanaged.floor_bytes + unmanaged.predicted_peak_bytes) // 4
+    plan = plimsoll.plan(model, batch, budget)
+    names = [decision.value for region in plan.regions for decision in region.decisions]
+    assert {"external#0", "external#1"} <= set(names)
+    receipt = plimsoll.verify(model, batch, plan, steps=1)
+    assert receipt.verdict.is_pass
+    assert receipt.measured_peak_bytes <= plan.budget_bytes
+
+
+needs_a_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on a CPU")
+
+
+@pytest.fixture
+def forgets_compiled_code() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+@needs_a_compiler
+@pytest.mark.usefixtures("forgets_compiled_code")
+@pytest.mark.parametrize("is_loose", [False, True])
+def test_a_model_compiled_as_a_whole_may_be_evaluated_at_any_time_under_a_budget(*, is_loose: bool):
+    inner, batch = blocks(), torch.randn(ROWS, WIDTH)
+    twin = copy.deepcopy(inner)
+    model, plain = torch.compile(inner), torch.compile(twin)
+    peak_bytes = TrainingStep(plain, (batch,), {}, loss=squares).measure_peak().peak_bytes
+    plain.zero_grad()
+
+    def loop(model: Any, inner: nn.Module) -> list[float]:
+        losses = []
+        for _ in range(3):
+            model.eval()
+            with torch.no_grad():
+                losses.append(squares(model(batch)).item())
+            model.train()
+            losses += trained(model, [batch], torch.enable_grad, inner)
+        return losses
+
+    expected = loop(plain, twin)
+    with plimsoll.attach(model, 100 * MIB if is_loose else round(0.75 * peak_bytes)) as attachment:
+        assert loop(model, inner) == expected
+        assert any(region.dropped for region in attachment.plan.regions) is not is_loose
+    assert squares(model(batch)).item() == squares(plain(batch)).item()
+
+
+def test_a_model_that_is_never_called_as_a_whole_says_that_nothing_is_managed():
+    model, batch = blocks(), torch.randn(ROWS, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with plimsoll.attach(model, 4096, optimizer=optimizer):
+        inside = model[1](model[0](batch))
+        inside.retain_grad()
+        mean_square(inside).backward()
+        with pytest.warns(UserWarning, match="nothing is managed"):
+            optimizer.step()
+
+
+def test_a_budget_below_the_floor_is_refused_where_gradients_of_intermediates_are_retained():
+    class Probed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks, self.inside = blocks(), []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.inside = []
+            for block in self.blocks:
+                x = block(x)
+                self.inside.append(x)
+            return x
+
+    model, batch = Probed(), torch.randn(ROWS, WIDTH)
+
+    def loop() -> None:
+        for _ in range(3):
+            model(batch)
+            for each in model.inside:
+                each.retain_grad()
+            sum(map(mean_square, model.inside)).backward()
+
+    plimsoll.attach(model, 4096)
+    with pytest.raises(BudgetBelowFloor):
+        loop()
