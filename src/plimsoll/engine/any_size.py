@@ -1,10 +1,11 @@
-"""Recipes for any size: what a region does at a size at which nobody watched it follows from what it did at others.
+"""Recipes for any numbers: what a region does at a size, or with a constant, with which nobody watched it.
 
 Recordings of one region at several sizes differ in numbers alone: sizes, strides, offsets, bounds of slices, bytes. Where each
 number is constant or an expression of the sizes that go into the region (see ``planning.expressions``), the recording of
 any other size can be written down without watching a call. Three recordings are needed: what two of them suggest, the third
 has to confirm, op by op and bit for bit. Where a number is not explained by one expression alone the call is watched; and so it
-is where a size of 0 or 1 comes up, as that selects other kernels.
+is where a size of 0 or 1 comes up, as that selects other kernels. At one size, constants that differ from call to call are
+inputs of the recipe where the call's own arguments say them (see ``open_numbers``).
 
 Nothing here is trusted with gradients: a call at such a size is compared with its stream of torch calls, and what it saves with
 the sizes that were worked out, before anything is dropped. Samples and inspections follow it like any other.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,11 +23,11 @@ import msgspec
 
 from plimsoll.artifacts.plan import RegionPlan
 from plimsoll.artifacts.region import RegionGraph
-from plimsoll.engine.program import Program, Shared
+from plimsoll.engine.open_numbers import Given, derivation, given_by, may_stand
+from plimsoll.engine.program import OpenProgram, Program, Shared
 from plimsoll.engine.record import Recording
-from plimsoll.engine.replay_code import Number, Unknown
 from plimsoll.engine.replay_plan import ReplayPlan
-from plimsoll.engine.torch_calls import Constant, Outsider, Several, Stream, TorchCall
+from plimsoll.engine.torch_calls import Constant, Number, Outsider, Several, Stream, TorchCall, Unknown
 from plimsoll.planning.expressions import Dimensions, Expression, Fitter, Sizes
 from plimsoll.tracing.recorder.recorder import RecordedOp, RecordedValue, Ref
 
@@ -68,7 +69,10 @@ class Recordings:
             return
         if len(self._watched) >= self._most and signature not in self._watched:
             del self._watched[next(iter(self._watched))]
-        self._watched.setdefault(signature, {})[recording.stream] = recording
+        watched = self._watched.setdefault(signature, {})
+        watched[recording.stream] = recording
+        if len(watched) > MOST_RECORDINGS:
+            del watched[next(iter(watched))]
         if recording.region.layouts or recording.is_self_compiling or recording.has_unseen_callers:
             return
         skeleton, sizes = _split(signature)
@@ -80,6 +84,12 @@ class Recordings:
             family = _Family(bare, recording)
             families.append(family)
         family.add(sizes, tuple(numbers), recording.not_rebuildable)
+
+    def opened(self, signature: tuple[Any, ...]) -> list[Opened]:
+        """What tells of all calls of a signature that differ from recorded ones in numbers alone, and are given these."""
+        skeleton, sizes = _split(signature)
+        found = (family.opened(sizes) for family in self._families.get(skeleton, ()))
+        return [opened for opened in found if opened is not None]
 
     def at(self, signature: tuple[Any, ...]) -> tuple[Recording | Resized, ...]:
         """Recordings for the streams of calls with this signature: watched ones, else those that follow from other sizes."""
@@ -101,44 +111,58 @@ class _Family:
         self._not_rebuildable: dict[int, str] = {}
         self._open: _OpenRecording | None = None
         self._follows_sizes = True
+        self._at_size: dict[Sizes, list[tuple[Number, ...]]] = {}
+        self._opened: dict[Sizes, Opened | None] = {}
 
     def add(self, sizes: Sizes, numbers: tuple[Number, ...], not_rebuildable: Mapping[int, str]) -> None:
         """One more of them. Numbers that are others at the same sizes are data."""
         self._follows_sizes &= self._points.setdefault(sizes, numbers) == numbers
         self._not_rebuildable.update(not_rebuildable)
         self._open = None
+        known = self._at_size.setdefault(sizes, [])
+        if len(known) < MOST_RECORDINGS and numbers not in known:
+            known.append(numbers)
+            self._opened.pop(sizes, None)
+
+    def opened(self, sizes: Sizes) -> Opened | None:
+        """What tells of calls at a recorded size with other numbers; ``None`` where it cannot be told."""
+        known = self._at_size.get(sizes, ())
+        if len(known) < LEAST_RECORDINGS:
+            return None
+        if sizes not in self._opened:
+            first = replace(self._first, not_rebuildable=self._not_rebuildable)
+            opened = Opened(first, known)
+            if 0 < len(opened.special) <= len(known) - LEAST_RECORDINGS:
+                opened = Opened(first, [each for place, each in enumerate(known) if place not in opened.special])
+            self._opened[sizes] = opened if opened.is_told else None
+        return self._opened[sizes]
 
     def at(self, sizes: Sizes) -> Resized | None:
         """The recording at other sizes; ``None`` where it cannot be told."""
         if not self._follows_sizes or not LEAST_RECORDINGS <= len(self._points) <= MOST_RECORDINGS:
             return None
         if self._open is None:
-            self._open = _OpenRecording(replace(self._first, not_rebuildable=self._not_rebuildable), self._points)
-        numbers = self._open.numbers_at(sizes)
+            first = replace(self._first, not_rebuildable=self._not_rebuildable)
+            self._open = _OpenRecording(first, tuple(self._points.values()))
+            self._rules = _SizeRules(tuple(self._points), self._open.unknowns)
+        numbers = self._rules.numbers_at(sizes)
         return None if numbers is None else Resized(self._open, numbers)
 
 
 class _OpenRecording:
-    """A recording whose numbers are left open, the rules that fill them in, and the programs that plans have made of it."""
+    """A recording whose numbers are left open, and the programs that plans have made of it.
 
-    def __init__(self, first: Recording, points: dict[Sizes, tuple[Number, ...]]) -> None:
-        self._dimensions = Dimensions(tuple(points))
-        self._fitter = Fitter(self._dimensions.points)
-        self._rules: list[Callable[[Sizes], Number | None]] = []
-        self._unknowns: dict[tuple[str, ...], Unknown] = {}
-        columns = iter([self._described(values) for values in zip(*points.values(), strict=True)])
+    ``points`` are the numbers of several recordings. ``unknowns`` has the values of every open number in these.
+    """
+
+    def __init__(self, first: Recording, points: Sequence[tuple[Number, ...]]) -> None:
+        self.unknowns: list[tuple[Number, ...]] = []
+        self._known: dict[tuple[str, ...], Unknown] = {}
+        columns = iter([self._described(values) for values in zip(*points, strict=True)])
         self.recording = _with_numbers(first, lambda _: next(columns))
         self._calls = [at for at, call in enumerate(self.recording.stream) if _is_open(call)]
         self._plans: dict[tuple[int, bool], ReplayPlan] = {}
         self._programs: dict[tuple[int, bool], Program] = {}
-
-    def numbers_at(self, sizes: Sizes) -> tuple[Number, ...] | None:
-        """The open numbers at other sizes; ``None`` if one of them is not known there."""
-        if not self._dimensions.can_tell(sizes):
-            return None
-        dimensions = self._dimensions.of(sizes)
-        numbers = tuple([rule(dimensions) for rule in self._rules])
-        return None if None in numbers else numbers  # type: ignore[return-value]
 
     def stream(self, fill: Change) -> Stream:
         """The stream with its numbers filled in."""
@@ -169,14 +193,31 @@ class _OpenRecording:
         )
 
     def _described(self, values: tuple[Number, ...]) -> Number | Unknown:
-        """A number's values at the known points: one number, or an unknown with a rule of its own."""
+        """A number's values at the known points: one number, or an unknown."""
         name = tuple(map(repr, values))  # tells 1 from 1.0
         if len(set(name)) == 1:
             return values[0]
-        if name not in self._unknowns:
-            self._unknowns[name] = Unknown(len(self._rules))
-            self._rules.append(self._rule(values))
-        return self._unknowns[name]
+        if name not in self._known:
+            self._known[name] = Unknown(len(self.unknowns), is_positive=values[-1] > 0)
+            self.unknowns.append(values)
+        return self._known[name]
+
+
+class _SizeRules:
+    """How open numbers follow from sizes."""
+
+    def __init__(self, sizes: tuple[Sizes, ...], unknowns: Sequence[tuple[Number, ...]]) -> None:
+        self._dimensions = Dimensions(sizes)
+        self._fitter = Fitter(self._dimensions.points)
+        self._rules = [self._rule(values) for values in unknowns]
+
+    def numbers_at(self, sizes: Sizes) -> tuple[Number, ...] | None:
+        """The open numbers at other sizes; ``None`` if one of them is not known there."""
+        if not self._dimensions.can_tell(sizes):
+            return None
+        dimensions = self._dimensions.of(sizes)
+        numbers = tuple([rule(dimensions) for rule in self._rules])
+        return None if None in numbers else numbers  # type: ignore[return-value]
 
     def _rule(self, values: tuple[Number, ...]) -> Callable[[Sizes], Number | None]:
         for make, unmake in _FROM_WHOLE if isinstance(values[0], float) else _WHOLE:
@@ -184,6 +225,52 @@ class _OpenRecording:
             if all(whole and make(whole) == value for whole, value in zip(wholes, values, strict=True)):
                 return functools.partial(_exact, self._fitter.fit(wholes), make)
         return lambda _: None
+
+
+class Opened:
+    """What a region does in calls at one size that differ in numbers alone.
+
+    ``is_told``: calls are given all numbers that they need. ``special`` are the places of points with a number that may select
+    other operations, such as 0: calls with these have recipes of their own.
+    """
+
+    def __init__(self, first: Recording, points: Sequence[tuple[Number, ...]]) -> None:
+        self._open = _OpenRecording(first, points)
+        unknowns = self._open.unknowns
+        given = given_by(self.stream)
+        self._rules: list[Callable[[Given], Number] | None] = []
+        known = {index: unknowns[index] for index in given or ()}
+        for index, values in enumerate(unknowns):
+            self._rules.append(functools.partial(_number_of, index) if index in known else derivation(values, known))
+        self._example = {index: values[-1] for index, values in known.items()}
+        self.special = {
+            place
+            for values in known.values()
+            for place, value in enumerate(values)
+            if not may_stand(value, type(values[-1]), is_positive=values[-1] > 0)
+        }
+        self.is_told = given is not None and None not in self._rules and not self.special
+
+    @property
+    def stream(self) -> Stream:
+        """Its torch calls, with these numbers open."""
+        return self._open.recording.stream
+
+    def numbers(self, given: Given) -> tuple[Number, ...] | None:
+        """All open numbers of a call; ``None`` if one does not follow."""
+        try:
+            return tuple([rule(given) for rule in self._rules if rule is not None])
+        except ArithmeticError:
+            return None
+
+    def program(self, plan: RegionPlan, shared: Shared, *, is_linked: bool) -> OpenProgram:
+        """What serves such calls under a plan."""
+        make = functools.partial(self._open.program, plan, shared, is_linked=is_linked)
+        return OpenProgram(self.numbers, make, self._example)
+
+
+def _number_of(index: int, given: Given) -> Number:
+    return given[index]
 
 
 class Resized:

@@ -29,10 +29,11 @@ from plimsoll.engine.modes import LowestMode
 from plimsoll.engine.stream_matching import Matches, compile_stream
 from plimsoll.engine.torch_calls import (
     Constant,
+    Number,
     Outsider,
+    References,
     Several,
     Stream,
-    TensorRef,
     TorchCall,
     comparable,
     is_made_from_data,
@@ -100,9 +101,9 @@ def _line_of_user() -> str:
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def references(tensors: Iterable[torch.Tensor | None]) -> list[TensorRef]:
+def references(tensors: Iterable[torch.Tensor | None]) -> References:
     """Numbers for tensors that are known before the call: their places in this list."""
-    return [_nothing if tensor is None else weakref.ref(tensor) for tensor in tensors]
+    return References([_nothing if tensor is None else weakref.ref(tensor) for tensor in tensors])
 
 
 class Alarm:
@@ -125,7 +126,7 @@ class Alarm:
 class StreamGuard(LowestMode):
     """Follows a steady call through the tree of known streams. ``known`` are tensors that are there before the call."""
 
-    def __init__(self, root: Junction, known: list[TensorRef]) -> None:
+    def __init__(self, root: Junction, known: References) -> None:
         self._known = known
         self._place: Junction | None = root
         self.stranger: Any = None
@@ -137,6 +138,11 @@ class StreamGuard(LowestMode):
     def program(self) -> Any:
         """What serves this call; ``None`` if its stream is new."""
         return None if self._place is None else self._place.program
+
+    @property
+    def numbers(self) -> dict[int, Number]:
+        """The numbers that the call was given where its stream leaves them open."""
+        return self._known.numbers
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -172,7 +178,7 @@ class StreamGuard(LowestMode):
 class StreamRecorder(LowestMode):
     """Writes down the stream of a call."""
 
-    def __init__(self, known: list[TensorRef]) -> None:
+    def __init__(self, known: References) -> None:
         super().__init__()
         self._known = known
         self._numbers = {id(tensor): number for number, ref in enumerate(known) if (tensor := ref()) is not None}

@@ -120,7 +120,7 @@ class Inspection:
         difference = copy.compare(value)
         if difference is None:
             return value
-        replay.recipes.has_failed = True
+        replay.recipes.distrust(cell.index)
         if not self._has_reported:
             self._has_reported = True
             self._inspector.report(self._fault(replay, cell.index, difference))

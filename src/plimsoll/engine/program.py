@@ -14,6 +14,7 @@ from plimsoll.engine.guards import Guard
 from plimsoll.engine.hooks import OpenCall, Readable
 from plimsoll.engine.inspection import Inspector
 from plimsoll.engine.offload.transfers import TransfersUnderWay
+from plimsoll.engine.open_numbers import Given
 from plimsoll.engine.region_inputs import HeldInputs, LinkedInput, LinkTable
 from plimsoll.engine.replay import CallReplay, Examiner, Recipes
 from plimsoll.engine.replay_plan import ReplayPlan
@@ -21,6 +22,7 @@ from plimsoll.engine.sampling import Sampler, SentinelPolicy
 from plimsoll.engine.sensing import Sensor
 from plimsoll.engine.split_backward import Halves
 from plimsoll.engine.stored_forms import Packer, RegionPacker
+from plimsoll.engine.torch_calls import Number
 from plimsoll.engine.unmet_names import UnmetNames
 from plimsoll.tracing.local_tensors import settled, version_of
 from plimsoll.tracing.recorder.storages import Geometry
@@ -63,7 +65,7 @@ class Program:
 
     ``node_counts`` says how many autograd nodes a call like the recorded one makes; ``shares``, by the value's name,
     what the plan counted for a payload as a share of the value's bytes. ``is_self_compiling``: the region calls operators
-    that take functions. ``like`` serves calls of other sizes alike.
+    that take functions. ``like`` serves calls with other numbers alike.
     """
 
     def __init__(
@@ -85,7 +87,16 @@ class Program:
         )
         self.is_self_compiling = is_self_compiling
         self._shared = shared
-        self._calls = 0
+        self._calls: int = 0 if like is None else like._calls
+
+    @property
+    def latest(self) -> Program:
+        """Itself: it serves all of its calls."""
+        return self
+
+    def with_numbers(self, given: Given) -> Program | None:
+        """Itself: it leaves no numbers open."""
+        return self
 
     def drop(
         self,
@@ -159,3 +170,29 @@ class Program:
                 return None
             copies[value] = self._shared.inputs.hold(tensor, is_steady=value in self.plan.steady)
         return copies
+
+
+class OpenProgram:
+    """Serves calls that are given numbers of their own, each by a program with these numbers."""
+
+    def __init__(
+        self,
+        numbers: Callable[[Given], tuple[Number, ...] | None],
+        make: Callable[[tuple[Number, ...]], Program],
+        example: Given,
+    ) -> None:
+        self._numbers, self._make = numbers, make
+        latest = numbers(example)
+        assert latest is not None, "the numbers of recorded calls follow"
+        self._latest_numbers = latest
+        self.latest = make(latest)
+        """The program of the call that came last."""
+
+    def with_numbers(self, given: Given) -> Program | None:
+        """The program for a call; ``None`` where a number does not follow."""
+        numbers = self._numbers(given)
+        if numbers is None:
+            return None
+        if numbers != self._latest_numbers:
+            self._latest_numbers, self.latest = numbers, self._make(numbers)
+        return self.latest

@@ -250,6 +250,7 @@ class ManagedRegion:
             for recording in known:
                 service.learn(recording.stream, recording.program(plan, self._shared, is_linked=is_linked))
             service.follow(latest)
+            self._open_numbers(service, entry)
         return service
 
     def _watched(self, service: Service, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -261,18 +262,26 @@ class ManagedRegion:
         if program is None:
             self._give_up(service, recorded.obstacle)
         else:
-            # What repeats collectives has to be agreed on when it is recorded.
-            if recorded.recording is not None and not recorded.peers:
-                self._recordings.add(entry.signature, recorded.recording)
             service.learn(recorded.stream, program)
             service.watched(self._reader.scalars(), is_new=is_new)
             if recorded.is_misfit:
                 self._misfit(service)
+            # What repeats collectives has to be agreed on when it is recorded.
+            if recorded.recording is not None and not recorded.peers:
+                self._recordings.add(entry.signature, recorded.recording)
+                self._open_numbers(service, entry)
         # A rank alone may watch again what all have agreed on: a surprise in another region makes it.
         if is_new and recorded.peers and shared.repeats_collectives and shared.agree_on_service is not None:
             repeated = () if program is None else program.plan.collectives
             shared.agree_on_service(self.name, recorded.peers, f"{service.engine} {', '.join(repeated)}")
         return output
+
+    def _open_numbers(self, service: Service, entry: Entry) -> None:
+        """Where calls of this signature were seen to differ in numbers alone, serve all others that do."""
+        is_linked = self._shared.links.has_made_first(entry.inputs)
+        for opened in self._recordings.opened(entry.signature):
+            if not service.knows(opened.stream):
+                service.open(opened.stream, opened.program(service.plan, self._shared, is_linked=is_linked))
 
     def _keeping(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the region with all that it saves kept."""
@@ -307,7 +316,8 @@ class ManagedRegion:
         except BaseException:
             call.keep_all()
             raise
-        program: Program | None = guard.program
+        known = guard.program
+        program: Program | None = None if known is None else known.with_numbers(guard.numbers)
         if program is None:
             call.keep_all()
             self._surprise(service, guard)

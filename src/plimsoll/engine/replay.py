@@ -48,7 +48,7 @@ class Recipes:
     """The compiled recipes of one region under one signature, for the orders of reading that were met.
 
     ``halves`` holds tensors between the halves of a backward that is split; ``None``: it is not. ``like`` are recipes for calls
-    of other sizes, whose backward reads in the same order.
+    with other numbers, whose backward reads in the same order.
     """
 
     def __init__(self, plan: ReplayPlan, sampler: Sampler, halves: Halves | None, like: Recipes | None = None) -> None:
@@ -58,8 +58,8 @@ class Recipes:
         self.signs = plan.signs
         self.is_learning: bool = like is None or like.is_learning
         self.code: Code = plan.compile(None if like is None or like.is_learning else like.code.order)
-        self.has_failed = False
-        """Whether they have made something else than forward did: the region is not to be served by them any more."""
+        self._failures: list[int] = [] if like is None else like._failures
+        """Slots that were made as something else than in forward, by these recipes or by those that they are like."""
         self.given_away: set[int] = set() if like is None else set(like.given_away)
         """Slots that custom autograd functions read."""
         self._boundary = self.code
@@ -84,6 +84,15 @@ class Recipes:
                 return None
             bound.append(local_of(found).clone() if is_copied else found)
         return bound
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the region is not to be served by them any more: they have made something else than forward did."""
+        return bool(self._failures)
+
+    def distrust(self, slot: int) -> None:
+        """A slot was made as something else than in forward."""
+        self._failures.append(slot)
 
     def use_order(self, order: tuple[int, ...]) -> None:
         """Backward has shown in which order it reads; later calls run recipes that are compiled for it."""
@@ -119,7 +128,7 @@ class Recipes:
         """A rebuilt slot was not what forward made: turn the region to the fallback and stop the step by
         ``ReplayMismatch``.
         """
-        self.has_failed = True
+        self.distrust(slot)
         graph, packed, region = self.plan.graph, self.plan.choice.packed, self.plan.name
         value = graph.values[graph.slots[slot].value]
         again = "the optimizer has not stepped; run the step again: the region keeps everything from now on"

@@ -22,6 +22,7 @@ import torch
 
 from plimsoll.artifacts.region import RegionGraph
 from plimsoll.engine.hooks import modified_in_place
+from plimsoll.engine.torch_calls import Number, Unknown
 from plimsoll.planning.replay_schedule import BOUNDARY, NO_OP, ReplayStep, Schedule, Segment
 from plimsoll.tracing.local_tensors import local_of, version_of
 from plimsoll.tracing.recorder.calling import flat_tensors
@@ -29,14 +30,6 @@ from plimsoll.tracing.recorder.recorder import RecordedOp, RecordedValue, Ref
 from plimsoll.tracing.recorder.storages import Geometry
 
 SegmentFunction = Callable[..., torch.Tensor]
-Number = int | float
-
-
-@dataclass(frozen=True, slots=True)
-class Unknown:
-    """Stands in a recording for a number that depends on the size of the call; ``index`` is its place among those."""
-
-    index: int
 
 
 @dataclass(frozen=True, slots=True)

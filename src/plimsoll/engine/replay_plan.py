@@ -15,8 +15,9 @@ from typing import Any
 from plimsoll.artifacts.region import Origin, RegionGraph
 from plimsoll.engine.codecs.protocol import Codec
 from plimsoll.engine.hooks import Cell, Readable
-from plimsoll.engine.replay_code import Code, Number, RecordedRegion, Sources, Unknown, WrittenSegments, write_segments
+from plimsoll.engine.replay_code import Code, RecordedRegion, Sources, WrittenSegments, write_segments
 from plimsoll.engine.replay_rng import StatePoints, state_points
+from plimsoll.engine.torch_calls import Number, Unknown
 from plimsoll.engine.torch_flags import Flags
 from plimsoll.planning.replay_schedule import BOUNDARY, Schedule, Unreachable, build_schedule, recipe_ops
 from plimsoll.tracing.recorder.collectives import is_collective

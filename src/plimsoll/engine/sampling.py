@@ -85,7 +85,7 @@ class Sampler:
     """Takes and compares the sentinels of one region: values that are packed exactly, and the sinks of those that recipes make
     (see ``sample_sinks``).
 
-    ``like`` samples calls of other sizes.
+    ``like`` samples calls with other numbers.
     """
 
     def __init__(self, plan: ReplayPlan, policy: SentinelPolicy, like: Sampler | None = None) -> None:

@@ -15,7 +15,8 @@ import torch
 from plimsoll.artifacts.decision import Engine
 from plimsoll.artifacts.plan import RegionPlan
 from plimsoll.engine.call_stream import Alarm, Junction
-from plimsoll.engine.program import Program
+from plimsoll.engine.open_numbers import numbers_in
+from plimsoll.engine.program import OpenProgram, Program
 from plimsoll.engine.replay_rng import StatePoints
 from plimsoll.engine.torch_calls import Stream
 
@@ -44,6 +45,8 @@ class Service:
         self.held: tuple[int, ...] = ()
         """Places of the parameters and buffers whose memory calls hold for recipes."""
         self._programs: dict[Stream, Program] = {}
+        self._open: dict[Stream, OpenProgram] = {}
+        """Programs by streams that leave numbers open."""
         self._watch = 1
         self._alarm = alarm
         self._heard = alarm.count
@@ -54,11 +57,14 @@ class Service:
     @property
     def program(self) -> Program | None:
         """The one that drops most; ``None`` where recipes serve nothing."""
-        return max(self._programs.values(), key=lambda program: program.plan.dropped_bytes, default=None)
+        return max(self._all(), key=lambda program: program.plan.dropped_bytes, default=None)
+
+    def _all(self) -> list[Program]:
+        return [*self._programs.values(), *(each.latest for each in self._open.values())]
 
     def has_failed(self) -> bool:
         """Whether some recipe has made something else than forward did."""
-        return any(program.recipes.has_failed for program in self._programs.values())
+        return any(program.recipes.has_failed for program in self._all())
 
     def is_watched(self, scalars: Callable[[], tuple[Any, ...]]) -> bool:
         """Whether the call that begins is to be recorded: recent ones have brought surprises, or a scalar attribute of the
@@ -71,26 +77,53 @@ class Service:
 
     def find(self, stream: Stream) -> Program | None:
         """The program for a stream that was recorded."""
-        return self._programs.get(stream)
+        known = self._programs.get(stream)
+        if known is not None:
+            return known
+        for pattern, program in self._open.items():
+            given = numbers_in(stream, pattern)
+            if given is not None:
+                return program.with_numbers(given)
+        return None
 
     def learn(self, stream: Stream, program: Program) -> None:
         """A recorded call has given a program for its stream."""
-        if self._programs.pop(stream, None) is program:
-            self._programs[stream] = program
+        if self.find(stream) is program:
+            if self._programs.pop(stream, None) is not None:
+                self._programs[stream] = program
             return
         if len(self._programs) >= MAX_STREAMS:
             del self._programs[next(iter(self._programs))]
+        self._open = {pattern: each for pattern, each in self._open.items() if numbers_in(stream, pattern) is None}
         self._programs[stream] = program
+        self._grow_tree()
+
+    def open(self, pattern: Stream, program: OpenProgram) -> None:
+        """Several recorded calls have given a program for all calls with other numbers: these are no surprises any more."""
+        self._programs = {
+            stream: known for stream, known in self._programs.items() if numbers_in(stream, pattern) is None
+        }
+        self._open[pattern] = program
+        self._watch, self._heard, self._idle_changes = 0, self._alarm.count, MAX_IDLE_CHANGES
+        self._grow_tree()
+
+    def knows(self, pattern: Stream) -> bool:
+        """Whether it has a program for a stream that leaves numbers open."""
+        return pattern in self._open
+
+    def _grow_tree(self) -> None:
         self.known = Junction()
         points: dict[int, dict[int, Any]] = {}
-        for its_stream, its_program in self._programs.items():
-            self.known.add(its_stream, its_program)
-            for point, generators in its_program.plan.state_points.items():
+        known: dict[Stream, Program | OpenProgram] = {**self._programs, **self._open}
+        for its_stream, each in known.items():
+            self.known.add(its_stream, each)
+            for point, generators in each.latest.plan.state_points.items():
                 points.setdefault(point, {}).update(generators)
         self.points = {point: tuple(found.items()) for point, found in points.items()}
-        self._is_self_compiling |= program.is_self_compiling
-        self.held = tuple({p for other in self._programs.values() for p in other.plan.held_places})
-        self.needs_inputs = any(other.plan.needs_inputs for other in self._programs.values())
+        programs = self._all()
+        self._is_self_compiling |= any(each.is_self_compiling for each in programs)
+        self.held = tuple({place for each in programs for place in each.plan.held_places})
+        self.needs_inputs = any(each.plan.needs_inputs for each in programs)
 
     def follow(self, other: Service) -> None:
         """Be as watchful as the service of another signature of the region, which calls have met last."""
@@ -122,6 +155,7 @@ class Service:
         """No recipes any more."""
         self.engine, self.reason = Engine.KEEP, reason
         self._programs.clear()
+        self._open.clear()
         self.known = Junction()
 
     @property

@@ -6,7 +6,8 @@ of the stream alone, and its constants are bound by name: equal blocks, and the 
 compilation.
 
 Call a function as ``matches(args, kwargs, result, known)`` after the torch call has returned. If it returns True, it has
-appended the tensors that the call made, or showed for the first time, to ``known``.
+appended the tensors that the call made, or showed for the first time, to ``known``. Where the stream leaves a number open, the
+call's own is in ``known.numbers`` then.
 """
 
 from __future__ import annotations
@@ -20,19 +21,21 @@ from typing import Any
 
 import torch
 
+from plimsoll.engine.open_numbers import may_stand
 from plimsoll.engine.torch_calls import (
     Constant,
+    References,
     Several,
     Stream,
-    TensorRef,
     TorchCall,
+    Unknown,
     comparable,
     is_made_from_data,
     looks,
 )
 from plimsoll.tracing.recorder.calling import flat_tensors
 
-Matches = Callable[[tuple[Any, ...], Mapping[str, Any] | None, Any, list[TensorRef]], bool]
+Matches = Callable[[tuple[Any, ...], Mapping[str, Any] | None, Any, References], bool]
 
 _BY_EQUALITY = (int, str, bytes, torch.device)
 """Types whose values are the same where type and ``==`` say so. Only the exact types: ``1 == True == 1.0``."""
@@ -50,6 +53,7 @@ def compile_stream(stream: Stream) -> tuple[Matches, ...]:
         "comparable": comparable,
         "flat_tensors": flat_tensors,
         "looks": looks,
+        "may_stand": may_stand,
         "ref": weakref.ref,
         **writer.constants,
     }
@@ -68,6 +72,8 @@ class _Writer:
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.constants: dict[str, Any] = {}
+        self._given: set[int] = set()
+        """Open numbers that an earlier call, or an earlier argument, has said."""
         self._locals = 0
         self._undo = ""
         """Takes back what a function has appended to ``known``, where it may have."""
@@ -137,6 +143,9 @@ class _Writer:
 
     def _check_constant(self, name: str, expected: Constant) -> None:
         kind, value = expected.kind, expected.value
+        if isinstance(value, Unknown):
+            self._check_open(name, kind, value)
+            return
         if kind in _SINGLETONS:
             self._fail_if(f"{name} is not {self._constant(value)}")
             return
@@ -146,6 +155,16 @@ class _Writer:
         elif kind not in _BY_EQUALITY:  # zeros differ by sign and NaN equals itself: compared as text, as recorded
             is_same = f"comparable({name}) == {self._constant(value)}"
         self._fail_if(f"type({name}) is not {self._constant(kind)} or not ({is_same})")
+
+    def _check_open(self, name: str, kind: type, number: Unknown) -> None:
+        """The first time the call says the number; then it has to say the same."""
+        kind_name = self._constant(kind)
+        if number.index in self._given:
+            self._fail_if(f"type({name}) is not {kind_name} or {name} != known.numbers[{number.index}]")
+            return
+        self._given.add(number.index)
+        self._fail_if(f"not may_stand({name}, {kind_name}, is_positive={number.is_positive})")
+        self._emit(f"known.numbers[{number.index}] = {name}")
 
     def _fail_if(self, condition: str) -> None:
         self._emit(f"if {condition}: {self._undo}return False")

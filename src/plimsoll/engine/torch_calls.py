@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numbers
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType
@@ -21,8 +21,21 @@ from plimsoll.errors import InvalidModel
 from plimsoll.tracing.recorder.storages import is_plain
 from plimsoll.tracing.torch_internals import internal
 
+Number = int | float
+
 TensorRef = Callable[[], torch.Tensor | None]
 """A weak reference, or `nothing`."""
+
+
+class References(list[TensorRef]):
+    """The tensors that a call has met so far, by their numbers, and the open numbers that it was given, by theirs."""
+
+    __slots__ = ("numbers",)
+
+    def __init__(self, references: Iterable[TensorRef] = ()) -> None:
+        super().__init__(references)
+        self.numbers: dict[int, Number] = {}
+
 
 _MADE_FROM_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, torch.frombuffer})
 """Functions whose first argument is data: the tensor that they make comes from outside, whatever it holds."""
@@ -32,8 +45,22 @@ _BY_VALUE = frozenset({bool, int, str, bytes, type(None), type(Ellipsis), torch.
 
 
 @dataclass(frozen=True, slots=True)
+class Unknown:
+    """Stands in a recording for a number that follows from the size of the call, or that the call is given.
+
+    ``index`` is its place among those; ``is_positive`` the sign of all numbers that it has stood for.
+    """
+
+    index: int
+    is_positive: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Constant:
-    """A host argument. Numbers other than integers are held as text, which tells ``-0.0`` from ``0.0``; NaN equals NaN."""
+    """A host argument. Numbers other than integers are held as text, which tells ``-0.0`` from ``0.0``; NaN equals NaN.
+
+    A number may be `Unknown`.
+    """
 
     kind: type
     value: Any
@@ -114,6 +141,8 @@ def comparable(value: Any) -> Any:
     kind = type(value)
     if kind in _BY_VALUE:
         return value
+    if kind is torch.Generator:
+        return value.device  # what draws from it is kept, so it may be another object in every call
     if kind is float or isinstance(value, numbers.Number):
         return repr(value)
     return _Same(value)

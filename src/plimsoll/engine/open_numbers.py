@@ -1,0 +1,115 @@
+"""Numbers that a recording leaves open: constants that Python code passes to torch, others in every call.
+
+A recipe bakes in the constants of forward. Where one changes in every call (a schedule, a count), every call would be recorded
+anew. So where recordings of equal calls differ in numbers alone, the number that a torch call is given becomes an input of the
+recipe. Two recordings suggest it and a third confirms it, for every number that the recorded operations have. The call's own
+arguments say the number later.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from plimsoll.engine.torch_calls import Constant, Number, Outsider, Several, Stream, TorchCall, Unknown
+
+Given = Mapping[int, Number]
+"""The open numbers of one call, by their index."""
+
+_DERIVED: tuple[Callable[[Number], Number], ...] = (
+    float,
+    lambda number: 1 - number,
+    lambda number: 1 / number,
+    lambda number: 1 / (1 - number),
+    lambda number: -number,
+    lambda number: number * number,
+    lambda number: number**-0.5,
+    lambda number: number**0.5,
+)
+"""What torch makes of a number before an operation gets it: dropout keeps with probability 1 - p, and divides by that."""
+
+
+def may_stand(number: Any, kind: Any, *, is_positive: bool) -> bool:
+    """Whether a call with this number does what the recorded calls did: 0, 1 and another sign may choose other operations."""
+    return type(number) is kind and math.isfinite(number) and number not in (0, 1) and bool(number > 0) is is_positive
+
+
+def derivation(values: tuple[Number, ...], given: Mapping[int, tuple[Number, ...]]) -> Callable[[Given], Number] | None:
+    """How a number follows from one that the call is given, by their values in several recordings; ``None``: it does not."""
+    for index, known in given.items():
+        for change in _DERIVED:
+            if all(_same(_value(change, one), other) for one, other in zip(known, values, strict=True)):
+                return lambda numbers, index=index, change=change: change(numbers[index])  # type: ignore[misc]
+    return None
+
+
+def _value(change: Callable[[Number], Number], number: Number) -> Number | None:
+    try:
+        return change(number)
+    except (ArithmeticError, ValueError):
+        return None
+
+
+def _same(one: Any, other: Number) -> bool:
+    return type(one) is type(other) and one == other
+
+
+def given_by(stream: Stream) -> set[int] | None:
+    """The open numbers that calls of a stream are given; ``None`` where sizes of tensors from outside are open as well."""
+    found: set[int] = set()
+
+    def note(value: Any) -> bool:
+        if isinstance(value, Several):
+            return all(map(note, value.items))
+        if isinstance(value, Outsider):
+            return not _has_unknown(value.looks)
+        if isinstance(value, Constant) and isinstance(value.value, Unknown):
+            found.add(value.value.index)
+        return True
+
+    for call in stream:
+        parts = (*call.args, *(value for _, value in call.kwargs))
+        if not all(map(note, parts)) or _has_unknown(call.made):
+            return None
+    return found
+
+
+def _has_unknown(value: Any) -> bool:
+    return isinstance(value, Unknown) or (isinstance(value, tuple) and any(map(_has_unknown, value)))
+
+
+def numbers_in(stream: Stream, pattern: Stream) -> dict[int, Number] | None:
+    """The open numbers of a pattern as a recorded stream has them; ``None`` if the stream is another one."""
+    found: dict[int, Number] = {}
+    if len(stream) != len(pattern):
+        return None
+    fits = all(_call_fits(call, expected, found) for call, expected in zip(stream, pattern, strict=True))
+    return found if fits else None
+
+
+def _call_fits(call: TorchCall, pattern: TorchCall, found: dict[int, Number]) -> bool:
+    if call == pattern:
+        return True
+    is_alike = (call.func == pattern.func, len(call.args), call.made) == (True, len(pattern.args), pattern.made)
+    if not is_alike or [name for name, _ in call.kwargs] != [name for name, _ in pattern.kwargs]:
+        return False
+    pairs = (*zip(call.args, pattern.args, strict=True), *zip(call.kwargs, pattern.kwargs, strict=True))
+    return all(_fits(one, other, found) for one, other in pairs)
+
+
+def _fits(value: Any, pattern: Any, found: dict[int, Number]) -> bool:
+    if isinstance(pattern, Constant) and isinstance(pattern.value, Unknown):
+        if not isinstance(value, Constant) or value.kind is not pattern.kind:
+            return False
+        number = float(value.value) if value.kind is float else value.value
+        is_known = found.setdefault(pattern.value.index, number) == number
+        return is_known and may_stand(number, pattern.kind, is_positive=pattern.value.is_positive)
+    if isinstance(pattern, Several):
+        is_alike = isinstance(value, Several) and (value.kind, len(value.items)) == (pattern.kind, len(pattern.items))
+        return is_alike and all(_fits(one, other, found) for one, other in zip(value.items, pattern.items, strict=True))
+    if isinstance(pattern, tuple):  # a name and its argument
+        return isinstance(value, tuple) and all(
+            _fits(one, other, found) for one, other in zip(value, pattern, strict=True)
+        )
+    return bool(value == pattern)
