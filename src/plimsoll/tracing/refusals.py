@@ -218,7 +218,7 @@ def uncompiled_regions(model: nn.Module, regions: Mapping[str, nn.Module]) -> di
     left = without_compiled(regions)
     if regions and not left:
         raise _compiled(
-            f"{type(model).__name__} is compiled in every one of its regions (torch.compile or TorchScript)."
+            f"{type(model).__name__} is compiled by torch.compile or TorchScript in every one of its regions."
         )
     return left
 
