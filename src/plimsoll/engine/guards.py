@@ -58,8 +58,8 @@ class Entry(NamedTuple):
     """What is known of a call before forward runs.
 
     ``signature`` is all that decides which recipes may serve it. ``sources`` are the region's parameters and buffers as they
-    are now, in the order of the reader's `places`, ``inputs`` the tensors among its arguments, ``flags`` those of torch, ``modes`` those
-    of the user that are active.
+    are now, in the order of the reader's `places`, ``inputs`` the tensors among its arguments, ``flags`` those of torch,
+    ``modes`` the user's active ones.
     """
 
     signature: tuple[Any, ...]

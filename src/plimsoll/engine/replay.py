@@ -1,7 +1,8 @@
 """Brings dropped tensors back in backward: runs a region's recipes, each op at most once per backward pass.
 
 A `CallReplay` belongs to one call. It owns no saved tensor: cells do. It holds what recipes need besides: the objects that
-forward used as parameters and their memory, the generator states, and the rebuilt values that later slots of the same backward read.
+forward used as parameters and their memory, the generator states, and the rebuilt values that later slots of the same backward
+read.
 """
 
 from __future__ import annotations
