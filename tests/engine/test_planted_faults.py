@@ -396,7 +396,7 @@ class SwappedDataOfOthers(SwappedData):
 
 
 class OtherPartOfOneStorage(SwappedData):
-    """Weights and their perturbed form lie in one storage, one behind the other."""
+    """Weights and their perturbed form are two parts of one storage."""
 
     @contextlib.contextmanager
     def around_forward(self, model: nn.Module) -> Iterator[None]:
@@ -410,7 +410,7 @@ class OtherPartOfOneStorage(SwappedData):
 
 
 class SwappedWithin(SwappedData):
-    """Quantized weights for the time in which the block runs."""
+    """The block quantizes its weights while it runs."""
 
     def __call__(self, host: Planted, x: torch.Tensor) -> torch.Tensor:
         own = host.matrix.data, host.weight.data
@@ -424,7 +424,7 @@ class SwappedWithin(SwappedData):
 
 
 class SwappedWithinFromOutside(SwappedWithin):
-    """Weights that somebody has made before, for the time in which the block runs."""
+    """The block gets weights while it runs that were made before."""
 
     def __call__(self, host: Planted, x: torch.Tensor) -> torch.Tensor:
         own = host.weight.data
@@ -563,7 +563,7 @@ class ScalingCalls(TorchFunctionMode):
 
 
 class ReplacingCalls(ScalingCalls):
-    """Calls another function than the one that was called."""
+    """Calls another function instead."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.tanh and self.state.scale != 1.0:
@@ -572,7 +572,7 @@ class ReplacingCalls(ScalingCalls):
 
 
 class ScalingOps(TorchDispatchMode):
-    """Makes something else of what every ``tanh`` computes."""
+    """Scales the result of every ``tanh``."""
 
     def __init__(self, state: State) -> None:
         super().__init__()
@@ -683,7 +683,7 @@ WAYS: dict[str, type[Way]] = {
     "other parameter objects": ReplacedParameter,
     "a swapped buffer": SwappedBuffer,
     "a buffer written through .data": WrittenBuffer,
-    "a weight that nobody has registered": HiddenWeight,
+    "a weight that is not registered": HiddenWeight,
     "a function mode": ModeAround,
     "a function mode from now on": ModeFromNowOn,
     "a function mode that replaces calls": ReplacingMode,
