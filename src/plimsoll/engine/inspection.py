@@ -105,7 +105,7 @@ class Inspector:
             size = piece_bytes(sum(tensors[slot].numel() * tensors[slot].element_size() for slot in slots))
             copies = {slot: ReferenceCopy(tensors[slot], self._link, size) for slot in slots}
         except OffloadFailed as error:
-            warnings.warn(f"plimsoll: region {plan.name!r} could not be inspected: {error.found}", stacklevel=6)
+            warnings.warn(f"plimsoll: region {plan.name!r} could not be inspected: {error.found}", stacklevel=8)
             return None
         self._is_due = False
         self.inspected_calls += 1

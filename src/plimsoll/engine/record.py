@@ -304,14 +304,15 @@ def _watch(
     stack = ModuleStack()
     points = RandomPoints(shared.generators)
     recorder = VerifyingRecorder(lambda: stack.path, points, repeats_collectives=shared.repeats_collectives)
-    sources = _register(recorder, subject.module, reader)
-    inputs = call_tensors(args, kwargs)
-    input_values = [
-        (i, recorder.add_leaf(t, Origin.INPUT, f"input:{i}")) for i, t in enumerate(inputs) if is_plain(local_of(t))
-    ]
-    versions = [version_of(tensor) for tensor in inputs]
-    recorder.mark_outside()
-    held = entry.memory(source.place for source in sources.values() if source.is_held)
+    with without_torch_function():
+        sources = _register(recorder, subject.module, reader)
+        inputs = call_tensors(args, kwargs)
+        input_values = [
+            (i, recorder.add_leaf(t, Origin.INPUT, f"input:{i}")) for i, t in enumerate(inputs) if is_plain(local_of(t))
+        ]
+        versions = [version_of(tensor) for tensor in inputs]
+        recorder.mark_outside()
+        held = entry.memory(source.place for source in sources.values() if source.is_held)
     saved = _RecordedCall(recorder, entry.sources, held)
     stream = StreamRecorder(references((*entry.sources, *entry.inputs)))
     recorder.is_called = lambda: stream.is_within
@@ -330,7 +331,8 @@ def _watch(
     except BaseException:
         saved.keep_all()
         raise
-    saved.end()
+    with without_torch_function():
+        saved.end()
     nodes = sequence_number() - before
     return _Watched(
         recorder,
