@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -514,3 +517,120 @@ def test_flexible_attention_inside_a_region_keeps_every_bit():
         return flex_attention(q, q, q.exp()).reshape(x.shape) * x.sigmoid()
 
     assert_unchanged(stack_of(lambda: Inner(flexible), count=2), plain_step, engine=None)
+
+
+class Calls(TorchFunctionMode):
+    """Notes the calls that it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+class Ops(TorchDispatchMode):
+    """Notes the ops that it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_function_mode_around_the_step_sees_what_it_sees_without_a_plan():
+    build = stack_of(lambda: nn.Sequential(nn.Tanh(), nn.Dropout(0.2)), count=2)
+    seen = {}
+
+    def step(model, index):
+        with Calls() as calls:
+            loss = plain_step(model, index)
+        # Attributes aside: backward asks kept tensors for their versions.
+        seen.setdefault(id(model), []).append(
+            [func for func in calls.seen if getattr(func, "__name__", "") != "__get__"]
+        )
+        return loss
+
+    assert_unchanged(build, step, steps=4)
+    plain, managed = seen.values()
+    assert plain == managed
+
+
+def test_a_dispatch_mode_around_forward_sees_every_op_once_while_a_region_is_recorded():
+    seen = {}
+
+    def step(model, index):
+        with Ops() as ops:
+            loss = weigh(model(batch(index)))
+        seen.setdefault(id(model), []).append(ops.seen)
+        loss.backward()
+        return loss
+
+    assert_unchanged(stack_of(nn.Tanh, count=2), step, steps=3)
+    plain, managed = seen.values()
+    for before, under in zip(plain, managed, strict=True):
+        computing = {op for op in before if not op.is_view}
+        assert [op for op in before if op in computing] == [op for op in under if op in computing]
+
+
+@pytest.mark.parametrize("around", [lambda: torch.device("cpu"), lambda: Calls(), lambda: Ops()])
+def test_a_mode_that_comes_and_goes_is_recorded_once(around, recwarn):
+    def step(model, index):
+        with around() if index % 2 else contextlib.nullcontext():
+            return plain_step(model, index)
+
+    torch.manual_seed(0)
+    model = stack_of(lambda: nn.Sequential(nn.Tanh(), nn.Dropout(0.2)), count=2)()
+    with manage(model) as handle:
+        train(model, step, 6)
+        assert all(len(region.services) == 2 for region in handle.regions.values())
+        assert handle.regions["blocks.0"].calls == 1
+    assert not [each for each in recwarn if "plimsoll" in str(each.message)]
+
+
+REPLACED = {
+    "a method": (torch.Tensor, "tanh", lambda x: x.tanh()),
+    "a function of torch._C": (torch._C._nn, "softplus", lambda x: torch._C._nn.softplus(x)),
+    "a function of linear algebra": (torch._C._linalg, "linalg_vector_norm", lambda x: x / torch.linalg.vector_norm(x)),
+    "a function of torch": (torch, "sin", lambda x: torch.sin(x)),
+}
+
+
+@pytest.mark.parametrize("which", REPLACED)
+def test_a_replaced_function_runs_once(which, monkeypatch):
+    space, name, compute = REPLACED[which]
+    original = getattr(space, name)
+    monkeypatch.setattr(space, name, lambda *args, **kwargs: original(*args, **kwargs) * 1.5)
+    assert_unchanged(stack_of(lambda: Inner(compute)), plain_step, steps=4)
+
+
+class Doubled(torch.Tensor):
+    """Doubles what ``tanh`` makes, and counts how often it is asked."""
+
+    asked = 0
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.asked += 1
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        if func is torch.Tensor.tanh:
+            return super().__torch_function__(torch.Tensor.mul, types, (result, 2.0 + cls.asked % 3), {})
+        return result
+
+
+def test_a_tensor_subclass_that_does_something_else_in_every_call_keeps_every_bit():
+    def doubled(x):
+        return x.sin().as_subclass(Doubled).tanh().as_subclass(torch.Tensor).exp()
+
+    def step(model, index):
+        Doubled.asked = index
+        return plain_step(model, index)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_unchanged(stack_of(lambda: Inner(doubled)), step, steps=6)

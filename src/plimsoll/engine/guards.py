@@ -58,8 +58,8 @@ class Entry(NamedTuple):
     """What is known of a call before forward runs.
 
     ``signature`` is all that decides which recipes may serve it. ``sources`` are the region's parameters and buffers as they
-    are now, in the order of the reader's `places`, ``inputs`` the tensors among its arguments, ``flags`` those of torch, ``modes`` those
-    of the user that are active.
+    are now, in the order of the reader's `places`, ``inputs`` the tensors among its arguments, ``flags`` those of torch,
+    ``modes`` the user's active ones.
     """
 
     signature: tuple[Any, ...]
@@ -118,6 +118,15 @@ class SignatureReader:
         """The scalar attributes of the region's modules, as they are now."""
         return tuple([holder.get(name) for holder, name in self._scalars])
 
+    def _sources(self) -> tuple[list[torch.Tensor | None], tuple[bool, ...]]:
+        """The current parameters and buffers, and which of them are trained.
+
+        Raises:
+            AttributeError: a place has become empty.
+        """
+        sources: list[Any] = [holder.get(name) for holder, name in self.places]
+        return sources, tuple([source.requires_grad for source in sources])
+
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
         """All that is visible before a call. Function modes do not see that it is read."""
         modes = modes_around()
@@ -136,17 +145,18 @@ class SignatureReader:
             tuple([describe(value, inputs) for value in args]),
             tuple([(name, describe(kwargs[name], inputs)) for name in sorted(kwargs)]) if kwargs else (),
         )
-        sources = [holder.get(name) for holder, name in self.places]
-        if any(source is None for source in sources):
+        try:
+            sources, trained = self._sources()
+        except AttributeError:
             # bitsandbytes moves an 8-bit weight's scales from the weight to the module's state in the first call.
             self._scan()
-            sources = [holder.get(name) for holder, name in self.places]
+            sources, trained = self._sources()
         flags = flags_for(self._device_type)
         signature = (
             self._generation,
             described,
             None if len(inputs) == 1 else _shared_bases(inputs),
-            tuple([source is not None and source.requires_grad for source in sources]),
+            trained,
             tuple([_share_memory(sources[one], sources[other]) for one, other in self._ties]) if self._ties else (),
             torch.is_autocast_enabled(self._device_type) and torch.get_autocast_dtype(self._device_type),
             flags,
@@ -221,6 +231,8 @@ class Guard:
         )
         self._layouts = plan.recording.layouts
         self._twins = plan.twins
+        held = ((value, source) for value, source in plan.parameters if source.is_held)
+        self._offsets = tuple((source.place, plan.geometry_of(value).offset) for value, source in held)
 
     def holds(self, call: OpenCall, node_count: int) -> bool:
         """Whether this call saved what the recorded one saved, and built as many autograd nodes.
@@ -248,6 +260,11 @@ class Guard:
             # What was written to after it was saved must raise in backward, as without a plan: kept cells do, recipes could
             # not.
             if is_dropped and cell.version_now(tensor) != cell.version:
+                return False
+        sources = call.sources
+        for place, offset in self._offsets:  # flat parameters are parts of one storage, and may be moved in it
+            source = sources[place]
+            if source is None or local_of(source).storage_offset() != offset:
                 return False
         for first, second in self._twins:
             if tensors[first].untyped_storage()._cdata != tensors[second].untyped_storage()._cdata:

@@ -1,7 +1,8 @@
 """Compares, now and then, everything that a region's recipes bring back with what forward saved, bit for bit.
 
-In every n-th training call of the model one region, in turn, is inspected: what its dropped slots were goes over a link, and
-in backward each rebuilt tensor is compared with that. Where they differ, backward gets the true tensor, so the step's
+One region is inspected in training calls 2, 4, 8, 16 … of the model and then in every n-th, another one each time. Regions
+that run code without visible torch calls are inspected ten times as often. The tensors that the region drops go over a link,
+and in backward each rebuilt tensor is compared with them. Where they differ, backward gets the true tensor, so the step's
 gradients are right; the fault is noted and warned of; from the next call on the region is served without recipes. What comes
 from a lossy form is bound to differ and is left out.
 """
@@ -27,10 +28,13 @@ from plimsoll.errors import OffloadFailed
 from plimsoll.tracing.recorder.storages import as_integers, same_contents
 from plimsoll.units import MIB
 
+OFTEN = 10
+"""How many times as often a region is inspected if it runs code whose torch calls are not seen."""
+
 
 class Inspector:
-    """Says which region calls are inspected (one region in every ``every``-th training call; 0: none), and what they
-    show.
+    """Says which region calls are inspected (one region in every ``every``-th training call and in early ones; 0: none), and
+    what they show.
     """
 
     def __init__(self, every: int, device: torch.device) -> None:
@@ -41,8 +45,10 @@ class Inspector:
         self._device = device
         self._regions: Sequence[str] = ()
         self._link: Link | None = None
+        self._opaque: list[str] = []
         self._step = 0
         self._turn = 0
+        self._opaque_turn = 0
         self._chosen = ""
         self._is_due = False
         self._is_thorough = False
@@ -50,13 +56,26 @@ class Inspector:
     def watch(self, regions: Sequence[str]) -> None:
         """The names of the managed regions, in the order of their turns."""
         self._regions = regions
+        self._opaque = [name for name in self._opaque if name in regions]
+
+    def suspect(self, region: str) -> None:
+        """Inspect this region ten times as often: it runs code whose torch calls are not seen."""
+        if region not in self._opaque:
+            self._opaque.append(region)
 
     def begin_step(self) -> None:
         """The model is called for training: choose the region whose turn it is, if one is due."""
         self._step += 1
-        self._is_due |= self._every > 0 and self._step % self._every == 0
         self._chosen = ""
-        if self._is_due and self._regions:
+        if not self._every:
+            return
+        is_steady = self._step % self._every == 0
+        is_early = 1 < self._step < self._every and self._step.bit_count() == 1
+        self._is_due |= is_steady or is_early or bool(self._opaque and self._step % max(1, self._every // OFTEN) == 0)
+        if self._is_due and self._opaque and not is_steady:
+            self._chosen = self._opaque[self._opaque_turn % len(self._opaque)]
+            self._opaque_turn += 1
+        elif self._is_due and self._regions:
             self._chosen = self._regions[self._turn % len(self._regions)]
             self._turn += 1
 
@@ -86,7 +105,7 @@ class Inspector:
             size = piece_bytes(sum(tensors[slot].numel() * tensors[slot].element_size() for slot in slots))
             copies = {slot: ReferenceCopy(tensors[slot], self._link, size) for slot in slots}
         except OffloadFailed as error:
-            warnings.warn(f"plimsoll: region {plan.name!r} could not be inspected: {error.found}", stacklevel=6)
+            warnings.warn(f"plimsoll: region {plan.name!r} could not be inspected: {error.found}", stacklevel=8)
             return None
         self._is_due = False
         self.inspected_calls += 1

@@ -1,12 +1,12 @@
 """Modes of torch that are active around a region: which they are, and how ours sees what they make of calls.
 
-A ``TorchFunctionMode`` may turn a call into others. Modes form a stack: the one that was entered last is called first, and its
-own calls go to the one below. So `LowestMode` enters below all others. It sees the calls that they make, and not the calls that
-they get. (``torch.set_default_device`` enters its mode in the same way.)
+A ``TorchFunctionMode`` may turn a call into others. Modes form a stack: torch asks the last mode first, and that mode's calls
+go to the mode below. So `LowestMode` enters below all others and sees the calls that they make. (``torch.set_default_device``
+enters its mode in the same way.)
 
-A ``TorchDispatchMode`` may turn operations into others, and nothing that we compare in steady calls shows it. Recordings show
-it: an operation that gives other bits without such a mode is not repeated by recipes (see ``verifying``). What changes later is
-left to the samples.
+A ``TorchDispatchMode`` may turn an operation into others. A recording shows this: recipes do not repeat an operation that
+gives other bits without the mode (see ``verifying``). Steady calls do not show it: samples have to find a mode that changes
+later.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from plimsoll.tracing.torch_internals import (
 )
 
 _OBSERVERS = ("torch", "plimsoll")
-"""Packages whose dispatch modes leave the numbers as they are: they count, log and record."""
+"""Packages whose dispatch modes do not change numbers: they count, log and record."""
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 

@@ -121,12 +121,10 @@ class Program:
         copies = self._hold_inputs(inputs, versions)
         if copies is None:
             return False
+        self._calls += 1
         with below_autograd():
-            bound = self.recipes.bind(call.sources)
-            if bound is None:
-                return False
-            self._calls += 1
             samples = {} if examiner is not None else self.sampler.take(call.tensors, self._calls)
+            bound = self.recipes.bind(call.sources)
         packed = self.packer.pack(call, self._calls)
         cells, tensors = call.cells, call.tensors
         for index in plan.kept_slots:

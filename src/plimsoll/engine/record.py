@@ -27,9 +27,9 @@ from plimsoll.engine.verifying import VerifyingRecorder
 from plimsoll.planning.replay_schedule import recipe_ops
 from plimsoll.tracing.local_tensors import beside_weights, is_sharded, local_of, settled, version_of
 from plimsoll.tracing.recorder.calling import ModuleStack, call_tensors, output_tensors
-from plimsoll.tracing.recorder.collectives import peers_of
+from plimsoll.tracing.recorder.collectives import is_collective, peers_of
 from plimsoll.tracing.recorder.graph import LocalIds, SlotRecord, build_region_graph
-from plimsoll.tracing.recorder.recorder import Ref
+from plimsoll.tracing.recorder.recorder import RecordedOp, Ref
 from plimsoll.tracing.recorder.storages import Geometry, has_lazy_bits, is_plain
 from plimsoll.tracing.torch_internals import sequence_number, without_torch_function
 from plimsoll.tracing.zero import is_gathered_by_zero
@@ -60,6 +60,10 @@ class Recording:
     is_self_compiling: bool
     has_unseen_callers: bool
     """Whether code whose torch calls are not seen (TorchScript, extensions) has run ops: it may do others at another size."""
+    is_opaque: bool
+    """Whether something has run that may do something else in the same torch calls: such code, operators from outside of torch,
+    modes of the user.
+    """
 
     def program(self, plan: RegionPlan, shared: Shared, *, is_linked: bool) -> Program:
         """What serves such calls under a plan. ``is_linked``: the region before can make the first argument again."""
@@ -92,11 +96,13 @@ class Recording:
         shares = {d.value: d.held_bytes / d.bytes for d in plan.decisions if d.is_packed and d.bytes}
         # Casts of parameters are cached inside of autocast, so that a later call may make fewer nodes than the recorded one.
         node_counts = range(self.nodes - self.casts, self.nodes + 1)
+        if self.is_opaque:
+            shared.inspector.suspect(self.name)
         return Program(made, node_counts, shares, shared, is_self_compiling=self.is_self_compiling, like=like)
 
     def _parameters(self, choice: DropChoice, shared: Shared) -> tuple[tuple[int, ParameterSource], ...]:
-        """Where recipes read parameters and buffers, but for those that no recipe reads. Of a buffer that the region itself writes, replays get scratch copies,
-        whatever it holds by then.
+        """Where recipes find the parameters and buffers that they read. Of a buffer that the region itself writes, replays get
+        scratch copies, whatever it holds by then.
         """
         read = self.sources.keys() if shared.links.is_used else _read_by_recipes(self.graph, choice)
         copied = self.unsaved & read
@@ -219,6 +225,8 @@ class _Watched:
     nodes: int
     stream: StreamRecorder
     flags: Flags
+    has_modes: bool
+    """Whether modes of the user were active."""
 
 
 def record_call(
@@ -296,14 +304,15 @@ def _watch(
     stack = ModuleStack()
     points = RandomPoints(shared.generators)
     recorder = VerifyingRecorder(lambda: stack.path, points, repeats_collectives=shared.repeats_collectives)
-    sources = _register(recorder, subject.module, reader)
-    inputs = call_tensors(args, kwargs)
-    input_values = [
-        (i, recorder.add_leaf(t, Origin.INPUT, f"input:{i}")) for i, t in enumerate(inputs) if is_plain(local_of(t))
-    ]
-    versions = [version_of(tensor) for tensor in inputs]
-    recorder.mark_outside()
-    held = entry.memory(source.place for source in sources.values() if source.is_held)
+    with without_torch_function():
+        sources = _register(recorder, subject.module, reader)
+        inputs = call_tensors(args, kwargs)
+        input_values = [
+            (i, recorder.add_leaf(t, Origin.INPUT, f"input:{i}")) for i, t in enumerate(inputs) if is_plain(local_of(t))
+        ]
+        versions = [version_of(tensor) for tensor in inputs]
+        recorder.mark_outside()
+        held = entry.memory(source.place for source in sources.values() if source.is_held)
     saved = _RecordedCall(recorder, entry.sources, held)
     stream = StreamRecorder(references((*entry.sources, *entry.inputs)))
     recorder.is_called = lambda: stream.is_within
@@ -322,10 +331,22 @@ def _watch(
     except BaseException:
         saved.keep_all()
         raise
-    saved.end()
+    with without_torch_function():
+        saved.end()
     nodes = sequence_number() - before
     return _Watched(
-        recorder, saved, sources, inputs, input_values, versions, output, before, nodes, stream, entry.flags
+        recorder,
+        saved,
+        sources,
+        inputs,
+        input_values,
+        versions,
+        output,
+        before,
+        nodes,
+        stream,
+        entry.flags,
+        entry.modes is not None,
     )
 
 
@@ -406,7 +427,13 @@ def _recording(call: _Watched, subject: RegionForward) -> Recording:
         casts=sum(op.name == "_to_copy" for op in recorder.ops),
         is_self_compiling=recorder.takes_functions,
         has_unseen_callers=recorder.has_unseen_callers,
+        is_opaque=recorder.has_unseen_callers or call.has_modes or any(map(_is_from_outside, recorder.ops)),
     )
+
+
+def _is_from_outside(op: RecordedOp) -> bool:
+    """Whether an operator is neither torch's own nor one of its collectives."""
+    return op.func.namespace != "aten" and not is_collective(op.func)
 
 
 def _unsaved_parameters(call: _Watched) -> set[int]:

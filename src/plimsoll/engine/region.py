@@ -7,12 +7,11 @@ calls are recorded again (see ``service``). What cannot be recorded is left to t
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -29,6 +28,7 @@ from plimsoll.engine.call_stream import StreamGuard, called, references
 from plimsoll.engine.copies import CopiedForward, calling_module
 from plimsoll.engine.guards import Entry, SignatureReader, is_somebody_elses_call
 from plimsoll.engine.hooks import OpenCall, unpack
+from plimsoll.engine.modes import Modes
 from plimsoll.engine.program import Program, Shared
 from plimsoll.engine.record import RegionForward, record_call
 from plimsoll.engine.service import Service
@@ -37,6 +37,8 @@ from plimsoll.tracing.local_tensors import version_of
 from plimsoll.tracing.recorder.calling import call_tensors
 from plimsoll.tracing.refusals import compiled_part, refuse_compiler
 from plimsoll.tracing.torch_internals import sequence_number, without_torch_function
+
+T = TypeVar("T")
 
 MAX_SIGNATURES = 64
 """Recipes for so many signatures of one region are held; those that were not used for longest go first."""
@@ -66,7 +68,7 @@ class Fallback:
             f"plimsoll: a call of region {self._name!r} made {found}: its Python code has decided something else, by state "
             "of the host that has changed or by the size of its inputs. The call kept everything, so its gradients are "
             f"right and this step may be over its budget; the next {calls} calls are recorded anew.",
-            stacklevel=6,
+            stacklevel=8,
         )
 
     def refusal(self, reason: str) -> RanksDiffer:
@@ -300,17 +302,30 @@ class ManagedRegion:
 
     def _steady(self, service: Service, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call like one that was recorded: hold what it saves, ask the guards, then drop."""
-        shared = self._shared
-        call = OpenCall(service.points, entry.sources, entry.memory(service.held))
+        opened = _unseen(entry.modes, self._open, service, entry, args, kwargs)
+        call, guard = opened.call, opened.guard
         pack = call.pack_random if service.points else call.pack
-        inputs = call_tensors(args, kwargs) if service.needs_inputs else ()
-        versions = [version_of(tensor) for tensor in inputs]
-        guard = StreamGuard(service.known, references((*entry.sources, *entry.inputs)))
         before = sequence_number()
         try:
             with saved_tensors_hooks(pack, unpack), guard:
                 output = service.run(self._original, args, kwargs)
-            nodes = sequence_number() - before
+        except BaseException:
+            call.keep_all()
+            raise
+        _unseen(entry.modes, self._close, service, opened, output, sequence_number() - before)
+        return output
+
+    def _open(self, service: Service, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Opened:
+        """Before forward: note what is there."""
+        call = OpenCall(service.points, entry.sources, entry.memory(service.held))
+        inputs = call_tensors(args, kwargs) if service.needs_inputs else []
+        versions = [version_of(tensor) for tensor in inputs]
+        return _Opened(call, inputs, versions, StreamGuard(service.known, references((*entry.sources, *entry.inputs))))
+
+    def _close(self, service: Service, opened: _Opened, output: Any, nodes: int) -> None:
+        """After forward, which has made ``nodes`` autograd nodes: drop, or keep everything."""
+        shared, call, guard, inputs = self._shared, opened.call, opened.guard, opened.inputs
+        try:
             call.end()
             shared.transfers.leave(output)
         except BaseException:
@@ -321,20 +336,18 @@ class ManagedRegion:
         if program is None:
             call.keep_all()
             self._surprise(service, guard)
-            return output
+            return
         plan = program.plan
         link = shared.links.find(plan, inputs)
         fits = (plan.choice.link is None or link is not None) and program.guard.holds(call, nodes)
         if fits:
             examiner = shared.inspector.inspect(plan, call.tensors)
-            with contextlib.nullcontext() if entry.modes is None else without_torch_function():
-                fits = program.drop(call, inputs, versions, output, link, examiner)
+            fits = program.drop(call, inputs, opened.versions, output, link, examiner)
         if not fits:
             call.keep_all()
             if plan.collectives:
                 raise self._fallback.refusal("this call saves other tensors than the recorded one")
             self._misfit(service)
-        return output
 
     def _misfit(self, service: Service) -> None:
         """A call of a known stream saved something else than the recorded one: its shapes depend on data."""
@@ -353,6 +366,23 @@ class ManagedRegion:
             return
         self._shared.alarm.sound()
         self._fallback.say_surprise(guard, service.watch_length)
+
+
+class _Opened(NamedTuple):
+    """A steady call that runs: its saved tensors, its inputs with their versions at the start, and its guard."""
+
+    call: OpenCall
+    inputs: list[torch.Tensor]
+    versions: list[int]
+    guard: StreamGuard
+
+
+def _unseen(modes: Modes | None, function: Callable[..., T], *args: Any) -> T:
+    """Call a function of ours so that function modes of the user do not see its torch calls."""
+    if modes is None:
+        return function(*args)
+    with without_torch_function():
+        return function(*args)
 
 
 def _first_obstacle(program: Program) -> str:

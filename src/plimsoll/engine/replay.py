@@ -1,7 +1,8 @@
 """Brings dropped tensors back in backward: runs a region's recipes, each op at most once per backward pass.
 
 A `CallReplay` belongs to one call. It owns no saved tensor: cells do. It holds what recipes need besides: the objects that
-forward used as parameters and their memory, the generator states, and the rebuilt values that later slots of the same backward read.
+forward used as parameters and their memory, the generator states, and the rebuilt values that later slots of the same backward
+read.
 """
 
 from __future__ import annotations
@@ -66,22 +67,16 @@ class Recipes:
         self._watched: tuple[list[int], Mapping[int, weakref.ref[Cell]]] = [], {}
         """What the last backward has read while it was watched, and what it could have read."""
         self._solo: dict[int, SegmentFunction] = {}
-        self._sources = tuple(
-            (source.place, source.is_copied, plan.geometry_of(value).offset if source.is_held else None)
-            for value, source in plan.parameters
-        )
+        self._sources = tuple((source.place, source.is_copied) for _, source in plan.parameters)
 
-    def bind(self, sources: Sequence[torch.Tensor | None]) -> list[torch.Tensor] | None:
+    def bind(self, sources: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """The very parameters of this call, or copies of their contents: the model may have others under the same names by
-        the time of backward. ``None`` if one lies elsewhere in its memory than when the region was recorded. Called below
-        autograd.
+        the time of backward. Called below autograd.
         """
         bound = []
-        for place, is_copied, offset in self._sources:
+        for place, is_copied in self._sources:
             found = sources[place]
             assert found is not None, "a call that lacks a parameter makes another stream of torch calls"
-            if offset is not None and local_of(found).storage_offset() != offset:
-                return None
             bound.append(local_of(found).clone() if is_copied else found)
         return bound
 

@@ -38,8 +38,8 @@ class Sources:
 
     ``parameters``: position in the tuple that is read at the start of a call. ``protected``: those positions whose tensor
     must not have changed since forward, with the tensor's name. ``held``: positions whose memory the call holds, each with its
-    place. ``geometries``: how the cell's tensor lies on its storage, for values that cells hold. ``links``: the input that
-    comes from the region before. ``packed``: values that are held in another form; each is brought back by a step of its own.
+    place. ``geometries``: sizes, strides and offset of the tensors that cells hold. ``links``: the input that comes from the
+    region before. ``packed``: values that are held in another form; each is brought back by a step of its own.
     ``sharded``: positions of parameters that are DTensors; recipes read their local shards.
     """
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from plimsoll.errors import InvalidModel
 from plimsoll.tracing.recorder.storages import is_plain
-from plimsoll.tracing.torch_internals import internal
+from plimsoll.tracing.torch_internals import FUNCTION_SPACES, TensorBase
 
 Number = int | float
 
@@ -97,11 +97,8 @@ class TorchCall:
 Stream = tuple[TorchCall, ...]
 
 
-_SPACES = tuple(internal(f"torch._C.{part}") for part in ("_nn", "_linalg", "_special", "_fft", "_sparse", "_nested"))
-_BUILTINS = tuple(dict(vars(space)) for space in _SPACES)
+_BUILTINS = tuple(dict(vars(space)) for space in FUNCTION_SPACES)
 """Torch's functions by name, read when Plimsoll is imported."""
-_METHODS = internal("torch._C.TensorBase")
-"""Has the methods of tensors; replacements are put on ``torch.Tensor``."""
 
 
 def unreplaced(func: Any) -> Any:
@@ -117,8 +114,8 @@ def unreplaced(func: Any) -> Any:
         return func
     for name, found in vars(torch.Tensor).items():
         if found is func:
-            return getattr(_METHODS, name, func)
-    for space, known in zip(_SPACES, _BUILTINS, strict=True):
+            return getattr(TensorBase, name, func)
+    for space, known in zip(FUNCTION_SPACES, _BUILTINS, strict=True):
         for name, found in vars(space).items():
             if found is func and known.get(name) is func:
                 raise InvalidModel(

@@ -152,8 +152,10 @@ def apply(
         plan: a plan with a usable status.
         sentinel_every: rebuilt values are compared with samples from forward in every n-th call of a region; larger
             numbers cost less on models that are bound by launches.
-        verify_every: in every n-th training call of the model one region, in turn, is verified bit for bit: what its
-            dropped tensors were goes to the disk (from a GPU to host memory) and is compared with what comes back. A
+        verify_every: in every n-th training call of the model, and in calls 2, 4, 8 … before, one region is verified bit for
+            bit, another one each time. Its dropped tensors go to the disk (from a GPU to host memory) and are compared with the
+            tensors that come back. Regions whose torch calls do not show all that they do
+            (TorchScript, custom operators, modes of yours) are verified ten times as often. A
             mismatch is warned of and noted in ``handle.faults``; backward gets the true tensor, and the region is served
             without recipes from then on. 0: never.
         ranks: as for ``plan``.

@@ -104,6 +104,12 @@ top_saved_hooks: Callable[[bool], Any] = internal("torch._C._autograd._top_saved
 are_saved_hooks_enabled: Callable[[], bool] = internal("torch._C._autograd._saved_tensors_hooks_is_enabled")
 peek_functorch: Callable[[], Any] = internal("torch._C._functorch.peek_interpreter_stack")
 """The innermost ``torch.func`` transform, or ``None``."""
+FUNCTION_SPACES: tuple[Any, ...] = tuple(
+    internal(f"torch._C.{name}") for name in ("_nn", "_linalg", "_special", "_fft", "_sparse", "_nested")
+)
+"""Modules with functions of torch's that no public name leads to."""
+TensorBase: Any = internal("torch._C.TensorBase")
+"""Has the methods that ``torch.Tensor`` inherits."""
 are_overrides_on: Callable[[], bool] = internal("torch._C._is_torch_function_enabled")
 """Whether functions ask tensors of types that override them; such types switch it off when they call the function itself."""
 count_function_modes: Callable[[], int] = internal("torch._C._len_torch_function_stack")
