@@ -60,10 +60,13 @@ def _settings_of_torch_stay() -> Iterator[None]:
     assert not left, f"this module leaves settings of torch changed: {left}"
 
 
+_SET_BY_IMPORTS = frozenset({"PYTORCH_NVML_BASED_CUDA_CHECK"})
+"""Lightning sets it when it is imported."""
+
+
 def _settings() -> dict[str, object]:
-    variables = {
-        name: value for name, value in os.environ.items() if name.startswith(("TORCH_", "PYTORCH_", "CUBLAS_"))
-    }
+    named = {name: value for name, value in os.environ.items() if name.startswith(("TORCH_", "PYTORCH_", "CUBLAS_"))}
+    variables = {name: value for name, value in named.items() if name not in _SET_BY_IMPORTS}
     kernels = ("cudnn", "flash", "math", "mem_efficient")
     return {
         **variables,
