@@ -41,6 +41,7 @@ from plimsoll.session.options import Budget, PlanOptions
 from plimsoll.session.plans_at_work import AttachedBudget
 from plimsoll.session.pressure import Pressure
 from plimsoll.session.shapes import ShapePlans, can_follow_shapes, told
+from plimsoll.session.step_levels import is_more
 from plimsoll.session.step_planner import StepPlanner
 from plimsoll.session.step_watch import (
     MeteredSituations,
@@ -100,6 +101,7 @@ class Attachment(AttachedBudget):
         self._unread = Unread(model)
         self._whole = WholeRegions(model, find_regions(model, options.regions).values() if is_gathered else ())
         self._steps = StepWatch(model, self._before_call, self._after_step)
+        self._work.on_larger_calls = self._steps.larger_call
         self._watch = OptimizerWatch(every_parameter(model), after_step=self._optimizer_stepped)
 
     def _know_nothing(self) -> None:
@@ -115,6 +117,8 @@ class Attachment(AttachedBudget):
         self._error_scale, self._tries, self._carried = 1.0, 0, Carried()
         self._counted, self._metered = CountedState(), MeteredSituations()
         self._excess_bytes = self._overrun_bytes = self._deeper = self._deep_bytes = 0
+        self._held_bytes = self._counted_held_bytes = 0
+        """What the loop holds more than when plans were made, and what it held then."""
         self._seen: set[object] = set()
         """Effects of plans that were at work before."""
 
@@ -184,6 +188,8 @@ class Attachment(AttachedBudget):
                 self._tighten(situation)
             elif self._counted.is_behind(self._watch):
                 self._count_state()
+            elif self._steps.is_between_steps:
+                self._count_held()
             if self._shaped is not None and self._planner is not None and not self.is_calibrating:
                 self._choose(self._shaped, args, kwargs, situation, self._planner.in_flight)
             if not (self.is_calibrating or situation.accumulates) and self._steps.is_between_steps:
@@ -377,6 +383,7 @@ class Attachment(AttachedBudget):
             fixed_bytes = self._counted.bytes - planned_state_bytes(own) + taken.lasting_bytes
             self._planner, measured_bytes = planner.alone(), (self._excess_bytes, fixed_bytes)
             self._climb(self._planner, plan, self._traced, measured_bytes, accumulates=self._accumulated)
+        self._counted_held_bytes = self._steps.held.bytes
         self._run(plan)
         self.is_calibrating, self._has_settled = False, True
         if self._has_ladder or self.agreement.size == 1:
@@ -411,7 +418,7 @@ class Attachment(AttachedBudget):
     def _solve_for_budget(self) -> Plan:
         """The plan for the budget less what was measured on any rank."""
         assert self._planner is not None
-        excess_bytes = self._planner.excess_bytes(self._excess_bytes + self._withheld_bytes)
+        excess_bytes = self._planner.excess_bytes(self._excess_bytes + self._withheld_bytes + self._held_bytes)
         return self._planner.solve(self._planner.budget_bytes, excess_bytes=excess_bytes, error_scale=self._error_scale)
 
     def _after_step(self) -> None:
@@ -419,9 +426,7 @@ class Attachment(AttachedBudget):
         planner, plan = self._planner, self.plan
         if self.is_calibrating or plan is None or planner is None or planner.own_budget_bytes is None:
             return
-        peak_bytes = self._steps.taken_bytes(self._watch.bytes_now)
-        cause = self._metered.ended(self._steps.nodes) if peak_bytes else ""
-        self._metered.ran(self._steps.nodes)
+        peak_bytes, cause = self._steps.taken_by(self._watch.bytes_now, self._metered)
         limit_bytes = planner.own_budget_bytes - self._withheld_bytes
         over_bytes = peak_bytes - limit_bytes
         next_ = "the next step is planned with that taken off, where a plan takes less"
@@ -466,6 +471,19 @@ class Attachment(AttachedBudget):
             with self.agreement:
                 self._excess_bytes += new_bytes
                 self._replan(f"the optimizer has {format_bytes(new_bytes)} of new state")
+
+    def _count_held(self) -> None:
+        """Take off the budget what the loop holds more than when plans were made. Ranks with one plan would have to agree on it."""
+        held = self._steps.held
+        new_bytes = self._counted.take_found(held.state_bytes)
+        more_bytes = max(0, held.bytes - self._counted_held_bytes)
+        if self._shaped is not None:
+            self._shaped.count_fixed(new_bytes)
+            self._shaped.held_bytes = more_bytes
+        elif self.agreement.size == 1 and (new_bytes or is_more(more_bytes, self._held_bytes)):
+            self._excess_bytes += new_bytes
+            self._held_bytes = more_bytes
+            self._replan("the training loop holds more than before")
 
     def _replan(self, why: str) -> None:
         """The plan for the budget with what has shown since taken off; the one with the lowest peak where none fits."""

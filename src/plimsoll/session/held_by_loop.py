@@ -1,0 +1,79 @@
+"""Finds what a training loop holds when a step begins: copies of the weights, another optimizer's state, graphs of failed steps.
+
+All that is there before the first step is no step's. From then on a reading of the allocator at the beginning of every step tells
+whether something has come up since; only then all tensors of the process are looked through, which takes as long as a small
+step. What looks like the batch is left out: other batches wait meanwhile. What turns out not to be the loop's (a data set in
+memory) is looked at less and less often.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from plimsoll.session.calibration import Carried, held_tensors, state_bytes_of
+from plimsoll.session.step_levels import is_more
+from plimsoll.tracing.meters.memory import storage_bytes
+
+_MOST_PATIENCE = 64
+"""At most so many steps pass between two looks that find nothing."""
+
+
+class HeldByLoop:
+    """What the loop holds, in bytes, besides what a step finds and counts anyway."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.carried = Carried()
+        self.bytes = 0
+        self.state_bytes = 0
+        """State of the optimizers that train the model, when it was last looked for."""
+        self.hidden_bytes = 0
+        """The part of ``bytes`` that lies in graphs which nobody can look into."""
+        self._model, self._device = model, device
+        self._seen: dict[bool, int] = {}
+        """The readings up to which all is accounted for, without gradients and with them."""
+        self._found_bytes = self._patience = self._waited = 0
+
+    def begin(
+        self,
+        reading: int | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        accumulates: bool,
+        leaves_graph: bool,
+        peak_bytes: int,
+    ) -> None:
+        """A step is about to begin, of about ``peak_bytes``. ``leaves_graph``: an earlier one has not gone through backward, or has
+        kept its graph.
+        """
+        if reading is None:
+            return
+        if not self._seen:
+            self.carried.note_before(self._device)
+        seen = self._seen.setdefault(accumulates, reading)
+        if not is_more(reading, seen, peak_bytes):
+            self.bytes = max(0, self._found_bytes - max(0, seen - reading))
+            self.hidden_bytes = min(self.hidden_bytes, self.bytes)
+            return
+        self._waited += 1
+        if self._waited < self._patience:
+            return
+        self._look(reading - seen, args, kwargs, leaves_graph=leaves_graph)
+        self._seen[accumulates] = reading
+
+    def _look(self, grown_bytes: int, args: tuple[Any, ...], kwargs: dict[str, Any], *, leaves_graph: bool) -> None:
+        before_bytes, was_visible_bytes = self._found_bytes + self.state_bytes, self._found_bytes - self.hidden_bytes
+        counted = held_tensors(self._model, args, kwargs)
+        carried = self.carried.found(self._device, (args, kwargs))
+        visible_bytes = storage_bytes([*counted, *carried], self._device) - storage_bytes(counted, self._device)
+        was_state_bytes, self.state_bytes = self.state_bytes, state_bytes_of(self._model)
+        if leaves_graph:
+            known_bytes = visible_bytes - was_visible_bytes + self.state_bytes - was_state_bytes
+            self.hidden_bytes += max(0, grown_bytes - max(0, known_bytes))
+        self._found_bytes = self.bytes = visible_bytes + self.hidden_bytes
+        has_found = self._found_bytes + self.state_bytes > before_bytes
+        self._patience = 0 if has_found else min(_MOST_PATIENCE, 2 * self._patience + 1)
+        self._waited = 0
