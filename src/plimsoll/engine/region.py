@@ -108,7 +108,7 @@ class ManagedRegion:
         self._reader = SignatureReader(module, device_type)
         self._fallback = Fallback(name)
         self._largest = LargestCall(name)
-        self._is_removed = False
+        self._is_removed = self._is_in_place = False
         self.obstacle = compiled_part(module)
         """The part of it that is compiled by torch.compile."""
 
@@ -140,14 +140,17 @@ class ManagedRegion:
         self._recordings = Recordings(MAX_SIGNATURES)
 
     def install(self) -> None:
-        self.module.forward = self
-        self._is_removed = False
+        """Take the place of the module's forward; where somebody has wrapped ours, their wrapper stays and calls it."""
+        if not (self._is_in_place and "forward" in self.module.__dict__):
+            self.module.forward = self
+        self._is_removed, self._is_in_place = False, True
 
     def remove(self) -> None:
         """Put the module's forward back as it was found; where somebody has wrapped ours, only step aside."""
         self._is_removed = True
         if self.module.__dict__.get("forward") is self:
             self._leave(self.module)
+            self._is_in_place = False
 
     def _leave(self, module: nn.Module) -> None:
         """Give the module, or a copy of it, back the forward that it had."""

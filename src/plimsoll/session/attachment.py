@@ -59,6 +59,8 @@ from plimsoll.session.step_watch import (
 from plimsoll.session.task import TrainingTask
 from plimsoll.session.tightest_rank import first_planner
 from plimsoll.tracing.fsdp2 import every_gradient, every_parameter
+from plimsoll.tracing.meters.memory import storage_bytes
+from plimsoll.tracing.recorder.calling import output_tensors
 from plimsoll.tracing.recorder.untouched import Unread
 from plimsoll.tracing.regions import find_regions
 from plimsoll.tracing.torch_internals import is_profiled
@@ -292,6 +294,7 @@ class Attachment(AttachedBudget):
             )
             if self._planner is not None and self._is_enough_for(planner):
                 return
+            self._say_traced(planner)
             earlier, self._planner = self._planner, planner
             try:
                 planner.wait_for(1 if earlier is None else earlier.in_flight)
@@ -302,6 +305,17 @@ class Attachment(AttachedBudget):
         self._run(lowest)
         self.is_calibrating, self._tries = True, 0
         self._measure(args, kwargs)
+
+    def _say_traced(self, planner: StepPlanner) -> None:
+        """Say by how much the traced step is over the budget: where the device has room its timed runs hold all that they save."""
+        over_bytes = planner.extremes.unmanaged_peak_bytes - (planner.own_budget_bytes or 0)
+        if over_bytes > 0:
+            _LOG.info(
+                "traced %s: this one step may take %s, %s more than the budget, as operations are timed on what the device has to spare",
+                type(self.model).__name__,
+                format_bytes(planner.extremes.unmanaged_peak_bytes),
+                format_bytes(over_bytes),
+            )
 
     def _heed_room(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
         """A step is about to begin: plan anew where there is less room than it takes, or has been more for a while."""
@@ -394,6 +408,7 @@ class Attachment(AttachedBudget):
         """The plan for the budget, run once: it is recorded then, beside the gradients that are among ``lasting_bytes``."""
         plan = self._solve_for_budget()
         has_trial = task is not None and any(region.dropped for region in plan.regions) and not is_profiled()
+        has_trial = has_trial and self._has_room_to_try(plan, task)
         if task is None or self._planner is None or not self.agreement.every("trial", holds=has_trial):
             return plan
         step = dataclasses.replace(task, optimizer=self._optimizer or optimizer_in_view(self.model)).step()
@@ -407,6 +422,18 @@ class Attachment(AttachedBudget):
             seen_bytes = self._planner.mistake_bytes + (self._planner.recording_bytes if self._tries == 1 else 0)
             seen_bytes += min(lasting_bytes, step.gradient_bytes())
             return self._planner.confirmed_beside(plan, step, self._excess_bytes, resolve, seen_bytes=seen_bytes)
+
+    def _has_room_to_try(self, plan: Plan, task: TrainingTask | None) -> bool:
+        """Whether a trial stays within the budget: besides the step it holds copies of the buffers, twice, of the batch and of the
+        gradients. Without one the next step shows what the plan takes: it is measured, too.
+        """
+        assert self._planner is not None
+        budget_bytes = self._planner.budget_bytes or 0
+        model, batch = self.model, () if task is None else output_tensors(task.call())
+        buffers, device = list(model.buffers()), self._steps.device
+        copied_bytes = 2 * storage_bytes(buffers, device) + storage_bytes([*batch, *every_gradient(model)], device)
+        taken_bytes = plan.predicted_peak_bytes + self._excess_bytes + copied_bytes
+        return not is_more(taken_bytes, budget_bytes)
 
     @contextlib.contextmanager
     def _tracing(self) -> Iterator[None]:
@@ -426,8 +453,8 @@ class Attachment(AttachedBudget):
         planner, plan = self._planner, self.plan
         if self.is_calibrating or plan is None or planner is None or planner.own_budget_bytes is None:
             return
-        peak_bytes, cause = self._steps.taken_by(self._watch.bytes_now, self._metered)
         limit_bytes = planner.own_budget_bytes - self._withheld_bytes
+        peak_bytes, cause = self._steps.taken_by(self._watch.bytes_now, self._metered, limit_bytes)
         over_bytes = peak_bytes - limit_bytes
         next_ = "the next step is planned with that taken off, where a plan takes less"
         if self._shaped is not None and over_bytes > 0 and self._metered.has_run_more and self.agreement.size == 1:

@@ -128,7 +128,7 @@ class CompiledAttachment(AttachedBudget):
         plan = self.plan
         if plan is None or plan.budget_bytes is None:
             return
-        peak_bytes, cause = self._steps.taken_by(planned_state_bytes(plan), self._metered)
+        peak_bytes, cause = self._steps.taken_by(planned_state_bytes(plan), self._metered, plan.budget_bytes)
         if peak_bytes and self._shaped is not None:
             self._shaped.note_peak(peak_bytes)
         if peak_bytes > plan.budget_bytes:

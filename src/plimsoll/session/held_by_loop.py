@@ -2,8 +2,9 @@
 
 All that is there before the first step is no step's. From then on a reading of the allocator at the beginning of every step tells
 whether something has come up since; only then all tensors of the process are looked through, which takes as long as a small
-step. What looks like the batch is left out: other batches wait meanwhile. What turns out not to be the loop's (a data set in
-memory) is looked at less and less often.
+step. What looks like the batch is left out: other batches wait meanwhile. So is what becomes more in step after step: a record
+that the loop keeps (outputs, for a metric), and no part of a step. Where nothing is found (a data set was read into memory)
+looks become rarer.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ class HeldByLoop:
         self._seen: dict[bool, int] = {}
         """The readings up to which all is accounted for, without gradients and with them."""
         self._found_bytes = self._patience = self._waited = 0
+        self._record_bytes = self._run_bytes = 0
+        """What was found to be a record, and what steps in a row have found more."""
 
     def begin(
         self,
@@ -57,6 +60,7 @@ class HeldByLoop:
         if not is_more(reading, seen, peak_bytes):
             self.bytes = max(0, self._found_bytes - max(0, seen - reading))
             self.hidden_bytes = min(self.hidden_bytes, self.bytes)
+            self._run_bytes = 0
             return
         self._waited += 1
         if self._waited < self._patience:
@@ -69,6 +73,7 @@ class HeldByLoop:
         counted = held_tensors(self._model, args, kwargs)
         carried = self.carried.found(self._device, (args, kwargs))
         visible_bytes = storage_bytes([*counted, *carried], self._device) - storage_bytes(counted, self._device)
+        visible_bytes = self._without_records(max(0, visible_bytes - self._record_bytes), was_visible_bytes)
         was_state_bytes, self.state_bytes = self.state_bytes, state_bytes_of(self._model)
         if leaves_graph:
             known_bytes = visible_bytes - was_visible_bytes + self.state_bytes - was_state_bytes
@@ -77,3 +82,13 @@ class HeldByLoop:
         has_found = self._found_bytes + self.state_bytes > before_bytes
         self._patience = 0 if has_found else min(_MOST_PATIENCE, 2 * self._patience + 1)
         self._waited = 0
+
+    def _without_records(self, visible_bytes: int, was_visible_bytes: int) -> int:
+        """What is no record of the loop's: those grow in two steps in a row."""
+        more_bytes = max(0, visible_bytes - was_visible_bytes)
+        is_record = more_bytes > 0 and self._run_bytes > 0
+        self._run_bytes += more_bytes
+        if not is_record:
+            return visible_bytes
+        self._record_bytes += min(visible_bytes, self._run_bytes)
+        return max(0, visible_bytes - self._run_bytes)

@@ -43,17 +43,18 @@ class StepLevels:
         """What was higher in the last step than in measured ones."""
         self._device = device
         self._begin_bytes: int | None = None
-        self._expected = self._forward = self._loss = self._end = 0
+        self._expected = self._forward = self._loss = self._end = self._loss_nodes = 0
+        self._most_loss_nodes: int | None = None
         self._forward_share = self._loss_share = 0.0
         """The most that measured steps have held when forward ended and when backward began, in units of what was expected."""
-        self._most_end = 0
+        self._most_end = self._most_bytes = 0
         self._base_bytes = 0
         """What was there when a measured step began, but for optimizer state."""
 
     def begin(self) -> None:
         """A step's first forward begins."""
         self._begin_bytes = self.read()
-        self._expected = self._forward = self._loss = self._end = 0
+        self._expected = self._forward = self._loss = self._end = self._loss_nodes = 0
 
     def read(self) -> int | None:
         """What is allocated now."""
@@ -74,8 +75,11 @@ class StepLevels:
         self._expected += self.expected_forward_bytes or 1
         self._forward = max(self._forward, self.above_begin())
 
-    def backward_begins(self) -> None:
-        """A backward has reached what a forward returned."""
+    def backward_begins(self, nodes: int) -> None:
+        """A backward has reached what a forward returned. The loop has made ``nodes`` autograd nodes since: its loss, part of which
+        is gone by now.
+        """
+        self._loss_nodes = max(self._loss_nodes, nodes)
         self._loss = max(self._loss, self.above_begin())
 
     def backward_ended(self) -> None:
@@ -92,6 +96,13 @@ class StepLevels:
             self._forward_share = max(self._forward_share, self._forward / self._expected)
             self._loss_share = max(self._loss_share, self._loss / self._expected)
         self._most_end = max(self._most_end, self._end)
+        self._most_bytes = max(self._most_bytes, self._forward, self._loss)
+        self._most_loss_nodes = max(self._most_loss_nodes or 0, self._loss_nodes)
+
+    @property
+    def has_larger_loss(self) -> bool:
+        """Whether the loop has made more autograd nodes between forward and backward than in any measured step."""
+        return self._most_loss_nodes is not None and self._loss_nodes > self._most_loss_nodes
 
     def estimated_peak_bytes(self, state_bytes: int) -> int:
         """About what the step that ends has taken, with ``state_bytes`` of an optimizer, where it stood higher at some moment than
@@ -107,7 +118,9 @@ class StepLevels:
             ("backward began", self._loss, self._loss_share * self._expected),
             ("backward had ended", self._end, self._most_end),
         )
-        higher = [(when, found, known) for when, found, known in moments if is_more(found, known)]
+        # What nodes and the allocator's own records take does not shrink with the batch.
+        scale_bytes = max(self._most_bytes, *(known for _, _, known in moments))
+        higher = [(when, found, known) for when, found, known in moments if is_more(found, known, scale_bytes)]
         if not higher:
             return 0
         when, found, known = higher[0]

@@ -187,8 +187,7 @@ class MeteredSituations:
         return cause or self._run_more(nodes, before) or "it takes more than was predicted"
 
     def estimated(self, nodes: int, cause: str) -> str:
-        """The step that ends was not metered, and has taken more than those that were; the next one is to be metered."""
-        self.expect()
+        """Why the step that ends has taken more than its limit, although it was not metered."""
         more = self._run_more(nodes, self._metered_nodes)
         return f"{more or cause}; the step was not measured, and this is an estimate"
 
@@ -258,7 +257,7 @@ class StepWatch:
         """The most that ``taken_bytes`` has told of any step."""
         self.in_flight = 1
         """How many forwards the last step had before one backward."""
-        self.nodes = self._first_node = self._compiled_before = 0
+        self.nodes = self._first_node = self._last_node = self._compiled_before = 0
         """The most autograd nodes that a forward of the step has made, but for forwards that compiled something: that makes
         nodes, too."""
         self._watch = OptimizerWatch(())
@@ -345,9 +344,9 @@ class StepWatch:
             self.running.static_bytes += made_bytes
             self._larger, self._made_bytes = text, made_bytes
 
-    def taken_by(self, state_bytes: int, situations: MeteredSituations) -> tuple[int, str]:
+    def taken_by(self, state_bytes: int, situations: MeteredSituations, limit_bytes: int) -> tuple[int, str]:
         """What the step that is over took up to its last backward, with ``state_bytes`` of an optimizer, and what was new about
-        it; 0 if that was not measured and no more than expected.
+        it; 0 if that was not measured and is not estimated to be above the limit.
         """
         step, self.measured = self.measured, None
         risen_bytes, self.risen_bytes = self.risen_bytes, 0
@@ -364,8 +363,11 @@ class StepWatch:
         if step is not None:
             self.levels.learn(step.static_bytes - made_bytes)
         elif not peak_bytes:
-            peak_bytes = self.levels.estimated_peak_bytes(state_bytes)
-            cause = situations.estimated(self.nodes, self.levels.cause) if peak_bytes else ""
+            estimated_bytes = self.levels.estimated_peak_bytes(state_bytes)
+            if estimated_bytes or self.levels.has_larger_loss:
+                situations.expect()
+            if estimated_bytes > limit_bytes:
+                peak_bytes, cause = estimated_bytes, situations.estimated(self.nodes, self.levels.cause)
         situations.ran(self.nodes)
         return peak_bytes, cause
 
@@ -455,6 +457,7 @@ class StepWatch:
                 self.nodes = max(self.nodes, sequence_number() - self._first_node)
             self.graphs.note(output)
             self.levels.forward_ended()
+            self._last_node = sequence_number()
             self._note(LOSS)
 
     def _note(self, part: str) -> None:
@@ -462,7 +465,7 @@ class StepWatch:
             self.running.note(part)
 
     def _backward_begins(self) -> None:
-        self.levels.backward_begins()
+        self.levels.backward_begins(sequence_number() - self._last_node)
         self._note(BACKWARD)
 
     def _backward_ended(self) -> None:
@@ -516,7 +519,7 @@ class BudgetWatch:
         self._steps.meter_if_new(args, kwargs, situation, self._metered)
 
     def _after_step(self) -> None:
-        peak_bytes, cause = self._steps.taken_by(self._state_bytes, self._metered)
+        peak_bytes, cause = self._steps.taken_by(self._state_bytes, self._metered, self._budget_bytes)
         levels = self._steps.levels
         levels.expected_peak_bytes = max(levels.expected_peak_bytes, peak_bytes)
         if peak_bytes > self._budget_bytes and is_more(peak_bytes, self._said_bytes):
