@@ -9,7 +9,7 @@ looks become rarer.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,6 +20,15 @@ from plimsoll.tracing.meters.memory import storage_bytes
 
 _MOST_PATIENCE = 64
 """At most so many steps pass between two looks that find nothing."""
+_MOST_LEVELS = 8
+
+
+class _Level(NamedTuple):
+    """A reading at the beginning of a step, and what the loop held then, in all and hidden in graphs."""
+
+    reading: int
+    bytes: int
+    hidden_bytes: int
 
 
 class HeldByLoop:
@@ -33,9 +42,9 @@ class HeldByLoop:
         self.hidden_bytes = 0
         """The part of ``bytes`` that lies in graphs which nobody can look into."""
         self._model, self._device = model, device
-        self._seen: dict[bool, int] = {}
-        """The readings up to which all is accounted for, without gradients and with them."""
-        self._found_bytes = self._patience = self._waited = 0
+        self._levels: dict[bool, list[_Level]] = {}
+        """Known levels, the last one last, of steps that begin without gradients and with them."""
+        self._patience = self._waited = 0
         self._record_bytes = self._run_bytes = 0
         """What was found to be a record, and what steps in a row have found more."""
 
@@ -54,22 +63,33 @@ class HeldByLoop:
         """
         if reading is None:
             return
-        if not self._seen:
+        if not self._levels:
             self.carried.note_before(self._device)
-        seen = self._seen.setdefault(accumulates, reading)
-        if not is_more(reading, seen, peak_bytes):
-            self.bytes = max(0, self._found_bytes - max(0, seen - reading))
-            self.hidden_bytes = min(self.hidden_bytes, self.bytes)
+        levels = self._levels.setdefault(accumulates, [_Level(reading, self.bytes, self.hidden_bytes)])
+        last = levels[-1]
+        # A loop may go to and fro between levels, as with a second pass at perturbed weights.
+        level = next((each for each in reversed(levels) if _is_at(reading, each, peak_bytes)), None)
+        if level is None and reading > last.reading:
+            self._waited += 1
+            if self._waited < self._patience:
+                return
+            self._look(reading - last.reading, args, kwargs, leaves_graph=leaves_graph)
+            level = _Level(reading, self.bytes, self.hidden_bytes)
+        else:
             self._run_bytes = 0
-            return
-        self._waited += 1
-        if self._waited < self._patience:
-            return
-        self._look(reading - seen, args, kwargs, leaves_graph=leaves_graph)
-        self._seen[accumulates] = reading
+            if level is None:
+                held_bytes = max(0, last.bytes - (last.reading - reading))
+                level = _Level(reading, held_bytes, min(held_bytes, last.hidden_bytes))
+                # What was above and is gone was not the loop's.
+                levels[:] = [each for each in levels if each.bytes or each.reading < reading]
+        self.bytes, self.hidden_bytes = level.bytes, level.hidden_bytes
+        if level in levels:
+            levels.remove(level)
+        levels.append(level)
+        del levels[:-_MOST_LEVELS]
 
     def _look(self, grown_bytes: int, args: tuple[Any, ...], kwargs: dict[str, Any], *, leaves_graph: bool) -> None:
-        before_bytes, was_visible_bytes = self._found_bytes + self.state_bytes, self._found_bytes - self.hidden_bytes
+        before_bytes, was_visible_bytes = self.bytes + self.state_bytes, self.bytes - self.hidden_bytes
         counted = held_tensors(self._model, args, kwargs)
         carried = self.carried.found(self._device, (args, kwargs))
         visible_bytes = storage_bytes([*counted, *carried], self._device) - storage_bytes(counted, self._device)
@@ -78,8 +98,8 @@ class HeldByLoop:
         if leaves_graph:
             known_bytes = visible_bytes - was_visible_bytes + self.state_bytes - was_state_bytes
             self.hidden_bytes += max(0, grown_bytes - max(0, known_bytes))
-        self._found_bytes = self.bytes = visible_bytes + self.hidden_bytes
-        has_found = self._found_bytes + self.state_bytes > before_bytes
+        self.bytes = visible_bytes + self.hidden_bytes
+        has_found = self.bytes + self.state_bytes > before_bytes
         self._patience = 0 if has_found else min(_MOST_PATIENCE, 2 * self._patience + 1)
         self._waited = 0
 
@@ -90,5 +110,10 @@ class HeldByLoop:
         self._run_bytes += more_bytes
         if not is_record:
             return visible_bytes
-        self._record_bytes += min(visible_bytes, self._run_bytes)
-        return max(0, visible_bytes - self._run_bytes)
+        record_bytes = min(visible_bytes, self._run_bytes)
+        self._record_bytes += record_bytes
+        return visible_bytes - record_bytes
+
+
+def _is_at(reading: int, level: _Level, scale_bytes: int) -> bool:
+    return not is_more(max(reading, level.reading), min(reading, level.reading), scale_bytes)
