@@ -386,15 +386,14 @@ def _regions(plan: Plan) -> dict[str, tuple[RegionPlan, ...]]:
 
 
 def _managed_regions(plan: Plan) -> dict[str, tuple[RegionPlan, ...]]:
-    """The regions that get a wrapper: those that do not keep everything, those behind which transfers hide, and the first one,
-    which shows how large a call of the model becomes.
+    """The regions that get a wrapper: those that do not keep everything, those behind which transfers hide, and the first one.
+
+    The input of the first region shows how large a call of the model becomes.
     """
     hides = hiding(plan.regions)
     regions = _regions(plan)
     found = {
-        name: calls
-        for name, calls in regions.items()
-        if name in hides or not all(call.is_untouched for call in calls)
+        name: calls for name, calls in regions.items() if name in hides or not all(call.is_untouched for call in calls)
     }
     first = next(iter(regions), None)
     return found if not found or first is None else {first: regions[first], **found}

@@ -1,7 +1,7 @@
-"""Tells whoever measures training steps that a region receives a larger call than ever before, before the call runs.
+"""Notices, before it runs, a call of a region that is larger than all calls before it.
 
-Sizes inside a model may follow the data: padding that is dropped before the blocks, samples that grow in number, tokens that are
-pruned. The batch does not show that; what the regions receive does.
+Sizes inside a model may follow the data: it drops padding before its blocks, draws more samples, prunes tokens. The shapes of
+the batch do not show that. The inputs of the regions do.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ Listener = Callable[[str], None]
 
 
 class LargerCalls:
-    """Passes on what regions notice; ``listener`` gets a sentence for a warning."""
+    """Passes on what regions notice: ``listener`` gets a sentence for a warning."""
 
     def __init__(self) -> None:
         self.listener: Listener | None = None
 
     def say(self, text: str) -> None:
-        """Tell the listener, if there is one."""
+        """Tell the listener."""
         if self.listener is not None:
             self.listener(text)
 

@@ -140,7 +140,7 @@ class ManagedRegion:
         self._recordings = Recordings(MAX_SIGNATURES)
 
     def install(self) -> None:
-        """Take the place of the module's forward; where somebody has wrapped ours, their wrapper stays and calls it."""
+        """Replace the module's forward. A wrapper that the user has put around ours stays, and calls it."""
         if not (self._is_in_place and "forward" in self.module.__dict__):
             self.module.forward = self
         self._is_removed, self._is_in_place = False, True

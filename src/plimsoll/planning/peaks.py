@@ -40,8 +40,8 @@ _SNAP = 1e-3
 class Forecast:
     """What one plan takes at one size of the batch.
 
-    ``before_optimizer_bytes`` is the peak of forward and backward, ``peak_bytes`` that of the whole step. ``forward_bytes`` are
-    alive at the end of forward, more than at its beginning.
+    ``before_optimizer_bytes`` is the peak of forward and backward, ``peak_bytes`` the peak of the whole step.
+    ``forward_bytes`` is what forward adds: alive at its end, minus alive at its beginning.
     """
 
     before_optimizer_bytes: int
@@ -109,8 +109,8 @@ class ShapedStep(Generic[S]):
 
 @dataclass(frozen=True, slots=True)
 class ShapedPlan:
-    """One plan at every shape of a family: coefficients of moments before the optimizer's step and in it, of what forward adds,
-    and of seconds.
+    """One plan at every shape of a family: coefficients of moments before and in the optimizer's step, of the bytes that
+    forward adds, and of seconds.
     """
 
     before: Floats

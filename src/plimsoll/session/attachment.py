@@ -307,11 +307,12 @@ class Attachment(AttachedBudget):
         self._measure(args, kwargs)
 
     def _say_traced(self, planner: StepPlanner) -> None:
-        """Say by how much the traced step is over the budget: where the device has room its timed runs hold all that they save."""
+        """Log by how much the traced step may exceed the budget: timed runs hold everything if the device has room for it."""
         over_bytes = planner.extremes.unmanaged_peak_bytes - (planner.own_budget_bytes or 0)
         if over_bytes > 0:
             _LOG.info(
-                "traced %s: this one step may take %s, %s more than the budget, as operations are timed on what the device has to spare",
+                "traced %s: this one step may take %s, %s more than the budget; the device has room for it, and operations "
+                "are timed as in training",
                 type(self.model).__name__,
                 format_bytes(planner.extremes.unmanaged_peak_bytes),
                 format_bytes(over_bytes),
@@ -424,8 +425,9 @@ class Attachment(AttachedBudget):
             return self._planner.confirmed_beside(plan, step, self._excess_bytes, resolve, seen_bytes=seen_bytes)
 
     def _has_room_to_try(self, plan: Plan, task: TrainingTask | None) -> bool:
-        """Whether a trial stays within the budget: besides the step it holds copies of the buffers, twice, of the batch and of the
-        gradients. Without one the next step shows what the plan takes: it is measured, too.
+        """Whether a trial stays within the budget: it holds two copies of the buffers, one of the batch, one of the gradients.
+
+        Without a trial the next step shows what the plan takes, as that step is measured.
         """
         assert self._planner is not None
         budget_bytes = self._planner.budget_bytes or 0
@@ -500,7 +502,10 @@ class Attachment(AttachedBudget):
                 self._replan(f"the optimizer has {format_bytes(new_bytes)} of new state")
 
     def _count_held(self) -> None:
-        """Take off the budget what the loop holds more than when plans were made. Ranks with one plan would have to agree on it."""
+        """Subtract from the budget what the loop holds now and did not hold when plans were made.
+
+        Not on ranks that share one plan: they would have to agree on it.
+        """
         held = self._steps.held
         new_bytes = self._counted.take_found(held.state_bytes)
         more_bytes = max(0, held.bytes - self._counted_held_bytes)

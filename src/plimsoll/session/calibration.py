@@ -171,7 +171,7 @@ class CountedState:
         return new_bytes
 
     def take_found(self, found_bytes: int) -> int:
-        """Count state of optimizers that was found, and say how much of it is new."""
+        """Count optimizer state that was found, and return how many bytes of it are new."""
         new_bytes = max(0, found_bytes - self.bytes)
         self.bytes += new_bytes
         return new_bytes

@@ -1,10 +1,10 @@
-"""Finds what a training loop holds when a step begins: copies of the weights, another optimizer's state, graphs of failed steps.
+"""Finds what a training loop holds when a step begins: a copy of the weights, another optimizer's state, a failed step's graph.
 
-All that is there before the first step is no step's. From then on a reading of the allocator at the beginning of every step tells
-whether something has come up since; only then all tensors of the process are looked through, which takes as long as a small
-step. What looks like the batch is left out: other batches wait meanwhile. So is what becomes more in step after step: a record
-that the loop keeps (outputs, for a metric), and no part of a step. Where nothing is found (a data set was read into memory)
-looks become rarer.
+Memory that exists before the first step does not count. From then on the allocator is read at the beginning of every step.
+Only if more is allocated than before, all tensors of the process are searched, which takes as long as a small step. Tensors that look
+like the batch do not count: other batches wait to be trained on. Tensors that become more in two steps in a row do not count
+either: they are a record that the loop keeps, such as outputs for a metric. If a search finds nothing (a data set was read
+into memory), the next one waits longer.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from plimsoll.session.step_levels import is_more
 from plimsoll.tracing.meters.memory import storage_bytes
 
 _MOST_PATIENCE = 64
-"""At most so many steps pass between two looks that find nothing."""
+"""The most steps between two searches that find nothing."""
 _MOST_LEVELS = 8
 
 
 class _Level(NamedTuple):
-    """A reading at the beginning of a step, and what the loop held then, in all and hidden in graphs."""
+    """A reading at the beginning of a step, the bytes that the loop held then, and how many of them graphs hid."""
 
     reading: int
     bytes: int
@@ -32,21 +32,21 @@ class _Level(NamedTuple):
 
 
 class HeldByLoop:
-    """What the loop holds, in bytes, besides what a step finds and counts anyway."""
+    """Bytes that the loop holds, without parameters, gradients, buffers, optimizer state and the batch."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.carried = Carried()
         self.bytes = 0
         self.state_bytes = 0
-        """State of the optimizers that train the model, when it was last looked for."""
+        """State of the optimizers that train the model, as the last search found it."""
         self.hidden_bytes = 0
-        """The part of ``bytes`` that lies in graphs which nobody can look into."""
+        """The part of ``bytes`` that autograd graphs hold, where Python finds no tensors."""
         self._model, self._device = model, device
         self._levels: dict[bool, list[_Level]] = {}
         """Known levels, the last one last, of steps that begin without gradients and with them."""
         self._patience = self._waited = 0
         self._record_bytes = self._run_bytes = 0
-        """What was found to be a record, and what steps in a row have found more."""
+        """Bytes of records, and bytes that consecutive steps have added."""
 
     def begin(
         self,
@@ -58,8 +58,9 @@ class HeldByLoop:
         leaves_graph: bool,
         peak_bytes: int,
     ) -> None:
-        """A step is about to begin, of about ``peak_bytes``. ``leaves_graph``: an earlier one has not gone through backward, or has
-        kept its graph.
+        """Update ``bytes`` before a step of about ``peak_bytes``.
+
+        ``leaves_graph``: an earlier step has failed before its backward ended, or has retained its graph.
         """
         if reading is None:
             return
@@ -67,7 +68,7 @@ class HeldByLoop:
             self.carried.note_before(self._device)
         levels = self._levels.setdefault(accumulates, [_Level(reading, self.bytes, self.hidden_bytes)])
         last = levels[-1]
-        # A loop may go to and fro between levels, as with a second pass at perturbed weights.
+        # A loop may alternate between levels, for instance with a second pass at perturbed weights.
         level = next((each for each in reversed(levels) if _is_at(reading, each, peak_bytes)), None)
         if level is None and reading > last.reading:
             self._waited += 1
@@ -80,7 +81,7 @@ class HeldByLoop:
             if level is None:
                 held_bytes = max(0, last.bytes - (last.reading - reading))
                 level = _Level(reading, held_bytes, min(held_bytes, last.hidden_bytes))
-                # What was above and is gone was not the loop's.
+                # Higher levels at which the loop held nothing are out of date: other memory was freed.
                 levels[:] = [each for each in levels if each.bytes or each.reading < reading]
         self.bytes, self.hidden_bytes = level.bytes, level.hidden_bytes
         if level in levels:
@@ -104,7 +105,7 @@ class HeldByLoop:
         self._waited = 0
 
     def _without_records(self, visible_bytes: int, was_visible_bytes: int) -> int:
-        """What is no record of the loop's: those grow in two steps in a row."""
+        """The bytes without records, which are tensors that have grown in two consecutive steps."""
         more_bytes = max(0, visible_bytes - was_visible_bytes)
         is_record = more_bytes > 0 and self._run_bytes > 0
         self._run_bytes += more_bytes

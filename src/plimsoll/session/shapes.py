@@ -258,8 +258,9 @@ class ShapePlans:
         return self._budget_bytes - self.withheld_bytes - self.held_bytes - self.unseen_bytes(shapes)
 
     def expected(self) -> tuple[int, int]:
-        """What forward is predicted to add to what is there in the step for which a plan was chosen last, and that step's peak
-        with all that was measured on top; zeros where nothing tells.
+        """For the step that a plan was chosen for last: the bytes that forward adds, and the peak with what was measured on top.
+
+        Zeros if nothing predicts them.
         """
         if self._current is None:
             return 0, 0

@@ -172,8 +172,9 @@ class MeteredSituations:
         self._known.append(situation)
 
     def ended(self, nodes: int, in_flight: int) -> str:
-        """The step that began last is over, and its peak is known; says what was new about it. A forward of it has made so many
-        autograd nodes, and so many forwards have waited at once.
+        """Return what was new about the step that began last; it is over, and its peak is known.
+
+        Its largest forward has made ``nodes`` autograd nodes, and ``in_flight`` forwards have waited at once.
         """
         before, self._metered_nodes = self._metered_nodes, max(self._metered_nodes, nodes)
         self.has_run_more = False
@@ -187,7 +188,7 @@ class MeteredSituations:
         return cause or self._run_more(nodes, before) or "it takes more than was predicted"
 
     def estimated(self, nodes: int, cause: str) -> str:
-        """Why the step that ends has taken more than its limit, although it was not metered."""
+        """The cause for a step that was not metered and exceeds its limit by an estimate."""
         more = self._run_more(nodes, self._metered_nodes)
         return f"{more or cause}; the step was not measured, and this is an estimate"
 
@@ -240,13 +241,13 @@ class StepWatch:
         self.held = HeldByLoop(model, self.device)
         self._version = 0
         self._has_raised = False
-        """Whether a forward has, and somebody may hold what it had made."""
+        """Whether a forward has raised. Its traceback may hold what it had made."""
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         """The training call that runs, if it is the first of its step."""
         self._larger = ""
-        """What has made the step be measured from within its first forward on."""
+        """Why the step is measured from within its first forward."""
         self._made_bytes = 0
-        """What that forward had made by then."""
+        """Bytes that this forward had added by then."""
         self.running: MeasuredStep | None = None
         self.measured: MeasuredStep | None = None
         self.rising = RisingPeak(self.device)
@@ -330,9 +331,9 @@ class StepWatch:
             self.meter(args, kwargs)
 
     def larger_call(self, text: str) -> None:
-        """A region is about to receive a larger call than any before it (``text`` says so): measure the step from here on.
+        """Measure the step from here on: a region is about to run its largest call so far, as ``text`` says.
 
-        Not where much of the step is there already, as a meter does not see the end of what was made before it.
+        Not if forward has added much already: the meter does not see when tensors from before it are freed.
         """
         is_first = self._call is not None and self.running is None and not self._is_blind
         if not is_first or self.device.type != "cpu" or not self.levels.is_early():
@@ -345,8 +346,9 @@ class StepWatch:
             self._larger, self._made_bytes = text, made_bytes
 
     def taken_by(self, state_bytes: int, situations: MeteredSituations, limit_bytes: int) -> tuple[int, str]:
-        """What the step that is over took up to its last backward, with ``state_bytes`` of an optimizer, and what was new about
-        it; 0 if that was not measured and is not estimated to be above the limit.
+        """The peak of the step that is over, up to its last backward, with ``state_bytes`` of optimizer state, and the cause.
+
+        0 if the step was not measured, and its estimated peak is within the limit.
         """
         step, self.measured = self.measured, None
         risen_bytes, self.risen_bytes = self.risen_bytes, 0
@@ -405,7 +407,7 @@ class StepWatch:
         if self._is_blind:
             return
         if not self.is_between_steps and self.graphs.has_backward and self._versions() != self._version:
-            self.graphs.abandon()  # an optimizer has stepped meanwhile: what waits is left from a step that failed
+            self.graphs.abandon()  # an optimizer has stepped since: these graphs belong to a step that failed
         if self.is_between_steps:
             self.end_step()
             self._watch.remove()
@@ -428,15 +430,15 @@ class StepWatch:
                 self.levels.begin()
 
     def _look_at_loop(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, accumulates: bool) -> None:
-        """See what the loop holds when a step begins."""
+        """Find what the loop holds when a step begins."""
         self._version = self._versions()
         left, self._has_raised = self.graphs.has_left or self._has_raised, False
         reading, peak_bytes = self.levels.read(), self.levels.expected_peak_bytes
         self.held.begin(reading, args, kwargs, accumulates=accumulates, leaves_graph=left, peak_bytes=peak_bytes)
 
     def _versions(self) -> int:
-        """Another number when an optimizer has stepped."""
-        return sum([parameter._version for parameter in self._parameters])
+        """A number that changes when an optimizer steps."""
+        return sum(parameter._version for parameter in self._parameters)
 
     def _begin_rising(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         allocated_bytes = self.rising.begin()
@@ -487,7 +489,7 @@ def taken_beside(
 class BudgetWatch:
     """Says once when training under an applied plan takes more than its budget, in a step that the plan was not made for.
 
-    Its first step is measured whatever it is: a batch of the planned shape may still make larger sizes inside the model.
+    The first step is always measured: a batch of the planned shape may still lead to larger sizes inside the model.
     """
 
     def __init__(self, model: nn.Module, handle: Handle, plan: Plan, budget_bytes: int) -> None:

@@ -33,7 +33,7 @@ class OpenGraphs:
     def __init__(self, on_backward_end: Callable[[], None], on_backward: Callable[[], None]) -> None:
         self._waiting: weakref.WeakSet[_Graph] = weakref.WeakSet()
         self._left: weakref.WeakSet[_Graph] = weakref.WeakSet()
-        """Whose backward nobody runs any more, or has run with ``retain_graph``."""
+        """Graphs that were abandoned before their backward, or whose backward has retained them."""
         self._on_backward_end, self._on_backward = on_backward_end, on_backward
         self._task = -1
         self.most = 0

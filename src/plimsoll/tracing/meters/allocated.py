@@ -1,10 +1,10 @@
-"""Reads how many bytes are allocated right now, in microseconds: cheap enough for several readings in every training step.
+"""Reads in microseconds how many bytes are allocated now: cheap enough for several readings in every training step.
 
-On CUDA this is the caching allocator's own counter. On a CPU torch's allocator keeps no counter: it takes memory from the C
-library, and the GNU C library counts what it has given out (``mallinfo2``, since 2.33). That count includes the rest of the
-process (Python's larger objects, buffers of BLAS), so only differences within a step mean something; between two equal steps
-they differ by a few kilobytes. A C library that does not count torch's memory (musl, macOS, a preloaded jemalloc) is found
-out by a test allocation, and nothing is read there.
+On CUDA the caching allocator counts. On a CPU torch's allocator does not: it takes memory from the C library. The GNU C
+library counts the bytes that are in use (``mallinfo2``, since 2.33). Its count includes the rest of the process (large Python objects,
+buffers of BLAS), so only differences within a step mean something. They differ by a few kilobytes between equal steps.
+A test allocation shows whether the C library counts torch's memory. It does not with musl, on macOS, or under jemalloc; then
+nothing is read.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def allocated_bytes(device: torch.device) -> int | None:
-    """Bytes that are allocated on the device now; on a CPU those of the whole process. ``None`` where nobody counts them."""
+    """Bytes that are allocated on the device now; on a CPU by the whole process. ``None`` if nothing counts them."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     read = _heap_reader() if device.type == "cpu" else None
@@ -46,10 +46,10 @@ def allocated_bytes(device: torch.device) -> int | None:
 
 @functools.cache
 def _heap_reader() -> Callable[[], int] | None:
-    """What reads the C library's count; ``None`` where there is none, or where it does not see torch's memory."""
+    """A function that reads the C library's count; ``None`` if the library does not count torch's memory."""
     try:
         mallinfo = ctypes.CDLL(None).mallinfo2
-    except (AttributeError, OSError, TypeError):  # an older or another C library; Windows has no such handle
+    except (AttributeError, OSError, TypeError):  # another C library, or Windows
         return None
     mallinfo.restype, mallinfo.argtypes = _Mallinfo2, ()
 
