@@ -5,8 +5,8 @@
 
 The first table trains models whose sizes inside follow the data while batches keep their shape, under ``attach``. Peaks are
 counted from outside (`tests/metering.py`). A step is silent if it is over the budget, no warning comes within two steps, and
-its peak is higher than that of every step that a warning has named. The second table gives the processor time of one step, and of
-its readings, in the same rounds on one thread.
+its peak is higher than that of every step that a warning has named. The second table gives the processor time of one step, and
+of its readings, in the same rounds on one thread.
 """
 
 from __future__ import annotations

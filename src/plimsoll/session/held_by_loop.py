@@ -1,10 +1,10 @@
 """Finds what a training loop holds when a step begins: a copy of the weights, another optimizer's state, a failed step's graph.
 
-Memory that exists before the first step does not count. From then on the allocator is read at the beginning of every step.
-Only if more is allocated than before, all tensors of the process are searched, which takes as long as a small step. Tensors that look
-like the batch do not count: other batches wait to be trained on. Tensors that become more in two steps in a row do not count
-either: they are a record that the loop keeps, such as outputs for a metric. If a search finds nothing (a data set was read
-into memory), the next one waits longer.
+Memory that exists before the first step does not count. From then on the allocator is read at the beginning of every step. Only
+if more is allocated than before, all tensors of the process are searched, which takes as long as a small step. Tensors that
+look like the batch do not count: other batches wait to be trained on. Tensors that become more in two steps in a row do not
+count either: they are a record that the loop keeps, such as outputs for a metric. If a search finds nothing (a data set was
+read into memory), the next one waits longer.
 """
 
 from __future__ import annotations

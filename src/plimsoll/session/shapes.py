@@ -258,7 +258,7 @@ class ShapePlans:
         return self._budget_bytes - self.withheld_bytes - self.held_bytes - self.unseen_bytes(shapes)
 
     def expected(self) -> tuple[int, int]:
-        """For the step that a plan was chosen for last: the bytes that forward adds, and the peak with what was measured on top.
+        """For the step that a plan was chosen for last: the bytes that forward adds, and the peak with all that was measured.
 
         Zeros if nothing predicts them.
         """

@@ -1,10 +1,10 @@
 """Reads in microseconds how many bytes are allocated now: cheap enough for several readings in every training step.
 
-On CUDA the caching allocator counts. On a CPU torch's allocator does not: it takes memory from the C library. The GNU C
-library counts the bytes that are in use (``mallinfo2``, since 2.33). Its count includes the rest of the process (large Python objects,
-buffers of BLAS), so only differences within a step mean something. They differ by a few kilobytes between equal steps.
-A test allocation shows whether the C library counts torch's memory. It does not with musl, on macOS, or under jemalloc; then
-nothing is read.
+On CUDA the caching allocator counts. On a CPU torch's allocator does not: it takes memory from the C library. The GNU C library
+counts the bytes that are in use (``mallinfo2``, since 2.33). Its count includes the rest of the process (large Python objects,
+buffers of BLAS), so only differences within a step mean something. They differ by a few kilobytes between equal steps. A test
+allocation shows whether the C library counts torch's memory. It does not with musl, on macOS, or under jemalloc; then nothing
+is read.
 """
 
 from __future__ import annotations
