@@ -133,7 +133,8 @@ class ShapedPlans:
         if not len(self._rows):
             return ()
         values = self._rows @ terms
-        peaks = np.rint(np.maximum.reduceat(values, self._starts[:-1])).astype(np.int64).tolist()
+        moments = values[: self._starts[-1]]
+        peaks = np.rint(np.maximum.reduceat(moments, self._starts[:-1])).astype(np.int64).tolist()
         single = values[self._starts[-1] :].clip(0.0).tolist()
         figures = zip(peaks[::2], peaks[1::2], single[1::2], single[::2], strict=True)
         return tuple(
