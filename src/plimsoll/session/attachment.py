@@ -73,6 +73,8 @@ T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 _MOST_TRIES = 3
 """So many first steps may fail, or be profiled by the user, before the plan is made without a measurement."""
+_FIRST_CALLS = 3
+"""What the loop holds in these calls was measured with the first steps, or is a record that has just begun."""
 _MOST_DEEPENED = 8
 """So many steps are traced to find one that runs as much as one that took more than the budget."""
 
@@ -507,6 +509,8 @@ class Attachment(AttachedBudget):
         Not on ranks that share one plan: they would have to agree on it.
         """
         held = self._steps.held
+        if self._calls <= _FIRST_CALLS:
+            self._counted_held_bytes = max(self._counted_held_bytes, held.bytes)
         new_bytes = self._counted.take_found(held.state_bytes)
         more_bytes = max(0, held.bytes - self._counted_held_bytes)
         if self._shaped is not None:

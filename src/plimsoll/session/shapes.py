@@ -229,7 +229,7 @@ class ShapePlans:
         try:
             known, found = self._fitting_all(alike)
         except BudgetBelowFloor as error:
-            if self._may_refuse and shapes not in self._known:
+            if self._may_refuse and not self.held_bytes and shapes not in self._known:
                 raise
             if shapes not in self._refused:
                 self._refused.add(shapes)
