@@ -85,6 +85,7 @@ def test_the_peak_of_every_rung_at_a_held_out_shape_is_that_of_the_step_traced_t
         for rung, forecast in zip(ladder.rungs, ladder.at(shape), strict=True):
             simulated = run_choices(index, choices_of(index, rung.plan.regions))
             assert forecast.peak_bytes == simulated.peak_bytes
+            assert forecast.forward_bytes == simulated.curve[index.handover] - simulated.curve[0]
             assert forecast.seconds == pytest.approx(simulated.seconds, rel=0.2)
 
 

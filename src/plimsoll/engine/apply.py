@@ -16,6 +16,7 @@ from plimsoll.artifacts.plan import COLLECTIVES, Plan, RegionPlan, hiding
 from plimsoll.artifacts.receipt import RegionOutcome
 from plimsoll.engine.copies import ModelHook
 from plimsoll.engine.inspection import Inspector
+from plimsoll.engine.larger_calls import Listener
 from plimsoll.engine.offload.open import open_link
 from plimsoll.engine.offload.protocol import Link
 from plimsoll.engine.offload.transfers import TransfersUnderWay
@@ -227,6 +228,10 @@ class Handle(RemovedAtEnd):
         """Steps are run by this from now on."""
         self._retry = retry
 
+    def on_larger_calls(self, listener: Listener) -> None:
+        """Call the listener before a region runs that receives a larger call than ever before, with a sentence that says so."""
+        self._shared.larger.listener = listener
+
     @property
     def plan(self) -> Plan:
         """The plan at work."""
@@ -381,13 +386,17 @@ def _regions(plan: Plan) -> dict[str, tuple[RegionPlan, ...]]:
 
 
 def _managed_regions(plan: Plan) -> dict[str, tuple[RegionPlan, ...]]:
-    """The regions that get a wrapper: those that do not keep everything, and those behind which transfers hide."""
+    """The regions that get a wrapper: those that do not keep everything, those behind which transfers hide, and the first one.
+
+    The input of the first region shows how large a call of the model becomes.
+    """
     hides = hiding(plan.regions)
-    return {
-        name: calls
-        for name, calls in _regions(plan).items()
-        if name in hides or not all(call.is_untouched for call in calls)
+    regions = _regions(plan)
+    found = {
+        name: calls for name, calls in regions.items() if name in hides or not all(call.is_untouched for call in calls)
     }
+    first = next(iter(regions), None)
+    return found if not found or first is None else {first: regions[first], **found}
 
 
 def _check_module(model: nn.Module, modules: Mapping[str, nn.Module], name: str, *, is_managed: bool) -> None:

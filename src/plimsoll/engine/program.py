@@ -13,6 +13,7 @@ from plimsoll.engine.call_stream import Alarm
 from plimsoll.engine.guards import Guard
 from plimsoll.engine.hooks import OpenCall, Readable
 from plimsoll.engine.inspection import Inspector
+from plimsoll.engine.larger_calls import LargerCalls
 from plimsoll.engine.offload.transfers import TransfersUnderWay
 from plimsoll.engine.open_numbers import Given
 from plimsoll.engine.region_inputs import HeldInputs, LinkedInput, LinkTable
@@ -56,6 +57,7 @@ class Shared:
     splits_backward: bool = False
     unmet: UnmetNames = field(default_factory=UnmetNames)
     """Names of the plan that calls do not make."""
+    larger: LargerCalls = field(default_factory=LargerCalls)
     recording: threading.Lock = field(default_factory=threading.Lock)
     """Held by the thread that records a region; others keep everything meanwhile."""
 

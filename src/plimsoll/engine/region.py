@@ -28,6 +28,7 @@ from plimsoll.engine.call_stream import StreamGuard, called, references
 from plimsoll.engine.copies import CopiedForward, calling_module
 from plimsoll.engine.guards import Entry, SignatureReader, is_somebody_elses_call
 from plimsoll.engine.hooks import OpenCall, unpack
+from plimsoll.engine.larger_calls import LargestCall
 from plimsoll.engine.modes import Modes
 from plimsoll.engine.program import Program, Shared
 from plimsoll.engine.record import RegionForward, record_call
@@ -109,7 +110,8 @@ class ManagedRegion:
         self._subject = RegionForward(name, module, self._original, device_type)
         self._reader = SignatureReader(module, device_type)
         self._fallback = Fallback(name)
-        self._is_removed = False
+        self._largest = LargestCall(name)
+        self._is_removed = self._is_in_place = False
         self.obstacle = compiled_part(module)
         """The part of it that torch.compile or TorchScript compiles."""
 
@@ -141,14 +143,17 @@ class ManagedRegion:
         self._recordings = Recordings(MAX_SIGNATURES)
 
     def install(self) -> None:
-        self.module.forward = self
-        self._is_removed = False
+        """Replace the module's forward. A wrapper that the user has put around ours stays, and calls it."""
+        if not (self._is_in_place and "forward" in self.module.__dict__):
+            self.module.forward = self
+        self._is_removed, self._is_in_place = False, True
 
     def remove(self) -> None:
         """Put the module's forward back as it was found; where somebody has wrapped ours, only step aside."""
         self._is_removed = True
         if self.module.__dict__.get("forward") is self:
             self._leave(self.module)
+            self._is_in_place = False
 
     def _leave(self, module: nn.Module) -> None:
         """Give the module, or a copy of it, back the forward that it had."""
@@ -174,6 +179,7 @@ class ManagedRegion:
     def _managed(self, plan: RegionPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run under the plan; what a region before has sent over the link is ended when this one's forward is through."""
         if id(plan) in self._untouched and self._shared.sensor is None:
+            self._largest.note((), call_tensors(args, kwargs), self._shared.larger)
             output = self._original(*args, **kwargs)
             self._shared.transfers.leave(output)
             return output
@@ -240,6 +246,8 @@ class ManagedRegion:
         """A signature that was not met yet, or not for long, or not under this plan. Where recordings tell what such calls do,
         recipes serve it at once.
         """
+        modules, _, _, trained, *_ = entry.signature
+        self._largest.note((modules, trained), entry.inputs, self._shared.larger)
         if len(self.services) >= MAX_SIGNATURES:
             del self.services[min(self.services, key=lambda other: self.services[other].last_call)]
         latest = max(self.services.values(), key=lambda other: other.last_call, default=None)

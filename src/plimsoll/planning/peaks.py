@@ -40,12 +40,14 @@ _SNAP = 1e-3
 class Forecast:
     """What one plan takes at one size of the batch.
 
-    ``before_optimizer_bytes`` is the peak of forward and backward, ``peak_bytes`` that of the whole step.
+    ``before_optimizer_bytes`` is the peak of forward and backward, ``peak_bytes`` the peak of the whole step.
+    ``forward_bytes`` is what forward adds: alive at its end, minus alive at its beginning.
     """
 
     before_optimizer_bytes: int
     peak_bytes: int
     seconds: float
+    forward_bytes: int
 
 
 class ShapedStep(Generic[S]):
@@ -92,10 +94,12 @@ class ShapedStep(Generic[S]):
         rows = (self._inverse @ moments).T
         whole = np.rint(rows)
         rows = np.where(np.abs(rows - whole) < _SNAP, whole, rows)
+        forward = rows[self._indices[0].handover] - rows[0]  # instants come first, in order
         before = _undominated(rows[is_before])
         # Without an optimizer its part is a row of nothing.
         optimizer = np.concatenate([rows[~is_before], np.zeros((1, rows.shape[1]))])
-        return ShapedPlan(before, _undominated(optimizer), self._inverse @ np.array(seconds, dtype=np.float64))
+        seconds_row = self._inverse @ np.array(seconds, dtype=np.float64)
+        return ShapedPlan(before, _undominated(optimizer), forward, seconds_row)
 
     def terms_at(self, shape: S) -> Floats:
         """The terms of a shape, in units of the smallest sizes."""
@@ -105,10 +109,13 @@ class ShapedStep(Generic[S]):
 
 @dataclass(frozen=True, slots=True)
 class ShapedPlan:
-    """One plan at every shape of a family: coefficients of moments before the optimizer's step and in it, and of seconds."""
+    """One plan at every shape of a family: coefficients of moments before and in the optimizer's step, of the bytes that
+    forward adds, and of seconds.
+    """
 
     before: Floats
     optimizer: Floats
+    forward: Floats
     seconds: Floats
 
 
@@ -117,7 +124,8 @@ class ShapedPlans:
 
     def __init__(self, plans: Sequence[ShapedPlan]) -> None:
         parts = [part for plan in plans for part in (plan.before, plan.optimizer)]
-        self._rows = np.concatenate([*parts, *(plan.seconds[None] for plan in plans)]) if plans else np.zeros((0, 1))
+        single = [row[None] for plan in plans for row in (plan.forward, plan.seconds)]
+        self._rows = np.concatenate([*parts, *single]) if plans else np.zeros((0, 1))
         self._starts = np.cumsum([0, *map(len, parts)])
 
     def at(self, terms: Floats) -> tuple[Forecast, ...]:
@@ -125,10 +133,14 @@ class ShapedPlans:
         if not len(self._rows):
             return ()
         values = self._rows @ terms
-        peaks = np.rint(np.maximum.reduceat(values, self._starts[:-1])).astype(np.int64).tolist()
-        seconds = values[self._starts[-1] :].clip(0.0).tolist()
-        pairs = zip(peaks[::2], peaks[1::2], seconds, strict=True)
-        return tuple(Forecast(before, max(before, optimizer), each) for before, optimizer, each in pairs)
+        moments = values[: self._starts[-1]]
+        peaks = np.rint(np.maximum.reduceat(moments, self._starts[:-1])).astype(np.int64).tolist()
+        single = values[self._starts[-1] :].clip(0.0).tolist()
+        figures = zip(peaks[::2], peaks[1::2], single[1::2], single[::2], strict=True)
+        return tuple(
+            Forecast(before, max(before, optimizer), seconds, round(forward))
+            for before, optimizer, seconds, forward in figures
+        )
 
 
 def _moments(replays: StepReplays) -> list[tuple[int, int]]:

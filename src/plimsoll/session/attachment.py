@@ -41,6 +41,7 @@ from plimsoll.session.options import Budget, PlanOptions
 from plimsoll.session.plans_at_work import AttachedBudget
 from plimsoll.session.pressure import Pressure
 from plimsoll.session.shapes import ShapePlans, can_follow_shapes, told
+from plimsoll.session.step_levels import is_more
 from plimsoll.session.step_planner import StepPlanner
 from plimsoll.session.step_watch import (
     MeteredSituations,
@@ -58,6 +59,8 @@ from plimsoll.session.step_watch import (
 from plimsoll.session.task import TrainingTask
 from plimsoll.session.tightest_rank import first_planner
 from plimsoll.tracing.fsdp2 import every_gradient, every_parameter
+from plimsoll.tracing.meters.memory import storage_bytes
+from plimsoll.tracing.recorder.calling import output_tensors
 from plimsoll.tracing.recorder.untouched import Unread
 from plimsoll.tracing.regions import find_regions
 from plimsoll.tracing.torch_internals import is_profiled
@@ -70,6 +73,8 @@ T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 _MOST_TRIES = 3
 """So many first steps may fail, or be profiled by the user, before the plan is made without a measurement."""
+_FIRST_CALLS = 3
+"""What the loop holds in these calls was measured with the first steps, or is a record that has just begun."""
 _MOST_DEEPENED = 8
 """So many steps are traced to find one that runs as much as one that took more than the budget."""
 
@@ -100,6 +105,7 @@ class Attachment(AttachedBudget):
         self._unread = Unread(model)
         self._whole = WholeRegions(model, find_regions(model, options.regions).values() if is_gathered else ())
         self._steps = StepWatch(model, self._before_call, self._after_step)
+        self._work.on_larger_calls = self._steps.larger_call
         self._watch = OptimizerWatch(every_parameter(model), after_step=self._optimizer_stepped)
 
     def _know_nothing(self) -> None:
@@ -115,6 +121,8 @@ class Attachment(AttachedBudget):
         self._error_scale, self._tries, self._carried = 1.0, 0, Carried()
         self._counted, self._metered = CountedState(), MeteredSituations()
         self._excess_bytes = self._overrun_bytes = self._deeper = self._deep_bytes = 0
+        self._held_bytes = self._counted_held_bytes = 0
+        """What the loop holds more than when plans were made, and what it held then."""
         self._seen: set[object] = set()
         """Effects of plans that were at work before."""
 
@@ -184,6 +192,8 @@ class Attachment(AttachedBudget):
                 self._tighten(situation)
             elif self._counted.is_behind(self._watch):
                 self._count_state()
+            elif self._steps.is_between_steps:
+                self._count_held()
             if self._shaped is not None and self._planner is not None and not self.is_calibrating:
                 self._choose(self._shaped, args, kwargs, situation, self._planner.in_flight)
             if not (self.is_calibrating or situation.accumulates) and self._steps.is_between_steps:
@@ -286,6 +296,7 @@ class Attachment(AttachedBudget):
             )
             if self._planner is not None and self._is_enough_for(planner):
                 return
+            self._say_traced(planner)
             earlier, self._planner = self._planner, planner
             try:
                 planner.wait_for(1 if earlier is None else earlier.in_flight)
@@ -296,6 +307,18 @@ class Attachment(AttachedBudget):
         self._run(lowest)
         self.is_calibrating, self._tries = True, 0
         self._measure(args, kwargs)
+
+    def _say_traced(self, planner: StepPlanner) -> None:
+        """Log by how much the traced step may exceed the budget: timed runs hold everything if the device has room for it."""
+        over_bytes = planner.extremes.unmanaged_peak_bytes - (planner.own_budget_bytes or 0)
+        if over_bytes > 0:
+            _LOG.info(
+                "traced %s: this one step may take %s, %s more than the budget; the device has room for it, and operations "
+                "are timed as in training",
+                type(self.model).__name__,
+                format_bytes(planner.extremes.unmanaged_peak_bytes),
+                format_bytes(over_bytes),
+            )
 
     def _heed_room(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
         """A step is about to begin: plan anew where there is less room than it takes, or has been more for a while."""
@@ -377,6 +400,7 @@ class Attachment(AttachedBudget):
             fixed_bytes = self._counted.bytes - planned_state_bytes(own) + taken.lasting_bytes
             self._planner, measured_bytes = planner.alone(), (self._excess_bytes, fixed_bytes)
             self._climb(self._planner, plan, self._traced, measured_bytes, accumulates=self._accumulated)
+        self._counted_held_bytes = self._steps.held.bytes
         self._run(plan)
         self.is_calibrating, self._has_settled = False, True
         if self._has_ladder or self.agreement.size == 1:
@@ -387,6 +411,7 @@ class Attachment(AttachedBudget):
         """The plan for the budget, run once: it is recorded then, beside the gradients that are among ``lasting_bytes``."""
         plan = self._solve_for_budget()
         has_trial = task is not None and any(region.dropped for region in plan.regions) and not is_profiled()
+        has_trial = has_trial and self._has_room_to_try(plan, task)
         if task is None or self._planner is None or not self.agreement.every("trial", holds=has_trial):
             return plan
         step = dataclasses.replace(task, optimizer=self._optimizer or optimizer_in_view(self.model)).step()
@@ -401,6 +426,19 @@ class Attachment(AttachedBudget):
             seen_bytes += min(lasting_bytes, step.gradient_bytes())
             return self._planner.confirmed_beside(plan, step, self._excess_bytes, resolve, seen_bytes=seen_bytes)
 
+    def _has_room_to_try(self, plan: Plan, task: TrainingTask | None) -> bool:
+        """Whether a trial stays within the budget: it holds two copies of the buffers, one of the batch, one of the gradients.
+
+        Without a trial the next step shows what the plan takes, as that step is measured.
+        """
+        assert self._planner is not None
+        budget_bytes = self._planner.budget_bytes or 0
+        model, batch = self.model, () if task is None else output_tensors(task.call())
+        buffers, device = list(model.buffers()), self._steps.device
+        copied_bytes = 2 * storage_bytes(buffers, device) + storage_bytes([*batch, *every_gradient(model)], device)
+        taken_bytes = plan.predicted_peak_bytes + self._excess_bytes + copied_bytes
+        return not is_more(taken_bytes, budget_bytes)
+
     @contextlib.contextmanager
     def _tracing(self) -> Iterator[None]:
         if is_profiled():
@@ -411,7 +449,7 @@ class Attachment(AttachedBudget):
     def _solve_for_budget(self) -> Plan:
         """The plan for the budget less what was measured on any rank."""
         assert self._planner is not None
-        excess_bytes = self._planner.excess_bytes(self._excess_bytes + self._withheld_bytes)
+        excess_bytes = self._planner.excess_bytes(self._excess_bytes + self._withheld_bytes + self._held_bytes)
         return self._planner.solve(self._planner.budget_bytes, excess_bytes=excess_bytes, error_scale=self._error_scale)
 
     def _after_step(self) -> None:
@@ -419,10 +457,8 @@ class Attachment(AttachedBudget):
         planner, plan = self._planner, self.plan
         if self.is_calibrating or plan is None or planner is None or planner.own_budget_bytes is None:
             return
-        peak_bytes = self._steps.taken_bytes(self._watch.bytes_now)
-        cause = self._metered.ended(self._steps.nodes) if peak_bytes else ""
-        self._metered.ran(self._steps.nodes)
         limit_bytes = planner.own_budget_bytes - self._withheld_bytes
+        peak_bytes, cause = self._steps.taken_by(self._watch.bytes_now, self._metered, limit_bytes)
         over_bytes = peak_bytes - limit_bytes
         next_ = "the next step is planned with that taken off, where a plan takes less"
         if self._shaped is not None and over_bytes > 0 and self._metered.has_run_more and self.agreement.size == 1:
@@ -466,6 +502,24 @@ class Attachment(AttachedBudget):
             with self.agreement:
                 self._excess_bytes += new_bytes
                 self._replan(f"the optimizer has {format_bytes(new_bytes)} of new state")
+
+    def _count_held(self) -> None:
+        """Subtract from the budget what the loop holds now and did not hold when plans were made.
+
+        Not on ranks that share one plan: they would have to agree on it.
+        """
+        held = self._steps.held
+        if self._calls <= _FIRST_CALLS:
+            self._counted_held_bytes = max(self._counted_held_bytes, held.bytes)
+        new_bytes = self._counted.take_found(held.state_bytes)
+        more_bytes = max(0, held.bytes - self._counted_held_bytes)
+        if self._shaped is not None:
+            self._shaped.count_fixed(new_bytes)
+            self._shaped.held_bytes = more_bytes
+        elif self.agreement.size == 1 and (new_bytes or is_more(more_bytes, self._held_bytes)):
+            self._excess_bytes += new_bytes
+            self._held_bytes = more_bytes
+            self._replan("the training loop holds more than before")
 
     def _replan(self, why: str) -> None:
         """The plan for the budget with what has shown since taken off; the one with the lowest peak where none fits."""

@@ -170,10 +170,23 @@ class CountedState:
         self.bytes += new_bytes
         return new_bytes
 
+    def take_found(self, found_bytes: int) -> int:
+        """Count optimizer state that was found, and return how many bytes of it are new."""
+        new_bytes = max(0, found_bytes - self.bytes)
+        self.bytes += new_bytes
+        return new_bytes
+
 
 def trains(optimizer: Optimizer, parameters: Container[int]) -> bool:
     """Whether an optimizer holds one of the parameters, given by ``id``."""
     return any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"])
+
+
+def state_bytes_of(model: nn.Module) -> int:
+    """State of all optimizers in this process that train a parameter of the model."""
+    parameters = frozenset(map(id, every_parameter(model)))
+    found = (thing for thing in instances_of(Optimizer) if "param_groups" in vars(thing))
+    return sum(_state_bytes(optimizer) for optimizer in found if trains(optimizer, parameters))
 
 
 def optimizer_in_view(model: nn.Module) -> Optimizer | None:

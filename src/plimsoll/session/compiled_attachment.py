@@ -55,6 +55,7 @@ class CompiledAttachment(AttachedBudget):
         whole = next((unit for unit in units if not unit.path), None)
         self._outside = None if whole is None else _Outside(whole)
         self._steps = StepWatch(self._outside or model, self._before_call, self._after_step)
+        self._work.on_larger_calls = self._steps.larger_call
 
     @property
     def is_calibrating(self) -> bool:
@@ -128,9 +129,7 @@ class CompiledAttachment(AttachedBudget):
         plan = self.plan
         if plan is None or plan.budget_bytes is None:
             return
-        peak_bytes = self._steps.taken_bytes(planned_state_bytes(plan))
-        cause = self._metered.ended(self._steps.nodes) if peak_bytes else ""
-        self._metered.ran(self._steps.nodes)
+        peak_bytes, cause = self._steps.taken_by(planned_state_bytes(plan), self._metered, plan.budget_bytes)
         if peak_bytes and self._shaped is not None:
             self._shaped.note_peak(peak_bytes)
         if peak_bytes > plan.budget_bytes:

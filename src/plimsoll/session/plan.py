@@ -187,7 +187,7 @@ def apply(
         handle = manage_together(agreement, model, plan, sentinel_every=sentinel_every, verify_every=verify_every)
         budget_bytes = plan.budget_bytes_of_ranks.get(str(agreement.rank), plan.budget_bytes)
         if budget_bytes is not None:
-            handle.remove_with_me(BudgetWatch(model, plan, budget_bytes))
+            handle.remove_with_me(BudgetWatch(model, handle, plan, budget_bytes))
         if can_retry(model, plan):
             handle.retry_with(AppliedPlan(handle, model, plan, agreement).run)
         return handle

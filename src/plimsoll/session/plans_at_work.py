@@ -13,6 +13,7 @@ from torch import nn
 from plimsoll.artifacts.fault import Fault
 from plimsoll.artifacts.plan import COLLECTIVES, Plan
 from plimsoll.engine.apply import Handle, RemovedAtEnd
+from plimsoll.engine.larger_calls import Listener
 from plimsoll.errors import BudgetBelowFloor, InvalidBatch, PlanMismatch
 from plimsoll.session.agreement import Agreement
 from plimsoll.session.batch_shapes import Shapes
@@ -40,6 +41,7 @@ class PlansAtWork:
         self._verify_every = verify_every
         self._handle: Handle | None = None
         self._earlier_faults: tuple[Fault, ...] = ()
+        self.on_larger_calls: Listener | None = None
 
     @property
     def faults(self) -> tuple[Fault, ...]:
@@ -58,6 +60,8 @@ class PlansAtWork:
                 self.remove()
         if self._handle is None:
             self._handle = manage_together(self._agreement, self._model, plan, verify_every=self._verify_every)
+            if self.on_larger_calls is not None:
+                self._handle.on_larger_calls(self.on_larger_calls)
         self._handle.begin_step()
         return True
 
@@ -181,11 +185,17 @@ class AttachedBudget(RemovedAtEnd):
         plans.wait_for(in_flight)
         task = functools.partial(self._task, args, kwargs)
         self._run(self._traces.plan_for(self._calls, situation.shapes, plans, task))
+        self._expect(plans)
 
     def _run(self, plan: Plan) -> None:
         """Put a plan to work; what has not run yet has to show that it keeps to the budget."""
         if self._work.run(plan):
             self._metered.expect()
+
+    def _expect(self, plans: ShapePlans) -> None:
+        """Tell the meter what the coming forward is predicted to take."""
+        levels = self._steps.levels
+        levels.expected_forward_bytes, levels.expected_peak_bytes = plans.expected()
 
     @contextlib.contextmanager
     def _tracing(self) -> Iterator[None]:

@@ -113,6 +113,8 @@ class ShapePlans:
         self._budget_bytes = 0
         self.withheld_bytes = 0
         """Taken off the budget for now, as something else takes room on the device."""
+        self.held_bytes = 0
+        """Taken off the budget for now, as the loop holds more than when plans were made."""
         self._measured_bytes = 0
         """What steps of the first shape take on top of their prediction."""
         self._fixed_bytes = 0
@@ -227,7 +229,7 @@ class ShapePlans:
         try:
             known, found = self._fitting_all(alike)
         except BudgetBelowFloor as error:
-            if self._may_refuse and shapes not in self._known:
+            if self._may_refuse and not self.held_bytes and shapes not in self._known:
                 raise
             if shapes not in self._refused:
                 self._refused.add(shapes)
@@ -253,7 +255,18 @@ class ShapePlans:
 
     def _room_bytes(self, shapes: Shapes) -> int:
         """What plans may take of the budget at a shape."""
-        return self._budget_bytes - self.withheld_bytes - self.unseen_bytes(shapes)
+        return self._budget_bytes - self.withheld_bytes - self.held_bytes - self.unseen_bytes(shapes)
+
+    def expected(self) -> tuple[int, int]:
+        """For the step that a plan was chosen for last: the bytes that forward adds, and the peak with all that was measured.
+
+        Zeros if nothing predicts them.
+        """
+        if self._current is None:
+            return 0, 0
+        shapes, forecast = self._current
+        unseen_bytes = self.unseen_bytes(shapes) + self.held_bytes
+        return forecast.forward_bytes, forecast.before_optimizer_bytes + unseen_bytes
 
     def _unknown(self, shapes: Shapes, signature: Callable[[], str]) -> Plan:
         """The plan with the lowest peak at the largest shape that was traced: what it takes here nothing tells."""
@@ -311,7 +324,7 @@ class ShapePlans:
             # Forecasts do not tell what these batches take: a training that has begun does not end for one of them.
             self._may_refuse = False
         shapes, forecast = self._current
-        unseen_bytes = peak_bytes - forecast.before_optimizer_bytes
+        unseen_bytes = peak_bytes - forecast.before_optimizer_bytes - self.held_bytes
         share_bytes = round(max(0, unseen_bytes - self._fixed_bytes) / self._growth(shapes))
         self._measured_bytes = max(self._measured_bytes, self._fixed_bytes + share_bytes)
 
@@ -328,7 +341,7 @@ class ShapePlans:
         if spare_bytes <= 0:
             return None
         room_bytes = lowest_bytes + (spare_bytes // 2 if spare_bytes > CLOSE * lowest_bytes else 0)
-        self.withheld_bytes = self._budget_bytes - self.unseen_bytes(shapes) - room_bytes
+        self.withheld_bytes = self._budget_bytes - self.held_bytes - self.unseen_bytes(shapes) - room_bytes
         plan, forecast = self._cheapest(shapes)
         self._current = (shapes, forecast)
         signature = self._known[shapes][0].signature if shapes in self._known else plan.signature

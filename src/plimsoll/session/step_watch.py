@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from plimsoll.artifacts.plan import Plan
+from plimsoll.engine.apply import Handle
 from plimsoll.engine.capturing import is_capturing
 from plimsoll.engine.copies import ModelHook
 from plimsoll.errors import BudgetBelowFloor
@@ -38,6 +39,8 @@ from plimsoll.session.calibration import (
     taken_bytes,
     unseen_bytes,
 )
+from plimsoll.session.held_by_loop import HeldByLoop
+from plimsoll.session.step_levels import StepLevels, is_more
 from plimsoll.tracing.ddp import is_without_reduction
 from plimsoll.tracing.fsdp2 import every_gradient, every_parameter, holds_gradients_back
 from plimsoll.tracing.meters.memory import RisingPeak
@@ -168,9 +171,10 @@ class MeteredSituations:
         """What there is to say of it has been said."""
         self._known.append(situation)
 
-    def ended(self, nodes: int) -> str:
-        """The step that began last is over, and its peak is known; says what was new about it. A forward of it has made so many
-        autograd nodes.
+    def ended(self, nodes: int, in_flight: int) -> str:
+        """Return what was new about the step that began last; it is over, and its peak is known.
+
+        Its largest forward has made ``nodes`` autograd nodes, and ``in_flight`` forwards have waited at once.
         """
         before, self._metered_nodes = self._metered_nodes, max(self._metered_nodes, nodes)
         self.has_run_more = False
@@ -178,12 +182,21 @@ class MeteredSituations:
             return "nothing about the step is new: something else has come onto the device, or the model has changed"
         self._due.discard(self._current.turn)
         self._tries.pop(self._current, None)
-        cause = self._current.differences(self._known) if self._known else ""
-        self._known.append(self._current)
-        self.has_run_more = not cause and 0 < _MORE * before < nodes
-        if self.has_run_more:
-            cause = f"its forward has run more than in the steps before ({nodes} autograd nodes, not {before})"
-        return cause or "it takes more than was predicted"
+        current = self._current._replace(in_flight=max(in_flight, self._current.in_flight))
+        cause = current.differences(self._known) if self._known else ""
+        self._known.append(current)
+        return cause or self._run_more(nodes, before) or "it takes more than was predicted"
+
+    def estimated(self, nodes: int, cause: str) -> str:
+        """The cause for a step that was not metered and exceeds its limit by an estimate."""
+        more = self._run_more(nodes, self._metered_nodes)
+        return f"{more or cause}; the step was not measured, and this is an estimate"
+
+    def _run_more(self, nodes: int, before: int) -> str:
+        self.has_run_more = 0 < _MORE * before < nodes
+        if not self.has_run_more:
+            return ""
+        return f"its forward has run more than in the steps before ({nodes} autograd nodes, not {before})"
 
 
 def is_watched(module: nn.Module) -> bool:
@@ -223,7 +236,18 @@ class StepWatch:
         self._after_step = after_step
         self._shapes_of = shapes
         self.is_looking_away = False
-        self.graphs = OpenGraphs(self._backward_ended, lambda: self._note(BACKWARD))
+        self.graphs = OpenGraphs(self._backward_ended, self._backward_begins)
+        self.levels = StepLevels(self.device)
+        self.held = HeldByLoop(model, self.device)
+        self._version = 0
+        self._has_raised = False
+        """Whether a forward has raised. Its traceback may hold what it had made."""
+        self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        """The training call that runs, if it is the first of its step."""
+        self._larger = ""
+        """Why the step is measured from within its first forward."""
+        self._made_bytes = 0
+        """Bytes that this forward had added by then."""
         self.running: MeasuredStep | None = None
         self.measured: MeasuredStep | None = None
         self.rising = RisingPeak(self.device)
@@ -234,7 +258,7 @@ class StepWatch:
         """The most that ``taken_bytes`` has told of any step."""
         self.in_flight = 1
         """How many forwards the last step had before one backward."""
-        self.nodes = self._first_node = self._compiled_before = 0
+        self.nodes = self._first_node = self._last_node = self._compiled_before = 0
         """The most autograd nodes that a forward of the step has made, but for forwards that compiled something: that makes
         nodes, too."""
         self._watch = OptimizerWatch(())
@@ -274,7 +298,10 @@ class StepWatch:
 
         It cannot end within backward, which puts the state of profilers back when it is through.
         """
+        if carried is None and self.held.bytes:
+            carried = self.held.carried
         self.measured, self.running = None, MeasuredStep(self._model, args, kwargs, carried)
+        self.running.static_bytes += self.held.hidden_bytes
         if not with_optimizer:
             self._watch = OptimizerWatch(self._parameters, (), self._optimizer_comes, self._optimizer_comes)
 
@@ -303,13 +330,48 @@ class StepWatch:
         if self.is_between_steps and situations.begin(situation) and self.device.type == "cpu":
             self.meter(args, kwargs)
 
-    def taken_bytes(self, state_bytes: int) -> int:
-        """What the step that is over took up to its last backward, with ``state_bytes`` of an optimizer; 0 if not known."""
+    def larger_call(self, text: str) -> None:
+        """Measure the step from here on: a region is about to run its largest call so far, as ``text`` says.
+
+        Not if forward has added much already: the meter does not see when tensors from before it are freed.
+        """
+        is_first = self._call is not None and self.running is None and not self._is_blind
+        if not is_first or self.device.type != "cpu" or not self.levels.is_early():
+            return
+        made_bytes = self.levels.above_begin()
+        assert self._call is not None
+        self.meter(*self._call)
+        if self.running is not None:
+            self.running.static_bytes += made_bytes
+            self._larger, self._made_bytes = text, made_bytes
+
+    def taken_by(self, state_bytes: int, situations: MeteredSituations, limit_bytes: int) -> tuple[int, str]:
+        """The peak of the step that is over, up to its last backward, with ``state_bytes`` of optimizer state, and the cause.
+
+        0 if the step was not measured, and its estimated peak is within the limit.
+        """
         step, self.measured = self.measured, None
         risen_bytes, self.risen_bytes = self.risen_bytes, 0
+        larger, self._larger = self._larger, ""
+        made_bytes, self._made_bytes = self._made_bytes, 0
+        state_bytes = max(state_bytes, self.held.state_bytes)
         peak_bytes = risen_bytes if step is None else step.step_peak_bytes + state_bytes
         self.peak_bytes = max(self.peak_bytes, peak_bytes)
-        return peak_bytes
+        cause = ""
+        if peak_bytes:
+            cause = situations.ended(self.nodes, self.in_flight)
+            if larger and step is not None:
+                cause = larger
+        if step is not None:
+            self.levels.learn(step.static_bytes - made_bytes)
+        elif not peak_bytes:
+            estimated_bytes = self.levels.estimated_peak_bytes(state_bytes)
+            if estimated_bytes or self.levels.has_larger_loss:
+                situations.expect()
+            if estimated_bytes > limit_bytes:
+                peak_bytes, cause = estimated_bytes, situations.estimated(self.nodes, self.levels.cause)
+        situations.ran(self.nodes)
+        return peak_bytes, cause
 
     def end_step(self) -> None:
         """The optimizer has stepped, or no graph waits any more: what comes now is another step."""
@@ -344,6 +406,8 @@ class StepWatch:
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_blind:
             return
+        if not self.is_between_steps and self.graphs.has_backward and self._versions() != self._version:
+            self.graphs.abandon()  # an optimizer has stepped since: these graphs belong to a step that failed
         if self.is_between_steps:
             self.end_step()
             self._watch.remove()
@@ -354,12 +418,27 @@ class StepWatch:
                 self._note(FORWARD)
             else:
                 self._begin_rising(args, kwargs)
+                self._look_at_loop(args, kwargs, accumulates=accumulates)
             in_flight = waiting + 1 if waiting else self.in_flight
             reduces = not (holds_gradients_back(self._model) or is_without_reduction(self._model))
             thawed = frozenset(at for at, parameter in enumerate(self._frozen) if parameter.requires_grad)
             shapes = self._shapes_of(args, kwargs)
             self._before_call(args, kwargs, Situation(shapes, accumulates, in_flight, reduces, thawed))
             self._first_node, self._compiled_before = sequence_number(), times_compiled()
+            if not waiting:
+                self._call = (args, kwargs)
+                self.levels.begin()
+
+    def _look_at_loop(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, accumulates: bool) -> None:
+        """Find what the loop holds when a step begins."""
+        self._version = self._versions()
+        left, self._has_raised = self.graphs.has_left or self._has_raised, False
+        reading, peak_bytes = self.levels.read(), self.levels.expected_peak_bytes
+        self.held.begin(reading, args, kwargs, accumulates=accumulates, leaves_graph=left, peak_bytes=peak_bytes)
+
+    def _versions(self) -> int:
+        """A number that changes when an optimizer steps."""
+        return sum(parameter._version for parameter in self._parameters)
 
     def _begin_rising(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         allocated_bytes = self.rising.begin()
@@ -370,19 +449,29 @@ class StepWatch:
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._is_blind:
             return
-        if output is None and self.running is not None:  # it raised
-            self.running.has_failed = True
+        self._call = None
+        if output is None:  # it raised
+            self._has_raised = True
+            if self.running is not None:
+                self.running.has_failed = True
         if torch.is_grad_enabled() and module.training:
             if times_compiled() == self._compiled_before:
                 self.nodes = max(self.nodes, sequence_number() - self._first_node)
             self.graphs.note(output)
+            self.levels.forward_ended()
+            self._last_node = sequence_number()
             self._note(LOSS)
 
     def _note(self, part: str) -> None:
         if self.running is not None:
             self.running.note(part)
 
+    def _backward_begins(self) -> None:
+        self.levels.backward_begins(sequence_number() - self._last_node)
+        self._note(BACKWARD)
+
     def _backward_ended(self) -> None:
+        self.levels.backward_ended()
         self._note(OPTIMIZER)
         self.risen_bytes = max(0, self.rising.risen_to() - (self.beside_bytes or 0))
 
@@ -398,17 +487,24 @@ def taken_beside(
 
 
 class BudgetWatch:
-    """Says once when training under an applied plan takes more than its budget, in a step that the plan was not made for."""
+    """Says once when training under an applied plan takes more than its budget, in a step that the plan was not made for.
 
-    def __init__(self, model: nn.Module, plan: Plan, budget_bytes: int) -> None:
+    The first step is always measured: a batch of the planned shape may still lead to larger sizes inside the model.
+    """
+
+    def __init__(self, model: nn.Module, handle: Handle, plan: Plan, budget_bytes: int) -> None:
         self._budget_bytes = budget_bytes
+        self._said_bytes = 0
         self._state_bytes = planned_state_bytes(plan)
         self._metered = MeteredSituations([planned_situation(plan.signature, plan.in_flight)])
+        self._metered.expect()
+        self._held_bytes = 0
         self._steps = StepWatch(model, self._before_call, self._after_step, _PatientHook, shapes_of)
+        handle.on_larger_calls(self._steps.larger_call)
 
     @property
     def peak_bytes(self) -> int:
-        """The most that a step was measured to take; 0 until one was, which is unlike the step of the plan."""
+        """The most that a step was measured to take; 0 until one was measured."""
         return self._steps.peak_bytes
 
     def remove(self) -> None:
@@ -417,13 +513,19 @@ class BudgetWatch:
         self._steps.remove()
 
     def _before_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
+        held = self._steps.held
+        held_bytes = held.bytes + max(self._state_bytes, held.state_bytes)
+        if is_more(held_bytes, self._held_bytes):
+            self._held_bytes = held_bytes
+            self._metered.expect()
         self._steps.meter_if_new(args, kwargs, situation, self._metered)
 
     def _after_step(self) -> None:
-        peak_bytes = self._steps.taken_bytes(self._state_bytes)
-        cause = self._metered.ended(self._steps.nodes) if peak_bytes else ""
-        self._metered.ran(self._steps.nodes)
-        if peak_bytes > self._budget_bytes:
+        peak_bytes, cause = self._steps.taken_by(self._state_bytes, self._metered, self._budget_bytes)
+        levels = self._steps.levels
+        levels.expected_peak_bytes = max(levels.expected_peak_bytes, peak_bytes)
+        if peak_bytes > self._budget_bytes and is_more(peak_bytes, self._said_bytes):
+            self._said_bytes = peak_bytes
             warn_of_overrun(
                 peak_bytes,
                 self._budget_bytes,

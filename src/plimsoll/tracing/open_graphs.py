@@ -12,7 +12,7 @@ from typing import Any
 
 from plimsoll.tracing.recorder.calling import output_tensors
 from plimsoll.tracing.recorder.untouched import held_tensors
-from plimsoll.tracing.torch_internals import at_end_of_backward, current_graph_task
+from plimsoll.tracing.torch_internals import at_end_of_backward, current_graph_task, keeps_graph
 
 
 def is_in_backward() -> bool:
@@ -32,6 +32,8 @@ class OpenGraphs:
 
     def __init__(self, on_backward_end: Callable[[], None], on_backward: Callable[[], None]) -> None:
         self._waiting: weakref.WeakSet[_Graph] = weakref.WeakSet()
+        self._left: weakref.WeakSet[_Graph] = weakref.WeakSet()
+        """Graphs that were abandoned before their backward, or whose backward has retained them."""
         self._on_backward_end, self._on_backward = on_backward_end, on_backward
         self._task = -1
         self.most = 0
@@ -42,9 +44,15 @@ class OpenGraphs:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    @property
+    def has_left(self) -> bool:
+        """Whether a graph of an earlier step still holds what its forward has saved."""
+        return len(self._left) > 0
+
     def abandon(self) -> None:
         """What still waits is no part of the step: nobody will run its backward."""
         self.most -= len(self._waiting)
+        self._left.update(self._waiting)
         self._waiting.clear()
 
     def begin(self) -> None:
@@ -63,6 +71,10 @@ class OpenGraphs:
 
     def _passed(self, graph: _Graph) -> None:
         self._waiting.discard(graph)
+        if keeps_graph():
+            self._left.add(graph)
+        else:
+            self._left.discard(graph)
         self.has_backward = True
         self._on_backward()
         task = current_graph_task()

@@ -89,6 +89,8 @@ current_autograd_node: Callable[[], Any] = internal("torch._C._current_autograd_
 """The node whose backward runs in this thread; ``None`` outside of backward."""
 current_graph_task: Callable[[], int] = internal("torch._C._current_graph_task_id")
 """The number of the backward that runs in this thread, or -1."""
+keeps_graph: Callable[[], bool] = internal("torch._C._autograd._get_current_graph_task_keep_graph")
+"""Whether the backward that runs in this thread retains the graph."""
 without_torch_function: Callable[[], AbstractContextManager[None]] = internal("torch._C.DisableTorchFunction")
 sequence_number: Callable[[], int] = internal("torch._C._autograd._get_sequence_nr")
 """How many autograd nodes this thread has made."""

@@ -1,0 +1,120 @@
+"""Finds what a training loop holds when a step begins: a copy of the weights, another optimizer's state, a failed step's graph.
+
+Memory that exists before the first step does not count. From then on the allocator is read at the beginning of every step. Only
+if more is allocated than before, all tensors of the process are searched, which takes as long as a small step. Tensors that
+look like the batch do not count: other batches wait to be trained on. Tensors that become more in two steps in a row do not
+count either: they are a record that the loop keeps, such as outputs for a metric. If a search finds nothing (a data set was
+read into memory), the next one waits longer.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from plimsoll.session.calibration import Carried, held_tensors, state_bytes_of
+from plimsoll.session.step_levels import is_more
+from plimsoll.tracing.meters.memory import storage_bytes
+
+_MOST_PATIENCE = 64
+"""The most steps between two searches that find nothing."""
+_MOST_LEVELS = 8
+
+
+class _Level(NamedTuple):
+    """A reading at the beginning of a step, the bytes that the loop held then, and how many of them graphs hid."""
+
+    reading: int
+    bytes: int
+    hidden_bytes: int
+
+
+class HeldByLoop:
+    """Bytes that the loop holds, without parameters, gradients, buffers, optimizer state and the batch."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.carried = Carried()
+        self.bytes = 0
+        self.state_bytes = 0
+        """State of the optimizers that train the model, as the last search found it."""
+        self.hidden_bytes = 0
+        """The part of ``bytes`` that autograd graphs hold, where Python finds no tensors."""
+        self._model, self._device = model, device
+        self._levels: dict[bool, list[_Level]] = {}
+        """Known levels, the last one last, of steps that begin without gradients and with them."""
+        self._patience = self._waited = 0
+        self._record_bytes = self._run_bytes = 0
+        """Bytes of records, and bytes that consecutive steps have added."""
+
+    def begin(
+        self,
+        reading: int | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        accumulates: bool,
+        leaves_graph: bool,
+        peak_bytes: int,
+    ) -> None:
+        """Update ``bytes`` before a step of about ``peak_bytes``.
+
+        ``leaves_graph``: an earlier step has failed before its backward ended, or has retained its graph.
+        """
+        if reading is None:
+            return
+        if not self._levels:
+            self.carried.note_before(self._device)
+        levels = self._levels.setdefault(accumulates, [_Level(reading, self.bytes, self.hidden_bytes)])
+        last = levels[-1]
+        # A loop may alternate between levels, for instance with a second pass at perturbed weights.
+        level = next((each for each in reversed(levels) if _is_at(reading, each, peak_bytes)), None)
+        if level is None and reading > last.reading:
+            self._waited += 1
+            if self._waited < self._patience:
+                return
+            self._look(reading - last.reading, args, kwargs, leaves_graph=leaves_graph)
+            level = _Level(reading, self.bytes, self.hidden_bytes)
+        else:
+            self._run_bytes = 0
+            if level is None:
+                held_bytes = max(0, last.bytes - (last.reading - reading))
+                level = _Level(reading, held_bytes, min(held_bytes, last.hidden_bytes))
+                # Higher levels at which the loop held nothing are out of date: other memory was freed.
+                levels[:] = [each for each in levels if each.bytes or each.reading < reading]
+        self.bytes, self.hidden_bytes = level.bytes, level.hidden_bytes
+        if level in levels:
+            levels.remove(level)
+        levels.append(level)
+        del levels[:-_MOST_LEVELS]
+
+    def _look(self, grown_bytes: int, args: tuple[Any, ...], kwargs: dict[str, Any], *, leaves_graph: bool) -> None:
+        before_bytes, was_visible_bytes = self.bytes + self.state_bytes, self.bytes - self.hidden_bytes
+        counted = held_tensors(self._model, args, kwargs)
+        carried = self.carried.found(self._device, (args, kwargs))
+        visible_bytes = storage_bytes([*counted, *carried], self._device) - storage_bytes(counted, self._device)
+        visible_bytes = self._without_records(max(0, visible_bytes - self._record_bytes), was_visible_bytes)
+        was_state_bytes, self.state_bytes = self.state_bytes, state_bytes_of(self._model)
+        if leaves_graph:
+            known_bytes = visible_bytes - was_visible_bytes + self.state_bytes - was_state_bytes
+            self.hidden_bytes += max(0, grown_bytes - max(0, known_bytes))
+        self.bytes = visible_bytes + self.hidden_bytes
+        has_found = self.bytes + self.state_bytes > before_bytes
+        self._patience = 0 if has_found else min(_MOST_PATIENCE, 2 * self._patience + 1)
+        self._waited = 0
+
+    def _without_records(self, visible_bytes: int, was_visible_bytes: int) -> int:
+        """The bytes without records, which are tensors that have grown in two consecutive steps."""
+        more_bytes = max(0, visible_bytes - was_visible_bytes)
+        is_record = more_bytes > 0 and self._run_bytes > 0
+        self._run_bytes += more_bytes
+        if not is_record:
+            return visible_bytes
+        record_bytes = min(visible_bytes, self._run_bytes)
+        self._record_bytes += record_bytes
+        return visible_bytes - record_bytes
+
+
+def _is_at(reading: int, level: _Level, scale_bytes: int) -> bool:
+    return not is_more(max(reading, level.reading), min(reading, level.reading), scale_bytes)
