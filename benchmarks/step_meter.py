@@ -122,7 +122,7 @@ def _kept(kind: str, steps: int) -> tuple[str, ...]:
 
 
 def _cost(case: Case, rounds: int) -> tuple[str, ...]:
-    """Microseconds of processor time that all readings of one step take, beside the step."""
+    """Microseconds of processor time that all readings of one step take, in addition to the step."""
     spent = 0
 
     def timed(method: Callable[..., Any]) -> Callable[..., Any]:

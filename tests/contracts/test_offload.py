@@ -226,7 +226,7 @@ def test_the_file_lies_where_the_system_keeps_temporary_files(offload, device, t
         assert not list(tmp_path.iterdir())
     del managed
     gc.collect()
-    deadline = time.monotonic() + 60  # the thread that writes lets go of the file when it gets its turn
+    deadline = time.monotonic() + 60  # the writing thread closes the file when it runs again
     while _files_of("self", tmp_path) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not _files_of("self", tmp_path)

@@ -183,7 +183,7 @@ def test_numbers_change_together_with_branches(recorded: list[int]):
 
 
 _CALLS = [0, 0]
-"""Calls of the operator so far, and how many of them use the number as it is."""
+"""Calls of the operator so far, and how many of them use the number unchanged."""
 
 
 @torch.library.custom_op("open_numbers::hidden", mutates_args=())

@@ -211,7 +211,7 @@ def test_an_error_of_the_model_reaches_the_loop_as_it_is_and_the_budget_stays(er
 
 
 def shared_keys() -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """A Gemma 3n whose last layers read keys and values of earlier ones, which are no arguments of theirs."""
+    """A Gemma 3n whose last layers read keys and values of earlier layers without getting them as arguments."""
     torch.manual_seed(0)
     config = transformers.Gemma3nTextConfig(
         vocab_size=64,

@@ -1,11 +1,11 @@
-"""Recipes for any numbers: what a region does at a size, or with a constant, with which nobody watched it.
+"""Derives the recipe for a size or a constant that was never recorded from recordings at others.
 
 Recordings of one region at several sizes differ in numbers alone: sizes, strides, offsets, bounds of slices, bytes. Where each
 number is constant or an expression of the sizes that go into the region (see ``planning.expressions``), the recording of
 any other size can be written down without watching a call. Three recordings are needed: what two of them suggest, the third
-has to confirm, op by op and bit for bit. Where a number is not explained by one expression alone the call is watched; and so it
-is where a size of 0 or 1 comes up, as that selects other kernels. At one size, constants that differ from call to call are
-inputs of the recipe where the call's own arguments say them (see ``open_numbers``).
+has to confirm, op by op and bit for bit. If several expressions or none explain a number, the call is recorded. So is a call
+with a size of 0 or 1, as that selects other kernels. At one size, constants that differ from call to call become inputs of the
+recipe if the call's own arguments contain them (see ``open_numbers``).
 
 Nothing here is trusted with gradients: a call at such a size is compared with its stream of torch calls, and what it saves with
 the sizes that were worked out, before anything is dropped. Samples and inspections follow it like any other.
@@ -125,7 +125,7 @@ class _Family:
             self._opened.pop(sizes, None)
 
     def opened(self, sizes: Sizes) -> Opened | None:
-        """What tells of calls at a recorded size with other numbers; ``None`` where it cannot be told."""
+        """Serves calls at a recorded size with other numbers; ``None`` if these numbers do not follow."""
         known = self._at_size.get(sizes, ())
         if len(known) < LEAST_RECORDINGS:
             return None

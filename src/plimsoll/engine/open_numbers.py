@@ -1,9 +1,9 @@
 """Numbers that a recording leaves open: constants that Python code passes to torch, others in every call.
 
-A recipe bakes in the constants of forward. Where one changes in every call (a schedule, a count), every call would be recorded
-anew. So where recordings of equal calls differ in numbers alone, the number that a torch call is given becomes an input of the
-recipe. Two recordings suggest it and a third confirms it, for every number that the recorded operations have. The call's own
-arguments say the number later.
+A recipe bakes in the constants of forward. If one changes in every call (a schedule, a count), every call would be recorded
+anew. So if recordings of equal calls differ only in numbers, the number that a torch call gets becomes an input of the recipe.
+Two recordings suggest it and a third confirms it, for every number that the recorded operations have. Later the number is read
+from the call's own arguments.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class Service:
         self._grow_tree()
 
     def open(self, pattern: Stream, program: OpenProgram) -> None:
-        """Several recorded calls have given a program for all calls with other numbers: these are no surprises any more."""
+        """Add a program for all calls that differ from the pattern only in its open numbers, and stop watching."""
         self._programs = {
             stream: known for stream, known in self._programs.items() if numbers_in(stream, pattern) is None
         }

@@ -93,7 +93,7 @@ def refuse_without_shape(model: nn.Module) -> None:
     """Refuse lazy modules that have not run yet.
 
     Raises:
-        InvalidModel: a parameter or buffer has no shape.
+        InvalidModel: a parameter or buffer does not have a shape yet.
     """
     if any(
         isinstance(each, UninitializedParameter | UninitializedBuffer)
@@ -107,7 +107,7 @@ def refuse_without_shape(model: nn.Module) -> None:
 
 
 def refuse_nested(tensors: Iterable[torch.Tensor]) -> None:
-    """Refuse nested tensors, jagged ones too: their sizes are data, and their ops have no fixed shapes to plan for.
+    """Refuse nested tensors, jagged ones too: their sizes are data, so the shapes of their ops change.
 
     Raises:
         InvalidBatch: one of them is nested.
@@ -151,8 +151,8 @@ def refuse_shards(model: nn.Module) -> None:
 def compiled_part(module: nn.Module) -> str:
     """Which part torch.compile or TorchScript compiles (``""``: none): the module, a submodule, or what a forward calls.
 
-    Hooks around compiled code would unpack everything at once, and what it saves is decided in its own backward. Scripted
-    modules take no hooks, and their parameters cannot be followed.
+    Hooks around compiled code would unpack everything at once, and what it saves is decided in its own backward. torch refuses
+    hooks on scripted modules, and their parameters cannot be followed.
     """
     for name, inner in module.named_modules():
         # A scripted module's class has a descriptor in the place of forward that refuses to be read from the class.

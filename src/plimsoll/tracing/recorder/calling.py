@@ -176,7 +176,7 @@ class ModuleStack(threading.local):
         self._stack.append(prefix)
         try:
             for name, module in root.named_modules():
-                # torch takes no hooks on scripted modules: their ops count as the module's around them.
+                # torch refuses hooks on scripted modules. Their ops count to the module around them.
                 if name and not isinstance(module, torch.jit.ScriptModule):
                     path = f"{prefix}.{name}" if prefix else name
                     handles.append(
