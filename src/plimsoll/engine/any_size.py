@@ -23,7 +23,7 @@ import msgspec
 
 from plimsoll.artifacts.plan import RegionPlan
 from plimsoll.artifacts.region import RegionGraph
-from plimsoll.engine.open_numbers import Given, derivation, given_by, may_stand
+from plimsoll.engine.open_numbers import Given, Rule, given_by, may_stand
 from plimsoll.engine.program import OpenProgram, Program, Shared
 from plimsoll.engine.record import Recording
 from plimsoll.engine.replay_plan import ReplayPlan
@@ -55,7 +55,7 @@ class Recordings:
         self._most = most
         self._watched: dict[Any, dict[Stream, Recording]] = {}
         self._families: dict[Any, list[_Family]] = {}
-        self._is_trusted = True
+        self._is_trusted = self._trusts_numbers = True
 
     def distrust(self) -> None:
         """A recipe has made something else than forward did: from now on every signature is watched for itself."""
@@ -83,13 +83,18 @@ class Recordings:
         if family is None:
             family = _Family(bare, recording)
             families.append(family)
-        family.add(sizes, tuple(numbers), recording.not_rebuildable)
+        family.add(sizes, tuple(numbers), recording)
 
     def opened(self, signature: tuple[Any, ...]) -> list[Opened]:
-        """What tells of all calls of a signature that differ from recorded ones in numbers alone, and are given these."""
+        """What serves all calls of a signature that differ from recorded ones only in numbers that they are given."""
+        if not self._trusts_numbers:
+            return []
         skeleton, sizes = _split(signature)
-        found = (family.opened(sizes) for family in self._families.get(skeleton, ()))
-        return [opened for opened in found if opened is not None]
+        return [opened for family in self._families.get(skeleton, ()) for opened in family.opened(sizes)]
+
+    def distrust_numbers(self) -> None:
+        """A recipe with an open number was wrong: from now on such calls are recorded."""
+        self._trusts_numbers = False
 
     def at(self, signature: tuple[Any, ...]) -> tuple[Recording | Resized, ...]:
         """Recordings for the streams of calls with this signature: watched ones, else those that follow from other sizes."""
@@ -111,31 +116,25 @@ class _Family:
         self._not_rebuildable: dict[int, str] = {}
         self._open: _OpenRecording | None = None
         self._follows_sizes = True
-        self._at_size: dict[Sizes, list[tuple[Number, ...]]] = {}
-        self._opened: dict[Sizes, Opened | None] = {}
+        self._alike: dict[Sizes, list[_AlikeRecordings]] = {}
 
-    def add(self, sizes: Sizes, numbers: tuple[Number, ...], not_rebuildable: Mapping[int, str]) -> None:
+    def add(self, sizes: Sizes, numbers: tuple[Number, ...], recording: Recording) -> None:
         """One more of them. Numbers that are others at the same sizes are data."""
         self._follows_sizes &= self._points.setdefault(sizes, numbers) == numbers
-        self._not_rebuildable.update(not_rebuildable)
+        self._not_rebuildable.update(recording.not_rebuildable)
         self._open = None
-        known = self._at_size.setdefault(sizes, [])
-        if len(known) < MOST_RECORDINGS and numbers not in known:
-            known.append(numbers)
-            self._opened.pop(sizes, None)
+        groups = self._alike.setdefault(sizes, [])
+        group = next((each for each in groups if each.fits(recording)), None)
+        if group is None and len(groups) < MOST_RECORDINGS:
+            group = _AlikeRecordings(recording)
+            groups.append(group)
+        if group is not None:
+            group.add(numbers)
 
-    def opened(self, sizes: Sizes) -> Opened | None:
-        """Serves calls at a recorded size with other numbers; ``None`` if these numbers do not follow."""
-        known = self._at_size.get(sizes, ())
-        if len(known) < LEAST_RECORDINGS:
-            return None
-        if sizes not in self._opened:
-            first = replace(self._first, not_rebuildable=self._not_rebuildable)
-            opened = Opened(first, known)
-            if 0 < len(opened.special) <= len(known) - LEAST_RECORDINGS:
-                opened = Opened(first, [each for place, each in enumerate(known) if place not in opened.special])
-            self._opened[sizes] = opened if opened.is_told else None
-        return self._opened[sizes]
+    def opened(self, sizes: Sizes) -> list[Opened]:
+        """What serves calls at a recorded size with other numbers."""
+        found = (group.opened(self._not_rebuildable) for group in self._alike.get(sizes, ()))
+        return [opened for opened in found if opened is not None]
 
     def at(self, sizes: Sizes) -> Resized | None:
         """The recording at other sizes; ``None`` where it cannot be told."""
@@ -147,6 +146,41 @@ class _Family:
             self._rules = _SizeRules(tuple(self._points), self._open.unknowns)
         numbers = self._rules.numbers_at(sizes)
         return None if numbers is None else Resized(self._open, numbers)
+
+
+class _AlikeRecordings:
+    """Recordings of one size that differ in numbers alone, and whose torch calls returned tensors of the same sizes.
+
+    A number may decide a size inside of torch, as in ``torch.arange``: then it is no input of one recipe.
+    """
+
+    def __init__(self, first: Recording) -> None:
+        self._first = first
+        self._numbers: list[tuple[Number, ...]] = []
+        self._opened: Opened | None = None
+        self._is_settled = False
+
+    def fits(self, recording: Recording) -> bool:
+        """Whether another recording's calls returned the same sizes."""
+        return [call.results for call in recording.stream] == [call.results for call in self._first.stream]
+
+    def add(self, numbers: tuple[Number, ...]) -> None:
+        """One more recording."""
+        if len(self._numbers) < MOST_RECORDINGS and numbers not in self._numbers:
+            self._numbers.append(numbers)
+            self._is_settled = False
+
+    def opened(self, not_rebuildable: Mapping[int, str]) -> Opened | None:
+        """What serves calls with other numbers; ``None`` if their numbers do not follow."""
+        known = self._numbers
+        if not self._is_settled and len(known) >= LEAST_RECORDINGS:
+            first = replace(self._first, not_rebuildable=not_rebuildable)
+            opened = Opened(first, known)
+            if 0 < len(opened.special) <= len(known) - LEAST_RECORDINGS:
+                opened = Opened(first, [each for place, each in enumerate(known) if place not in opened.special])
+            self._opened = opened if opened.is_told else None
+        self._is_settled = True
+        return self._opened
 
 
 class _OpenRecording:
@@ -238,10 +272,8 @@ class Opened:
         self._open = _OpenRecording(first, points)
         unknowns = self._open.unknowns
         given = given_by(self.stream)
-        self._rules: list[Callable[[Given], Number] | None] = []
         known = {index: unknowns[index] for index in given or ()}
-        for index, values in enumerate(unknowns):
-            self._rules.append(functools.partial(_number_of, index) if index in known else derivation(values, known))
+        self._rules = [Rule(values, known) for values in unknowns]
         self._example = {index: values[-1] for index, values in known.items()}
         self.special = {
             place
@@ -249,7 +281,7 @@ class Opened:
             for place, value in enumerate(values)
             if not may_stand(value, type(values[-1]), is_positive=values[-1] > 0)
         }
-        self.is_told = given is not None and None not in self._rules and not self.special
+        self.is_told = given is not None and all(self._rules) and not self.special
 
     @property
     def stream(self) -> Stream:
@@ -258,19 +290,13 @@ class Opened:
 
     def numbers(self, given: Given) -> tuple[Number, ...] | None:
         """All open numbers of a call; ``None`` if one does not follow."""
-        try:
-            return tuple([rule(given) for rule in self._rules if rule is not None])
-        except ArithmeticError:
-            return None
+        numbers = tuple([rule.number(given) for rule in self._rules])
+        return None if None in numbers else numbers  # type: ignore[return-value]
 
     def program(self, plan: RegionPlan, shared: Shared, *, is_linked: bool) -> OpenProgram:
         """What serves such calls under a plan."""
         make = functools.partial(self._open.program, plan, shared, is_linked=is_linked)
         return OpenProgram(self.numbers, make, self._example)
-
-
-def _number_of(index: int, given: Given) -> Number:
-    return given[index]
 
 
 class Resized:
@@ -396,7 +422,7 @@ def _call(call: TorchCall, change: Change) -> TorchCall:
     """A torch call; whole numbers among its arguments stand for tensors, and stay."""
     made = call.made if isinstance(call.made, int) else tuple([_looks(looks, change) for looks in call.made])
     kwargs = tuple([(name, _described(value, change)) for name, value in call.kwargs])
-    return TorchCall(call.func, tuple([_described(value, change) for value in call.args]), kwargs, made)
+    return TorchCall(call.func, tuple([_described(value, change) for value in call.args]), kwargs, made, call.results)
 
 
 def _is_open(call: TorchCall) -> bool:

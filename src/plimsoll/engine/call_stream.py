@@ -112,6 +112,8 @@ class Alarm:
     def __init__(self) -> None:
         self.count = 0
         """In how many steps some region was surprised."""
+        self.has_wrong_number = False
+        """Whether a recipe with an open number has made something else than forward did."""
         self._is_raised = False
 
     def begin_step(self) -> None:
@@ -206,7 +208,8 @@ class StreamRecorder(LowestMode):
         described = tuple([self._describe(value) for value in args[is_data:]])
         named = tuple([(name, self._describe(value)) for name, value in (kwargs or {}).items()])
         made = flat_tensors(result)
-        self._calls.append(TorchCall(func, described, named, _made(made, is_data=is_data)))
+        results = tuple([looks(tensor) for tensor in made])
+        self._calls.append(TorchCall(func, described, named, results if is_data else len(made), results))
         for tensor in made:
             self._number(tensor)
         return result
@@ -238,10 +241,6 @@ def _leaves_a_trace(func: Any, result: Any) -> bool:
     if result is None:
         return func not in _MARKS
     return type(result) not in _ANSWERS and bool(flat_tensors(result))
-
-
-def _made(tensors: list[torch.Tensor], *, is_data: bool) -> Any:
-    return tuple([looks(tensor) for tensor in tensors]) if is_data else len(tensors)
 
 
 def _nothing() -> None:

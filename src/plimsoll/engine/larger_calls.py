@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from plimsoll.tracing.local_tensors import local_of
+from plimsoll.tracing.torch_internals import without_torch_function
 
 Listener = Callable[[str], None]
 
@@ -36,7 +37,8 @@ class LargestCall:
 
     def note(self, state: object, inputs: Iterable[torch.Tensor], larger: LargerCalls) -> None:
         """A call begins that is unlike those before it; say so if it may save more than any of them."""
-        received_bytes = sum(local_of(each).numel() * each.element_size() for each in inputs)
+        with without_torch_function():  # function modes of the user do not see that sizes are read
+            received_bytes = sum(local_of(each).numel() * each.element_size() for each in inputs)
         most_bytes = self._bytes.get(state, -1)
         if received_bytes <= most_bytes:
             return

@@ -35,13 +35,33 @@ def may_stand(number: Any, kind: Any, *, is_positive: bool) -> bool:
     return type(number) is kind and math.isfinite(number) and number not in (0, 1) and bool(number > 0) is is_positive
 
 
-def derivation(values: tuple[Number, ...], given: Mapping[int, tuple[Number, ...]]) -> Callable[[Given], Number] | None:
-    """How a number follows from one that the call is given, by their values in several recordings; ``None``: it does not."""
-    for index, known in given.items():
-        for change in _DERIVED:
-            if all(_same(_value(change, one), other) for one, other in zip(known, values, strict=True)):
-                return lambda numbers, index=index, change=change: change(numbers[index])  # type: ignore[misc]
-    return None
+class Rule:
+    """All ways in which a number follows from numbers that the call is given, by their values in several recordings.
+
+    Two given numbers may be related in all recordings (a share, and one minus it) and part later. The recordings do not show
+    which of them an operation got. So a later call has to be given numbers from which all ways lead to the same number.
+    """
+
+    def __init__(self, values: tuple[Number, ...], given: Mapping[int, tuple[Number, ...]]) -> None:
+        self._ways = [
+            (index, change)
+            for index, known in given.items()
+            for change in (_unchanged, *_DERIVED)
+            if all(_same(_value(change, one), other) for one, other in zip(known, values, strict=True))
+        ]
+
+    def __bool__(self) -> bool:
+        """Whether there is a way."""
+        return bool(self._ways)
+
+    def number(self, given: Given) -> Number | None:
+        """The number in a call; ``None`` if the ways disagree."""
+        first, *others = [_value(change, given[index]) for index, change in self._ways]
+        return first if first is not None and all(_same(other, first) for other in others) else None
+
+
+def _unchanged(number: Number) -> Number:
+    return number
 
 
 def _value(change: Callable[[Number], Number], number: Number) -> Number | None:
@@ -91,6 +111,8 @@ def numbers_in(stream: Stream, pattern: Stream) -> dict[int, Number] | None:
 def _call_fits(call: TorchCall, pattern: TorchCall, found: dict[int, Number]) -> bool:
     if call == pattern:
         return True
+    if call.results != pattern.results:
+        return False
     is_alike = (call.func == pattern.func, len(call.args), call.made) == (True, len(pattern.args), pattern.made)
     if not is_alike or [name for name, _ in call.kwargs] != [name for name, _ in pattern.kwargs]:
         return False

@@ -193,9 +193,14 @@ class ManagedRegion:
         if service.engine is not Engine.RECIPE:
             return self._keeping(args, kwargs)
         if service.has_failed():
+            # Other regions may be like this one, and their samples may not have shown it yet.
+            self._shared.alarm.has_wrong_number |= service.is_open
             self._recordings.distrust()
             self._give_up(service, "a rebuilt value was not what forward made")
             return self._keeping(args, kwargs)
+        if self._shared.alarm.has_wrong_number and service.is_open:
+            self._recordings.distrust_numbers()
+            service.close()
         self._clock += 1
         service.last_call = self._clock
         if not service.is_watched(self._reader.scalars):
@@ -288,6 +293,8 @@ class ManagedRegion:
 
     def _open_numbers(self, service: Service, entry: Entry) -> None:
         """Where calls of this signature were seen to differ in numbers alone, serve all others that do."""
+        if self._shared.alarm.has_wrong_number:
+            return
         is_linked = self._shared.links.has_made_first(entry.inputs)
         for opened in self._recordings.opened(entry.signature):
             if not service.knows(opened.stream):

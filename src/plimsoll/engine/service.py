@@ -107,6 +107,16 @@ class Service:
         self._watch, self._heard, self._idle_changes = 0, self._alarm.count, MAX_IDLE_CHANGES
         self._grow_tree()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it serves calls whose numbers are open."""
+        return bool(self._open)
+
+    def close(self) -> None:
+        """Forget programs with open numbers."""
+        self._open.clear()
+        self._grow_tree()
+
     def knows(self, pattern: Stream) -> bool:
         """Whether it has a program for a stream that leaves numbers open."""
         return pattern in self._open

@@ -74,13 +74,15 @@ class _Writer:
         self.constants: dict[str, Any] = {}
         self._given: set[int] = set()
         """Open numbers that an earlier call, or an earlier argument, has said."""
+        self._is_open = False
+        """Whether the call has an open number."""
         self._locals = 0
         self._undo = ""
         """Takes back what a function has appended to ``known``, where it may have."""
 
     def call(self, index: int, call: TorchCall) -> None:
         """One function: the arguments, the keyword arguments, the result."""
-        self._locals, self._undo = 0, ""
+        self._locals, self._undo, self._is_open = 0, "", False
         self._emit(f"def call_{index}(args, kwargs, result, known):", 0)
         is_data = isinstance(call.made, tuple)
         if is_data:
@@ -95,7 +97,12 @@ class _Writer:
             self._unpack("kwargs.values()", tuple(value for _, value in call.kwargs))
         else:
             self._fail_if("kwargs")
+        if self._is_open:  # a number may decide a size inside of torch, as in torch.arange
+            self._fail_if(
+                f"tuple([looks(tensor) for tensor in flat_tensors(result)]) != {self._constant(call.results)}"
+            )
         self._check_result(call.made)
+        self._emit("return True")
 
     def _check_result(self, made: int | tuple[Any, ...]) -> None:
         """Compare what the call returned, and number its tensors."""
@@ -111,7 +118,6 @@ class _Writer:
             else:
                 self._fail_if(f"len(made) != {made}")
             self._emit("known.extend([ref(tensor) for tensor in made])")
-        self._emit("return True")
 
     def _unpack(self, expression: str, expected: tuple[Any, ...]) -> None:
         """Name the items of a container of known length, and check each."""
@@ -158,7 +164,7 @@ class _Writer:
 
     def _check_open(self, name: str, kind: type, number: Unknown) -> None:
         """The first time the call says the number; then it has to say the same."""
-        kind_name = self._constant(kind)
+        kind_name, self._is_open = self._constant(kind), True
         if number.index in self._given:
             self._fail_if(f"type({name}) is not {kind_name} or {name} != known.numbers[{number.index}]")
             return

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numbers
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -19,7 +19,7 @@ from torch import nn
 
 from plimsoll.errors import InvalidModel
 from plimsoll.tracing.recorder.storages import is_plain
-from plimsoll.tracing.torch_internals import FUNCTION_SPACES, TensorBase
+from plimsoll.tracing.torch_internals import FUNCTION_SPACES, TensorBase, without_torch_function
 
 Number = int | float
 
@@ -41,6 +41,7 @@ _MADE_FROM_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch
 """Functions whose first argument is data: the tensor that they make comes from outside, whatever it holds."""
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 """How the names of torch's own files begin."""
+_PLAIN = frozenset({torch.Tensor, nn.Parameter})
 _BY_VALUE = frozenset({bool, int, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device})
 
 
@@ -85,13 +86,15 @@ class Outsider:
 class TorchCall:
     """One call in a stream. An argument is the number of a known tensor, or one of the classes above.
 
-    ``made`` says how many tensors it returned, or how they look where they come from data.
+    ``made`` says how many tensors it returned, or how they look where they come from data. ``results`` says how the recorded
+    call's tensors looked; it does not tell calls apart, as their sizes may follow data.
     """
 
     func: Any
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
     made: Any
+    results: tuple[Any, ...] = field(default=(), compare=False)
 
 
 Stream = tuple[TorchCall, ...]
@@ -162,6 +165,13 @@ class _Same:
 
 def looks(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What recipes rely on in a tensor whose contents may be others in every call."""
+    if type(tensor) not in _PLAIN:  # to read a tensor of the user's type calls the user's code
+        with without_torch_function():
+            return _looks(tensor)
+    return _looks(tensor)
+
+
+def _looks(tensor: torch.Tensor) -> tuple[Any, ...]:
     stride = tensor.stride() if is_plain(tensor) else ()
     is_parameter = isinstance(tensor, nn.Parameter)
     return (type(tensor), is_parameter, tensor.shape, stride, tensor.dtype, tensor.device, tensor.requires_grad)

@@ -40,6 +40,9 @@ class StepLevels:
         """Which reading of the last step was higher than in measured steps."""
         self._device = device
         self._begin_bytes: int | None = None
+        allocated_bytes(
+            device
+        )  # the first reading allocates a little to try itself out, and no step should contain that
         self._expected = self._forward = self._loss = self._end = self._loss_nodes = 0
         self._most_loss_nodes: int | None = None
         self._forward_share = self._loss_share = 0.0

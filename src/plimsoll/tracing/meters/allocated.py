@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-_PROBE_BYTES = 3 * 2**20
+_PROBE_BYTES = 2**18
 
 
 class _Mallinfo2(ctypes.Structure):

@@ -32,6 +32,7 @@ from types import TracebackType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.profiler import profile
 from torch.nn.parameter import is_lazy
 
@@ -390,6 +391,8 @@ def _with_subclasses(kind: type) -> set[type]:
 
 def _has_memory(tensor: torch.Tensor, device_type: str) -> bool:
     if is_lazy(tensor) or is_wrapper(tensor):  # has no memory yet; is made of tensors that are found themselves
+        return False
+    if isinstance(tensor, FakeTensor):  # says that it is on a device, and has no memory there
         return False
     return tensor.device.type == device_type and tensor.layout is torch.strided and has_storage(tensor)
 
