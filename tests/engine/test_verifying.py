@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -307,3 +309,26 @@ def test_a_fingerprint_changes_when_elements_change_places():
         assert storage_fingerprint(tensor) != storage_fingerprint(swapped)
         assert storage_fingerprint(tensor) != storage_fingerprint(tensor.flip(0))
     assert storage_fingerprint(torch.zeros(0)) == 0
+
+
+@torch.library.custom_op("plimsollhost::noisy", mutates_args=())
+def noisy(x: torch.Tensor) -> torch.Tensor:
+    """Draws from Python's generator and from numpy's."""
+    return x * torch.from_numpy(np.random.rand(*x.shape).astype("float32")) * random.random()
+
+
+noisy.register_autograd(lambda ctx, gradient: gradient)
+
+
+@pytest.mark.parametrize("around", [lambda x: x, lambda x: torch.tanh(x), lambda x: torch.sin(x) * 2])
+def test_an_operator_that_draws_on_the_host_draws_the_same_numbers_under_a_plan(around):
+    def step(model, index):
+        random.seed(index // 2)
+        np.random.seed(index // 2)
+        return plain_step(model, index)
+
+    class Noisy(nn.Module):
+        def forward(self, x):
+            return around(noisy(x))
+
+    assert_unchanged(stack_of(Noisy), step, steps=4)

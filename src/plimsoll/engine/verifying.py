@@ -32,6 +32,7 @@ from plimsoll.engine.replay_rng import RandomPoints
 from plimsoll.tracing.recorder.calling import flat_tensors
 from plimsoll.tracing.recorder.recorder import OpRecorder, RecordedOp, Signature
 from plimsoll.tracing.recorder.storages import Geometry, is_plain, same_bits, storage_crc, storage_fingerprint
+from plimsoll.tracing.recorder.untouched import RandomState
 from plimsoll.tracing.torch_internals import below_autograd, without_modes, without_torch_function
 
 NOT_EXACT = "gives other bits when it is run again"
@@ -96,7 +97,11 @@ class VerifyingRecorder(OpRecorder):
         prints = self._fingerprints(args, kwargs, written)
         bases = {storage: self._base(storage, tensor) for storage, tensor in written.items()}
         earlier = self.points.state(device)
+        generators = None if func.namespace == "aten" else RandomState()
         out = func(*args, **kwargs)
+        if generators is not None and not generators.is_current_on_host():
+            op.obstacle = op.obstacle or "draws from Python's or numpy's generator"
+            return out  # a second run would draw other numbers, and leave others to the calls after it
         later = self.points.state(device)
         is_drawn = not torch.equal(earlier, later)
         if is_drawn and not op.is_random:
