@@ -14,6 +14,7 @@ import functools
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 
 _PROBE_BYTES = 2**18
 
@@ -37,10 +38,15 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def allocated_bytes(device: torch.device) -> int | None:
-    """Bytes that are allocated on the device now; on a CPU by the whole process. ``None`` if nothing counts them."""
+    """Bytes that are allocated on the device now; on a CPU by the whole process. ``None`` if nothing counts them.
+
+    With several ranks on CPUs nothing is read: gloo's threads hold buffers of collectives for a while.
+    """
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    read = _heap_reader() if device.type == "cpu" else None
+    if device.type != "cpu" or (dist.is_available() and dist.is_initialized()):
+        return None
+    read = _heap_reader()
     return None if read is None else read()
 
 
