@@ -9,6 +9,7 @@ read into memory), the next one waits longer.
 
 from __future__ import annotations
 
+import gc
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 
 from plimsoll.session.calibration import Carried, held_tensors, state_bytes_of
 from plimsoll.session.step_levels import is_more
+from plimsoll.tracing.meters.allocated import allocated_bytes
 from plimsoll.tracing.meters.memory import storage_bytes
 
 _MOST_PATIENCE = 64
@@ -74,7 +76,15 @@ class HeldByLoop:
             self._waited += 1
             if self._waited < self._patience:
                 return
-            self._look(reading - last.reading, args, kwargs, leaves_graph=leaves_graph)
+            # The loop does not hold garbage in reference cycles, such as a model's copy that it has made and dropped.
+            gc.collect()
+            reading = allocated_bytes(self._device) or reading
+            before_bytes = self.bytes + self.state_bytes
+            if not _is_at(reading, last, peak_bytes):
+                self._look(reading - last.reading, args, kwargs, leaves_graph=leaves_graph)
+            has_found = self.bytes + self.state_bytes > before_bytes
+            self._patience = 0 if has_found else min(_MOST_PATIENCE, 2 * self._patience + 1)
+            self._waited = 0
             level = _Level(reading, self.bytes, self.hidden_bytes)
         else:
             self._run_bytes = 0
@@ -90,7 +100,7 @@ class HeldByLoop:
         del levels[:-_MOST_LEVELS]
 
     def _look(self, grown_bytes: int, args: tuple[Any, ...], kwargs: dict[str, Any], *, leaves_graph: bool) -> None:
-        before_bytes, was_visible_bytes = self.bytes + self.state_bytes, self.bytes - self.hidden_bytes
+        was_visible_bytes = self.bytes - self.hidden_bytes
         counted = held_tensors(self._model, args, kwargs)
         carried = self.carried.found(self._device, (args, kwargs))
         visible_bytes = storage_bytes([*counted, *carried], self._device) - storage_bytes(counted, self._device)
@@ -100,9 +110,6 @@ class HeldByLoop:
             known_bytes = visible_bytes - was_visible_bytes + self.state_bytes - was_state_bytes
             self.hidden_bytes += max(0, grown_bytes - max(0, known_bytes))
         self.bytes = visible_bytes + self.hidden_bytes
-        has_found = self.bytes + self.state_bytes > before_bytes
-        self._patience = 0 if has_found else min(_MOST_PATIENCE, 2 * self._patience + 1)
-        self._waited = 0
 
     def _without_records(self, visible_bytes: int, was_visible_bytes: int) -> int:
         """The bytes without records, which are tensors that have grown in two consecutive steps."""
