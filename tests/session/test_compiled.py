@@ -103,7 +103,7 @@ def test_the_step_that_compiles_does_not_have_others_metered(
         for _ in range(6):
             model(**batch).loss.backward()
     model.zero_grad(set_to_none=True)
-    assert len(metered) <= 1
+    assert len(metered) <= 2  # the first step, and the first one that begins with gradients
 
 
 def test_planning_compiled_blocks_takes_none_of_the_numbers_that_training_draws(blocks: Model) -> None:
