@@ -23,7 +23,7 @@ import msgspec
 
 from plimsoll.artifacts.plan import RegionPlan
 from plimsoll.artifacts.region import RegionGraph
-from plimsoll.engine.open_numbers import Given, Rule, given_by, may_stand
+from plimsoll.engine.open_numbers import Derivation, Given, given_by, may_stand
 from plimsoll.engine.program import OpenProgram, Program, Shared
 from plimsoll.engine.record import Recording
 from plimsoll.engine.replay_plan import ReplayPlan
@@ -273,7 +273,7 @@ class Opened:
         unknowns = self._open.unknowns
         given = given_by(self.stream)
         known = {index: unknowns[index] for index in given or ()}
-        self._rules = [Rule(values, known) for values in unknowns]
+        self._rules = [Derivation(values, known) for values in unknowns]
         self._example = {index: values[-1] for index, values in known.items()}
         self.special = {
             place

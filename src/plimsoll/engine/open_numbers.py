@@ -35,7 +35,7 @@ def may_stand(number: Any, kind: Any, *, is_positive: bool) -> bool:
     return type(number) is kind and math.isfinite(number) and number not in (0, 1) and bool(number > 0) is is_positive
 
 
-class Rule:
+class Derivation:
     """All ways in which a number follows from numbers that the call is given, by their values in several recordings.
 
     Two given numbers may be related in all recordings (a share, and one minus it) and part later. The recordings do not show
