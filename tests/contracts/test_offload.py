@@ -270,7 +270,7 @@ def test_a_killed_training_leaves_nothing_on_the_disk(offload, device, tmp_path)
     child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=environment, text=True)
     try:
         assert [child.stdout.readline() for _ in range(3)] == ["stepped\n"] * 3
-        # One for what is offloaded, another one for what early inspections compare.
+        # One file for offloaded tensors, and one for the copies that early inspections compare with.
         assert 1 <= len(_files_of(child.pid, directory)) <= 2
         assert not files_below(directory)
     finally:

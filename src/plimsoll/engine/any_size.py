@@ -55,7 +55,7 @@ class Recordings:
         self._most = most
         self._watched: dict[Any, dict[Stream, Recording]] = {}
         self._families: dict[Any, list[_Family]] = {}
-        self._is_trusted = self._trusts_numbers = True
+        self._is_trusted = True
 
     def distrust(self) -> None:
         """A recipe has made something else than forward did: from now on every signature is watched for itself."""
@@ -87,14 +87,8 @@ class Recordings:
 
     def opened(self, signature: tuple[Any, ...]) -> list[Opened]:
         """What serves all calls of a signature that differ from recorded ones only in numbers that they are given."""
-        if not self._trusts_numbers:
-            return []
         skeleton, sizes = _split(signature)
         return [opened for family in self._families.get(skeleton, ()) for opened in family.opened(sizes)]
-
-    def distrust_numbers(self) -> None:
-        """A recipe with an open number was wrong: from now on such calls are recorded."""
-        self._trusts_numbers = False
 
     def at(self, signature: tuple[Any, ...]) -> tuple[Recording | Resized, ...]:
         """Recordings for the streams of calls with this signature: watched ones, else those that follow from other sizes."""
@@ -151,7 +145,7 @@ class _Family:
 class _AlikeRecordings:
     """Recordings of one size that differ in numbers alone, and whose torch calls returned tensors of the same sizes.
 
-    A number may decide a size inside of torch, as in ``torch.arange``: then it is no input of one recipe.
+    A number may decide a size inside of torch, as in ``torch.arange``: then one recipe cannot serve all its values.
     """
 
     def __init__(self, first: Recording) -> None:

@@ -36,10 +36,10 @@ def may_stand(number: Any, kind: Any, *, is_positive: bool) -> bool:
 
 
 class Derivation:
-    """All ways in which a number follows from numbers that the call is given, by their values in several recordings.
+    """All ways to derive a number from the numbers that a call is given, found in several recordings.
 
     Two given numbers may be related in all recordings (a share, and one minus it) and part later. The recordings do not show
-    which of them an operation got. So a later call has to be given numbers from which all ways lead to the same number.
+    the one that an operation got. So a later call is served only if all ways lead to the same number.
     """
 
     def __init__(self, values: tuple[Number, ...], given: Mapping[int, tuple[Number, ...]]) -> None:

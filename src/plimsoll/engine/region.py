@@ -199,7 +199,6 @@ class ManagedRegion:
             self._give_up(service, "a rebuilt value was not what forward made")
             return self._keeping(args, kwargs)
         if self._shared.alarm.has_wrong_number and service.is_open:
-            self._recordings.distrust_numbers()
             service.close()
         self._clock += 1
         service.last_call = self._clock
@@ -294,7 +293,7 @@ class ManagedRegion:
     def _open_numbers(self, service: Service, entry: Entry) -> None:
         """Where calls of this signature were seen to differ in numbers alone, serve all others that do."""
         if self._shared.alarm.has_wrong_number:
-            return
+            return  # such calls are recorded from now on
         is_linked = self._shared.links.has_made_first(entry.inputs)
         for opened in self._recordings.opened(entry.signature):
             if not service.knows(opened.stream):

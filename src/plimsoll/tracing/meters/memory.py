@@ -392,7 +392,7 @@ def _with_subclasses(kind: type) -> set[type]:
 def _has_memory(tensor: torch.Tensor, device_type: str) -> bool:
     if is_lazy(tensor) or is_wrapper(tensor):  # has no memory yet; is made of tensors that are found themselves
         return False
-    if isinstance(tensor, FakeTensor):  # says that it is on a device, and has no memory there
+    if isinstance(tensor, FakeTensor):  # names a device and does not allocate there
         return False
     return tensor.device.type == device_type and tensor.layout is torch.strided and has_storage(tensor)
 

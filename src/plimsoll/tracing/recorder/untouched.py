@@ -115,7 +115,7 @@ class RandomState:
         return self.is_current_on_host() and all(map(torch.equal, (now._torch, *now._cuda), (self._torch, *self._cuda)))
 
     def is_current_on_host(self) -> bool:
-        """Whether nobody has drawn from Python's or numpy's generator since."""
+        """Whether Python's and numpy's generators have not been used since."""
         numpy: Any = np.random.get_state(legacy=True)
         is_same = all(np.array_equal(one, other) for one, other in zip(numpy, self._numpy, strict=True))
         return is_same and random.getstate() == self._python
