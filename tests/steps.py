@@ -55,6 +55,24 @@ class Stack(nn.Module):
         return x
 
 
+class PaddingFree(Stack):
+    """Drops the padding of a batch before its blocks, as encoders with variable-length attention do."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return super().forward(x[mask])
+
+
+class Biased(Block):
+    """Adds a buffer to its input."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__(width)
+        self.register_buffer("bias", torch.randn(rows, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + self.bias)
+
+
 class CheckpointedStack(Stack):
     """The same with every block checkpointed by hand, where ``is_on``."""
 

@@ -37,7 +37,7 @@ FRONT = {"__init__", "__main__", "chunked"}
 WITHOUT_TORCH = {"errors", "units", "artifacts", "planning"}
 """Plans can be read, solved and shown where there is no torch."""
 MOST_PACKAGES = 11
-MOST_PARAMETERS = 8
+MOST_PARAMETERS = 9
 MOST_PUBLIC_NAMES = 16
 PUBLIC_VERBS = {
     *plimsoll.__all__,

@@ -129,6 +129,11 @@ class Handle(RemovedAtEnd):
         self.pause()
         self._begin(plan)
 
+    def has_moved(self) -> bool:
+        """Whether some region's path leads to another module by now."""
+        modules = dict(self.model.named_modules())
+        return any(modules.get(name) is not region.module for name, region in self.regions.items())
+
     def _begin(self, plan: Plan) -> None:
         """Let the plan decide about the regions that it manages."""
         shared, model = self._shared, self.model
@@ -140,7 +145,9 @@ class Handle(RemovedAtEnd):
             is_used=any(call.is_boundary_dropped for each in calls.values() for call in each),
         )
         for name, module in managed.items():
-            if name in self._known:
+            if (
+                name in self._known and self._known[name].module is module
+            ):  # a list of layers may have been put in order anew
                 self._known[name].use(calls[name])
             elif name not in self._compiled:
                 self._known[name] = _region_class(plan, name)(name, module, calls[name], shared)
@@ -229,7 +236,7 @@ class Handle(RemovedAtEnd):
         self._retry = retry
 
     def on_larger_calls(self, listener: Listener) -> None:
-        """Call the listener before a region runs that receives a larger call than ever before, with a sentence that says so."""
+        """Call the listener before a region runs that receives a larger call than ever before, or runs in another order."""
         self._shared.larger.listener = listener
 
     @property
@@ -287,6 +294,7 @@ class Handle(RemovedAtEnd):
         self._shared.links.clear()
         self._shared.transfers.clear()
         self._shared.alarm.begin_step()
+        self._shared.order.begin_step()
         if torch.is_grad_enabled():
             self._shared.inspector.begin_step()
         for region in self.regions.values():

@@ -6,26 +6,32 @@ the batch do not show that. The inputs of the regions do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 
 from plimsoll.tracing.local_tensors import local_of
 from plimsoll.tracing.torch_internals import without_torch_function
 
-Listener = Callable[[str], None]
+
+class Listener(Protocol):
+    """Hears what regions notice."""
+
+    def __call__(self, text: str, /, *, is_reordered: bool) -> None:
+        """``text`` is a sentence for a warning; ``is_reordered``: regions run in another order than before."""
 
 
 class LargerCalls:
-    """Passes on what regions notice: ``listener`` gets a sentence for a warning."""
+    """Passes on what regions notice."""
 
     def __init__(self) -> None:
         self.listener: Listener | None = None
 
-    def say(self, text: str) -> None:
+    def say(self, text: str, *, is_reordered: bool = False) -> None:
         """Tell the listener."""
         if self.listener is not None:
-            self.listener(text)
+            self.listener(text, is_reordered=is_reordered)
 
 
 class LargestCall:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from plimsoll.engine.call_order import CallOrder
 from plimsoll.engine.call_stream import Alarm
 from plimsoll.engine.guards import Guard
 from plimsoll.engine.hooks import OpenCall, Readable
@@ -58,6 +59,7 @@ class Shared:
     unmet: UnmetNames = field(default_factory=UnmetNames)
     """Names of the plan that calls do not make."""
     larger: LargerCalls = field(default_factory=LargerCalls)
+    order: CallOrder = field(default_factory=CallOrder)
     recording: threading.Lock = field(default_factory=threading.Lock)
     """Held by the thread that records a region; others keep everything meanwhile."""
 

@@ -174,6 +174,7 @@ class ManagedRegion:
             return self._original(*args, **kwargs)
         plan = self._plans[min(self.calls, len(self._plans) - 1)]
         self.calls += 1
+        self._shared.order.called(self.name, self._shared.larger)
         return self._managed(plan, args, kwargs)
 
     def _managed(self, plan: RegionPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

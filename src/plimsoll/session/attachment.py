@@ -52,6 +52,7 @@ from plimsoll.session.step_watch import (
     warn_of_floor,
     warn_of_larger,
     warn_of_overrun,
+    warn_of_planning,
     warn_of_state,
     warn_of_unseen,
     warn_of_waiting,
@@ -292,33 +293,36 @@ class Attachment(AttachedBudget):
         self._traces = JointTraces(self.agreement, self.model)
         with self._tracing():
             planner, self._error_scale = first_planner(
-                self.agreement, task, self._options, self._budget, optimizer_is_optional=self._optimizer is None
+                self.agreement,
+                task,
+                self._options,
+                self._budget,
+                optimizer_is_optional=self._optimizer is None,
+                taken_bytes=self._excess_bytes + self._withheld_bytes + self._held_bytes,
             )
             if self._planner is not None and self._is_enough_for(planner):
                 return
-            self._say_traced(planner)
             earlier, self._planner = self._planner, planner
             try:
                 planner.wait_for(1 if earlier is None else earlier.in_flight)
                 lowest = planner.lowest_allowed(task.step, self._error_scale)
+                self._say_tried(planner, task)
             except BaseException:
                 self._planner = earlier
                 raise
+        if self._work.has_moved():
+            self._work.remove()
         self._run(lowest)
         self.is_calibrating, self._tries = True, 0
         self._measure(args, kwargs)
 
-    def _say_traced(self, planner: StepPlanner) -> None:
-        """Log by how much the traced step may exceed the budget: timed runs hold everything if the device has room for it."""
-        over_bytes = planner.extremes.unmanaged_peak_bytes - (planner.own_budget_bytes or 0)
-        if over_bytes > 0:
-            _LOG.info(
-                "traced %s: this one step may take %s, %s more than the budget; the device has room for it, and operations "
-                "are timed as in training",
-                type(self.model).__name__,
-                format_bytes(planner.extremes.unmanaged_peak_bytes),
-                format_bytes(over_bytes),
-            )
+    def _say_tried(self, planner: StepPlanner, task: TrainingTask) -> None:
+        """Warn where trying the lowest plan took more than the budget."""
+        taken_bytes = planner.tried_bytes + self._copied_bytes(task)
+        budget_bytes = planner.own_budget_bytes or 0
+        if planner.tried_bytes and is_more(taken_bytes, budget_bytes):
+            why = "the plan with the lowest peak was run once, with copies of the model's buffers and of the batch"
+            warn_of_planning(taken_bytes, budget_bytes, why, "a larger budget leaves room for the copies")
 
     def _heed_room(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
         """A step is about to begin: plan anew where there is less room than it takes, or has been more for a while."""
@@ -340,7 +344,11 @@ class Attachment(AttachedBudget):
         assert self._planner is not None
         assert self.plan is not None
         takes_less = planner.extremes.unmanaged_peak_bytes <= self._planner.extremes.unmanaged_peak_bytes
-        is_kept = takes_less and not self.is_calibrating and planner.is_kept_by(self.plan, self._excess_bytes)
+        is_kept = (
+            takes_less
+            and not (self.is_calibrating or self._work.has_moved())
+            and planner.is_kept_by(self.plan, self._excess_bytes)
+        )
         return self.agreement.every("enough", holds=is_kept)
 
     def _measure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -432,12 +440,14 @@ class Attachment(AttachedBudget):
         Without a trial the next step shows what the plan takes, as that step is measured.
         """
         assert self._planner is not None
-        budget_bytes = self._planner.budget_bytes or 0
-        model, batch = self.model, () if task is None else output_tensors(task.call())
-        buffers, device = list(model.buffers()), self._steps.device
-        copied_bytes = 2 * storage_bytes(buffers, device) + storage_bytes([*batch, *every_gradient(model)], device)
-        taken_bytes = plan.predicted_peak_bytes + self._excess_bytes + copied_bytes
-        return not is_more(taken_bytes, budget_bytes)
+        gradient_bytes = storage_bytes(every_gradient(self.model), self._steps.device)
+        taken_bytes = plan.predicted_peak_bytes + self._excess_bytes + self._copied_bytes(task) + gradient_bytes
+        return not is_more(taken_bytes, self._planner.budget_bytes or 0)
+
+    def _copied_bytes(self, task: TrainingTask | None) -> int:
+        """What a trial copies, so that it leaves no trace: the buffers twice, and the batch."""
+        batch, device = () if task is None else output_tensors(task.call()), self._steps.device
+        return 2 * storage_bytes(list(self.model.buffers()), device) + storage_bytes(batch, device)
 
     @contextlib.contextmanager
     def _tracing(self) -> Iterator[None]:
@@ -461,8 +471,10 @@ class Attachment(AttachedBudget):
         peak_bytes, cause = self._steps.taken_by(self._watch.bytes_now, self._metered, limit_bytes)
         over_bytes = peak_bytes - limit_bytes
         next_ = "the next step is planned with that taken off, where a plan takes less"
-        if self._shaped is not None and over_bytes > 0 and self._metered.has_run_more and self.agreement.size == 1:
+        is_other_step = self._metered.has_run_more or self._steps.is_reordered
+        if self._shaped is not None and over_bytes > 0 and is_other_step and self.agreement.size == 1:
             self._deeper, self._deep_bytes = _MOST_DEEPENED, peak_bytes
+            self._steps.is_reordered = False
             next_ = (
                 f"up to {_MOST_DEEPENED} steps are traced to find one that runs as much, and that one is planned for"
             )

@@ -9,6 +9,7 @@ fit.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +34,7 @@ from plimsoll.session.task import TrainingTask
 from plimsoll.session.tightest_rank import SharedPlanner
 from plimsoll.session.training_step import TrainingStep
 from plimsoll.session.trial import TrialRun, with_note
+from plimsoll.tracing.capture import saved_as_zeros
 from plimsoll.tracing.compiled.units import Unit, check_compiler, in_place, split_regions
 from plimsoll.tracing.ddp import inner_module
 from plimsoll.tracing.local_tensors import dense_parts
@@ -44,6 +46,8 @@ from plimsoll.units import format_bytes
 
 _WORTH_COMPILING = 0.25
 """Plans for other shapes lie so far apart, as a share of what the lowest peak is below the unmanaged one."""
+_FAR_ABOVE = 1.25
+"""torch.compile's partition is run to see if it fits, unless it is predicted to take that many times the budget."""
 _STRATEGIES = ("auto", "none", "full")
 _ROUNDS = 7
 """Steps of each of two ways to compile a plan, to see which is faster."""
@@ -111,9 +115,18 @@ def _beyond(options: PlanOptions, strategy: str, room: object, *, takes_forms: b
 
 
 def compiled_planner(
-    agreement: Agreement, task: TrainingTask, options: PlanOptions, budget: Budget, progress: Progress = silent
+    agreement: Agreement,
+    task: TrainingTask,
+    options: PlanOptions,
+    budget: Budget,
+    progress: Progress = silent,
+    *,
+    limit_bytes: int | None = None,
 ) -> CompiledPlanner:
-    """The planner of a step with compiled parts, once it is read and timed; errors are those of `plimsoll.plan`."""
+    """The planner of a step with compiled parts, once it is read and timed; errors are those of `plimsoll.plan`.
+
+    ``limit_bytes`` is the most that reading and timing may take, if saved activations are all that exceeds it.
+    """
     is_alone = agreement.size == 1 and not split_regions(task.model, task.units, options.regions)[1]
     for name in options.strategies:
         refuse_uncompilable(options, name, takes_forms=is_alone and all(unit.path for unit in task.units))
@@ -127,7 +140,7 @@ def compiled_planner(
         )
     check_compiler(device)
     with agreement.stepping():
-        traced, costs = trace_compiled(task, options, progress)
+        traced, costs = trace_compiled(task, options, progress, limit_bytes=limit_bytes)
     budget_bytes, parts = budget.bytes_on(costs), planned_parts(task, options.regions)
     if agreement.size == 1:
         return CompiledPlanner(parts, traced, costs, options, budget_bytes)
@@ -140,18 +153,27 @@ def planned_parts(task: TrainingTask, patterns: tuple[str, ...] | None) -> tuple
     return tuple(CompiledUnit(path=path, regions=names, options=task.compile_options) for path, names in held.items())
 
 
-def trace_compiled(task: TrainingTask, options: PlanOptions, progress: Progress = silent) -> tuple[Trace, Costs]:
+def trace_compiled(
+    task: TrainingTask, options: PlanOptions, progress: Progress = silent, *, limit_bytes: int | None = None
+) -> tuple[Trace, Costs]:
     """The step with its compiled parts as kernels, and what these and the engine cost.
 
     Raises:
         As `plimsoll.tracing.trace.trace` does.
     """
-    traced = _trace(task, options, progress, is_timed=True)
+    traced = _trace(task, options, progress, limit_bytes=limit_bytes)
     runs_eagerly = split_regions(task.model, task.units, options.regions)[1]
     return traced, measured_costs(traced, measure_engine(traced)) if runs_eagerly else measured_costs(traced)
 
 
-def _trace(task: TrainingTask, options: PlanOptions, progress: Progress = silent, *, is_timed: bool) -> Trace:
+def _trace(
+    task: TrainingTask,
+    options: PlanOptions,
+    progress: Progress = silent,
+    *,
+    limit_bytes: int | None = None,
+    is_timed: bool = True,
+) -> Trace:
     """The step with its compiled parts as kernels; without their seconds if it is not timed.
 
     Raises:
@@ -169,6 +191,7 @@ def _trace(task: TrainingTask, options: PlanOptions, progress: Progress = silent
             regions={**eager, **{unit.path: unit.module for unit in task.units}},
             optimizer=task.optimizer,
             repeats=3 if is_timed else 0,
+            limit_bytes=limit_bytes,
             progress=part_of(progress, 0.0, 0.5),
         )
     progress("reading the compiled graphs", 0.5)
@@ -177,7 +200,10 @@ def _trace(task: TrainingTask, options: PlanOptions, progress: Progress = silent
     model = inner_module(task.model)
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     written = [part for name in (*uncompiled.written, *uncompiled.written_buffers) for part in dense_parts(named[name])]
-    with untouched(task.model, uncompiled.written):
+    # The trace leaves out modules that run a transform of torch.func: they raise under hooks on saved tensors.
+    has_hooks = {*eager, *inner} <= {region.name for region in uncompiled.regions}
+    holding_nothing = saved_as_zeros(task.model) if has_hooks else contextlib.nullcontext()
+    with untouched(task.model, uncompiled.written), holding_nothing:
         captured = capture(task.units, inner, step.run, written)
     progress("timing kernels", 0.9)
     return with_compiled(uncompiled, captured, step.device if is_timed else None)
@@ -209,12 +235,14 @@ class CompiledPlanner(StepPlanner):
         A plan in inductor's own order that keeps to the budget at once is taken. Where only one that drops more does, or none,
         one in the graph's order is made too, and the faster one is taken.
         """
-        progress("running the step as torch.compile partitions it", 0.0)
-        measured = self.run(step(), self.solve(None, "none"))
-        self._default_bytes = measured.peak_bytes
-        fits = self.budget_bytes is None or measured.peak_bytes <= self.budget_bytes
-        if strategy == "none" or (strategy == "auto" and fits):
-            return self._untouched(measured.peak_bytes)
+        default = self.solve(None, "none")
+        if strategy == "none" or not self._is_far_above_budget(default):
+            progress("running the step as torch.compile partitions it", 0.0)
+            measured = self.run(step(), default)
+            self._default_bytes = measured.peak_bytes
+            fits = self.budget_bytes is None or measured.peak_bytes <= self.budget_bytes
+            if strategy == "none" or (strategy == "auto" and fits):
+                return self._untouched(measured.peak_bytes)
         free = None if self.budget_bytes is None else self._in_own_order(strategy, step(), part_of(progress, 0.2, 0.5))
         if free is not None and len(self._trials) == 1:
             return free
@@ -238,6 +266,20 @@ class CompiledPlanner(StepPlanner):
             free = with_note(free, f"in inductor's own order: {share:.3f} of the time of one in the order of its graph")
         self.unseen_bytes = own_unseen_bytes
         return free
+
+    @property
+    def planning_peak_bytes(self) -> int:
+        """The most that the step took without a plan, when it was read and tried. One graph of a whole model holds all that
+        it saves.
+        """
+        is_one_graph = any(not unit.path for unit in self._compiled)
+        return max(self._default_bytes, self.extremes.unmanaged_peak_bytes if is_one_graph else 0)
+
+    def _is_far_above_budget(self, plan: Plan) -> bool:
+        """Whether no run of the plan is needed to know that it does not fit. Such a run might find no memory for itself."""
+        if self.budget_bytes is None:
+            return False
+        return self.worst_bytes(self.own(plan).predicted_peak_bytes) > _FAR_ABOVE * self.budget_bytes
 
     def _in_own_order(self, strategy: str, step: TrainingStep, progress: Progress) -> Plan | None:
         """The plan in inductor's own order; ``None`` where no such plan keeps to the budget.
@@ -301,9 +343,13 @@ class CompiledPlanner(StepPlanner):
         """As `StepPlanner.beside`."""
         return CompiledPlanner(self._compiled, trace, costs, self.options, self.own_budget_bytes)
 
-    def traced(self, task: TrainingTask, *, optimizer_is_optional: bool, is_timed: bool) -> tuple[Trace, Costs | None]:
+    def traced(
+        self, task: TrainingTask, *, optimizer_is_optional: bool, limit_bytes: int, is_timed: bool
+    ) -> tuple[Trace, Costs | None]:
         """As `StepPlanner.traced`."""
-        return trace_compiled(task, self.options) if is_timed else (_trace(task, self.options, is_timed=False), None)
+        if is_timed:
+            return trace_compiled(task, self.options, limit_bytes=limit_bytes)
+        return _trace(task, self.options, is_timed=False), None
 
     def rungs(self) -> Iterator[Plan]:
         """As `StepPlanner.rungs`, and few: each one that is used is compiled. None has nearly the peak of another."""

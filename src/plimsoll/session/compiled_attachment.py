@@ -27,7 +27,14 @@ from plimsoll.session.joint_traces import facts_of
 from plimsoll.session.options import Budget, PlanOptions
 from plimsoll.session.plans_at_work import AttachedBudget
 from plimsoll.session.shapes import can_follow_shapes, told
-from plimsoll.session.step_watch import MeteredSituations, Situation, StepWatch, planned_situation, warn_of_overrun
+from plimsoll.session.step_watch import (
+    MeteredSituations,
+    Situation,
+    StepWatch,
+    planned_situation,
+    warn_of_overrun,
+    warn_of_planning,
+)
 from plimsoll.session.task import TrainingTask
 from plimsoll.session.training_step import gradients_as_if
 from plimsoll.tracing.compiled.units import PlannedCall, Unit, as_ours, install_alone
@@ -97,7 +104,9 @@ class CompiledAttachment(AttachedBudget):
             agreement.same("the first batch", facts_of(task))
             with gradients_as_if(task.model, are_there=True) if accumulates else contextlib.nullcontext():
                 with task.compiled():
-                    planner = compiled_planner(agreement, task, self._options, self._budget)
+                    planner = compiled_planner(
+                        agreement, task, self._options, self._budget, limit_bytes=self._budget.asked_bytes
+                    )
                     step = functools.partial(task.step, written=planner.trace.written)
                     planner.try_forms(step)
                     plan = planner.plan("auto", step)
@@ -109,6 +118,13 @@ class CompiledAttachment(AttachedBudget):
         if can_follow_shapes(self._options, agreement.size):
             measured_bytes = (planner.unseen_bytes, 0)
             self._climb(self._planner, plan, situation.shapes, measured_bytes, accumulates=accumulates)
+        if plan.budget_bytes is not None and planner.planning_peak_bytes > plan.budget_bytes:
+            warn_of_planning(
+                planner.planning_peak_bytes,
+                plan.budget_bytes,
+                "one step ran without a plan, to read and to measure what torch.compile makes of the model",
+                "compiled block by block the model takes less in this call",
+            )
         _LOG.info(told(plan, 0))
 
     def _run(self, plan: Plan) -> None:

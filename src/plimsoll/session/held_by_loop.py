@@ -99,6 +99,12 @@ class HeldByLoop:
         levels.append(level)
         del levels[:-_MOST_LEVELS]
 
+    def planned(self, added_bytes: int) -> None:
+        """Planning has allocated ``added_bytes`` since ``begin``. They are not the loop's."""
+        if added_bytes:
+            for levels in self._levels.values():
+                levels[:] = [each._replace(reading=each.reading + added_bytes) for each in levels]
+
     def _look(self, grown_bytes: int, args: tuple[Any, ...], kwargs: dict[str, Any], *, leaves_graph: bool) -> None:
         was_visible_bytes = self.bytes - self.hidden_bytes
         counted = held_tensors(self._model, args, kwargs)

@@ -76,6 +76,10 @@ class PlansAtWork:
             if before is not None:
                 self.run(before)
 
+    def has_moved(self) -> bool:
+        """Whether regions have other paths than when the plan was put to work, as where a list of layers was replaced."""
+        return self._handle is not None and self._handle.has_moved()
+
     def remove(self) -> None:
         """Undo everything; harmless when called twice."""
         if self._handle is not None:

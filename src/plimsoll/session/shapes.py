@@ -182,13 +182,14 @@ class ShapePlans:
         is_known, known = self.knows(shapes), self._steps.get(_split(shapes)[0], _Steps())
         planner = self._planner
         assert planner is not None, "the first step was planned"
+        limit_bytes = self._budget_bytes - self.withheld_bytes - self.held_bytes - self._measured_bytes
         with self._stepping(task) as is_optional:
-            traced = planner.traced(task, optimizer_is_optional=is_optional, is_timed=False)
+            traced = planner.traced(task, optimizer_is_optional=is_optional, limit_bytes=limit_bytes, is_timed=False)
         opened = _split(shapes)[1], self._options.opened(traced[0])
         is_alike = is_known or any(not stray_because((each, known.traces[each]), opened) for each in known.costs)
         if not self._agreement.every("alike", holds=is_alike):
             with self._stepping(task) as is_optional:
-                traced = planner.traced(task, optimizer_is_optional=is_optional, is_timed=True)
+                traced = planner.traced(task, optimizer_is_optional=is_optional, limit_bytes=limit_bytes, is_timed=True)
         if not is_known:
             self._learn(shapes, *traced)
 

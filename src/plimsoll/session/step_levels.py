@@ -51,10 +51,11 @@ class StepLevels:
         self._base_bytes = 0
         """Bytes at the beginning of the last measured step, without optimizer state."""
 
-    def begin(self) -> None:
-        """A step's first forward begins."""
+    def begin(self) -> int:
+        """A step's first forward begins; returns the allocated bytes, 0 if they are not read."""
         self._begin_bytes = self.read()
         self._expected = self._forward = self._loss = self._end = self._loss_nodes = 0
+        return self._begin_bytes or 0
 
     def read(self) -> int | None:
         """Bytes that are allocated now."""

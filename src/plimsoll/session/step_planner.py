@@ -52,15 +52,22 @@ def trace_and_cost(
     progress: Progress = silent,
     *,
     optimizer_is_optional: bool = False,
+    limit_bytes: int | None = None,
 ) -> tuple[Trace, Costs]:
     """One step traced and costed, for as many plans as are wanted; without its optimizer where that is optional and cannot
-    be traced.
+    be traced. ``limit_bytes`` is the most that this may take, if saved activations are all that exceeds it.
 
     Raises:
         InvalidModel, InvalidBatch, InvalidLoss, InvalidRegions, TracingFailed: as named.
     """
     options = options or PlanOptions()
-    traced = trace_task(task, options, part_of(progress, 0.0, 0.9), optimizer_is_optional=optimizer_is_optional)
+    traced = trace_task(
+        task,
+        options,
+        part_of(progress, 0.0, 0.9),
+        optimizer_is_optional=optimizer_is_optional,
+        limit_bytes=limit_bytes,
+    )
     progress("costing", 0.9)
     if traced.is_fake:
         return traced, roofline_costs(traced, find_device(options.device_profile or "CPU"))
@@ -73,6 +80,7 @@ def trace_task(
     progress: Progress = silent,
     *,
     optimizer_is_optional: bool = False,
+    limit_bytes: int | None = None,
     repeats: int = 3,
 ) -> Trace:
     """One step traced; with ``repeats=0`` without the seconds of its ops. Errors are as for ``trace_and_cost``."""
@@ -84,6 +92,7 @@ def trace_task(
         regions=options.regions,
         device_name=None if options.device_profile is None else find_device(options.device_profile).name,
         repeats=repeats,
+        limit_bytes=limit_bytes,
         progress=progress,
     )
     try:
@@ -110,6 +119,8 @@ class StepPlanner:
         """What the plan with the lowest peak took more than it predicts in steady steps, when it was tried."""
         self.managing: Managing | None = None
         """What puts plans to work in trials, if it is to keep what they record."""
+        self.tried_bytes = 0
+        """What that trial took; 0 where there was none."""
         self.recording_bytes = 0
         """What it took more in the step that recorded it."""
         self._ran = TrialRun(0, 0, None)
@@ -126,10 +137,14 @@ class StepPlanner:
         made.loss_share = self.loss_share
         return made
 
-    def traced(self, task: TrainingTask, *, optimizer_is_optional: bool, is_timed: bool) -> tuple[Trace, Costs | None]:
-        """Another step of the same model, traced as this one was; with its costs if it is timed."""
+    def traced(
+        self, task: TrainingTask, *, optimizer_is_optional: bool, limit_bytes: int, is_timed: bool
+    ) -> tuple[Trace, Costs | None]:
+        """Another step of the same model, traced as this one was; with its costs if it is timed, within ``limit_bytes``."""
         if is_timed:
-            return trace_and_cost(task, self.options, optimizer_is_optional=optimizer_is_optional)
+            return trace_and_cost(
+                task, self.options, optimizer_is_optional=optimizer_is_optional, limit_bytes=limit_bytes
+            )
         return trace_task(task, self.options, optimizer_is_optional=optimizer_is_optional, repeats=0), None
 
     @functools.cached_property
@@ -254,6 +269,7 @@ class StepPlanner:
         except torch.OutOfMemoryError:
             raise self.refusal(plan, plan.predicted_peak_bytes) from None
         own = self.own(plan)
+        self.tried_bytes = self._ran.fresh_bytes
         self.recording_bytes = self._ran.recording_bytes
         self.mistake_bytes = self._ran.steady_bytes - own.predicted_peak_bytes
         most_error = self.options.most_error("auto")

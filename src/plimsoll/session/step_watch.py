@@ -244,8 +244,10 @@ class StepWatch:
         """Whether a forward has raised. Its traceback may hold what it had made."""
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         """The training call that runs, if it is the first of its step."""
-        self._larger = ""
-        """Why the step is measured from within its first forward."""
+        self._larger = self._late = ""
+        """What a region has said of the step that is measured, and of one that could not be measured any more."""
+        self.is_reordered = False
+        """Whether regions have run in an order that no step before had. The owner resets it."""
         self._made_bytes = 0
         """Bytes that this forward had added by then."""
         self.running: MeasuredStep | None = None
@@ -330,13 +332,19 @@ class StepWatch:
         if self.is_between_steps and situations.begin(situation) and self.device.type == "cpu":
             self.meter(args, kwargs)
 
-    def larger_call(self, text: str) -> None:
-        """Measure the step from here on: a region is about to run its largest call so far, as ``text`` says.
+    def larger_call(self, text: str, /, *, is_reordered: bool) -> None:
+        """Measure the step from here on: a region is about to run its largest call so far, or after another one than before,
+        as ``text`` says.
 
-        Not if forward has added much already: the meter does not see when tensors from before it are freed.
+        Not if forward has added much already: the meter does not see when tensors from before it are freed. Then the next
+        step is measured.
         """
+        self.is_reordered |= is_reordered and not self._is_blind
         is_first = self._call is not None and self.running is None and not self._is_blind
-        if not is_first or self.device.type != "cpu" or not self.levels.is_early():
+        if not is_first or self.device.type != "cpu":
+            return
+        if not self.levels.is_early():
+            self._late = self._late or text
             return
         made_bytes = self.levels.above_begin()
         assert self._call is not None
@@ -352,7 +360,8 @@ class StepWatch:
         """
         step, self.measured = self.measured, None
         risen_bytes, self.risen_bytes = self.risen_bytes, 0
-        larger, self._larger = self._larger, ""
+        late, self._late = self._late, ""
+        larger, self._larger = self._larger, late
         made_bytes, self._made_bytes = self._made_bytes, 0
         state_bytes = max(state_bytes, self.held.state_bytes)
         peak_bytes = risen_bytes if step is None else step.step_peak_bytes + state_bytes
@@ -366,7 +375,7 @@ class StepWatch:
             self.levels.learn(step.static_bytes - made_bytes)
         elif not peak_bytes:
             estimated_bytes = self.levels.estimated_peak_bytes(state_bytes)
-            if estimated_bytes or self.levels.has_larger_loss:
+            if estimated_bytes or self.levels.has_larger_loss or late:
                 situations.expect()
             if estimated_bytes > limit_bytes:
                 peak_bytes, cause = estimated_bytes, situations.estimated(self.nodes, self.levels.cause)
@@ -418,7 +427,7 @@ class StepWatch:
                 self._note(FORWARD)
             else:
                 self._begin_rising(args, kwargs)
-                self._look_at_loop(args, kwargs, accumulates=accumulates)
+                reading = self._look_at_loop(args, kwargs, accumulates=accumulates)
             in_flight = waiting + 1 if waiting else self.in_flight
             reduces = not (holds_gradients_back(self._model) or is_without_reduction(self._model))
             thawed = frozenset(at for at, parameter in enumerate(self._frozen) if parameter.requires_grad)
@@ -427,14 +436,15 @@ class StepWatch:
             self._first_node, self._compiled_before = sequence_number(), times_compiled()
             if not waiting:
                 self._call = (args, kwargs)
-                self.levels.begin()
+                self.held.planned(self.levels.begin() - reading)
 
-    def _look_at_loop(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, accumulates: bool) -> None:
-        """Find what the loop holds when a step begins."""
+    def _look_at_loop(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, accumulates: bool) -> int:
+        """Find what the loop holds when a step begins; returns the allocated bytes, 0 if they are not read."""
         self._version = self._versions()
         left, self._has_raised = self.graphs.has_left or self._has_raised, False
         reading, peak_bytes = self.levels.read(), self.levels.expected_peak_bytes
         self.held.begin(reading, args, kwargs, accumulates=accumulates, leaves_graph=left, peak_bytes=peak_bytes)
+        return reading or 0
 
     def _versions(self) -> int:
         """A number that changes when an optimizer steps."""
@@ -574,6 +584,15 @@ def warn_of_overrun(peak_bytes: int, budget_bytes: int, cause: str, next_: str) 
     warn(
         f"a training step took {format_bytes(peak_bytes)}, {format_bytes(peak_bytes - budget_bytes)} more than the "
         f"budget {format_bytes(budget_bytes)}.\n  why   {cause}\n  next  {next_}"
+    )
+
+
+def warn_of_planning(peak_bytes: int, budget_bytes: int, why: str, next_: str) -> None:
+    """Say that a call took more than the budget because plans were made there. Later calls keep to it."""
+    warn(
+        f"the training call that made the plan took up to {format_bytes(peak_bytes)}, "
+        f"{format_bytes(peak_bytes - budget_bytes)} more than the budget {format_bytes(budget_bytes)}.\n  why   {why}\n"
+        f"  next  nothing, as later calls keep to the budget; {next_}"
     )
 
 

@@ -220,20 +220,38 @@ def eager_planner(
     progress: Progress = silent,
     *,
     optimizer_is_optional: bool = False,
+    limit_bytes: int | None = None,
 ) -> StepPlanner:
     """The planner of a step, once it is traced and timed; errors are those of `plimsoll.plan`."""
     with agreement.stepping():
-        traced = trace_and_cost(task, options, progress, optimizer_is_optional=optimizer_is_optional)
+        traced = trace_and_cost(
+            task, options, progress, optimizer_is_optional=optimizer_is_optional, limit_bytes=limit_bytes
+        )
     return planner_for(agreement, traced, options, budget.bytes_on(traced[1]))
 
 
 def first_planner(
-    agreement: Agreement, task: TrainingTask, options: PlanOptions, budget: Budget, *, optimizer_is_optional: bool
+    agreement: Agreement,
+    task: TrainingTask,
+    options: PlanOptions,
+    budget: Budget,
+    *,
+    optimizer_is_optional: bool,
+    taken_bytes: int = 0,
 ) -> tuple[StepPlanner, float]:
     """Trace a step, look for other forms of its values where they are allowed; also how many times larger errors are than
     expected.
+
+    The trace is part of a training call, so it keeps to the budget less ``taken_bytes``, which no trace sees.
     """
-    planner = eager_planner(agreement, task, options, budget, optimizer_is_optional=optimizer_is_optional)
+    planner = eager_planner(
+        agreement,
+        task,
+        options,
+        budget,
+        optimizer_is_optional=optimizer_is_optional,
+        limit_bytes=None if budget.asked_bytes is None else budget.asked_bytes - taken_bytes,
+    )
     planner.try_forms(task.step)
     if planner.gradients is None:
         return planner, 1.0

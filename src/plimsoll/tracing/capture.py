@@ -23,7 +23,7 @@ from plimsoll.artifacts.region import Origin
 from plimsoll.artifacts.trace import Phase, TraceParameter
 from plimsoll.errors import InvalidModel
 from plimsoll.tracing.fsdp2 import Gathered
-from plimsoll.tracing.local_tensors import Shell, beside_weights, settled, unwrapped
+from plimsoll.tracing.local_tensors import Shell, beside_weights, dense_parts, settled, unwrapped
 from plimsoll.tracing.meters.timing import OpClock
 from plimsoll.tracing.meters.workspaces import WorkspaceMeter
 from plimsoll.tracing.recorder.calling import (
@@ -127,11 +127,8 @@ class _Placeholder:
             if is_plain(self.held) and tracer.table.find(self.held) < 0:
                 tracer.add_stand_in(self.held)
             return self.held
-        geometry = self.geometry
         with tracer.unseen():
-            tensor = torch.empty_strided(geometry.size, geometry.stride, dtype=geometry.dtype, device=self.device)
-            if not isinstance(tensor, FakeTensor):  # which has nothing to set to zero
-                tensor.zero_()
+            tensor = _zeros(self.geometry, self.device)
         tracer.add_stand_in(tensor)
         return tensor
 
@@ -219,6 +216,35 @@ def run_step(
     del value, output
     tracer.note_deaths()
     return log
+
+
+@contextlib.contextmanager
+def saved_as_zeros(model: nn.Module) -> Iterator[None]:
+    """Run steps that hold no activations: of the floating-point values that autograd saves backward reads zeros.
+
+    Parameters and integers are saved as always. Gradients are wrong then, and everything else of the step is right.
+    """
+    parameters = {part.untyped_storage().data_ptr() for each in model.parameters() for part in dense_parts(each)}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor | tuple[Geometry, torch.device]:
+        is_activation = tensor.dtype.is_floating_point and is_plain(tensor)
+        if is_activation and tensor.untyped_storage().data_ptr() not in parameters:
+            return Geometry.of(tensor), tensor.device
+        return tensor.detach()
+
+    def unpack(packed: torch.Tensor | tuple[Geometry, torch.device]) -> torch.Tensor:
+        return packed if isinstance(packed, torch.Tensor) else _zeros(*packed)
+
+    push_saved_hooks(pack, unpack)
+    try:
+        yield
+    finally:
+        pop_saved_hooks()
+
+
+def _zeros(geometry: Geometry, device: torch.device) -> torch.Tensor:
+    zeros = torch.empty_strided(geometry.size, geometry.stride, dtype=geometry.dtype, device=device)
+    return zeros if isinstance(zeros, FakeTensor) else zeros.zero_()  # a fake tensor has nothing to set to zero
 
 
 class RefusesHooks(Exception):

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -69,6 +71,7 @@ def trace(
     regions: Sequence[str] | Mapping[str, nn.Module] | None = None,
     device_name: str | None = None,
     repeats: int = 3,
+    limit_bytes: int | None = None,
     progress: Progress | None = None,
 ) -> Trace:
     """Trace one training step of ``model`` on ``batch``.
@@ -87,6 +90,8 @@ def trace(
         device_name: plan for a device of this name, which is not here. ``None``: for the device that the model is on.
         repeats: how often the step is run on a real device; the first time is for structure and hidden workspaces. With 0 it
             is run for these alone, and nothing is timed.
+        limit_bytes: the most that a timed run may take. Timed runs hold saved activations only where the step then stays
+            below it.
         progress: is told the stage and the share of it that is done.
 
     Returns:
@@ -124,12 +129,14 @@ def trace(
             break
         except RefusesHooks as refusal:
             found, left_alone = without_transforms(found, str(refusal), left_alone)
+    traced = step.described(log, workspaces)[0]
     if step.home is None or step.is_fake or not repeats:
-        return step.described(log, workspaces, {})[0]
+        return traced
 
     count = max(1, repeats - 1)
     clock = clock_for(step.home)
-    holds_saved = log.saved_bytes * _ROOM_TO_HOLD < free_bytes(step.home)
+    has_room = limit_bytes is None or _most_alive_bytes(traced) + log.saved_bytes <= limit_bytes
+    holds_saved = has_room and log.saved_bytes * _ROOM_TO_HOLD < free_bytes(step.home)
 
     def timings_of(run: int) -> _Timings:
         told = functools.partial(report, f"timing {run} of {count}")
@@ -142,7 +149,7 @@ def trace(
     with one_thread() if step.home.type == "cpu" else contextlib.nullcontext():
         runs = [timings_of(run) for run in range(1, count + 1)]
     release_free_memory()
-    return step.described(log, workspaces, merged_timings(runs))[0]
+    return msgspec.structs.replace(traced, timings=merged_timings(runs))
 
 
 def watch(
@@ -164,7 +171,7 @@ def watch(
     names = tuple(find_regions(step.model, regions))
     watcher = _Watcher(step, context)
     log, workspaces = step.run_once(watcher.run)
-    found, ids = step.described(log, workspaces, {})
+    found, ids = step.described(log, workspaces)
     return watcher.described(log, found, ids, names)
 
 
@@ -219,7 +226,7 @@ class _Step:
         with untouched(self.model), arguments_kept(self._call), unseen_by_reducer(self._wrapped):
             yield private_copy(self._call)
 
-    def described(self, log: StepLog, workspaces: Mapping[str, int], timings: _Timings) -> tuple[Trace, dict[int, int]]:
+    def described(self, log: StepLog, workspaces: Mapping[str, int]) -> tuple[Trace, dict[int, int]]:
         """The trace of a run, with the optimizer's step after it; and the trace's ids of the storages of the log."""
         stepped = None
         if self._optimizer is not None:
@@ -241,7 +248,7 @@ class _Step:
             specs=parts.specs,
             storages=parts.storages,
             regions=parts.regions,
-            timings={key: tuple(samples) for key, samples in timings.items()},
+            timings={},
             workspaces={key: size for key, size in workspaces.items() if size > 0},
             parameters=parts.parameters,
             written_buffers=log.written_buffers,
@@ -314,6 +321,15 @@ class _Watcher:
             first_writes=first_writes,
             without_gradient=tuple(sorted(log.without_gradient)),
         )
+
+
+def _most_alive_bytes(trace: Trace) -> int:
+    """The most bytes alive at any tick, without what regions save."""
+    change = [0] * (len(trace.ops) + 2)
+    for storage in trace.storages:
+        change[storage.born + 1] += storage.bytes
+        change[storage.dies + 1] -= storage.bytes
+    return max(itertools.accumulate(change))
 
 
 def merged_timings(runs: Sequence[_Timings]) -> dict[str, tuple[float, ...]]:

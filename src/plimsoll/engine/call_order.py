@@ -1,0 +1,58 @@
+"""Notices when the regions of a model run in an order in which they have never run.
+
+A plan holds most in the regions whose backward begins first. If the same modules run in another order, each call looks as
+before and forward adds as many bytes, and yet the peak of backward may be higher.
+"""
+
+from __future__ import annotations
+
+from plimsoll.engine.larger_calls import LargerCalls
+from plimsoll.tracing.torch_internals import sequence_number
+
+_MOVED = 1.25
+"""Modules without decisions are no regions here. That they have moved shows in how much of forward ran before a region: so many
+times as many autograd nodes as ever before, or as few. Recording a region changes the number by less."""
+_FEW_NODES = 4
+
+
+class CallOrder:
+    """Which region has run directly after which other one, and how many autograd nodes forward had made by then."""
+
+    def __init__(self) -> None:
+        self._previous = ""
+        self._first_node = 0
+        self._known: set[tuple[str, str]] = set()
+        self._ranks: dict[str, int] = {"": -1}
+        """The place of each region in the order in which they have first run."""
+        self._nodes: dict[str, tuple[int, int]] = {}
+        """The fewest and the most nodes before each region."""
+
+    def begin_step(self) -> None:
+        """The region that runs next is the first one of a forward."""
+        self._previous = ""
+        self._first_node = sequence_number()
+
+    def called(self, name: str, larger: LargerCalls) -> None:
+        """A region is about to run; tell ``larger`` if it has never run at this place."""
+        pair = (self._previous, name)
+        self._previous = name
+        nodes = sequence_number() - self._first_node
+        fewest, most = self._nodes.get(name, (nodes, nodes))
+        if pair not in self._known:
+            self._meet(*pair, larger)
+        elif nodes > _MOVED * most + _FEW_NODES or _MOVED * nodes + _FEW_NODES < fewest:
+            text = f"modules run in another order: {name!r} runs after {nodes} autograd nodes of forward, and after "
+            larger.say(f"{text}{fewest} to {most} in the steps before", is_reordered=True)
+        if not fewest <= nodes <= most or name not in self._nodes:
+            self._nodes[name] = min(fewest, nodes), max(most, nodes)
+
+    def _meet(self, previous: str, name: str, larger: LargerCalls) -> None:
+        is_first_step = not self._known or name not in self._ranks
+        self._known.add((previous, name))
+        self._ranks.setdefault(name, len(self._ranks))
+        # A region that follows an earlier one, with others left out between them, keeps the order.
+        is_in_order = self._ranks[previous] < self._ranks[name] and previous
+        if not (is_first_step or is_in_order):
+            place = f"after {previous!r}" if previous else "first"
+            text = f"modules run in another order: {name!r} runs {place}, as in no step before"
+            larger.say(text, is_reordered=True)
