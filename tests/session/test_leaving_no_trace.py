@@ -353,6 +353,38 @@ class Remembering(nn.Module):
         return torch.cat(cache.parts).square().mean() * cache.length
 
 
+class Totals:
+    """A cache that has its memory from the start, and is written in place."""
+
+    def __init__(self):
+        self.sums, self.calls = [torch.zeros(16)], torch.zeros((), dtype=torch.long)
+
+
+class Summing(Remembering):
+    def forward(self, x, totals):
+        for block in self.blocks:
+            x = block(x)
+        totals.calls += 1
+        totals.sums[0] += x.detach().mean(0)
+        return (x * totals.sums[0]).square().mean() * totals.calls
+
+
+@pytest.mark.parametrize("verb", ["plan", "verify", "attach"])
+def test_a_cache_among_the_arguments_that_is_written_in_place_is_put_back(verb):
+    def summed(managed):
+        torch.manual_seed(0)
+        model, totals, call = Summing(), Totals(), batch(0, 7, 16)
+        if managed and verb != "attach":
+            plan = plimsoll.plan(model, (call, totals), strategy="full")
+            assert verb == "plan" or plimsoll.verify(model, (call, totals), plan).regions
+        with plimsoll.attach(model, "1GiB") if managed and verb == "attach" else contextlib.nullcontext():
+            for _ in range(3):
+                model(call, totals).backward()
+        return [*(each.grad for each in model.parameters()), totals.sums[0], totals.calls]
+
+    assert all(map(torch.equal, summed(False), summed(True)))
+
+
 def remembers(model, sizes):
     """Two calls before one backward, the second of which reads what the first has made."""
     model.zero_grad()

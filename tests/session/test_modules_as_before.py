@@ -1,4 +1,4 @@
-"""Trial steps leave every module unchanged where its first call registers something behind a flag, and a plan stays at work.
+"""Trial steps leave every module unchanged where its first call registers something behind a flag, and the plan stays.
 
 The flag and what was registered must be put back together. `test_architectures_as_before.py` does this with real models.
 """

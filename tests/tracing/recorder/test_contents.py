@@ -288,6 +288,19 @@ def test_an_iterator_that_nobody_can_copy_is_not_advanced_wherever_it_is(place):
     assert next(drawn) == 0
 
 
+def test_tensors_that_an_argument_holds_get_their_numbers_back():
+    total, given = torch.zeros(2), torch.zeros(2)
+    held = Own([total])
+    with arguments_kept((held, given)):
+        total += 1
+        total.data.mul_(2)
+        held.held.append(total + 1)
+        given += 1
+    assert held.held[0] is total
+    assert [each.tolist() for each in held.held] == [[0, 0]]
+    assert given.tolist() == [1, 1]  # a trial step is handed a copy of it
+
+
 def test_arrays_that_nobody_can_write_are_left_alone():
     model = nn.Linear(1, 1)
     model.table = np.arange(3)
