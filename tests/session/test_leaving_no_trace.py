@@ -142,14 +142,31 @@ class Schedule:
         return 1 + self.calls / 10
 
 
+class Slotted:
+    __slots__ = ("calls",)
+
+    def __init__(self):
+        self.calls = 0
+
+    def count(self):
+        self.calls += 1
+        return self.calls
+
+
+class History(list):
+    """A list of the user's own class."""
+
+
 class Holding(Block):
-    """Keeps its state in objects, in bytes, in an older generator of numpy's and in iterators."""
+    """Keeps its state in objects, in bytes, in generators of numpy's and in iterators."""
 
     def __init__(self):
         super().__init__(nn.Tanh())
         self.dice, self.bytes, self.numbers = np.random.RandomState(0), bytearray(4), array.array("d", [0.0])
         self.tracker, self.schedule = Tracker(), Schedule()
         self.count, self.items, self.within = itertools.count(), iter([1.0, 2.0] * 40), [itertools.count()]
+        self.bits, self.slotted, self.history = np.random.PCG64(0), Slotted(), History()
+        self.counting, self.pair = Slotted().count, ("count", itertools.count())
 
     def forward(self, x):
         self.bytes[0] += 1
@@ -158,8 +175,17 @@ class Holding(Block):
         self.tracker.seen.append(self.tracker.calls)
         self.tracker.mean.add_(1)
         drawn = self.dice.rand() + next(self.count) + next(self.items) + next(self.within[0])
-        held = self.bytes[0] + self.numbers[0] + self.tracker.calls + len(self.tracker.seen) + self.schedule()
-        return super().forward(x) * float(drawn + held + self.tracker.mean)
+        drawn += self.bits.random_raw() % 7 + self.slotted.count() + self.counting() + next(self.pair[1])
+        self.history.append(drawn)
+        held = (
+            len(self.history)
+            + self.bytes[0]
+            + self.numbers[0]
+            + self.tracker.calls
+            + len(self.tracker.seen)
+            + self.schedule()
+        )
+        return super().forward(x) * float(drawn + held + len(self.history) + self.tracker.mean)
 
 
 def holding():
@@ -325,6 +351,38 @@ class Remembering(nn.Module):
         cache.parts.append(x)
         cache.length += len(x)
         return torch.cat(cache.parts).square().mean() * cache.length
+
+
+class Totals:
+    """A cache that has its memory from the start, and is written in place."""
+
+    def __init__(self):
+        self.sums, self.calls = [torch.zeros(16)], torch.zeros((), dtype=torch.long)
+
+
+class Summing(Remembering):
+    def forward(self, x, totals):
+        for block in self.blocks:
+            x = block(x)
+        totals.calls += 1
+        totals.sums[0] += x.detach().mean(0)
+        return (x * totals.sums[0]).square().mean() * totals.calls
+
+
+@pytest.mark.parametrize("verb", ["plan", "verify", "attach"])
+def test_a_cache_among_the_arguments_that_is_written_in_place_is_put_back(verb):
+    def summed(managed):
+        torch.manual_seed(0)
+        model, totals, call = Summing(), Totals(), batch(0, 7, 16)
+        if managed and verb != "attach":
+            plan = plimsoll.plan(model, (call, totals), strategy="full")
+            assert verb == "plan" or plimsoll.verify(model, (call, totals), plan).regions
+        with plimsoll.attach(model, "1GiB") if managed and verb == "attach" else contextlib.nullcontext():
+            for _ in range(3):
+                model(call, totals).backward()
+        return [*(each.grad for each in model.parameters()), totals.sums[0], totals.calls]
+
+    assert all(map(torch.equal, summed(False), summed(True)))
 
 
 def remembers(model, sizes):

@@ -28,7 +28,7 @@ from plimsoll.tracing.fsdp2 import KeptWaiting, every_parameter, release_gathere
 from plimsoll.tracing.local_tensors import local_of, version_of
 from plimsoll.tracing.meters.memory import instances_of
 from plimsoll.tracing.recorder.calling import output_tensors
-from plimsoll.tracing.recorder.contents import REFILLS, contents_of, with_contents
+from plimsoll.tracing.recorder.contents import contents_of, kind_of, refill, with_contents
 from plimsoll.tracing.recorder.kept_modules import attributes_of
 from plimsoll.tracing.recorder.untouched import KeptState, RandomState
 
@@ -151,7 +151,7 @@ class KeptContents:
 
     def __init__(self, roots: Iterable[Any], *, with_tensors: bool = True, left_out: Collection[int] = ()) -> None:
         values = [value for known, value in with_contents(roots).items() if known not in left_out]
-        self._containers = [(value, contents_of(value)) for value in values if type(value) in REFILLS]
+        self._containers = [(value, contents_of(value)) for value in values if kind_of(value) is not None]
         tensors = [value for value in values if isinstance(value, torch.Tensor)] if with_tensors else []
         self._tensors = {id(value): (local_of(value), kept_copy(value)) for value in tensors}
 
@@ -161,7 +161,7 @@ class KeptContents:
     def put_back(self) -> None:
         """The same objects in the same containers, the same numbers in the tensors."""
         for container, contents in self._containers:
-            REFILLS[type(container)](container, contents)
+            refill(container, contents)
         for tensor, copy in self._tensors.values():
             tensor.copy_(copy)
 

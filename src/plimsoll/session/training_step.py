@@ -109,10 +109,18 @@ class TrainingStep:
     def go_on(self) -> float:
         """Forward, loss and backward from wherever random states, buffers and attributes are now."""
         self.clear_gradients()
-        return self._forward_and_backward(*private_copy((self._args, self._kwargs)))
+        with self._given() as (args, kwargs):
+            return self._forward_and_backward(args, kwargs)
+
+    @contextlib.contextmanager
+    def _given(self) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """A copy of the arguments for one call, after which the objects among them are put back."""
+        args, kwargs = private_copy((self._args, self._kwargs))
+        with forwards_kept(self.model), arguments_kept((args, kwargs)):
+            yield args, kwargs
 
     def _forward_and_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-        with self._twins.in_place(), self._entered(), forwards_kept(self.model), arguments_kept((args, kwargs)):
+        with self._twins.in_place(), self._entered():
             output = self.model(*args, **kwargs)
             loss = scalar_loss(output, self._loss)
             with after_autocast(self.device.type):
@@ -134,9 +142,8 @@ class TrainingStep:
     def forward_loss(self) -> float:
         """The loss from the starting state, without backward; autograd is on, as in a training step."""
         self.rewind()
-        args, kwargs = private_copy((self._args, self._kwargs))
         try:
-            with self._twins.in_place(), self._entered(), forwards_kept(self.model), arguments_kept((args, kwargs)):
+            with self._given() as (args, kwargs), self._twins.in_place(), self._entered():
                 return float(scalar_loss(self.model(*args, **kwargs), self._loss).detach())
         finally:
             release_gathered(self.model)
@@ -189,9 +196,9 @@ class TrainingStep:
         """What is there before one forward and backward, and its peak."""
         self.rewind()
         static_bytes = self.static_bytes()
-        args, kwargs = private_copy((self._args, self._kwargs))
         release_library_workspaces(self.device)
         with (
+            self._given() as (args, kwargs),
             holding_gradients_back(self.model, holds=holds_back),
             self._twins.moving_gradients(keeps=True),
             PeakMeter(self.device) as meter,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import copy
+import functools
 import io
 import itertools
 import random
@@ -15,7 +16,7 @@ import sys
 import warnings
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import MappingProxyType
+from types import MappingProxyType, MemberDescriptorType, MethodType
 from typing import Any
 
 import numpy as np
@@ -31,51 +32,125 @@ _NOT_OF_THE_MODEL = (
     *("torch", "numpy", "triton", "plimsoll", "deepspeed", "lightning", "pytorch_lightning", "lightning_fabric"),
 )
 """Packages whose objects are never put back: locks, loggers, compiled kernels, and trainers, which lead to data sets."""
-_EMPTY: tuple[Iterable[Any], ...] = ([], (), "", b"", bytearray(), range(0))
-_COPIED: tuple[type, ...] = (itertools.count, *(type(iter(each)) for each in _EMPTY))
+_SEQUENCES: tuple[Iterable[Any], ...] = (
+    [],
+    (),
+    "",
+    "é",
+    b"",
+    bytearray(),
+    range(0),
+    range(2**70),
+    set(),
+    deque(),
+    array.array("d"),
+)
+_EMPTY: tuple[Iterable[Any], ...] = (*_SEQUENCES, {}, {}.values(), {}.items())
+_COPIED: tuple[type, ...] = (
+    *(itertools.count, itertools.repeat, reversed, type(reversed([]))),
+    *(type(iter(each)) for each in _EMPTY),
+)
 """Iterators whose copies are independent. Copies of other kinds (``map``, ``cycle``) share the iterator that they draw from."""
 
 
-def _refill_list(value: Any, contents: Any) -> None:
-    value[:] = contents
+def _refill_dict(value: dict[Any, Any], contents: Any) -> None:
+    dict.clear(value)
+    dict.update(value, contents)
 
 
-def _refill(value: Any, contents: Any) -> None:
-    value.clear()
-    value.update(contents)
+def _refill_ordered(value: OrderedDict[Any, Any], contents: Any) -> None:
+    OrderedDict.clear(value)
+    for key, each in contents:
+        OrderedDict.__setitem__(value, key, each)
 
 
-def _refill_deque(value: deque[Any], contents: deque[Any]) -> None:
-    value.clear()
-    value.extend(contents)
+def _refill_set(value: set[Any], contents: Any) -> None:
+    if set.__ne__(value, contents):
+        set.clear(value)
+        set.update(value, contents)
 
 
-def _reseed(value: np.random.Generator, contents: Any) -> None:
-    value.bit_generator.state = contents
+def _refill_deque(value: deque[Any], contents: Any) -> None:
+    deque.clear(value)
+    deque.extend(value, contents)
 
 
-REFILLS: Mapping[type, Callable[[Any, Any], object]] = MappingProxyType(
+def _refill_array(value: np.ndarray[Any, Any], contents: Any) -> None:
+    if value.flags.writeable:
+        np.copyto(value, contents)
+
+
+_EMPTY_SLOT = object()
+
+
+def _filled_by(kind: Any) -> Callable[[Any, Any], object]:
+    """Writes the contents of a sequence in place, by the methods of this type."""
+    return lambda value, contents: kind.__setitem__(value, slice(None), contents)
+
+
+def _state_of(generator: Any) -> Any:
+    return generator.state
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    generator.state = state
+
+
+_KINDS: Mapping[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]] = MappingProxyType(
     {
-        **dict.fromkeys((list, bytearray, array.array), _refill_list),
-        deque: _refill_deque,
-        **dict.fromkeys((dict, OrderedDict, defaultdict, Counter, set), _refill),
-        torch.Generator: torch.Generator.set_state,
-        random.Random: random.Random.setstate,
-        np.random.Generator: _reseed,
-        np.random.RandomState: np.random.RandomState.set_state,
-        np.ndarray: np.copyto,
+        list: (list.copy, _filled_by(list)),
+        bytearray: (bytes, _filled_by(bytearray)),
+        array.array: (array.array.__copy__, _filled_by(array.array)),
+        deque: (lambda value: tuple(deque.__iter__(value)), _refill_deque),
+        **dict.fromkeys((dict, defaultdict, Counter), (dict.copy, _refill_dict)),
+        OrderedDict: (lambda value: tuple(OrderedDict.items(value)), _refill_ordered),
+        set: (lambda value: frozenset(set.__iter__(value)), _refill_set),
+        torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
+        random.Random: (random.Random.getstate, random.Random.setstate),
+        np.random.Generator: (
+            lambda value: value.bit_generator.state,
+            lambda value, state: _set_state(value.bit_generator, state),
+        ),
+        np.random.RandomState: (np.random.RandomState.get_state, np.random.RandomState.set_state),
+        **dict.fromkeys(
+            (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64),
+            (_state_of, _set_state),
+        ),
+        np.ndarray: (np.array, _refill_array),
     }
 )
-"""How the contents of an attribute are put back, by its very type: what subclasses do on a write is not known."""
+"""How contents are read, and how they are put back. By the methods of these very types, whatever a subclass does on a write."""
+
+
+def kind_of(value: Any) -> type | None:
+    """The type of a container or a generator, whose methods read and write its contents; ``None`` for anything else.
+
+    A class of the user's own may derive from it.
+    """
+    own = type(value)
+    if own in _KINDS or not _is_of_user(own):
+        return own if own in _KINDS else None
+    return next((kind for kind in own.__mro__ if kind in _KINDS), None)
 
 
 def contents_of(value: Any) -> Any:
-    """What ``REFILLS`` puts back later."""
-    if isinstance(value, torch.Generator | np.random.RandomState):
-        return value.get_state()
-    if isinstance(value, np.random.Generator):
-        return value.bit_generator.state
-    return value.getstate() if isinstance(value, random.Random) else copy.copy(value)
+    """What ``refill`` puts back later, of a value that has a kind."""
+    return _KINDS[_known(value)][0](value)
+
+
+def refill(value: Any, contents: Any) -> None:
+    """Put the contents back, in place."""
+    _KINDS[_known(value)][1](value, contents)
+
+
+def _known(value: Any) -> type:
+    kind = kind_of(value)
+    assert kind is not None
+    return kind
+
+
+def _is_of_user(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] not in _NOT_OF_THE_MODEL
 
 
 def with_contents(values: Iterable[Any], *, attributes_as_well: bool = False) -> dict[int, Any]:
@@ -89,23 +164,53 @@ def with_contents(values: Iterable[Any], *, attributes_as_well: bool = False) ->
         if id(value) in found:
             continue
         found[id(value)] = value
-        if isinstance(value, tuple) or type(value) in (list, deque, set):
-            pending.extend(value)
-        elif isinstance(value, dict) and type(value) in REFILLS:
-            pending.extend(value.values())
-        elif isinstance(value, UserDict):
-            pending.append(value.data)
+        pending.extend(_within(value))
         if attributes_as_well and is_holder(value):
-            pending.extend(vars(value).values())
+            pending.extend(getattr(value, "__dict__", {}).values())
+            pending.extend(_in_slot(slot, value) for slot in _slots_of(value))
     return found
+
+
+def _within(value: Any) -> Iterable[Any]:
+    """What a container of Python's own, or of a class that derives from one, leads to."""
+    kind = kind_of(value)
+    if isinstance(value, tuple | frozenset):
+        return value
+    if kind in (list, deque, set):
+        return kind.__iter__(value)
+    if isinstance(value, dict) and kind is not None:
+        return dict.values(value)
+    if isinstance(value, MappingProxyType):
+        return value.values()
+    if isinstance(value, UserDict):
+        return (value.data,)
+    if isinstance(value, functools.partial):
+        return (value.func, *value.args, *value.keywords.values())
+    return (value.__self__,) if isinstance(value, MethodType) else ()
 
 
 def is_holder(value: Any) -> bool:
     """Whether to put back the attributes of this object: it is of a user's class, and not a tensor, module or class."""
-    if isinstance(value, torch.Tensor | nn.Module | type):
+    if isinstance(value, torch.Tensor | nn.Module | type) or not _is_of_user(type(value)):
         return False
-    package = type(value).__module__.partition(".")[0]
-    return package not in _NOT_OF_THE_MODEL and isinstance(getattr(value, "__dict__", None), dict)
+    return _has_attributes(value)
+
+
+def _has_attributes(value: Any) -> bool:
+    return isinstance(getattr(value, "__dict__", None), dict) or bool(_slots_of(value))
+
+
+def _slots_of(value: Any) -> list[MemberDescriptorType]:
+    """The attributes of an object that a class of the user's own declares in ``__slots__``."""
+    classes = [vars(kind) for kind in type(value).__mro__ if "__slots__" in vars(kind) and _is_of_user(kind)]
+    return [slot for held in classes for slot in held.values() if isinstance(slot, MemberDescriptorType)]
+
+
+def _in_slot(slot: MemberDescriptorType, value: Any) -> Any:
+    try:
+        return slot.__get__(value)
+    except AttributeError:
+        return _EMPTY_SLOT
 
 
 class KeptValues:
@@ -113,29 +218,49 @@ class KeptValues:
 
     def __init__(self, values: Iterable[Any]) -> None:
         values = list(values)
-        self._attributes = [(vars(value), dict(vars(value))) for value in values if is_holder(value)]
-        self._contents = [(value, contents_of(value)) for value in values if type(value) in REFILLS]
+        holders = [value for value in values if is_holder(value)]
+        tables: list[dict[str, Any]] = [getattr(value, "__dict__", {}) for value in holders]
+        self._attributes = [(held, dict(held)) for held in tables]
+        self._slots = [(slot, value, _in_slot(slot, value)) for value in holders for slot in _slots_of(value)]
+        self._contents = [(value, contents_of(value)) for value in values if kind_of(value) is not None]
 
     def put_back(self) -> None:
         """The same objects in the same places, the same numbers in arrays and generators."""
         for held, kept in self._attributes:
             put_back_entries(held, kept)
+        for slot, value, known in self._slots:
+            if _in_slot(slot, value) is known:
+                continue
+            if known is _EMPTY_SLOT:
+                slot.__delete__(value)
+            else:
+                slot.__set__(value, known)
         for value, contents in self._contents:
-            REFILLS[type(value)](value, contents)
+            refill(value, contents)
 
     def lend(self, *tables: dict[str, Any]) -> None:
         """Replace iterators by stand-ins, here and in these tables too, until all of them are put back."""
-        lent: dict[int, Any] = {}
-        mappings = [*tables, *(held for held, _ in self._attributes)]
-        mappings += [value for value, _ in self._contents if isinstance(value, dict)]
-        sequences = [value for value, _ in self._contents if isinstance(value, list | deque)]
-        places = [(each, list(each.items())) for each in mappings] + [
-            (each, list(enumerate(each))) for each in sequences
-        ]
-        for place, entries in places:
-            for key, value in entries:
-                if is_iterator(value):
-                    place[key] = lent.setdefault(id(value), stand_in(value))
+        known: dict[int, Any] = {}
+        for write, owner, key, value in self._places(tables):
+            stand_in = _with_stand_ins(value, known)
+            if stand_in is not value:
+                write(owner, key, stand_in)
+
+    def _places(
+        self, tables: Iterable[dict[str, Any]]
+    ) -> Iterator[tuple[Callable[[Any, Any, Any], object], Any, Any, Any]]:
+        """Where values are: what writes there, its two arguments before the value, and the value."""
+        for table in (*tables, *(held for held, _ in self._attributes)):
+            yield from ((dict.__setitem__, table, key, value) for key, value in list(table.items()))
+        yield from ((MemberDescriptorType.__set__, slot, value, held) for slot, value, held in self._slots)
+        for container, _ in self._contents:
+            kind: Any = kind_of(container)
+            if issubclass(kind, dict):
+                yield from ((kind.__setitem__, container, key, value) for key, value in list(kind.items(container)))
+            elif kind in (list, deque):
+                yield from (
+                    (kind.__setitem__, container, *entry) for entry in enumerate(list(kind.__iter__(container)))
+                )
 
 
 def put_back_entries(held: dict[Any, Any], kept: Mapping[Any, Any], but: frozenset[str] = frozenset()) -> None:
@@ -149,18 +274,30 @@ def put_back_entries(held: dict[Any, Any], kept: Mapping[Any, Any], but: frozens
     held.update(kept)
 
 
-def is_iterator(value: Any) -> bool:
-    """Whether it is an iterator of Python's own, whose position is hidden in it."""
-    is_bare = isinstance(value, Iterator) and not isinstance(value, io.IOBase | nn.Module)
-    return is_bare and not isinstance(getattr(value, "__dict__", None), dict)
-
-
 def lent(batch: Any) -> Any:
     """The batch with stand-ins in place of its iterators."""
-    return tree_map(lambda leaf: stand_in(leaf) if is_iterator(leaf) else leaf, batch)
+    known: dict[int, Any] = {}
+    return tree_map(lambda leaf: _with_stand_ins(leaf, known), batch)
 
 
-def stand_in(iterator: Any) -> Any:
+def _is_iterator(value: Any) -> bool:
+    """Whether it is an iterator of Python's own, whose position is hidden in it."""
+    is_bare = isinstance(value, Iterator) and not isinstance(value, io.IOBase | nn.Module)
+    return is_bare and not _has_attributes(value)
+
+
+def _with_stand_ins(value: Any, known: dict[int, Any]) -> Any:
+    """What a trial step finds in the place of an iterator, or of a tuple with iterators in it; any other value is returned."""
+    if isinstance(value, tuple):
+        parts = [_with_stand_ins(each, known) for each in value]
+        is_same = all(one is other for one, other in zip(parts, value, strict=True))
+        return value if is_same else tuple.__new__(type(value), parts)
+    if not _is_iterator(value):
+        return value
+    return known.setdefault(id(value), _stand_in(value))
+
+
+def _stand_in(iterator: Any) -> Any:
     """What a trial step may advance in place of an iterator: an exact copy, or one that raises."""
     if type(iterator) in _COPIED:
         try:

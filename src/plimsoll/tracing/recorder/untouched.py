@@ -10,7 +10,7 @@ import functools
 import random
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -121,6 +121,25 @@ class RandomState:
         return is_same and random.getstate() == self._python
 
 
+class KeptTensors:
+    """Tensors with copies of their numbers, which ``put_back`` writes into those that were written."""
+
+    def __init__(
+        self, tensors: Iterable[torch.Tensor], copy: Callable[[torch.Tensor], torch.Tensor] = torch.clone
+    ) -> None:
+        self._kept = [(tensor, copy(tensor.detach()), tensor._version) for tensor in tensors]
+
+    def put_back(self) -> None:
+        """Write the numbers back into tensors that were written since."""
+        with torch.no_grad():
+            for tensor, copy, version in self._kept:
+                # A write that no version counter shows (batch norm's) must not go unnoticed.
+                if tensor._version != version or not (
+                    tensor.is_meta or same_contents(local_of(tensor), local_of(copy).to(tensor.device))
+                ):
+                    local_of(tensor).copy_(local_of(copy))
+
+
 class KeptState:
     """What a model's modules are and hold now, to be put back later: classes, attributes, parts, hooks, buffers. Also where a
     step binds others in their places, and what it has added since (a cache, a counter, a lazily made part or hook).
@@ -138,18 +157,13 @@ class KeptState:
         self._contents = KeptValues(values.values())
         known = {id(buffer) for buffer in model.buffers()}
         weights = {_memory_of(parameter) for parameter in model.parameters() if is_plain(parameter)}
-        within = {
-            str(key): value
+        tensors = [each for module in model.modules() for each in module._buffers.values() if each is not None]
+        tensors += [
+            value
             for key, value in values.items()
             if key not in known and _is_kept(value) and _memory_of(value) not in weights
-        }
-        buffers = (
-            (module._buffers, name, each) for module in model.modules() for name, each in module._buffers.items()
-        )
-        self._kept = [
-            (tensor, copy(tensor.detach()), tensor._version)
-            for tensor in (*(each for *_, each in buffers if each is not None), *within.values())
         ]
+        self._tensors = KeptTensors(tensors, copy)
 
     def put_back(self) -> None:
         """The same tensors and attributes in their places, with the contents that they had; tensors that nobody wrote are
@@ -157,13 +171,7 @@ class KeptState:
         """
         self._modules.put_back()
         self._contents.put_back()
-        with torch.no_grad():
-            for tensor, copy, version in self._kept:
-                # A write that no version counter shows (batch norm's) must not go unnoticed.
-                if tensor._version != version or not (
-                    tensor.is_meta or same_contents(local_of(tensor), local_of(copy).to(tensor.device))
-                ):
-                    local_of(tensor).copy_(local_of(copy))
+        self._tensors.put_back()
 
     def lend_iterators(self) -> None:
         """Until ``put_back`` a step that does not count finds others in the place of the model's iterators."""
@@ -212,15 +220,20 @@ def forwards_kept(model: nn.Module) -> Iterator[None]:
 def arguments_kept(call: Any) -> Iterator[None]:
     """Put back what the objects among a call's arguments hold, such as a cache of a class of its own that forward extends.
 
-    Their attributes are put back, and what is in lists, dictionaries and the like in these, through however many such objects.
-    Tensors are not copied: what forward writes into one stays.
+    Their attributes are put back, and what is in lists, dictionaries and the like in these, through however many such objects,
+    with the numbers of tensors in them. A tensor that is itself an argument is not put back: see ``private_copy``.
     """
-    kept = KeptValues(with_contents(tree_leaves(call), attributes_as_well=True).values())
+    leaves = tree_leaves(call)
+    arguments = set(map(id, leaves))
+    values = with_contents(leaves, attributes_as_well=True)
+    kept = KeptValues(values.values())
+    tensors = KeptTensors(each for key, each in values.items() if key not in arguments and _is_kept(each))
     try:
         kept.lend()
         yield
     finally:
         kept.put_back()
+        tensors.put_back()
 
 
 def held_tensors(output: Any) -> list[torch.Tensor]:
