@@ -24,7 +24,7 @@ from torch import nn
 
 from plimsoll.artifacts.plan import Plan
 from plimsoll.engine.capturing import WARM_UP, is_capturing, refuse_capture
-from plimsoll.errors import BudgetBelowFloor, PlimsollError
+from plimsoll.errors import BudgetBelowFloor, InvalidBatch, PlimsollError
 from plimsoll.session.agreement import Agreement
 from plimsoll.session.batch_shapes import Shapes, covers
 from plimsoll.session.calibration import (
@@ -432,7 +432,10 @@ class Attachment(AttachedBudget):
         with self._steps.looking_away(), contextlib.nullcontext() if self._planner.managing else self._work.paused():
             seen_bytes = self._planner.mistake_bytes + (self._planner.recording_bytes if self._tries == 1 else 0)
             seen_bytes += min(lasting_bytes, step.gradient_bytes())
-            return self._planner.confirmed_beside(plan, step, self._excess_bytes, resolve, seen_bytes=seen_bytes)
+            try:
+                return self._planner.confirmed_beside(plan, step, self._excess_bytes, resolve, seen_bytes=seen_bytes)
+            except InvalidBatch:
+                return plan  # this call cannot run twice; its step is measured instead
 
     def _has_room_to_try(self, plan: Plan, task: TrainingTask | None) -> bool:
         """Whether a trial stays within the budget: it holds two copies of the buffers, one of the batch, one of the gradients.

@@ -30,8 +30,16 @@ from plimsoll.tracing.fsdp2 import (
 from plimsoll.tracing.local_tensors import beside_weights, densified, local_of
 from plimsoll.tracing.meters.memory import PeakMeter, storage_bytes
 from plimsoll.tracing.meters.workspaces import release_library_workspaces
-from plimsoll.tracing.recorder.calling import Context, Loss, after_autocast, output_tensors, scalar_loss
+from plimsoll.tracing.recorder.calling import (
+    Context,
+    Loss,
+    after_autocast,
+    output_tensors,
+    refuse_foreign_graph,
+    scalar_loss,
+)
 from plimsoll.tracing.recorder.untouched import KeptState, RandomState, arguments_kept, forwards_kept, private_copy
+from plimsoll.tracing.torch_internals import sequence_number
 from plimsoll.tracing.zero import held_by_deepspeed, is_gathered_by_zero
 
 
@@ -119,10 +127,15 @@ class TrainingStep:
         with forwards_kept(self.model), arguments_kept((args, kwargs)):
             yield args, kwargs
 
-    def _forward_and_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    def _forward_and_backward(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_checked: bool = False
+    ) -> float:
         with self._twins.in_place(), self._entered():
+            first_node = sequence_number()
             output = self.model(*args, **kwargs)
             loss = scalar_loss(output, self._loss)
+            if is_checked:
+                refuse_foreign_graph(loss, first_node)
             with after_autocast(self.device.type):
                 loss.backward()
             value = float(loss.detach())
@@ -183,6 +196,9 @@ class TrainingStep:
 
         Where the model holds gradients back, what waits is there in later micro-batches, and the last one reduces it: one of
         each kind runs.
+
+        Raises:
+            InvalidBatch: backward would go on into the graph of an earlier call, and free it.
         """
         self.clear_gradients()
         kinds: tuple[bool, ...] = (True,)
@@ -203,7 +219,8 @@ class TrainingStep:
             self._twins.moving_gradients(keeps=True),
             PeakMeter(self.device) as meter,
         ):
-            self._forward_and_backward(args, kwargs)
+            # A step of the training may read fast weights, or a state that an earlier call has left on a module.
+            self._forward_and_backward(args, kwargs, is_checked=True)
         return static_bytes, static_bytes + meter.peak_bytes
 
     def static_bytes(self) -> int:

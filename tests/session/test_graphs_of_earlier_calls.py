@@ -1,0 +1,97 @@
+"""A call whose backward goes on into the graph of an earlier call runs once: a trial step of ours would free that graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import plimsoll
+from plimsoll.errors import BudgetBelowFloor
+from plimsoll.units import MIB
+from steps import Stack, mean_square
+
+ROWS, WIDTH, STEPS = 512, 64, 4
+
+
+class Remembers(Stack):
+    """Adds what its last call has returned, with its graph."""
+
+    last: Any = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = super().forward(x + self.last)
+        return self.last
+
+
+class Corrected(Stack):
+    """Reads a parameter's stand-in that the loop computes, as a hypernetwork's or a decomposed weight."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.small = nn.Parameter(torch.ones(1, WIDTH))
+        self.shift: Any = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + self.shift)
+
+
+def fast_weights(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """An inner step of gradient descent through which the outer loss is differentiated, as in MAML."""
+    weights = dict(model.named_parameters())
+    inner = mean_square(torch.func.functional_call(model, weights, (x,)))
+    gradients = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
+    moved = {name: each - 0.1 * gradient for (name, each), gradient in zip(weights.items(), gradients, strict=True)}
+    return mean_square(torch.func.functional_call(model, moved, (x,)))
+
+
+def truncated(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.last = 0
+    return sum(mean_square(model(x * number)) for number in (1, 2, 3))
+
+
+def computed(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.shift = 0
+    first = mean_square(model(x))
+    model.shift = (model.small.sin() * model.small).exp()
+    return first + mean_square(model(x))
+
+
+LOOPS: dict[str, tuple[type[Stack], Callable[[Any, torch.Tensor], torch.Tensor]]] = {
+    "fast weights": (Stack, fast_weights),
+    "a state on the model": (Remembers, truncated),
+    "a value that the loop computes": (Corrected, computed),
+}
+
+
+def losses(kind: str, budget: int | None = None) -> list[float]:
+    torch.manual_seed(0)
+    make, loss_of = LOOPS[kind]
+    model = make(3, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = None if budget is None else plimsoll.attach(model, budget, optimizer=optimizer)
+    found = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(model, torch.randn(ROWS, WIDTH))
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    if handle is not None:
+        handle.remove()
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("budget", [3, 6, 10, 14, 18, 24])
+@pytest.mark.parametrize("kind", LOOPS)
+def test_a_budget_trains_alike_or_is_refused_in_words(kind: str, budget: int):
+    try:
+        found = losses(kind, budget * MIB)
+    except BudgetBelowFloor:
+        assert budget < 24
+        return
+    assert found == losses(kind)
