@@ -1,4 +1,4 @@
-"""The calls in which ``attach`` traces, times and tries plans keep to the budget too: all that they take is counted here."""
+"""Calls that trace, time and try plans keep to the budget too: all that they take is counted here."""
 
 from __future__ import annotations
 

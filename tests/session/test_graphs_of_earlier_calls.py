@@ -1,4 +1,4 @@
-"""A call whose backward goes on into the graph of an earlier call runs once: a trial step of ours would free that graph."""
+"""If backward continues in the graph of an earlier call, that call runs once: a trial step would free the graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Notices when the regions of a model run in an order in which they have never run.
+"""Notices when the regions of a model run in a new order.
 
 A plan holds most in the regions whose backward begins first. If the same modules run in another order, each call looks as
 before and forward adds as many bytes, and yet the peak of backward may be higher.
@@ -10,8 +10,8 @@ from plimsoll.engine.larger_calls import LargerCalls
 from plimsoll.tracing.torch_internals import sequence_number
 
 _MOVED = 1.25
-"""Modules without decisions are no regions here. That they have moved shows in how much of forward ran before a region: so many
-times as many autograd nodes as ever before, or as few. Recording a region changes the number by less."""
+"""A plan manages only modules that it decides about. If others move, more or less of forward runs before a managed region. A region
+has moved if forward has made this many times as many autograd nodes as ever before it, or as few. Recording changes less."""
 _FEW_NODES = 4
 
 
@@ -23,7 +23,7 @@ class CallOrder:
         self._first_node = 0
         self._known: set[tuple[str, str]] = set()
         self._ranks: dict[str, int] = {"": -1}
-        """The place of each region in the order in which they have first run."""
+        """The place of each region in the order of their first calls."""
         self._nodes: dict[str, tuple[int, int]] = {}
         """The fewest and the most nodes before each region."""
 

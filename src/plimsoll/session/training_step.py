@@ -198,7 +198,7 @@ class TrainingStep:
         each kind runs.
 
         Raises:
-            InvalidBatch: backward would go on into the graph of an earlier call, and free it.
+            InvalidBatch: backward would continue in the graph of an earlier call, and free it.
         """
         self.clear_gradients()
         kinds: tuple[bool, ...] = (True,)

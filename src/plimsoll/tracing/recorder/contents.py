@@ -16,7 +16,7 @@ import sys
 import warnings
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import MappingProxyType, MemberDescriptorType, MethodType
+from types import FunctionType, MappingProxyType, MemberDescriptorType, MethodType
 from typing import Any
 
 import numpy as np
@@ -128,7 +128,7 @@ def kind_of(value: Any) -> type | None:
     A class of the user's own may derive from it.
     """
     own = type(value)
-    if own in _KINDS or not _is_of_user(own):
+    if own in _KINDS or not is_of_user(own):
         return own if own in _KINDS else None
     return next((kind for kind in own.__mro__ if kind in _KINDS), None)
 
@@ -149,7 +149,8 @@ def _known(value: Any) -> type:
     return kind
 
 
-def _is_of_user(kind: type) -> bool:
+def is_of_user(kind: type | FunctionType) -> bool:
+    """Whether a class or a function is neither Python's, torch's nor a trainer's."""
     return kind.__module__.partition(".")[0] not in _NOT_OF_THE_MODEL
 
 
@@ -190,8 +191,12 @@ def _within(value: Any) -> Iterable[Any]:
 
 
 def is_holder(value: Any) -> bool:
-    """Whether to put back the attributes of this object: it is of a user's class, and not a tensor, module or class."""
-    if isinstance(value, torch.Tensor | nn.Module | type) or not _is_of_user(type(value)):
+    """Whether to put back the attributes of this object: it is of a user's class, and not a tensor, module or class, or it is
+    a user's function.
+    """
+    if isinstance(value, FunctionType):
+        return value.__module__ is not None and is_of_user(value)
+    if isinstance(value, torch.Tensor | nn.Module | type) or not is_of_user(type(value)):
         return False
     return _has_attributes(value)
 
@@ -202,7 +207,7 @@ def _has_attributes(value: Any) -> bool:
 
 def _slots_of(value: Any) -> list[MemberDescriptorType]:
     """The attributes of an object that a class of the user's own declares in ``__slots__``."""
-    classes = [vars(kind) for kind in type(value).__mro__ if "__slots__" in vars(kind) and _is_of_user(kind)]
+    classes = [vars(kind) for kind in type(value).__mro__ if "__slots__" in vars(kind) and is_of_user(kind)]
     return [slot for held in classes for slot in held.values() if isinstance(slot, MemberDescriptorType)]
 
 

@@ -22,7 +22,8 @@ from plimsoll.errors import PlimsollError
 from plimsoll.tracing.ddp import inner_module
 from plimsoll.tracing.fsdp2 import KeptShards, every_parameter
 from plimsoll.tracing.local_tensors import local_of
-from plimsoll.tracing.recorder.contents import KeptValues, lent, put_back_entries, with_contents
+from plimsoll.tracing.recorder.contents import KeptValues, is_holder, lent, put_back_entries, with_contents
+from plimsoll.tracing.recorder.kept_classes import KeptClasses
 from plimsoll.tracing.recorder.kept_modules import KeptForwards, KeptModules, attributes_of
 from plimsoll.tracing.recorder.storages import is_plain, same_contents
 from plimsoll.tracing.zero import KeptGathering, is_gathered_by_zero
@@ -154,6 +155,8 @@ class KeptState:
         self._tables = [vars(module) for module in model.modules()]
         attributes = (value for module in model.modules() for value in attributes_of(module).values())
         values = with_contents(attributes, attributes_as_well=True)
+        self._classes = KeptClasses([*model.modules(), *filter(is_holder, values.values())])
+        values |= with_contents(self._classes.values, attributes_as_well=True)
         self._contents = KeptValues(values.values())
         known = {id(buffer) for buffer in model.buffers()}
         weights = {_memory_of(parameter) for parameter in model.parameters() if is_plain(parameter)}
@@ -170,6 +173,7 @@ class KeptState:
         not touched.
         """
         self._modules.put_back()
+        self._classes.put_back()
         self._contents.put_back()
         self._tensors.put_back()
 
