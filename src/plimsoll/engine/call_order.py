@@ -10,8 +10,8 @@ from plimsoll.engine.larger_calls import LargerCalls
 from plimsoll.tracing.torch_internals import sequence_number
 
 _MOVED = 1.25
-"""A plan manages only modules that it decides about. If others move, more or less of forward runs before a managed region. A region
-has moved if forward has made this many times as many autograd nodes as ever before it, or as few. Recording changes less."""
+"""A plan manages only modules that it decides about. If others move, more or less of forward runs before a managed region. A
+region has moved if forward has made this many times as many autograd nodes as ever before it, or as few."""
 _FEW_NODES = 4
 
 
