@@ -83,11 +83,6 @@ class LayerUse(msgspec.Struct, frozen=True, kw_only=True):
     forward_seconds: float
     backward_seconds: float
 
-    @property
-    def bytes_per_millisecond(self) -> float:
-        """Bytes that recomputing the region would free per millisecond of its forward."""
-        return self.saved_bytes / (self.forward_seconds * 1e3) if self.forward_seconds else 0.0
-
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """One plan that was made, what it is predicted to take, and why it was chosen or not."""

@@ -23,8 +23,6 @@ class Engine(enum.StrEnum):
 
     RECIPE = "recipe"
     """Saved tensors are rewritten: dropped ones come back through verified recipes."""
-    RERUN = "rerun"
-    """The region was run again as a whole. Only receipts of earlier versions say so."""
     KEEP = "keep"
     """The plan drops something here, but it cannot be brought back safely, so everything is kept."""
     COMPILED = "compiled"

@@ -212,12 +212,6 @@ class Finding(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
         """Kernels (or CPU ops) per step, over the baseline's."""
         return self.plan.count / self.baseline.count if self.baseline.count else 0.0
 
-    @property
-    def unexplained_share(self) -> float:
-        """The remainder as a share of the overhead."""
-        rest = sum(abs(part.seconds) for part in self.parts if part.cause is OverheadCause.UNEXPLAINED)
-        return rest / abs(self.overhead_seconds) if self.overhead_seconds else 0.0
-
     def seconds_of(self, cause: OverheadCause) -> float:
         """Seconds per step of one cause."""
         return sum(part.seconds for part in self.parts if part.cause is cause)

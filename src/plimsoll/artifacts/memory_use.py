@@ -122,8 +122,3 @@ class AllocatorUse(msgspec.Struct, frozen=True, kw_only=True):
     def rounding_bytes(self) -> int:
         """What blocks take beyond what was asked for."""
         return self.allocated_peak_bytes - self.requested_peak_bytes
-
-    @property
-    def fragmentation_bytes(self) -> int:
-        """What is reserved beyond the most that blocks ever take at once."""
-        return self.reserved_peak_bytes - self.allocated_peak_bytes

@@ -164,4 +164,4 @@ def test_layers_save_what_the_unmanaged_plan_holds_and_take_their_ops_time(evide
         if op.region >= 0 and op.phase is Phase.FORWARD
     )
     assert sum(layer.forward_seconds for layer in evidence.layers) == pytest.approx(forward)
-    assert all(layer.bytes_per_millisecond > 0 for layer in evidence.layers)
+    assert all(layer.saved_bytes > 0 for layer in evidence.layers)
