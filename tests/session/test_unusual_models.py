@@ -16,7 +16,7 @@ from torch.utils.module_tracker import ModuleTracker
 
 import plimsoll
 from plimsoll.artifacts.decision import Decision
-from plimsoll.errors import BudgetBelowFloor, InvalidBatch, InvalidModel
+from plimsoll.errors import BudgetBelowFloor, InvalidBatch, InvalidLoss, InvalidModel
 from plimsoll.session.training_step import TrainingStep
 from plimsoll.units import MIB
 from steps import mean_square
@@ -318,3 +318,84 @@ def test_a_budget_below_the_floor_is_refused_where_gradients_of_intermediates_ar
     plimsoll.attach(model, 4096)
     with pytest.raises(BudgetBelowFloor):
         loop()
+
+
+class AttrDict(dict[str, Any]):
+    """A common idiom: what it does not hold raises KeyError, not AttributeError."""
+
+    __getattr__, __setattr__ = dict.__getitem__, dict.__setitem__
+
+
+class SlottedDict(dict[str, Any]):
+    __slots__ = ()
+    __getattr__ = dict.__getitem__
+
+
+class Raising:
+    """Raises what it likes where it is asked for an attribute that it does not have."""
+
+    def __init__(self, **known: Any) -> None:
+        self.__dict__.update(known)
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"do not ask for {name}")
+
+
+SETTINGS = AttrDict(scale=0.5)
+
+
+class OfSettings(nn.Module):
+    """A block that holds settings, and names others of its file."""
+
+    def __init__(self, settings: Any) -> None:
+        super().__init__()
+        self.inner, self.settings = Block(), settings
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = self.settings["scale"] if isinstance(self.settings, dict) else self.settings.scale
+        return scale * self.inner(x) + SETTINGS.scale * x
+
+
+@pytest.mark.parametrize("kind", [AttrDict, SlottedDict, Raising])
+@pytest.mark.parametrize("verb", ["apply", "attach", "verify"])
+def test_settings_that_raise_for_unknown_attributes_are_not_asked_for_any(kind: Callable[..., Any], verb: str):
+    settings = kind(scale=0.5)
+    plain, managed = nn.Sequential(), nn.Sequential()
+    for model in (plain, managed):  # Python cannot copy such settings
+        torch.manual_seed(0)
+        model.extend(OfSettings(settings) for _ in range(4))
+    batch = torch.randn(ROWS, WIDTH)
+    expected, budget = trained(plain, [batch] * 3, torch.enable_grad), between(managed, batch)
+    plan = plimsoll.plan(managed, batch, budget, loss=squares)
+    assert any(decision.decision is not Decision.KEEP for region in plan.regions for decision in region.decisions)
+    if verb == "verify":
+        assert plimsoll.verify(managed, batch, plan, loss=squares, steps=1).verdict.is_pass
+        return
+    with plimsoll.attach(managed, budget) if verb == "attach" else plimsoll.apply(managed, plan):
+        assert trained(managed, [batch] * 3, torch.enable_grad) == expected
+
+
+class WithOutputIn(nn.Module):
+    def __init__(self, kind: Callable[..., Any]) -> None:
+        super().__init__()
+        self.blocks, self.kind = blocks(), kind
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.kind(hidden=self.blocks(x))
+
+
+class Criterion(AttrDict):
+    def __call__(self, output: Any) -> torch.Tensor:
+        return squares(output["hidden"])
+
+
+def test_an_output_and_a_loss_that_raise_for_unknown_attributes_are_taken():
+    model, batch = WithOutputIn(AttrDict), torch.randn(ROWS, WIDTH)
+    assert plimsoll.plan(model, batch, "100MiB", loss=Criterion()).predicted_peak_bytes
+    with pytest.raises(InvalidLoss, match="the model returned AttrDict"):
+        plimsoll.plan(model, batch, "100MiB")
+    with pytest.raises(InvalidLoss, match="the model returned Raising"):
+        plimsoll.plan(WithOutputIn(Raising), batch, "100MiB")
+    with plimsoll.attach(model, "100MiB") as attachment:
+        squares(model(batch)["hidden"]).backward()
+        assert attachment.plan is not None

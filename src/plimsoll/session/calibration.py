@@ -38,7 +38,8 @@ from plimsoll.tracing.meters.memory import (
     storage_of,
 )
 from plimsoll.tracing.meters.workspaces import release_library_workspaces
-from plimsoll.tracing.recorder.calling import output_tensors
+from plimsoll.tracing.recorder.calling import output_tensors, own_loss
+from plimsoll.tracing.recorder.untouched import returned_tensors
 from plimsoll.tracing.torch_internals import is_profiled, is_profiler_on
 from plimsoll.tracing.zero import held_by_deepspeed, optimizer_inside
 
@@ -434,11 +435,11 @@ def stand_in_loss(output: Any) -> torch.Tensor:
     Raises:
         InvalidLoss: nothing that it returns can be trained.
     """
-    own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    own = own_loss(output)
     if isinstance(own, torch.Tensor) and own.numel() == 1 and own.requires_grad:
         return own
     parts = [
-        (t.abs() if t.is_complex() else t).float().sum() for t in output_tensors(output) if t.requires_grad
+        (t.abs() if t.is_complex() else t).float().sum() for t in returned_tensors(output) if t.requires_grad
     ]  # autograd gives gradients to floats and complex numbers only
     if not parts:
         raise InvalidLoss(

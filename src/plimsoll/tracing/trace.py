@@ -38,12 +38,11 @@ from plimsoll.tracing.recorder.calling import (
     Loss,
     ModuleStack,
     check_devices,
-    output_tensors,
     split_batch,
 )
 from plimsoll.tracing.recorder.contents import lent
 from plimsoll.tracing.recorder.fingerprint import fingerprint, signature
-from plimsoll.tracing.recorder.untouched import arguments_kept, private_copy, untouched
+from plimsoll.tracing.recorder.untouched import arguments_kept, private_copy, returned_tensors, untouched
 from plimsoll.tracing.refusals import (
     check_traceable,
     refuse_shards,
@@ -284,7 +283,7 @@ class _Watcher:
             return run_step(tracer, model, call, self._step.loss, self._forward_ended)
 
     def _forward_ended(self, output: Any) -> None:
-        self._outputs = frozenset(map(self._tracer.table.find, output_tensors(output)))
+        self._outputs = frozenset(map(self._tracer.table.find, returned_tensors(output)))
         self._forward_end = self._tracer.tick
 
     def _note(self) -> None:

@@ -72,7 +72,8 @@ def scalar_loss(output: Any, loss: Loss | None) -> torch.Tensor:
         value = loss(output)
         origin = "loss= returned"
     else:
-        value = output["loss"] if isinstance(output, Mapping) and "loss" in output else getattr(output, "loss", output)
+        own = own_loss(output)
+        value = output if own is None else own
         origin = "the model returned"
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         shape = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
@@ -88,6 +89,24 @@ def scalar_loss(output: Any, loss: Loss | None) -> torch.Tensor:
             next="unfreeze parameters, and call Plimsoll outside of torch.no_grad()",
         )
     return value
+
+
+def own_loss(output: Any) -> Any:
+    """What a model's output holds under ``loss``, as a key or an attribute; ``None`` if it holds nothing there."""
+    return output["loss"] if isinstance(output, Mapping) and "loss" in output else _given_by(output, "loss")
+
+
+def name_of(function: Any) -> str:
+    """The qualified name of a function; of another callable, such as an ``nn.Module`` or a partial, that of its class."""
+    return _given_by(function, "__qualname__") or type(function).__qualname__
+
+
+def _given_by(value: Any, attribute: str) -> Any:
+    """An attribute of a user's object, ``None`` if it has none: its ``__getattr__`` may say so by raising anything."""
+    try:
+        return getattr(value, attribute, None)
+    except Exception:  # noqa: BLE001 - code of the user's, which says in its own way that nothing is there
+        return None
 
 
 @contextlib.contextmanager

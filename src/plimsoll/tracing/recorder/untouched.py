@@ -22,6 +22,7 @@ from plimsoll.errors import PlimsollError
 from plimsoll.tracing.ddp import inner_module
 from plimsoll.tracing.fsdp2 import KeptShards, every_parameter
 from plimsoll.tracing.local_tensors import local_of
+from plimsoll.tracing.recorder.calling import output_tensors
 from plimsoll.tracing.recorder.contents import KeptValues, lent, put_back_entries, with_contents
 from plimsoll.tracing.recorder.kept_modules import KeptForwards, KeptModules, attributes_of
 from plimsoll.tracing.recorder.storages import is_plain, same_contents
@@ -236,8 +237,10 @@ def arguments_kept(call: Any) -> Iterator[None]:
         tensors.put_back()
 
 
-def held_tensors(output: Any) -> list[torch.Tensor]:
-    """The tensors that objects of classes of somebody's own hold, such as a dataclass that a model returns."""
+def returned_tensors(output: Any) -> list[torch.Tensor]:
+    """The tensors that a model returned; if there are none, those in objects of the user's classes, such as a dataclass."""
+    if tensors := output_tensors(output):
+        return tensors
     values = with_contents(tree_leaves(output), attributes_as_well=True).values()
     return [value for value in values if isinstance(value, torch.Tensor)]
 
