@@ -16,8 +16,10 @@ from torch.utils.module_tracker import ModuleTracker
 
 import plimsoll
 from plimsoll.artifacts.decision import Decision
-from plimsoll.errors import BudgetBelowFloor, InvalidBatch, InvalidLoss, InvalidModel
+from plimsoll.artifacts.trace import Phase
+from plimsoll.errors import BudgetBelowFloor, InvalidBatch, InvalidLoss, InvalidModel, TracingFailed
 from plimsoll.session.training_step import TrainingStep
+from plimsoll.tracing.trace import trace
 from plimsoll.units import MIB
 from steps import mean_square
 from unchanged import unchanged
@@ -399,3 +401,112 @@ def test_an_output_and_a_loss_that_raise_for_unknown_attributes_are_taken():
     with plimsoll.attach(model, "100MiB") as attachment:
         squares(model(batch)["hidden"]).backward()
         assert attachment.plan is not None
+
+
+def graph(layout: torch.layout) -> torch.Tensor:
+    """The adjacency of a random graph; in no layout two of them have as many edges."""
+    dense = (torch.rand(ROWS, ROWS) < 0.02).float()
+    return dense.to_sparse() if layout is torch.sparse_coo else dense.to_sparse_csr()
+
+
+class OfGraph(nn.Module):
+    """A layer of a graph network. The adjacency is an argument, a buffer, or an attribute."""
+
+    def __init__(self, held_as: str, layout: torch.layout) -> None:
+        super().__init__()
+        self.inner = Block()
+        if held_as == "buffer":
+            self.register_buffer("edges", graph(layout))
+        elif held_as == "attribute":
+            self.edges = graph(layout)
+
+    def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(torch.sparse.mm(getattr(self, "edges", edges), x))
+
+
+class WithWeights(OfGraph):
+    """The edges' weights are trained, so that backward reads a sparse tensor that the region makes."""
+
+    def __init__(self, held_as: str, layout: torch.layout) -> None:
+        super().__init__(held_as, layout)
+        self.weight = nn.Parameter(torch.rand(ROWS))
+
+    def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(ROWS).expand(2, ROWS)
+        return super().forward(x, torch.sparse_coo_tensor(places, self.weight.tanh(), (ROWS, ROWS)))
+
+
+class OfGraphs(nn.Module):
+    def __init__(self, layer: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(layer() for _ in range(4))
+
+    def forward(self, given: Any) -> torch.Tensor:
+        x, edges = given
+        for layer in self.layers:
+            x = layer(x, edges)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda layout: OfGraph("argument", layout),
+        lambda layout: OfGraph("buffer", layout),
+        lambda layout: OfGraph("attribute", layout),
+        lambda layout: WithWeights("argument", layout),
+    ],
+    ids=["argument", "buffer", "attribute", "made inside"],
+)
+def test_layers_that_read_sparse_tensors_train_with_the_same_bits(
+    layer: Callable[[torch.layout], nn.Module], layout: torch.layout
+):
+    plain, managed = (OfGraphs(lambda: layer(layout)) for _ in range(2))
+    batches = [(torch.randn(ROWS, WIDTH), graph(layout)) for _ in range(4)]
+    expected, first = trained(plain, batches, torch.enable_grad), (batches[0],)
+    budget = between(managed, first)
+    plan = plimsoll.plan(managed, first, budget, loss=squares)
+    assert any(decision.decision is Decision.RECOMPUTE for region in plan.regions for decision in region.decisions)
+    assert plimsoll.verify(managed, first, plan, loss=squares, steps=1).verdict.is_pass
+    with plimsoll.attach(managed, budget):
+        assert trained(managed, batches, torch.enable_grad) == expected
+
+
+class Thinned(Block):
+    """Makes a sparse tensor, which autograd saves."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(torch.sparse.mm((x @ x.T).clamp_min(0.0).to_sparse(), x))
+
+
+def test_the_bytes_of_sparse_tensors_count():
+    model, x = OfGraphs(lambda: OfGraph("argument", torch.sparse_coo)), torch.randn(ROWS, WIDTH)
+    for layout, index_bytes in ((torch.sparse_coo, 2 * 8), (torch.sparse_csr, 8)):
+        peaks = []
+        for edges in (64, 4096):
+            dense = torch.zeros(ROWS, ROWS).flatten().index_fill(0, torch.arange(edges) * 64, 1.0).view(ROWS, ROWS)
+            given = (x, dense.to_sparse(layout=layout))
+            peaks.append(plimsoll.plan(model, (given,), strategy="none", loss=squares).predicted_peak_bytes)
+        assert peaks[1] - peaks[0] >= (4096 - 64) * (index_bytes + 4)
+
+    step = trace(nn.Sequential(Thinned()), x, loss=squares)
+    edges = int(((x @ x.T) > 0).sum())
+    assert sum(each.bytes for each in step.storages if "to_sparse" in each.label) == edges * (2 * 8 + 4)
+
+    step = trace(nn.Sequential(Block(), Thinned()), x, loss=squares)
+    backward = next(tick for tick, op in enumerate(step.ops) if op.phase is Phase.BACKWARD)
+    made = [each for each in step.storages if "to_sparse" in each.label]
+    assert len(made) == 2
+    assert all(each.dies > backward for each in made)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+@pytest.mark.parametrize("held_as", ["argument", "buffer"])
+def test_sparse_tensors_are_refused_in_one_message_where_no_device_is_there(held_as: str, layout: torch.layout):
+    model, given = OfGraphs(lambda: OfGraph(held_as, layout)), (torch.randn(ROWS, WIDTH), graph(layout))
+    with pytest.raises(TracingFailed, match="tensor cannot be traced without its device"):
+        plimsoll.plan(model, (given,), "1GiB", loss=squares, device_profile="H100-SXM")

@@ -91,7 +91,8 @@ class SlotBook:
             if held is not None and value >= 0 and is_plain(tensor):
                 copy = held.clone()  # whose strides are others where elements share memory
                 held = copy if copy.stride() == held.stride() else held
-        return _Placeholder(self, len(self.records) - 1, Geometry.of(tensor), tensor.device, held, shell)
+        geometry = Geometry.of(tensor) if held is None else None
+        return _Placeholder(self, len(self.records) - 1, geometry, tensor.device, held, shell)
 
     def unpack(self, placeholder: Any) -> torch.Tensor:
         """Note the reading and hand out something of the right shape."""
@@ -116,7 +117,8 @@ class _Placeholder:
 
     book: SlotBook
     index: int
-    geometry: Geometry
+    geometry: Geometry | None
+    """How zeros lie that stand for the tensor; ``None`` if it is ``held``."""
     device: torch.device
     held: torch.Tensor | None
     shell: Shell | None
@@ -127,6 +129,7 @@ class _Placeholder:
             if is_plain(self.held) and tracer.table.find(self.held) < 0:
                 tracer.add_stand_in(self.held)
             return self.held
+        assert self.geometry is not None, "what is not held has zeros in its place"
         with tracer.unseen():
             tensor = _zeros(self.geometry, self.device)
         tracer.add_stand_in(tensor)
@@ -382,8 +385,7 @@ class StepCapture:
         self._calls[name] = call + 1
         tracer.forget_names()
         # What a collective is still filling is waited for here, or the region would seem to write to its input.
-        settled_inputs = map(settled, call_tensors(args, kwargs))
-        inputs = [tracer.add_leaf(t, Origin.EXTERNAL, "external") for t in settled_inputs]
+        inputs = [tracer.known(settled(tensor)) for tensor in call_tensors(args, kwargs)]
         leaves: dict[int, tuple[Origin, str]] = {}
         for part, buffer in module.named_buffers():
             leaves.setdefault(tracer.value_of(buffer), (Origin.BUFFER, f"buffer:{part}"))

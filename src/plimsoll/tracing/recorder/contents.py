@@ -228,8 +228,8 @@ class KeptValues:
     def __init__(self, values: Iterable[Any]) -> None:
         values = list(values)
         holders = [value for value in values if is_holder(value)]
-        tables: list[dict[str, Any]] = [_attributes_of(value) or {} for value in holders]
-        self._attributes = [(held, dict(held)) for held in tables]
+        tables = (_attributes_of(value) for value in holders)
+        self._attributes = [(held, dict(held)) for held in tables if held is not None]
         self._slots = [(slot, value, _in_slot(slot, value)) for value in holders for slot in _slots_of(value)]
         self._contents = [(value, contents_of(value)) for value in values if kind_of(value) is not None]
 
