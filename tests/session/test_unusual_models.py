@@ -16,7 +16,7 @@ from torch.utils.module_tracker import ModuleTracker
 
 import plimsoll
 from plimsoll.artifacts.decision import Decision
-from plimsoll.artifacts.trace import Phase
+from plimsoll.artifacts.trace import Category, Phase
 from plimsoll.errors import BudgetBelowFloor, InvalidBatch, InvalidLoss, InvalidModel, TracingFailed
 from plimsoll.session.training_step import TrainingStep
 from plimsoll.tracing.trace import trace
@@ -510,3 +510,69 @@ def test_sparse_tensors_are_refused_in_one_message_where_no_device_is_there(held
     model, given = OfGraphs(lambda: OfGraph(held_as, layout)), (torch.randn(ROWS, WIDTH), graph(layout))
     with pytest.raises(TracingFailed, match="tensor cannot be traced without its device"):
         plimsoll.plan(model, (given,), "1GiB", loss=squares, device_profile="H100-SXM")
+
+
+class Metric(nn.Module):
+    """A loss with parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.weight = nn.Parameter(torch.rand(WIDTH, 8 * WIDTH))
+
+    def forward(self, output: torch.Tensor) -> torch.Tensor:
+        return squares(output @ self.weight)
+
+
+def test_an_optimizer_may_train_more_than_the_model():
+    plain, managed, losses = blocks(), blocks(), {}
+    for model in (plain, managed):
+        metric = Metric()
+        optimizer = torch.optim.AdamW([*model.parameters(), *metric.parameters()])
+        if model is managed:
+            batch = torch.randn(ROWS, WIDTH)
+            step = trace(model, batch, loss=metric, optimizer=optimizer)
+            states = sum(each.bytes for each in step.storages if each.category is Category.OPTIMIZER_STATE)
+            weights = metric.weight.nbytes + sum(each.nbytes for each in model.parameters())
+            assert states == pytest.approx(2 * weights, rel=0.01)  # AdamW's two averages
+            metric.zero_grad()
+            kept = plimsoll.plan(model, batch, strategy="none", loss=squares, optimizer=optimizer)
+            handle = plimsoll.attach(model, kept.predicted_peak_bytes, optimizer=optimizer)
+        torch.manual_seed(2)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = metric(model(torch.randn(ROWS, WIDTH)))
+            loss.backward()
+            optimizer.step()
+            losses.setdefault(model, []).append(loss.item())
+    handle.remove()
+    assert losses[managed] == losses[plain]
+
+
+@pytest.mark.parametrize("how", ["pruned", "replaced"])
+@pytest.mark.parametrize("is_named", [True, False], ids=["named", "found"])
+def test_parameters_that_leave_the_model_in_mid_run_do_not_end_the_training(how: str, is_named: bool):
+    losses = []
+    for is_managed in (False, True):
+        model = blocks()
+        optimizer = torch.optim.AdamW(model.parameters())
+        if is_managed:
+            handle = plimsoll.attach(model, "100MiB", **({"optimizer": optimizer} if is_named else {}))
+        torch.manual_seed(3)
+        for step in range(6):
+            if step == 2 and how == "pruned":
+                del model[1]
+            elif step == 2:
+                model.load_state_dict({name: each * 0.5 for name, each in model.state_dict().items()}, assign=True)
+            optimizer.zero_grad()
+            loss = squares(model(torch.randn(ROWS if step < 4 else ROWS // 2 * 3, WIDTH)))
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    handle.remove()
+    assert losses[:6] == losses[6:]
+
+
+def test_attach_refuses_an_optimizer_of_another_model():
+    with pytest.raises(InvalidModel, match="AdamW holds no parameter of Sequential"):
+        plimsoll.attach(blocks(), "1GiB", optimizer=torch.optim.AdamW(blocks().parameters()))

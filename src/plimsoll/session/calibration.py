@@ -190,9 +190,11 @@ def state_bytes_of(model: nn.Module) -> int:
     return sum(_state_bytes(optimizer) for optimizer in found if trains(optimizer, parameters))
 
 
-def optimizer_in_view(model: nn.Module) -> Optimizer | None:
-    """The optimizer in this process that trains ``model``, if there is one and no other: its state can be counted ahead.
+def optimizer_in_view(model: nn.Module, named: Optimizer | None = None) -> Optimizer | None:
+    """The optimizer that the user has named, else the only one in this process that trains ``model``: its state can be counted
+    ahead.
 
+    The named one held a parameter of the model once. A model that has exchanged all of them since trains on without it.
     One that was found before is not looked for again: collecting garbage and going through all objects takes as long as a
     small step.
     """
@@ -200,6 +202,8 @@ def optimizer_in_view(model: nn.Module) -> Optimizer | None:
     if inside is not None:
         return inside
     parameters = frozenset(map(id, every_parameter(model)))
+    if named is not None and trains(named, parameters):
+        return named
     before = _SEEN[model]() if model in _SEEN else None
     if before is not None and trains(before, parameters):
         return before
