@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import shutil
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -536,8 +538,7 @@ def test_an_optimizer_may_train_more_than_the_model():
             weights = metric.weight.nbytes + sum(each.nbytes for each in model.parameters())
             assert states == pytest.approx(2 * weights, rel=0.01)  # AdamW's two averages
             metric.zero_grad()
-            kept = plimsoll.plan(model, batch, strategy="none", loss=squares, optimizer=optimizer)
-            handle = plimsoll.attach(model, kept.predicted_peak_bytes, optimizer=optimizer)
+            handle = plimsoll.attach(model, "100MiB", optimizer=optimizer)
         torch.manual_seed(2)
         for _ in range(3):
             optimizer.zero_grad()
@@ -576,3 +577,32 @@ def test_parameters_that_leave_the_model_in_mid_run_do_not_end_the_training(how:
 def test_attach_refuses_an_optimizer_of_another_model():
     with pytest.raises(InvalidModel, match="AdamW holds no parameter of Sequential"):
         plimsoll.attach(blocks(), "1GiB", optimizer=torch.optim.AdamW(blocks().parameters()))
+
+
+def exchanged_by_loading(model: nn.Module) -> None:
+    model.load_state_dict({name: each * 0.5 for name, each in model.state_dict().items()}, assign=True)
+
+
+def exchanged_by_assignment(model: nn.Module) -> None:
+    for module in model.modules():
+        for name, each in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(each.detach() * 0.5, requires_grad=each.requires_grad))
+
+
+@pytest.mark.parametrize("exchange", [exchanged_by_loading, exchanged_by_assignment])
+@pytest.mark.parametrize("verb", ["apply", "attach", "attach with room"])
+def test_parameters_that_are_exchanged_in_mid_run_are_freed(verb: str, exchange: Callable[[nn.Module], None]):
+    model, batch = blocks(), torch.randn(ROWS, WIDTH)
+    model[0].up.bias.requires_grad_(False)
+    budget = between(model, batch)
+    if verb == "apply":
+        handle = plimsoll.apply(model, plimsoll.plan(model, batch, budget, loss=squares))
+    else:
+        handle = plimsoll.attach(model, budget if verb == "attach" else "100MiB")
+    trained(model, [batch] * 3, torch.enable_grad)
+    before = [weakref.ref(parameter) for parameter in model.parameters()]
+    exchange(model)
+    trained(model, [batch] * 3, torch.enable_grad)
+    gc.collect()
+    assert not any(reference() is not None for reference in before)
+    handle.remove()
