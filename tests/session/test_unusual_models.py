@@ -7,6 +7,7 @@ import gc
 import shutil
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -606,3 +607,48 @@ def test_parameters_that_are_exchanged_in_mid_run_are_freed(verb: str, exchange:
     gc.collect()
     assert not any(reference() is not None for reference in before)
     handle.remove()
+
+
+class Branched(nn.Module):
+    """Runs two branches in threads: modules, or functions alone."""
+
+    def __init__(self, *, with_modules: bool) -> None:
+        super().__init__()
+        self.one, self.other, self.with_modules = Block(), Block(), with_modules
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        branches = (self.one, self.other) if self.with_modules else (torch.sigmoid, torch.tanh)
+        with ThreadPoolExecutor(2) as pool:
+            return x + sum(each.result() for each in [pool.submit(branch, self.one(x)) for branch in branches])
+
+
+@pytest.mark.parametrize("with_modules", [True, False], ids=["modules", "functions"])
+@pytest.mark.parametrize("verb", ["plan", "attach"])
+def test_branches_in_threads_are_refused_with_the_reason(verb: str, *, with_modules: bool):
+    model, batch = nn.Sequential(*(Branched(with_modules=with_modules) for _ in range(3))), torch.randn(ROWS, WIDTH)
+    squares(model(batch)).backward()
+    reason = "modules in threads of its own" if with_modules else "or of another thread"
+    with unchanged(model):
+        if verb == "attach":
+            plimsoll.attach(model, "1GiB")
+        with pytest.raises(InvalidBatch, match=reason):
+            model(batch) if verb == "attach" else plimsoll.plan(model, batch, "1GiB", loss=squares)
+
+
+class Remembering(nn.Module):
+    """Hands its hidden state to the next call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.hidden = blocks(), torch.zeros(ROWS, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.hidden = self.inner(x + self.hidden)
+        return self.hidden
+
+
+def test_a_graph_of_an_earlier_call_is_named_as_such():
+    model, batch = Remembering(), torch.randn(ROWS, WIDTH)
+    model(batch)
+    with pytest.raises(InvalidBatch, match="graph of an earlier call"):
+        plimsoll.plan(model, batch, "1GiB", loss=squares)

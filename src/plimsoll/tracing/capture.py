@@ -186,7 +186,12 @@ class StepLog:
 
 
 def run_step(
-    tracer: StepTracer, model: nn.Module, call: Call, loss: Loss | None, at_loss: Callable[[Any], None]
+    tracer: StepTracer,
+    model: nn.Module,
+    call: Call,
+    loss: Loss | None,
+    at_loss: Callable[[Any], None],
+    stack: ModuleStack,
 ) -> StepLog:
     """Forward, loss and backward in an entered tracer; what the model returned and the loss are held until backward ends.
 
@@ -202,7 +207,7 @@ def run_step(
     with explain_forward(model), forwards_kept(model):
         output = model(*args, **kwargs)
     value = scalar_loss(output, loss)
-    refuse_foreign_graph(value, first_node)
+    refuse_foreign_graph(value, first_node, stack)
     at_loss(output)
     tracer.phase = Phase.BACKWARD
     with explain_backward(model), after_autocast(value.device.type):
@@ -275,7 +280,7 @@ class StepCapture:
         self._left_alone = left_alone
         self._regions = regions
         self._loss = loss
-        self._stack = ModuleStack()
+        self._stack = ModuleStack(set())
         self._progress = progress
         self.tracer = StepTracer(
             lambda: self._stack.path,
@@ -306,7 +311,9 @@ class StepCapture:
             stack.enter_context(self._outside.entered())
             stack.enter_context(self.tracer)
             first = sequence_number()
-            log = run_step(self.tracer, self._model, call, self._loss, lambda output: self._forward_ended(first))
+            log = run_step(
+                self.tracer, self._model, call, self._loss, lambda output: self._forward_ended(first), self._stack
+            )
         self._progress(1.0)
         log.regions, log.outside = self._logs, self._outside.records
         return log
