@@ -305,7 +305,7 @@ class OpRecorder(TorchDispatchMode):
             if not is_plain(tensor):
                 op.obstacle = op.obstacle or f"makes a {type(tensor).__name__} that is not a plain dense tensor"
                 for part in parts_of_sparse(tensor):
-                    if self.table.find(part) < 0:  # its bytes count, and nobody rebuilds it
+                    if self.table.find(part) < 0:  # its bytes count; recipes do not rebuild it
                         births.append(self.table.add(part))
                         writes.append(self._new_value(births[-1], part, Origin.OP, f"{stem}!{len(births)}", op.id))
                 continue
