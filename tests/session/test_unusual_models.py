@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import shutil
+import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -16,8 +19,10 @@ from torch.utils.module_tracker import ModuleTracker
 
 import plimsoll
 from plimsoll.artifacts.decision import Decision
-from plimsoll.errors import BudgetBelowFloor, InvalidBatch, InvalidModel
+from plimsoll.artifacts.trace import Category, Phase
+from plimsoll.errors import BudgetBelowFloor, InvalidBatch, InvalidLoss, InvalidModel, TracingFailed
 from plimsoll.session.training_step import TrainingStep
+from plimsoll.tracing.trace import trace
 from plimsoll.units import MIB
 from steps import mean_square
 from unchanged import unchanged
@@ -318,3 +323,332 @@ def test_a_budget_below_the_floor_is_refused_where_gradients_of_intermediates_ar
     plimsoll.attach(model, 4096)
     with pytest.raises(BudgetBelowFloor):
         loop()
+
+
+class AttrDict(dict[str, Any]):
+    """A common idiom: what it does not hold raises KeyError, not AttributeError."""
+
+    __getattr__, __setattr__ = dict.__getitem__, dict.__setitem__
+
+
+class SlottedDict(dict[str, Any]):
+    __slots__ = ()
+    __getattr__ = dict.__getitem__
+
+
+class Raising:
+    """Raises what it likes where it is asked for an attribute that it does not have."""
+
+    def __init__(self, **known: Any) -> None:
+        self.__dict__.update(known)
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"do not ask for {name}")
+
+
+SETTINGS = AttrDict(scale=0.5)
+
+
+class OfSettings(nn.Module):
+    """A block that holds settings, and names others of its file."""
+
+    def __init__(self, settings: Any) -> None:
+        super().__init__()
+        self.inner, self.settings = Block(), settings
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = self.settings["scale"] if isinstance(self.settings, dict) else self.settings.scale
+        return scale * self.inner(x) + SETTINGS.scale * x
+
+
+@pytest.mark.parametrize("kind", [AttrDict, SlottedDict, Raising])
+@pytest.mark.parametrize("verb", ["apply", "attach", "verify"])
+def test_settings_that_raise_for_unknown_attributes_are_not_asked_for_any(kind: Callable[..., Any], verb: str):
+    settings = kind(scale=0.5)
+    plain, managed = nn.Sequential(), nn.Sequential()
+    for model in (plain, managed):  # Python cannot copy such settings
+        torch.manual_seed(0)
+        model.extend(OfSettings(settings) for _ in range(4))
+    batch = torch.randn(ROWS, WIDTH)
+    expected, budget = trained(plain, [batch] * 3, torch.enable_grad), between(managed, batch)
+    plan = plimsoll.plan(managed, batch, budget, loss=squares)
+    assert any(decision.decision is not Decision.KEEP for region in plan.regions for decision in region.decisions)
+    if verb == "verify":
+        assert plimsoll.verify(managed, batch, plan, loss=squares, steps=1).verdict.is_pass
+        return
+    with plimsoll.attach(managed, budget) if verb == "attach" else plimsoll.apply(managed, plan):
+        assert trained(managed, [batch] * 3, torch.enable_grad) == expected
+
+
+class WithOutputIn(nn.Module):
+    def __init__(self, kind: Callable[..., Any]) -> None:
+        super().__init__()
+        self.blocks, self.kind = blocks(), kind
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.kind(hidden=self.blocks(x))
+
+
+class Criterion(AttrDict):
+    def __call__(self, output: Any) -> torch.Tensor:
+        return squares(output["hidden"])
+
+
+def test_an_output_and_a_loss_that_raise_for_unknown_attributes_are_taken():
+    model, batch = WithOutputIn(AttrDict), torch.randn(ROWS, WIDTH)
+    assert plimsoll.plan(model, batch, "100MiB", loss=Criterion()).predicted_peak_bytes
+    with pytest.raises(InvalidLoss, match="the model returned AttrDict"):
+        plimsoll.plan(model, batch, "100MiB")
+    with pytest.raises(InvalidLoss, match="the model returned Raising"):
+        plimsoll.plan(WithOutputIn(Raising), batch, "100MiB")
+    with plimsoll.attach(model, "100MiB") as attachment:
+        squares(model(batch)["hidden"]).backward()
+        assert attachment.plan is not None
+
+
+def graph(layout: torch.layout) -> torch.Tensor:
+    """The adjacency of a random graph; in no layout two of them have as many edges."""
+    dense = (torch.rand(ROWS, ROWS) < 0.02).float()
+    return dense.to_sparse() if layout is torch.sparse_coo else dense.to_sparse_csr()
+
+
+class OfGraph(nn.Module):
+    """A layer of a graph network. The adjacency is an argument, a buffer, or an attribute."""
+
+    def __init__(self, held_as: str, layout: torch.layout) -> None:
+        super().__init__()
+        self.inner = Block()
+        if held_as == "buffer":
+            self.register_buffer("edges", graph(layout))
+        elif held_as == "attribute":
+            self.edges = graph(layout)
+
+    def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(torch.sparse.mm(getattr(self, "edges", edges), x))
+
+
+class WithWeights(OfGraph):
+    """The edges' weights are trained, so that backward reads a sparse tensor that the region makes."""
+
+    def __init__(self, held_as: str, layout: torch.layout) -> None:
+        super().__init__(held_as, layout)
+        self.weight = nn.Parameter(torch.rand(ROWS))
+
+    def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(ROWS).expand(2, ROWS)
+        return super().forward(x, torch.sparse_coo_tensor(places, self.weight.tanh(), (ROWS, ROWS)))
+
+
+class OfGraphs(nn.Module):
+    def __init__(self, layer: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(layer() for _ in range(4))
+
+    def forward(self, given: Any) -> torch.Tensor:
+        x, edges = given
+        for layer in self.layers:
+            x = layer(x, edges)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda layout: OfGraph("argument", layout),
+        lambda layout: OfGraph("buffer", layout),
+        lambda layout: OfGraph("attribute", layout),
+        lambda layout: WithWeights("argument", layout),
+    ],
+    ids=["argument", "buffer", "attribute", "made inside"],
+)
+def test_layers_that_read_sparse_tensors_train_with_the_same_bits(
+    layer: Callable[[torch.layout], nn.Module], layout: torch.layout
+):
+    plain, managed = (OfGraphs(lambda: layer(layout)) for _ in range(2))
+    batches = [(torch.randn(ROWS, WIDTH), graph(layout)) for _ in range(4)]
+    expected, first = trained(plain, batches, torch.enable_grad), (batches[0],)
+    budget = between(managed, first)
+    plan = plimsoll.plan(managed, first, budget, loss=squares)
+    assert any(decision.decision is Decision.RECOMPUTE for region in plan.regions for decision in region.decisions)
+    assert plimsoll.verify(managed, first, plan, loss=squares, steps=1).verdict.is_pass
+    with plimsoll.attach(managed, budget):
+        assert trained(managed, batches, torch.enable_grad) == expected
+
+
+class Thinned(Block):
+    """Makes a sparse tensor, which autograd saves."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(torch.sparse.mm((x @ x.T).clamp_min(0.0).to_sparse(), x))
+
+
+def test_the_bytes_of_sparse_tensors_count():
+    model, x = OfGraphs(lambda: OfGraph("argument", torch.sparse_coo)), torch.randn(ROWS, WIDTH)
+    for layout, index_bytes in ((torch.sparse_coo, 2 * 8), (torch.sparse_csr, 8)):
+        peaks = []
+        for edges in (64, 4096):
+            dense = torch.zeros(ROWS, ROWS).flatten().index_fill(0, torch.arange(edges) * 64, 1.0).view(ROWS, ROWS)
+            given = (x, dense.to_sparse(layout=layout))
+            peaks.append(plimsoll.plan(model, (given,), strategy="none", loss=squares).predicted_peak_bytes)
+        assert peaks[1] - peaks[0] >= (4096 - 64) * (index_bytes + 4)
+
+    step = trace(nn.Sequential(Thinned()), x, loss=squares)
+    edges = int(((x @ x.T) > 0).sum())
+    assert sum(each.bytes for each in step.storages if "to_sparse" in each.label) == edges * (2 * 8 + 4)
+
+    step = trace(nn.Sequential(Block(), Thinned()), x, loss=squares)
+    backward = next(tick for tick, op in enumerate(step.ops) if op.phase is Phase.BACKWARD)
+    made = [each for each in step.storages if "to_sparse" in each.label]
+    assert len(made) == 2
+    assert all(each.dies > backward for each in made)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+@pytest.mark.parametrize("held_as", ["argument", "buffer"])
+def test_sparse_tensors_are_refused_in_one_message_where_no_device_is_there(held_as: str, layout: torch.layout):
+    model, given = OfGraphs(lambda: OfGraph(held_as, layout)), (torch.randn(ROWS, WIDTH), graph(layout))
+    with pytest.raises(TracingFailed, match="tensor cannot be traced without its device"):
+        plimsoll.plan(model, (given,), "1GiB", loss=squares, device_profile="H100-SXM")
+
+
+class Metric(nn.Module):
+    """A loss with parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.weight = nn.Parameter(torch.rand(WIDTH, 8 * WIDTH))
+
+    def forward(self, output: torch.Tensor) -> torch.Tensor:
+        return squares(output @ self.weight)
+
+
+def test_an_optimizer_may_train_more_than_the_model():
+    plain, managed, losses = blocks(), blocks(), {}
+    for model in (plain, managed):
+        metric = Metric()
+        optimizer = torch.optim.AdamW([*model.parameters(), *metric.parameters()])
+        if model is managed:
+            batch = torch.randn(ROWS, WIDTH)
+            step = trace(model, batch, loss=metric, optimizer=optimizer)
+            states = sum(each.bytes for each in step.storages if each.category is Category.OPTIMIZER_STATE)
+            weights = metric.weight.nbytes + sum(each.nbytes for each in model.parameters())
+            assert states == pytest.approx(2 * weights, rel=0.01)  # AdamW's two averages
+            metric.zero_grad()
+            handle = plimsoll.attach(model, "100MiB", optimizer=optimizer)
+        torch.manual_seed(2)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = metric(model(torch.randn(ROWS, WIDTH)))
+            loss.backward()
+            optimizer.step()
+            losses.setdefault(model, []).append(loss.item())
+    handle.remove()
+    assert losses[managed] == losses[plain]
+
+
+@pytest.mark.parametrize("how", ["pruned", "replaced"])
+@pytest.mark.parametrize("is_named", [True, False], ids=["named", "found"])
+def test_parameters_that_leave_the_model_in_mid_run_do_not_end_the_training(how: str, is_named: bool):
+    losses = []
+    for is_managed in (False, True):
+        model = blocks()
+        optimizer = torch.optim.AdamW(model.parameters())
+        if is_managed:
+            handle = plimsoll.attach(model, "100MiB", **({"optimizer": optimizer} if is_named else {}))
+        torch.manual_seed(3)
+        for step in range(6):
+            if step == 2 and how == "pruned":
+                del model[1]
+            elif step == 2:
+                model.load_state_dict({name: each * 0.5 for name, each in model.state_dict().items()}, assign=True)
+            optimizer.zero_grad()
+            loss = squares(model(torch.randn(ROWS if step < 4 else ROWS // 2 * 3, WIDTH)))
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    handle.remove()
+    assert losses[:6] == losses[6:]
+
+
+def test_attach_refuses_an_optimizer_of_another_model():
+    with pytest.raises(InvalidModel, match="AdamW holds no parameter of Sequential"):
+        plimsoll.attach(blocks(), "1GiB", optimizer=torch.optim.AdamW(blocks().parameters()))
+
+
+def exchanged_by_loading(model: nn.Module) -> None:
+    model.load_state_dict({name: each * 0.5 for name, each in model.state_dict().items()}, assign=True)
+
+
+def exchanged_by_assignment(model: nn.Module) -> None:
+    for module in model.modules():
+        for name, each in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(each.detach() * 0.5, requires_grad=each.requires_grad))
+
+
+@pytest.mark.parametrize("exchange", [exchanged_by_loading, exchanged_by_assignment])
+@pytest.mark.parametrize("verb", ["apply", "attach", "attach with room"])
+def test_parameters_that_are_exchanged_in_mid_run_are_freed(verb: str, exchange: Callable[[nn.Module], None]):
+    model, batch = blocks(), torch.randn(ROWS, WIDTH)
+    model[0].up.bias.requires_grad_(False)
+    budget = between(model, batch)
+    if verb == "apply":
+        handle = plimsoll.apply(model, plimsoll.plan(model, batch, budget, loss=squares))
+    else:
+        handle = plimsoll.attach(model, budget if verb == "attach" else "100MiB")
+    trained(model, [batch] * 3, torch.enable_grad)
+    before = [weakref.ref(parameter) for parameter in model.parameters()]
+    exchange(model)
+    trained(model, [batch] * 3, torch.enable_grad)
+    gc.collect()
+    assert not any(reference() is not None for reference in before)
+    handle.remove()
+
+
+class Branched(nn.Module):
+    """Runs two branches in threads: modules, or functions alone."""
+
+    def __init__(self, *, with_modules: bool) -> None:
+        super().__init__()
+        self.one, self.other, self.with_modules = Block(), Block(), with_modules
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        branches = (self.one, self.other) if self.with_modules else (torch.sigmoid, torch.tanh)
+        with ThreadPoolExecutor(2) as pool:
+            return x + sum(each.result() for each in [pool.submit(branch, self.one(x)) for branch in branches])
+
+
+@pytest.mark.parametrize("with_modules", [True, False], ids=["modules", "functions"])
+@pytest.mark.parametrize("verb", ["plan", "attach"])
+def test_branches_in_threads_are_refused_with_the_reason(verb: str, *, with_modules: bool):
+    model, batch = nn.Sequential(*(Branched(with_modules=with_modules) for _ in range(3))), torch.randn(ROWS, WIDTH)
+    squares(model(batch)).backward()
+    reason = "modules in threads of its own" if with_modules else "or of another thread"
+    with unchanged(model):
+        if verb == "attach":
+            plimsoll.attach(model, "1GiB")
+        with pytest.raises(InvalidBatch, match=reason):
+            model(batch) if verb == "attach" else plimsoll.plan(model, batch, "1GiB", loss=squares)
+
+
+class Remembering(nn.Module):
+    """Hands its hidden state to the next call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.hidden = blocks(), torch.zeros(ROWS, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.hidden = self.inner(x + self.hidden)
+        return self.hidden
+
+
+def test_a_graph_of_an_earlier_call_is_named_as_such():
+    model, batch = Remembering(), torch.randn(ROWS, WIDTH)
+    model(batch)
+    with pytest.raises(InvalidBatch, match="graph of an earlier call"):
+        plimsoll.plan(model, batch, "1GiB", loss=squares)

@@ -103,7 +103,7 @@ class SignatureReader:
         for kind in ("_parameters", "_buffers"):
             for inner in module.modules():
                 holder = getattr(inner, kind)
-                self.places += [(holder, name) for name, tensor in holder.items() if tensor is not None]
+                self.places += [(holder, name) for name, tensor in holder.items() if _has_memory(tensor)]
         self.places += [(holder, key) for _, holder, key in beside_weights(module)]
         first: dict[int, int] = {}
         self._ties = []
@@ -163,6 +163,11 @@ class SignatureReader:
             modes,
         )
         return Entry(signature, sources, inputs, flags, modes)
+
+
+def _has_memory(tensor: torch.Tensor | None) -> bool:
+    """Whether recipes may read a parameter or buffer: no op that reads a sparse one is repeated."""
+    return tensor is not None and local_of(tensor).layout is torch.strided
 
 
 def _share_memory(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

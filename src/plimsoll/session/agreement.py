@@ -28,7 +28,7 @@ from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS
 from plimsoll.session.rendezvous.joint_step import JointStep
 from plimsoll.session.rendezvous.world import find_participants
 from plimsoll.session.task import BATCH, TrainingTask
-from plimsoll.tracing.recorder.calling import Loss, output_tensors
+from plimsoll.tracing.recorder.calling import Loss, name_of, output_tensors
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ class DelayedLoss:
         self._loss = loss
         self._failure: Exception | None = None
         # The name by which the signature of a step knows its loss.
-        self.__qualname__ = getattr(loss, "__qualname__", type(loss).__qualname__)
+        self.__qualname__ = name_of(loss)
 
     def __call__(self, output: Any) -> torch.Tensor:
         try:

@@ -20,6 +20,7 @@ from plimsoll.session.step_watch import is_watched
 from plimsoll.session.task import check_model
 from plimsoll.tracing.compiled.units import Unit, find_units
 from plimsoll.tracing.ddp import inner_module, reduced_parameters
+from plimsoll.tracing.optimizer import refuse_optimizer_of_another
 from plimsoll.tracing.recorder.fingerprint import fingerprint
 from plimsoll.tracing.zero import inside_engine, is_gathered_by_zero
 from plimsoll.units import check_count
@@ -92,6 +93,8 @@ def attach(
     model = inside_engine(model)
     with agreement_for(model, "attach", ranks=ranks, timeout_seconds=timeout_seconds) as agreement:
         check_model(model, optimizer)
+        if optimizer is not None:
+            refuse_optimizer_of_another(optimizer, model)
         _refuse_attached(model)
         units = find_units(model)
         check_count("verify_every", verify_every, least=0)

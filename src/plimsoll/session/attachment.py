@@ -288,7 +288,7 @@ class Attachment(AttachedBudget):
         """Trace this very call. Unless the plan at work is enough for it, let it run at the lowest peak, measured."""
         self._shapes.append(situation.shapes)
         self._steps.note_frozen()
-        task = dataclasses.replace(self._task(args, kwargs), optimizer=self._optimizer or optimizer_in_view(self.model))
+        task = dataclasses.replace(self._task(args, kwargs), optimizer=optimizer_in_view(self.model, self._optimizer))
         self._accumulated, self._traced = situation.accumulates, situation.shapes
         self._traces = JointTraces(self.agreement, self.model)
         with self._tracing():
@@ -297,7 +297,7 @@ class Attachment(AttachedBudget):
                 task,
                 self._options,
                 self._budget,
-                optimizer_is_optional=self._optimizer is None,
+                optimizer_is_optional=task.optimizer is not self._optimizer,
                 taken_bytes=self._excess_bytes + self._withheld_bytes + self._held_bytes,
             )
             if self._planner is not None and self._is_enough_for(planner):
@@ -364,7 +364,7 @@ class Attachment(AttachedBudget):
     def _watch_optimizer(self) -> None:
         """Notice its steps, from one on that is about to come."""
         self._watch.remove()
-        seen = [each for each in (self._optimizer or optimizer_in_view(self.model),) if each is not None]
+        seen = [each for each in (optimizer_in_view(self.model, self._optimizer),) if each is not None]
         self._watch = OptimizerWatch(every_parameter(self.model), seen, after_step=self._optimizer_stepped)
 
     def _settle(self, task: TrainingTask | None, in_flight: int) -> None:
@@ -422,7 +422,7 @@ class Attachment(AttachedBudget):
         has_trial = has_trial and self._has_room_to_try(plan, task)
         if task is None or self._planner is None or not self.agreement.every("trial", holds=has_trial):
             return plan
-        step = dataclasses.replace(task, optimizer=self._optimizer or optimizer_in_view(self.model)).step()
+        step = dataclasses.replace(task, optimizer=optimizer_in_view(self.model, self._optimizer)).step()
 
         def resolve(excess_bytes: int) -> Plan:
             self._excess_bytes = excess_bytes

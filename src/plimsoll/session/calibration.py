@@ -38,7 +38,8 @@ from plimsoll.tracing.meters.memory import (
     storage_of,
 )
 from plimsoll.tracing.meters.workspaces import release_library_workspaces
-from plimsoll.tracing.recorder.calling import output_tensors
+from plimsoll.tracing.recorder.calling import output_tensors, own_loss
+from plimsoll.tracing.recorder.untouched import returned_tensors
 from plimsoll.tracing.torch_internals import is_profiled, is_profiler_on
 from plimsoll.tracing.zero import held_by_deepspeed, optimizer_inside
 
@@ -189,9 +190,11 @@ def state_bytes_of(model: nn.Module) -> int:
     return sum(_state_bytes(optimizer) for optimizer in found if trains(optimizer, parameters))
 
 
-def optimizer_in_view(model: nn.Module) -> Optimizer | None:
-    """The optimizer in this process that trains ``model``, if there is one and no other: its state can be counted ahead.
+def optimizer_in_view(model: nn.Module, named: Optimizer | None = None) -> Optimizer | None:
+    """The optimizer that the user has named, else the only one in this process that trains ``model``: its state can be counted
+    ahead.
 
+    The named one held a parameter of the model once. A model that has exchanged all of them since trains on without it.
     One that was found before is not looked for again: collecting garbage and going through all objects takes as long as a
     small step.
     """
@@ -199,6 +202,8 @@ def optimizer_in_view(model: nn.Module) -> Optimizer | None:
     if inside is not None:
         return inside
     parameters = frozenset(map(id, every_parameter(model)))
+    if named is not None and trains(named, parameters):
+        return named
     before = _SEEN[model]() if model in _SEEN else None
     if before is not None and trains(before, parameters):
         return before
@@ -434,11 +439,11 @@ def stand_in_loss(output: Any) -> torch.Tensor:
     Raises:
         InvalidLoss: nothing that it returns can be trained.
     """
-    own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    own = own_loss(output)
     if isinstance(own, torch.Tensor) and own.numel() == 1 and own.requires_grad:
         return own
     parts = [
-        (t.abs() if t.is_complex() else t).float().sum() for t in output_tensors(output) if t.requires_grad
+        (t.abs() if t.is_complex() else t).float().sum() for t in returned_tensors(output) if t.requires_grad
     ]  # autograd gives gradients to floats and complex numbers only
     if not parts:
         raise InvalidLoss(

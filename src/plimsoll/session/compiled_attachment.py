@@ -92,7 +92,7 @@ class CompiledAttachment(AttachedBudget):
         self._steps.meter_if_new(args, kwargs, situation, self._metered)
 
     def _task(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingTask:
-        optimizer = self._optimizer or optimizer_in_view(inner_module(self.model))
+        optimizer = optimizer_in_view(inner_module(self.model), self._optimizer)
         return dataclasses.replace(super()._task(args, kwargs), optimizer=optimizer, units=self._units)
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:

@@ -178,7 +178,7 @@ class ShapePlans:
 
     def _trace(self, shapes: Shapes, task: TrainingTask) -> None:
         """Trace a step as the first one was traced; its seconds follow from those of one that is alike, if there is one."""
-        task = dataclasses.replace(task, optimizer=self._optimizer or optimizer_in_view(task.model))
+        task = dataclasses.replace(task, optimizer=optimizer_in_view(task.model, self._optimizer))
         is_known, known = self.knows(shapes), self._steps.get(_split(shapes)[0], _Steps())
         planner = self._planner
         assert planner is not None, "the first step was planned"
@@ -198,7 +198,7 @@ class ShapePlans:
         """Run what traces in the block; whether the optimizer may be left out."""
         gradients = gradients_as_if(task.model, are_there=self._accumulates)
         with self._tracing(), self._agreement.stepping(), gradients:
-            yield self._optimizer is None
+            yield task.optimizer is not self._optimizer
 
     def _learn(self, shapes: Shapes, trace: Trace, costs: Costs | None = None) -> None:
         kind, sizes = _split(shapes)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import re
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -229,9 +230,10 @@ class StepWatch:
         shapes: Callable[[tuple[Any, ...], dict[str, Any]], Shapes] = shapes_and_masks_of,
     ) -> None:
         self._model = model
-        self._parameters = [parameter for parameter in every_parameter(model) if parameter.requires_grad]
+        self._trained: list[weakref.ref[nn.Parameter]] = []
+        """Weak, as ``load_state_dict(assign=True)`` exchanges parameters, and nobody else needs the old ones."""
         self.note_frozen()
-        self.device = next((parameter.device for parameter in self._parameters), torch.device("cpu"))
+        self.device = next((parameter.device for parameter in self._trained_now()), torch.device("cpu"))
         self._before_call = before_call
         self._after_step = after_step
         self._shapes_of = shapes
@@ -272,7 +274,16 @@ class StepWatch:
 
     def note_frozen(self) -> None:
         """Take the parameters that are frozen now for those that may be thawed."""
-        self._frozen = [parameter for parameter in every_parameter(self._model) if not parameter.requires_grad]
+        frozen = (parameter for parameter in every_parameter(self._model) if not parameter.requires_grad)
+        self._frozen = list(map(weakref.ref, frozen))
+
+    def _trained_now(self) -> list[nn.Parameter]:
+        """The trained parameters, looked up anew once one of them is gone."""
+        found = [parameter for reference in self._trained if (parameter := reference()) is not None]
+        if not found or len(found) < len(self._trained):
+            found = [parameter for parameter in every_parameter(self._model) if parameter.requires_grad]
+            self._trained = list(map(weakref.ref, found))
+        return found
 
     def remove(self) -> None:
         """Take the hooks out; harmless when called twice."""
@@ -305,7 +316,7 @@ class StepWatch:
         self.measured, self.running = None, MeasuredStep(self._model, args, kwargs, carried)
         self.running.static_bytes += self.held.hidden_bytes
         if not with_optimizer:
-            self._watch = OptimizerWatch(self._parameters, (), self._optimizer_comes, self._optimizer_comes)
+            self._watch = OptimizerWatch(self._trained_now(), (), self._optimizer_comes, self._optimizer_comes)
 
     def stop(self) -> None:
         """End the measurement that runs, if one does."""
@@ -430,7 +441,11 @@ class StepWatch:
                 reading = self._look_at_loop(args, kwargs, accumulates=accumulates)
             in_flight = waiting + 1 if waiting else self.in_flight
             reduces = not (holds_gradients_back(self._model) or is_without_reduction(self._model))
-            thawed = frozenset(at for at, parameter in enumerate(self._frozen) if parameter.requires_grad)
+            thawed = frozenset(
+                at
+                for at, reference in enumerate(self._frozen)
+                if (parameter := reference()) is not None and parameter.requires_grad
+            )
             shapes = self._shapes_of(args, kwargs)
             self._before_call(args, kwargs, Situation(shapes, accumulates, in_flight, reduces, thawed))
             self._first_node, self._compiled_before = sequence_number(), times_compiled()
@@ -448,7 +463,7 @@ class StepWatch:
 
     def _versions(self) -> int:
         """A number that changes when an optimizer steps."""
-        return sum(parameter._version for parameter in self._parameters)
+        return sum(parameter._version for parameter in self._trained_now())
 
     def _begin_rising(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         allocated_bytes = self.rising.begin()

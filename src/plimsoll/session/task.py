@@ -27,7 +27,7 @@ from plimsoll.errors import (
 from plimsoll.session.training_step import TrainingStep
 from plimsoll.tracing.compiled.units import CompileCall, Unit, find_units, in_place
 from plimsoll.tracing.ddp import inner_module
-from plimsoll.tracing.recorder.calling import Context, Loss, split_batch
+from plimsoll.tracing.recorder.calling import Context, Loss, name_of, split_batch
 from plimsoll.tracing.recorder.fingerprint import fingerprint, signature
 from plimsoll.tracing.refusals import refuse_without_shape
 from plimsoll.tracing.torch_internals import is_profiled, warn_if_untried
@@ -214,7 +214,6 @@ def explained_loss(loss: object) -> Loss | None:
             next="pass loss=lambda output: ..., or leave it out where the output has a loss",
         )
 
-    @functools.wraps(loss, updated=())
     def explained(output: Any) -> torch.Tensor:
         try:
             value: torch.Tensor = loss(output)
@@ -229,5 +228,5 @@ def explained_loss(loss: object) -> Loss | None:
         return value
 
     # What has no name of its own (an nn.Module, a partial) goes by its class in the signature of the step.
-    explained.__qualname__ = getattr(loss, "__qualname__", type(loss).__qualname__)
+    explained.__qualname__ = name_of(loss)
     return explained

@@ -91,7 +91,8 @@ class SlotBook:
             if held is not None and value >= 0 and is_plain(tensor):
                 copy = held.clone()  # whose strides are others where elements share memory
                 held = copy if copy.stride() == held.stride() else held
-        return _Placeholder(self, len(self.records) - 1, Geometry.of(tensor), tensor.device, held, shell)
+        geometry = Geometry.of(tensor) if held is None else None
+        return _Placeholder(self, len(self.records) - 1, geometry, tensor.device, held, shell)
 
     def unpack(self, placeholder: Any) -> torch.Tensor:
         """Note the reading and hand out something of the right shape."""
@@ -116,7 +117,8 @@ class _Placeholder:
 
     book: SlotBook
     index: int
-    geometry: Geometry
+    geometry: Geometry | None
+    """How zeros lie that stand for the tensor; ``None`` if it is ``held``."""
     device: torch.device
     held: torch.Tensor | None
     shell: Shell | None
@@ -127,6 +129,7 @@ class _Placeholder:
             if is_plain(self.held) and tracer.table.find(self.held) < 0:
                 tracer.add_stand_in(self.held)
             return self.held
+        assert self.geometry is not None, "what is not held has zeros in its place"
         with tracer.unseen():
             tensor = _zeros(self.geometry, self.device)
         tracer.add_stand_in(tensor)
@@ -183,7 +186,12 @@ class StepLog:
 
 
 def run_step(
-    tracer: StepTracer, model: nn.Module, call: Call, loss: Loss | None, at_loss: Callable[[Any], None]
+    tracer: StepTracer,
+    model: nn.Module,
+    call: Call,
+    loss: Loss | None,
+    at_loss: Callable[[Any], None],
+    stack: ModuleStack,
 ) -> StepLog:
     """Forward, loss and backward in an entered tracer; what the model returned and the loss are held until backward ends.
 
@@ -199,7 +207,7 @@ def run_step(
     with explain_forward(model), forwards_kept(model):
         output = model(*args, **kwargs)
     value = scalar_loss(output, loss)
-    refuse_foreign_graph(value, first_node)
+    refuse_foreign_graph(value, first_node, stack)
     at_loss(output)
     tracer.phase = Phase.BACKWARD
     with explain_backward(model), after_autocast(value.device.type):
@@ -272,7 +280,7 @@ class StepCapture:
         self._left_alone = left_alone
         self._regions = regions
         self._loss = loss
-        self._stack = ModuleStack()
+        self._stack = ModuleStack(set())
         self._progress = progress
         self.tracer = StepTracer(
             lambda: self._stack.path,
@@ -303,7 +311,9 @@ class StepCapture:
             stack.enter_context(self._outside.entered())
             stack.enter_context(self.tracer)
             first = sequence_number()
-            log = run_step(self.tracer, self._model, call, self._loss, lambda output: self._forward_ended(first))
+            log = run_step(
+                self.tracer, self._model, call, self._loss, lambda output: self._forward_ended(first), self._stack
+            )
         self._progress(1.0)
         log.regions, log.outside = self._logs, self._outside.records
         return log
@@ -382,8 +392,7 @@ class StepCapture:
         self._calls[name] = call + 1
         tracer.forget_names()
         # What a collective is still filling is waited for here, or the region would seem to write to its input.
-        settled_inputs = map(settled, call_tensors(args, kwargs))
-        inputs = [tracer.add_leaf(t, Origin.EXTERNAL, "external") for t in settled_inputs]
+        inputs = [tracer.known(settled(tensor)) for tensor in call_tensors(args, kwargs)]
         leaves: dict[int, tuple[Origin, str]] = {}
         for part, buffer in module.named_buffers():
             leaves.setdefault(tracer.value_of(buffer), (Origin.BUFFER, f"buffer:{part}"))

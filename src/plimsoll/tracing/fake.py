@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from plimsoll.errors import TracingFailed
 from plimsoll.tracing.recorder.calling import flat_tensors
 
 _MOST_REAL_FLOAT_BYTES = 4 * 2**20
@@ -48,7 +49,16 @@ def faked(model: nn.Module) -> Iterator[FakeTensorMode]:
 def fake_like(tensor: torch.Tensor, mode: FakeTensorMode | None) -> torch.Tensor:
     """A fake CPU tensor with the geometry of ``tensor``, or without a mode one on the meta device; it knows whether it needs
     a gradient.
+
+    Raises:
+        TracingFailed: it is not strided: how much a sparse tensor takes is in its values.
     """
+    if tensor.layout is not torch.strided:
+        raise TracingFailed(
+            f"A {str(tensor.layout).removeprefix('torch.')} tensor cannot be traced without its device.",
+            why="how many elements it has is data, and a fake tensor knows shapes only",
+            next="trace on the device itself (real tensors, no device_profile)",
+        )
     device = "meta" if mode is None else "cpu"
     with mode or contextlib.nullcontext():
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)

@@ -45,8 +45,7 @@ def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         [torch.Size([2, 3])]
     """
     if tensor.layout is not torch.strided:
-        with without_modes(), torch.no_grad():
-            return _sparse_parts(tensor)
+        return parts_of_sparse(tensor)
     if not is_wrapper(tensor):
         return (tensor,)
     wrapper: Any = tensor
@@ -82,12 +81,18 @@ def densified(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.layout is torch.strided else tensor.to_dense()
 
 
-def _sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    if tensor.layout is torch.sparse_coo:  # indices() and values() refuse what is not coalesced yet
-        return torch.ops.aten._indices(tensor), torch.ops.aten._values(tensor)
-    is_by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
-    places = (tensor.crow_indices, tensor.col_indices) if is_by_row else (tensor.ccol_indices, tensor.row_indices)
-    return places[0](), places[1](), tensor.values()
+def parts_of_sparse(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The indices and values of a sparse tensor; of any other tensor, also of one in a library's own layout (MKL-DNN), none."""
+    if tensor.layout is torch.strided:
+        return ()
+    with without_modes(), torch.no_grad():
+        if tensor.layout is torch.sparse_coo:  # indices() and values() refuse what is not coalesced yet
+            return torch.ops.aten._indices(tensor), torch.ops.aten._values(tensor)
+        if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+            return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+        if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+            return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return ()
 
 
 def local_bytes(tensor: torch.Tensor) -> int:

@@ -10,8 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from plimsoll.tracing.recorder.calling import output_tensors
-from plimsoll.tracing.recorder.untouched import held_tensors
+from plimsoll.tracing.recorder.untouched import returned_tensors
 from plimsoll.tracing.torch_internals import at_end_of_backward, current_graph_task, keeps_graph
 
 
@@ -63,7 +62,7 @@ class OpenGraphs:
     def note(self, output: Any) -> None:
         """The model has returned from a forward."""
         graph = _Graph(weakref.WeakMethod(self._passed))
-        for node in {tensor.grad_fn for tensor in output_tensors(output) or held_tensors(output)}:
+        for node in {tensor.grad_fn for tensor in returned_tensors(output)}:
             if node is not None:
                 node.register_prehook(graph)
                 self._waiting.add(graph)

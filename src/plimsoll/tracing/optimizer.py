@@ -28,6 +28,7 @@ from plimsoll.artifacts.region import Origin
 from plimsoll.artifacts.trace import Category, Phase, Storage, Trace, TraceOp
 from plimsoll.errors import InvalidModel, TracingFailed
 from plimsoll.tracing.fake import KnownValues, fake_like
+from plimsoll.tracing.fsdp2 import every_parameter
 from plimsoll.tracing.kernels import runs_gpu_kernels
 from plimsoll.tracing.local_tensors import dense_parts
 from plimsoll.tracing.refusals import first_line
@@ -81,7 +82,7 @@ def trace_optimizer(
     as torch does on such a device.
 
     Raises:
-        InvalidModel: the optimizer holds parameters that are not the model's.
+        InvalidModel: the optimizer holds no parameter of the model.
         TracingFailed: the optimizer cannot be copied, or its step needs real numbers or a closure.
     """
     names = _parameter_names(optimizer, model)
@@ -115,11 +116,12 @@ def _traced(
         for entered in (_StandIns(),) if mode is None else (mode, KnownValues(), _StandIns()):
             stack.enter_context(entered)
         for parameter in _parameters(optimizer):
-            if parameter.requires_grad and names[id(parameter)] not in without_gradient:
+            name = names.get(id(parameter))
+            if parameter.requires_grad and name is not None and name not in without_gradient:
                 twins[id(parameter)].grad = torch.empty_like(twins[id(parameter)])
         step = functools.partial(_step_lbfgs, twin) if isinstance(twin, LBFGS) else twin.step
         step()
-        tracer, states = _register(twin, {id(p): names[key] for key, p in twins.items()})
+        tracer, states = _register(twin, {id(p): names[key] for key, p in twins.items() if key in names})
         with tracer:
             step()
         tracer.note_deaths()
@@ -171,19 +173,33 @@ def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _parameter_names(optimizer: Optimizer, model: nn.Module) -> dict[int, str]:
+    """Names for all that the optimizer holds on the model's devices, by ``id``.
+
+    Parameters of a loss, and of layers that were taken out of the model, count too: their state is on the device as well, and
+    the step updates them together. All of them are taken to have gradients, as a loss's have after backward.
+    """
+    refuse_optimizer_of_another(optimizer, model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     names |= {id(each): f"partition {number}" for number, each in enumerate(partitions(model))}
-    strangers = [parameter for parameter in _parameters(optimizer) if id(parameter) not in names]
-    if strangers:
-        total = sum(1 for _ in _parameters(optimizer))
+    devices = {parameter.device for parameter in model.parameters()}
+    others = (each for each in _parameters(optimizer) if id(each) not in names and each.device in devices)
+    return names | {id(each): f"outside of the model.{number}" for number, each in enumerate(others)}
+
+
+def refuse_optimizer_of_another(optimizer: Optimizer, model: nn.Module) -> None:
+    """Refuse an optimizer that trains something else. It may train more than the model.
+
+    Raises:
+        InvalidModel: it holds parameters, and none of them is the model's.
+    """
+    held = list(_parameters(optimizer))  # none under ZeRO-3, while it does not step
+    if held and {id(each) for each in every_parameter(model)}.isdisjoint(map(id, held)):
         raise InvalidModel(
-            f"{type(optimizer).__name__} holds {len(strangers)} of {total} parameters that are not "
-            f"{type(model).__name__}'s.",
-            why=f"the first one has shape {tuple(strangers[0].shape)}; the model was perhaps moved or wrapped "
-            "after the optimizer was made",
+            f"{type(optimizer).__name__} holds no parameter of {type(model).__name__}.",
+            why=f"the first of its {len(held)} parameters has shape {tuple(held[0].shape)}; the model was perhaps moved or "
+            "wrapped after the optimizer was made",
             next="make the optimizer from model.parameters() of the very model that is planned",
         )
-    return names
 
 
 def _copy(
@@ -226,12 +242,17 @@ def _step_lbfgs(twin: LBFGS) -> None:
 
 def _register(twin: Optimizer, names: dict[int, str]) -> tuple[StepTracer, frozenset[int]]:
     tracer = StepTracer(lambda: "", phase=Phase.OPTIMIZER)
+    elsewhere = {id(parameter) for parameter in _parameters(twin)} - names.keys()
     for parameter in _parameters(twin):
+        if id(parameter) in elsewhere:
+            continue
         tracer.add_static(parameter, Origin.PARAMETER, f"parameter:{names[id(parameter)]}")
         if parameter.grad is not None:
             tracer.add_static(parameter.grad, Origin.PARAMETER, f"gradient:{names[id(parameter)]}")
     states: set[int] = set()
     for parameter, state in twin.state.items():
+        if id(parameter) in elsewhere:
+            continue
         owner = names.get(id(parameter), "shared")
         for key, value in _state_tensors(state):
             known = tracer.table.find(value)

@@ -11,7 +11,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -169,12 +169,34 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def _is_compiled_function(function: Any) -> bool:
-    return getattr(function, "_torchdynamo_orig_callable", None) is not None and not is_disabled(function)
+    return _stored(function, "_torchdynamo_orig_callable") is not None and not is_disabled(function)
 
 
 def is_disabled(function: Any) -> bool:
     """Whether torch.compiler.disable keeps a function from being compiled."""
-    return bool(getattr(function, "_torchdynamo_disable", False))
+    return bool(_stored(function, "_torchdynamo_disable"))
+
+
+def _stored(thing: Any, name: str) -> Any:
+    """An attribute as it is stored, ``None`` if there is none; of a method, that of its function.
+
+    Forward may name objects of any class, and their ``__getattr__`` and properties may raise anything
+    (``class AttrDict(dict): __getattr__ = dict.__getitem__``). So none of the user's code runs here.
+    """
+    return inspect.getattr_static(thing.__func__ if isinstance(thing, MethodType) else thing, name, None)
+
+
+def _function_behind(thing: Any) -> FunctionType | None:
+    """The Python function that a callable ends in, past methods and wrappers; ``None`` if it does not end in one."""
+    seen: set[int] = set()
+    while id(thing) not in seen:
+        seen.add(id(thing))
+        wrapped = _stored(thing, "__wrapped__")
+        if wrapped is not None:
+            thing = wrapped
+        elif isinstance(thing, MethodType | classmethod | staticmethod):
+            thing = thing.__func__
+    return thing if isinstance(thing, FunctionType) else None
 
 
 def _called_by(module: nn.Module, forward: Any) -> Iterator[Any]:
@@ -183,18 +205,22 @@ def _called_by(module: nn.Module, forward: Any) -> Iterator[Any]:
     """
     waiting, seen = [forward], set()
     while waiting:
-        function = inspect.unwrap(getattr(waiting[-1], "__func__", waiting.pop()))
-        code = getattr(function, "__code__", None)
-        if code is None or code in seen:
+        function = _function_behind(waiting.pop())
+        if function is None or function.__code__ in seen:
             continue
+        code = function.__code__
         seen.add(code)
         named = [function.__globals__[name] for name in code.co_names if name in function.__globals__]
-        waiting += [each for each in named if getattr(each, "__module__", None) == function.__module__]
-        own = [vars(module).get(name, getattr(type(module), name, None)) for name in code.co_names]
+        waiting += [
+            each for each in map(_function_behind, named) if each is not None and each.__module__ == function.__module__
+        ]
+        own = [vars(module).get(name, _stored(type(module), name)) for name in code.co_names]
         for cell in function.__closure__ or ():
             with contextlib.suppress(ValueError):  # a cell that is still empty
                 own.append(cell.cell_contents)
-        waiting += (each for each in own if isinstance(each, FunctionType) and not each.__module__.startswith("torch."))
+        waiting += (
+            each for each in own if isinstance(each, FunctionType) and not f"{each.__module__}".startswith("torch.")
+        )
         yield from (*named, *own)
 
 

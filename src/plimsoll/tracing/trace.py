@@ -38,12 +38,11 @@ from plimsoll.tracing.recorder.calling import (
     Loss,
     ModuleStack,
     check_devices,
-    output_tensors,
     split_batch,
 )
 from plimsoll.tracing.recorder.contents import lent
 from plimsoll.tracing.recorder.fingerprint import fingerprint, signature
-from plimsoll.tracing.recorder.untouched import arguments_kept, private_copy, untouched
+from plimsoll.tracing.recorder.untouched import arguments_kept, private_copy, returned_tensors, untouched
 from plimsoll.tracing.refusals import (
     check_traceable,
     refuse_shards,
@@ -216,7 +215,7 @@ class _Step:
         timer = OpTimer(lambda: "", clock=clock)
         register_statics(timer, self.model, call)
         with timer:
-            run_step(timer, self.model, call, self.loss, lambda output: progress(0.5))
+            run_step(timer, self.model, call, self.loss, lambda output: progress(0.5), ModuleStack())
         progress(1.0)
         return timer.timings
 
@@ -275,16 +274,16 @@ class _Watcher:
     def run(self, call: Call, meter: WorkspaceMeter) -> StepLog:
         """Forward, loss, backward; the output is held until backward has ended."""
         model = self._step.model
-        stack = ModuleStack()
+        stack = ModuleStack(set())
         tracer = self._tracer = StepTracer(
             lambda: stack.path, meter=meter, before_op=self._note, refilled=Gathered(model).tensors
         )
         register_statics(tracer, model, call)
         with self._context(), stack.watch(model), tracer:
-            return run_step(tracer, model, call, self._step.loss, self._forward_ended)
+            return run_step(tracer, model, call, self._step.loss, self._forward_ended, stack)
 
     def _forward_ended(self, output: Any) -> None:
-        self._outputs = frozenset(map(self._tracer.table.find, output_tensors(output)))
+        self._outputs = frozenset(map(self._tracer.table.find, returned_tensors(output)))
         self._forward_end = self._tracer.tick
 
     def _note(self) -> None:

@@ -225,7 +225,7 @@ class StepTracer(OpRecorder):
 class OpTimer(StepTracer):
     """Times the ops of a step whose structure is known: nothing else is written down, so that little runs between them."""
 
-    def _known(self, tensor: torch.Tensor) -> int:
+    def known(self, tensor: torch.Tensor) -> int:
         return -1
 
     def record(

@@ -19,6 +19,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterable
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ def engine_of(model: nn.Module) -> Any | None:
     if kind is None:
         return None
     hooks = (*model._forward_pre_hooks.values(), *model._forward_hooks.values())  # seen in torch 2.9 to 2.15
-    cells = [cell for hook in hooks for cell in getattr(hook, "__closure__", None) or ()]
+    cells = [cell for hook in hooks if isinstance(hook, FunctionType | MethodType) for cell in hook.__closure__ or ()]
     return next((cell.cell_contents for cell in cells if isinstance(cell.cell_contents, kind)), None)
 
 

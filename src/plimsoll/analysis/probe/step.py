@@ -20,7 +20,7 @@ from plimsoll.errors import InvalidModel, InvalidProbe
 from plimsoll.tracing.local_tensors import densified
 from plimsoll.tracing.meters.memory import PeakMeter, storage_bytes
 from plimsoll.tracing.meters.timing import Marks
-from plimsoll.tracing.recorder.calling import Loss, output_tensors, scalar_loss
+from plimsoll.tracing.recorder.calling import Loss, output_tensors, own_loss, scalar_loss
 from plimsoll.tracing.recorder.untouched import private_copy
 
 ELSEWHERE = "elsewhere"
@@ -168,9 +168,8 @@ class Trainer:
         output = self.model(*call.args, **call.kwargs)
         if self._loss is not None:
             return float(self._loss(output))
-        return float(
-            output["loss"] if isinstance(output, Mapping) and "loss" in output else getattr(output, "loss", output)
-        )
+        own = own_loss(output)
+        return float(output if own is None else own)
 
     def own(self, call: Call) -> Call:
         """The batch on the model's device and on storages of its own: a model may write to its inputs."""

@@ -22,6 +22,7 @@ from torch import nn
 from plimsoll.engine.chunked_loss.loss import linear_cross_entropy
 from plimsoll.errors import InvalidBatch, InvalidModel
 from plimsoll.planning.what_if import chunk_rows_for
+from plimsoll.tracing.recorder.calling import name_of
 
 
 def chunk_loss(model: nn.Module, *, chunk_bytes: int | str | None = None, chunk_rows: int | None = None) -> ChunkHandle:
@@ -343,7 +344,7 @@ def _causal_model(model: object) -> Any:
                     next="call remove() on the first handle",
                 )
             if module.loss_function is not _causal_lm_loss():
-                name = getattr(module.loss_function, "__name__", type(module.loss_function).__name__)
+                name = name_of(module.loss_function)
                 raise _no_causal_model(model, f"the loss of {type(module).__name__} is {name}, not ForCausalLMLoss")
             return module
     raise _no_causal_model(model, "no model of transformers with output embeddings is in it")

@@ -72,7 +72,8 @@ def scalar_loss(output: Any, loss: Loss | None) -> torch.Tensor:
         value = loss(output)
         origin = "loss= returned"
     else:
-        value = output["loss"] if isinstance(output, Mapping) and "loss" in output else getattr(output, "loss", output)
+        own = own_loss(output)
+        value = output if own is None else own
         origin = "the model returned"
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         shape = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
@@ -90,6 +91,24 @@ def scalar_loss(output: Any, loss: Loss | None) -> torch.Tensor:
     return value
 
 
+def own_loss(output: Any) -> Any:
+    """What a model's output holds under ``loss``, as a key or an attribute; ``None`` if it holds nothing there."""
+    return output["loss"] if isinstance(output, Mapping) and "loss" in output else _given_by(output, "loss")
+
+
+def name_of(function: Any) -> str:
+    """The qualified name of a function; of another callable, such as an ``nn.Module`` or a partial, that of its class."""
+    return _given_by(function, "__qualname__") or type(function).__qualname__
+
+
+def _given_by(value: Any, attribute: str) -> Any:
+    """An attribute of a user's object, ``None`` if it has none: its ``__getattr__`` may say so by raising anything."""
+    try:
+        return getattr(value, attribute, None)
+    except Exception:  # noqa: BLE001 - code of the user's, which says in its own way that nothing is there
+        return None
+
+
 @contextlib.contextmanager
 def after_autocast(device_type: str) -> Iterator[None]:
     """Backward as in a loop that leaves ``with torch.autocast(...)`` before it: what was cast is gone unless it is saved."""
@@ -98,13 +117,15 @@ def after_autocast(device_type: str) -> Iterator[None]:
         yield
 
 
-def refuse_foreign_graph(loss: torch.Tensor, first_node: int) -> None:
+def refuse_foreign_graph(loss: torch.Tensor, first_node: int, stack: ModuleStack) -> None:
     """Refuse a loss whose backward goes on into a graph that was there before the forward: it would free what that has saved.
+    A graph that another thread has made meanwhile is refused too: nobody has seen its operations.
 
-    ``first_node`` is what `sequence_number` told before the forward.
+    ``first_node`` is what `sequence_number` told before the forward. Each thread counts its own nodes, so ``stack`` says
+    whether modules have run in another one.
 
     Raises:
-        InvalidBatch: the loss depends on an earlier graph that holds tensors for its backward.
+        InvalidBatch: the loss depends on an earlier graph that holds tensors for its backward, or on another thread's.
     """
     seen, left = set(), [loss.grad_fn]
     while left:
@@ -113,11 +134,17 @@ def refuse_foreign_graph(loss: torch.Tensor, first_node: int) -> None:
             continue
         seen.add(node)
         if node._sequence_nr() < first_node and any(name.startswith("_raw_saved") for name in dir(node)):
+            if stack.has_met_threads:
+                raise InvalidBatch(
+                    f"The step runs modules in threads of its own: one has made {node.name()}.",
+                    why="torch's hooks and modes belong to one thread, so a plan would not see what autograd saves in another",
+                    next="run the branches one after the other, or manage a part of the model that runs in one thread",
+                )
             raise InvalidBatch(
-                f"The step goes back into the graph of an earlier call, to {node.name()}.",
+                f"The step goes back into the graph of an earlier call or of another thread, to {node.name()}.",
                 why="to plan, its backward runs once more, which would free what your own backward needs there",
-                next="detach what one call hands to the next (a cache, a hidden state), or attach to a module whose forward "
-                "makes both",
+                next="detach what one call hands to the next (a cache, a hidden state), run all of it in one thread, or attach "
+                "to a module whose forward makes both",
             )
         left.extend(following for following, _ in node.next_functions)
 
@@ -161,8 +188,17 @@ class ModuleStack(threading.local):
     Every thread has a stack of its own: others may call the same modules meanwhile, or be inside of them already.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, threads: set[int] | None = None
+    ) -> None:  # called in every thread, with the arguments of the first
         self._stack: list[str] = []
+        self._threads = set[int]() if threads is None else threads
+        """Every thread in which modules have run, if the caller gives a set."""
+
+    @property
+    def has_met_threads(self) -> bool:
+        """Whether modules have run in other threads as well."""
+        return not self._threads <= {threading.get_ident()}
 
     @property
     def path(self) -> str:
@@ -190,6 +226,7 @@ class ModuleStack(threading.local):
             del self._stack[depth:]
 
     def _entering(self, path: str, module: nn.Module, args: Any) -> None:
+        self._threads.add(threading.get_ident())
         self._stack.append(path)
 
     def _leaving(self, module: nn.Module, args: Any, output: Any) -> None:

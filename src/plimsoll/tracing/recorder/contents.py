@@ -167,7 +167,7 @@ def with_contents(values: Iterable[Any], *, attributes_as_well: bool = False) ->
         found[id(value)] = value
         pending.extend(_within(value))
         if attributes_as_well and is_holder(value):
-            pending.extend(getattr(value, "__dict__", {}).values())
+            pending.extend((_attributes_of(value) or {}).values())
             pending.extend(_in_slot(slot, value) for slot in _slots_of(value))
     return found
 
@@ -202,7 +202,16 @@ def is_holder(value: Any) -> bool:
 
 
 def _has_attributes(value: Any) -> bool:
-    return isinstance(getattr(value, "__dict__", None), dict) or bool(_slots_of(value))
+    return _attributes_of(value) is not None or bool(_slots_of(value))
+
+
+def _attributes_of(value: Any) -> dict[str, Any] | None:
+    """The dictionary with an object's attributes; no ``__getattr__`` of the user's is called, as it may raise anything."""
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except AttributeError:  # of a class with slots alone
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _slots_of(value: Any) -> list[MemberDescriptorType]:
@@ -224,8 +233,8 @@ class KeptValues:
     def __init__(self, values: Iterable[Any]) -> None:
         values = list(values)
         holders = [value for value in values if is_holder(value)]
-        tables: list[dict[str, Any]] = [getattr(value, "__dict__", {}) for value in holders]
-        self._attributes = [(held, dict(held)) for held in tables]
+        tables = (_attributes_of(value) for value in holders)
+        self._attributes = [(held, dict(held)) for held in tables if held is not None]
         self._slots = [(slot, value, _in_slot(slot, value)) for value in holders for slot in _slots_of(value)]
         self._contents = [(value, contents_of(value)) for value in values if kind_of(value) is not None]
 

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten
 from plimsoll.tracing.ddp import inner_module
 from plimsoll.tracing.fsdp2 import every_gradient
 from plimsoll.tracing.local_tensors import layout_of
+from plimsoll.tracing.recorder.calling import name_of
 from plimsoll.tracing.recorder.opkey import dtype_name
 from plimsoll.tracing.zero import shape_of
 
@@ -63,7 +64,7 @@ def signature(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *
     parts += casts_in_force()
     if every_gradient(model):
         parts.append("accumulating")
-    parts.append("loss: " + ("output" if loss is None else getattr(loss, "__qualname__", type(loss).__qualname__)))
+    parts.append("loss: " + ("output" if loss is None else name_of(loss)))
     return "; ".join(parts)
 
 

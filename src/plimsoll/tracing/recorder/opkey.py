@@ -51,7 +51,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 def _describe(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         sizes = "x".join(map(str, value.shape))
-        layout = "" if value.is_contiguous() else "s" + ",".join(map(str, value.stride()))
+        if value.layout is not torch.strided:  # without the number of its elements, which differs from batch to batch
+            layout = str(value.layout).removeprefix("torch.")
+        else:
+            layout = "" if value.is_contiguous() else "s" + ",".join(map(str, value.stride()))
         return f"{dtype_name(value.dtype)}[{sizes}]{layout}"
     if isinstance(value, list | tuple):
         return "[" + ",".join(_describe(item) for item in value) + "]"

@@ -23,7 +23,7 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plimsoll.artifacts.region import IS_COLLECTIVE, Origin
-from plimsoll.tracing.local_tensors import dispatches_itself, local_of
+from plimsoll.tracing.local_tensors import dispatches_itself, local_of, parts_of_sparse
 from plimsoll.tracing.recorder.calling import flat_tensors
 from plimsoll.tracing.recorder.collectives import (
     IS_ROUTING,
@@ -199,7 +199,7 @@ class OpRecorder(TorchDispatchMode):
             signature = self._signatures[func] = read_schema(func)
         if signature.is_view:
             for tensor in flat_tensors(args):
-                self._known(tensor)
+                self.known(tensor)
             return func(*args, **kwargs)
         if signature.is_value_read:
             self.value_reads += 1
@@ -214,7 +214,8 @@ class OpRecorder(TorchDispatchMode):
         self._close(op, out, args, kwargs, signature)
         return out
 
-    def _known(self, tensor: torch.Tensor) -> int:
+    def known(self, tensor: torch.Tensor) -> int:
+        """The value that the tensor shows, ``-1`` if it is not a plain one. A new storage comes from outside the log."""
         if not is_plain(tensor):
             return -1
         return self.add_leaf(tensor, Origin.EXTERNAL, "external")
@@ -227,7 +228,7 @@ class OpRecorder(TorchDispatchMode):
 
         def template(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
-                known = self._known(value)
+                known = self.known(value)
                 if known < 0:
                     obstacles.append(f"reads a {type(value).__name__} that is not a plain dense tensor")
                     return None
@@ -303,6 +304,10 @@ class OpRecorder(TorchDispatchMode):
         for position, tensor in enumerate(outputs):
             if not is_plain(tensor):
                 op.obstacle = op.obstacle or f"makes a {type(tensor).__name__} that is not a plain dense tensor"
+                for part in parts_of_sparse(tensor):
+                    if self.table.find(part) < 0:  # its bytes count; recipes do not rebuild it
+                        births.append(self.table.add(part))
+                        writes.append(self._new_value(births[-1], part, Origin.OP, f"{stem}!{len(births)}", op.id))
                 continue
             storage = self.table.find(tensor)
             if storage < 0:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from plimsoll.tracing.local_tensors import is_wrapper, local_of
+from plimsoll.tracing.local_tensors import is_wrapper, local_of, parts_of_sparse
 
 INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer types by bytes, to look at bits."""
@@ -153,8 +153,11 @@ def same_bits(first: torch.Tensor, second: Any) -> bool:
 
 def same_contents(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two tensors of equal shape and dtype hold the same bits, element by element."""
-    if first.shape != second.shape or first.dtype != second.dtype:
+    if first.shape != second.shape or first.dtype != second.dtype or first.layout != second.layout:
         return False
+    if first.layout is not torch.strided:
+        parts, others = parts_of_sparse(first), parts_of_sparse(second)
+        return all(same_contents(one, other) for one, other in zip(parts, others, strict=True))
     if first.numel() == 0 or (first.is_meta and second.is_meta):
         return True
     if first.is_complex():

@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from plimsoll.errors import PlimsollError
 from plimsoll.tracing.ddp import inner_module
 from plimsoll.tracing.fsdp2 import KeptShards, every_parameter
-from plimsoll.tracing.local_tensors import local_of
+from plimsoll.tracing.local_tensors import local_of, parts_of_sparse
+from plimsoll.tracing.recorder.calling import output_tensors
 from plimsoll.tracing.recorder.contents import KeptValues, is_holder, lent, put_back_entries, with_contents
 from plimsoll.tracing.recorder.kept_classes import KeptClasses
 from plimsoll.tracing.recorder.kept_modules import KeptForwards, KeptModules, attributes_of
@@ -159,12 +160,12 @@ class KeptState:
         values |= with_contents(self._classes.values, attributes_as_well=True)
         self._contents = KeptValues(values.values())
         known = {id(buffer) for buffer in model.buffers()}
-        weights = {_memory_of(parameter) for parameter in model.parameters() if is_plain(parameter)}
+        weights = set().union(*(_memory_of(each) for each in model.parameters() if is_plain(each)))
         tensors = [each for module in model.modules() for each in module._buffers.values() if each is not None]
         tensors += [
             value
             for key, value in values.items()
-            if key not in known and _is_kept(value) and _memory_of(value) not in weights
+            if key not in known and _is_kept(value) and weights.isdisjoint(_memory_of(value))
         ]
         self._tensors = KeptTensors(tensors, copy)
 
@@ -240,8 +241,10 @@ def arguments_kept(call: Any) -> Iterator[None]:
         tensors.put_back()
 
 
-def held_tensors(output: Any) -> list[torch.Tensor]:
-    """The tensors that objects of classes of somebody's own hold, such as a dataclass that a model returns."""
+def returned_tensors(output: Any) -> list[torch.Tensor]:
+    """The tensors that a model returned; if there are none, those in objects of the user's classes, such as a dataclass."""
+    if tensors := output_tensors(output):
+        return tensors
     values = with_contents(tree_leaves(output), attributes_as_well=True).values()
     return [value for value in values if isinstance(value, torch.Tensor)]
 
@@ -251,15 +254,15 @@ def _is_kept(value: Any) -> bool:
     return (
         isinstance(value, torch.Tensor)
         and not isinstance(value, nn.Parameter)
-        and is_plain(value)
+        and (is_plain(value) or len(parts_of_sparse(value)) > 0)
         and value.grad_fn is None
         and not value.is_inference()
     )
 
 
-def _memory_of(tensor: torch.Tensor) -> int:
-    memory: int = tensor.untyped_storage()._cdata
-    return memory
+def _memory_of(tensor: torch.Tensor) -> set[int]:
+    """The storages behind a tensor: of a sparse one those of its indices and values."""
+    return {part.untyped_storage()._cdata for part in parts_of_sparse(tensor) or (tensor,)}
 
 
 def private_copy(batch: Any) -> Any:
@@ -269,7 +272,11 @@ def private_copy(batch: Any) -> Any:
     storages: dict[int, torch.UntypedStorage] = {}
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
-        if not is_plain(tensor) or tensor.is_meta or not tensor.is_leaf:
+        if tensor.is_meta or not tensor.is_leaf:
+            return tensor
+        if parts_of_sparse(tensor):
+            return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        if not is_plain(tensor):
             return tensor
         source = tensor.untyped_storage()
         if source._cdata not in storages:
