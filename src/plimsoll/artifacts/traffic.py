@@ -97,8 +97,8 @@ class ShardedStep(msgspec.Struct, frozen=True, kw_only=True):
     """A step with parameters gathered by FSDP2 and gradients not sent; ``units`` modules reduce one after the other.
 
     ``measured_silent_seconds`` is the whole step, including its optimizer. ``measured_most_saved_share`` is how much shorter
-    this step is than the uncompressed one, as a share: no method can save more, since it would have to send nothing and do no
-    work of its own.
+    this step is than the uncompressed one, as a share. It bounds every method: only a method that sends nothing and does no
+    local work would save as much.
     """
 
     units: int

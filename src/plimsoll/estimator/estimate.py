@@ -246,7 +246,7 @@ def _traced(request: TraceRequest, layout: Layout, progress: Progress) -> Traced
 
 
 def _without_strategy(setting: Setting, framework: str, strategy: str | None) -> Setting:
-    """The setting of an estimate that chooses switches: each setting of the switches is a strategy, so none may be given."""
+    """The setting of an estimate that chooses switches; each switch setting is a strategy, so refuse ``strategy=``."""
     check_framework(framework, setting.how)
     if strategy is not None:
         raise InvalidOption(

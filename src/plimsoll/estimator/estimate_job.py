@@ -161,7 +161,7 @@ class EstimateJob:
         return [decide_rank(stages, setting, known) for stages in self._weighed(ranks)]
 
     def _weighed(self, ranks: list[Rank]) -> Iterator[list[StageOfRank]]:
-        """Yield each rank's stages with an ``in_flight`` of their own.
+        """Yield each rank's stages, each with its own ``in_flight``.
 
         It is the number of the stage's own micro-batches that hold as many bytes as those of all the rank's stages together.
         """
@@ -285,7 +285,7 @@ class EstimateJob:
         )
 
     def _peak_flops_per_second(self) -> float:
-        """Average dense peak of one device over the dtypes of the model's arithmetic, weighted by their FLOPs at peak speed."""
+        """Dense peak of one device for the model's mix of dtypes: all FLOPs over their time at each dtype's peak."""
         specs = [self.trace.specs[op.cost_key] for op in self.trace.ops]
         seconds = sum(spec.flops / peak_flops_per_second(spec, self.setting.device) for spec in specs)
         return sum(spec.flops for spec in specs) / seconds if seconds else 0.0

@@ -197,7 +197,7 @@ class CachingAllocator:
     # Back to the device -----------------------------------------------------------------------------------------
 
     def give_back(self) -> None:
-        """Return all unsplit cached memory to the device, as ``torch.cuda.empty_cache`` does."""
+        """Return free segments, or free pages of expandable segments, to the device, as ``torch.cuda.empty_cache`` does."""
         for pool in sorted(self.pools.values(), key=lambda pool: pool.is_small):
             for block in pool.free:
                 if self.settings.is_expandable:

@@ -2,7 +2,7 @@
 
 The result is the first rank of every group. Parameters are replaced by local ones, attributes that forward derives shapes from
 (numbers of heads, widths, vocabulary sizes) are set to local values, and stand-in collectives are hooked in where ranks of a
-real run would communicate. Inside the block, the step is an ordinary step of an ordinary model, so the usual tracer works.
+real run would communicate. Inside ``with``, the step is an ordinary step of an ordinary model, so the usual tracer works.
 
 Source: the layers of Shoeybi et al. 2019 (tensor parallelism), Korthikanti et al. 2022 (sequence parallelism) and Lepikhin et
 al. 2021 (expert parallelism).
@@ -57,7 +57,7 @@ def localised(
     roles: Mapping[str, str] | None = None,
     moe: str = "",
 ) -> Iterator[LocalModel]:
-    """Turn ``model`` into one rank's part of it while the block runs.
+    """Turn ``model`` into one rank's part of it inside the ``with`` statement.
 
     Estimates run what one rank would run, because formulas per layer do not cover layers that they were not written for.
 

@@ -36,7 +36,7 @@ _NESTED_ELEMENTS = 256
 
 @contextlib.contextmanager
 def adapted(model: nn.Module, how: Techniques) -> Iterator[tuple[str, ...]]:
-    """Make ``model`` train only adapters while the block runs; yields notes about the change.
+    """Make ``model`` train only adapters inside the ``with`` statement; yields notes about the change.
 
     Raises:
         InvalidOption: the model does not have a layer for adapters.
