@@ -169,6 +169,7 @@ class StepFamily:
             return False
         if self.training.is_elsewhere:
             return self.family.knows(shape)
+        # Measured seconds are interpolated between traced sizes, so a trace is needed on both sides.
         members = [each.batch for each in self.family.shapes if each.sequence == shape.sequence]
         return any(batch < shape.batch for batch in members) and any(batch > shape.batch for batch in members)
 

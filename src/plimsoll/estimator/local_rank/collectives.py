@@ -155,7 +155,7 @@ def enter(x: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
 
 
 def leave(x: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
-    """Megatron's g: sums over ranks, in place; the identity in backward."""
+    """Megatron's g: sums over ranks, in place as most training code does; the identity in backward."""
     return _Leave.apply(x, ranks, group)  # type: ignore[no-any-return]
 
 
