@@ -1,1 +1,1 @@
-"""What one stage hands to the next: frozen, versioned records that are saved as JSON. No torch, no presentation."""
+"""Records that one stage hands to the next: frozen, versioned, saved as JSON. They import neither torch nor the views."""

@@ -1,6 +1,6 @@
-"""Advice: where the memory goes, what to do about it, what the compiler can do, what was checked.
+"""Advice: where the memory goes, what to do about it, what torch.compile can capture, and what was checked.
 
-Every figure of a candidate is *predicted* from op seconds; what a receipt or a verdict measured is quoted in ``evidence``.
+Every figure of a candidate is *predicted* from op seconds; ``evidence`` quotes what a receipt or a verdict measured.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from plimsoll.artifacts.decision import Status
 
 
 class CheckOutcome(enum.StrEnum):
-    """How an item of the checklist ends; without evidence in hand it is never a pass."""
+    """Result of one checklist item; an item without evidence never passes."""
 
     PASS = "pass"
     FAIL = "fail"
@@ -23,7 +23,7 @@ class CheckOutcome(enum.StrEnum):
 
 
 class FailureSign(enum.StrEnum):
-    """Whether a failure mode shows in the evidence."""
+    """Whether the evidence shows a failure mode."""
 
     FOUND = "found"
     NOT_FOUND = "not found"
@@ -31,20 +31,20 @@ class FailureSign(enum.StrEnum):
 
 
 class Kind(enum.StrEnum):
-    """What the advice comes to."""
+    """The kind of recommendation."""
 
     DO_NOTHING = "do nothing"
-    """The step fits as it is."""
+    """The step fits without changes."""
     MANAGE = "manage activations"
-    """A plan fits, and the candidate says which."""
+    """A plan fits; the chosen candidate says which."""
     LOOK_ELSEWHERE = "look elsewhere"
-    """Activations are not what holds the memory; managing them frees little."""
+    """Something other than activations holds the memory; managing activations frees little."""
     DOES_NOT_FIT = "does not fit"
-    """No plan that is allowed keeps to the budget."""
+    """No allowed plan fits the budget."""
 
 
 class MemoryPart(msgspec.Struct, frozen=True, kw_only=True):
-    """One part of the bytes at the unmanaged peak; ``largest`` names who holds most of it."""
+    """One part of the bytes at the unmanaged peak; ``largest`` names its largest holder."""
 
     name: str
     bytes: int
@@ -55,7 +55,7 @@ class MemoryPart(msgspec.Struct, frozen=True, kw_only=True):
 class Bottleneck(msgspec.Struct, frozen=True, kw_only=True):
     """What holds the unmanaged peak, and how much of it activation management could free.
 
-    ``reachable_share`` is (peak - floor) / peak: the most that any plan with recomputation alone takes off the peak.
+    ``reachable_share`` is (peak - floor) / peak: the most that any plan can take off the peak by recomputation alone.
     """
 
     part: str
@@ -66,16 +66,16 @@ class Bottleneck(msgspec.Struct, frozen=True, kw_only=True):
     parts: tuple[MemoryPart, ...]
     summary: str
     remedies: tuple[str, ...] = ()
-    """What would help where activation management does not, each with its bytes."""
+    """What would help if activation management does not, each with its bytes."""
 
     @property
     def reachable_share(self) -> float:
-        """The share of the peak that recomputation can free at most."""
+        """The largest share of the peak that recomputation can free."""
         return 1.0 - self.floor_bytes / self.peak_bytes if self.peak_bytes else 0.0
 
 
 class LayerUse(msgspec.Struct, frozen=True, kw_only=True):
-    """One region call: what autograd saves in it, and how long it takes."""
+    """One region call: bytes that autograd saves in it, and its time."""
 
     name: str
     call: int
@@ -85,7 +85,7 @@ class LayerUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """One plan that was made, what it is predicted to take, and why it was chosen or not."""
+    """One plan that was made, its predicted cost, and why it was chosen or not."""
 
     name: str
     strategy: str
@@ -97,14 +97,14 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     predicted_overhead: float
     """Extra time as a share of the unmanaged step."""
     predicted_error: float = 0.0
-    """Relative error of the gradient; 0 where every value comes back bit for bit."""
+    """Relative error of the gradient; 0 if every value is restored bit for bit."""
     is_lossless: bool = True
     is_chosen: bool = False
     reason: str = ""
 
 
 class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
-    """What to do, in one line; why, in a few; and the command that does it (empty: none)."""
+    """What to do: a one-line headline, a few reasons, and the command for it (may be empty)."""
 
     kind: Kind
     headline: str
@@ -113,7 +113,7 @@ class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GraphBreak(msgspec.Struct, frozen=True, kw_only=True):
-    """A place where torch.compile stops capturing: why, and the line of the user's code (``""``, 0 where unknown)."""
+    """A place where torch.compile stops capturing: the reason, and the line of user code (``""``, 0 if unknown)."""
 
     reason: str
     file: str = ""
@@ -123,10 +123,10 @@ class GraphBreak(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompilerCoverage(msgspec.Struct, frozen=True, kw_only=True):
-    """What torch.compile captured of forward and backward, counted in ATen ops and in their eager seconds.
+    """How much of forward and backward torch.compile captured, counted in ATen ops and in their eager seconds.
 
-    An op of the eager step counts as captured when a captured graph ran it (in backward: when it belongs to an autograd
-    node that a captured graph made). Seconds are those of the eager ops, not of compiled kernels.
+    An op of the eager step counts as captured if a captured graph ran it; a backward op counts if a captured graph made its
+    autograd node. Seconds are the times of the eager ops, not of compiled kernels.
     """
 
     is_measured: bool
@@ -139,7 +139,7 @@ class CompilerCoverage(msgspec.Struct, frozen=True, kw_only=True):
     graphs: int = 0
     breaks: tuple[GraphBreak, ...] = ()
     uncaptured: tuple[str, ...] = ()
-    """Modules whose ops were missed, those with most seconds first."""
+    """Modules with ops that were not captured, longest time first."""
     advice: tuple[str, ...] = ()
 
     @property
@@ -149,12 +149,12 @@ class CompilerCoverage(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def time_share(self) -> float:
-        """The same in seconds."""
+        """Captured seconds as a share of all seconds of forward and backward."""
         return self.captured_seconds / self.seconds if self.seconds else 0.0
 
 
 class BackwardOp(msgspec.Struct, frozen=True, kw_only=True):
-    """One op of backward, and whether it belongs to an autograd node that a captured graph made."""
+    """One op of backward, and whether a captured graph made its autograd node."""
 
     cost_key: str
     is_captured: bool
@@ -163,9 +163,9 @@ class BackwardOp(msgspec.Struct, frozen=True, kw_only=True):
 class Capture(msgspec.Struct, frozen=True, kw_only=True):
     """One step under a compiler that captures graphs and runs them op by op.
 
-    ``forward`` has one entry per run of a captured graph, the ``cost_key``s of its ops; ``backward`` has all ops of backward;
-    both in the order of execution. ``failure`` is empty where the step ran to its end; otherwise it says why not, and
-    nothing counts as captured. With ``is_asked`` false the compiler was not asked at all, and ``failure`` says why.
+    ``forward`` has one entry for each run of a captured graph: the ``cost_key``s of its ops. ``backward`` has all ops of
+    backward. Both are in order of execution. ``failure`` is empty if the step ran to its end; otherwise it says why it did
+    not, and nothing counts as captured. If ``is_asked`` is false, the compiler did not run at all, and ``failure`` says why.
     """
 
     is_asked: bool
@@ -177,7 +177,7 @@ class Capture(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CaptureHazard(msgspec.Struct, frozen=True, kw_only=True):
-    """Something in the step that keeps it from being captured as a CUDA graph."""
+    """Something in the step that prevents capturing it as a CUDA graph."""
 
     what: str
     where: str
@@ -185,7 +185,7 @@ class CaptureHazard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckItem(msgspec.Struct, frozen=True, kw_only=True):
-    """One item of the checklist: ``name`` is stable, ``title`` is for people, ``next`` is a command or an act."""
+    """One checklist item: ``name`` is a stable key, ``title`` is for people, ``next`` is a command or an action."""
 
     name: str
     title: str
@@ -195,7 +195,7 @@ class CheckItem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FailureMode(msgspec.Struct, frozen=True, kw_only=True):
-    """One way in which activation management goes wrong, and whether it shows here."""
+    """One way that activation management can go wrong, and whether it shows here."""
 
     name: str
     title: str
@@ -227,12 +227,12 @@ class Advice(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     compiler: CompilerCoverage
     hazards: tuple[CaptureHazard, ...] = ()
     hazards_note: str = ""
-    """What about CUDA graphs cannot be told here."""
+    """What could not be checked here about CUDA graphs."""
     checklist: tuple[CheckItem, ...]
     failure_modes: tuple[FailureMode, ...]
     notes: tuple[str, ...] = ()
 
     @property
     def chosen(self) -> Candidate | None:
-        """The candidate that is recommended; ``None`` where none is."""
+        """The recommended candidate; ``None`` if no candidate is recommended."""
         return next((candidate for candidate in self.candidates if candidate.is_chosen), None)

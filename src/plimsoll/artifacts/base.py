@@ -1,8 +1,8 @@
-"""What every artifact can do: print itself, without knowing how it is presented, and save itself as a JSON file.
+"""Base class of every artifact: saves it as a JSON file and prints it through a renderer that the package installs.
 
-Artifacts are the lowest layer and may not import the views. The package's ``__init__`` knows every layer; it installs the
-renderer and the text of a policy, and is always imported before any artifact. Files are versioned and tagged with the kind
-of artifact; ``files`` writes them, ``store`` reads them.
+Artifacts are the lowest layer and may not import the views. The package's ``__init__`` knows every layer and is always
+imported before any artifact, so it installs the renderer and the text of a policy here. Files carry a schema version and
+the kind of artifact as a tag; ``files`` writes them, ``store`` reads them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ NUMBER = "plimsoll.number"
 
 
 class AdvisedEnum(enum.StrEnum):
-    """Words with their own help text: defined by word, advice and perhaps meaning, saved as the word."""
+    """A word with its own help text: each member has a word, advice and an optional meaning, and is saved as the word."""
 
     advice: str
     """One sentence: what the user should do."""
     meaning: str
-    """One line that says what counts under it."""
+    """One line that says which cases this member covers."""
 
     def __new__(cls, word: str, advice: str, meaning: str = "") -> Self:
         member = str.__new__(cls, word)
@@ -35,30 +35,31 @@ class AdvisedEnum(enum.StrEnum):
 
 
 class TextRenderer(Protocol):
-    """Makes text of an artifact, with every reason where details are asked for."""
+    """Renders an artifact as text; ``with_details`` adds every reason."""
 
     def __call__(self, artifact: object, *, with_details: bool = False) -> str: ...
 
 
 class ArtifactBase:
-    """Whatever is saved and shown: frozen, versioned, tagged with its kind."""
+    """Base of everything that is saved and shown: frozen, versioned, tagged with its kind."""
 
     __slots__ = ()
 
     KIND: ClassVar[str]
-    """What its file says that it is."""
+    """The kind of artifact, written as the file's tag."""
     SCHEMA_VERSION: ClassVar[int]
-    """The newest schema that this version reads, and the one that it writes."""
+    """The schema that this version writes, and the newest one that it reads."""
     render: ClassVar[TextRenderer]
     """Installed by the package's ``__init__``; it imports the views when text is first asked for."""
     policy_text: ClassVar[Callable[[], str]]
-    """Installed likewise: the policy of selective checkpointing that a plan is written into."""
+    """Installed by the package's ``__init__`` too: source text of the selective-checkpointing policy that ``Plan.export`` fills
+    in."""
 
     def save(self, path: str | Path) -> None:
         """Write the artifact as JSON, whole or not at all; ``plimsoll.load`` reads a plan back exactly.
 
         Args:
-            path: where to; an existing file is replaced, a link, device or pipe is written through.
+            path: where to write; an existing file is replaced, a link, device or pipe is written through.
 
         Raises:
             PlanFileError: the place cannot be written.
@@ -73,7 +74,7 @@ class ArtifactBase:
 
 
 def to_json(artifact: ArtifactBase) -> str:
-    """The artifact as indented JSON with its tag first.
+    """Return the artifact as indented JSON with its tag first.
 
     Example:
         >>> to_json(plan).splitlines()[1]  # doctest: +SKIP
@@ -87,7 +88,7 @@ def to_json(artifact: ArtifactBase) -> str:
 
 
 def _wrap_odd_numbers(node: Any) -> Any:
-    """Infinity and NaN have no JSON: write them as ``{"plimsoll.number": "inf"}`` so that they come back."""
+    """Replace infinity and NaN, which JSON lacks, by ``{"plimsoll.number": "inf"}``; ``store`` turns them back."""
     if isinstance(node, float) and not math.isfinite(node):
         return {NUMBER: repr(node)}
     if isinstance(node, dict):

@@ -1,4 +1,4 @@
-"""A comparison: several strategies on one model and batch, predicted beside measured."""
+"""A comparison: several strategies on one model and batch, with predicted and measured figures."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from plimsoll.artifacts.decision import Status
 class ComparisonRow(msgspec.Struct, frozen=True, kw_only=True):
     """One strategy.
 
-    ``measured_ratio`` is the paired median of its step time over the unmanaged one's, between ``measured_ratio_low`` and
-    ``measured_ratio_high`` with 95% confidence. What was not measured is ``None``, and ``note`` says why.
+    ``measured_ratio`` is the paired median of its step time over the unmanaged step time; its 95% confidence interval is
+    ``measured_ratio_low`` to ``measured_ratio_high``. Figures that were not measured are ``None``, and ``note`` says why.
     """
 
     strategy: str
     status: Status | None = None
-    """How the search for its plan ended; ``None`` where there is no plan: what torch has of its own."""
+    """How the search for its plan ended; ``None`` for torch's own strategies, which do not have a plan."""
     budget_bytes: int | None = None
     predicted_peak_bytes: int | None = None
     measured_peak_bytes: int | None = None
@@ -30,15 +30,15 @@ class ComparisonRow(msgspec.Struct, frozen=True, kw_only=True):
     measured_ratio_high: float | None = None
     is_bit_equal: bool | None = None
     is_rounding: bool = False
-    """Where bits differ: whether other kernels of torch.compile, which round otherwise, explain it."""
+    """If bits differ: whether other torch.compile kernels, which round differently, explain it."""
     is_lossless: bool = True
     gradient_error: float | None = None
-    """The measured relative error of the gradient, for strategies with lossy forms and where compiled kernels differ."""
+    """Measured relative error of the gradient, for strategies with lossy forms or with differing compiled kernels."""
     note: str = ""
 
     @property
     def is_wrong(self) -> bool:
-        """Whether gradients differ although nothing is held in a lossy form."""
+        """Whether gradients differ although no value is held in a lossy form."""
         return self.is_lossless and self.is_bit_equal is False and not self.is_rounding
 
 
@@ -61,5 +61,5 @@ class Comparison(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def exit_code(self) -> int:
-        """1 where a strategy changed the gradients, else 0."""
+        """1 if a strategy changed the gradients, else 0."""
         return 1 if any(row.is_wrong for row in self.rows) else 0

@@ -1,4 +1,4 @@
-"""What each distinct op of a trace costs on one machine, and how far a figure can be relied on."""
+"""Cost of each distinct op of a trace on one machine, and how reliable a figure is."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class CostSource(enum.StrEnum):
 
 
 class OpCost(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of one op: the median, and half the distance between the quartiles as its spread."""
+    """Seconds of one op: the median; its spread is half the distance between the quartiles."""
 
     seconds: float
     spread_seconds: float = 0.0
@@ -24,8 +24,8 @@ class OpCost(msgspec.Struct, frozen=True, kw_only=True):
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds per ``cost_key`` of a trace on ``device``.
 
-    What the engine itself adds: ``region_seconds`` per call of a region that it touches, ``slot_seconds`` per tensor that
-    autograd saves in there (parameters too), ``replay_seconds`` per op that runs again, on top of the op.
+    The engine adds costs of its own: ``region_seconds`` per call of a region that it changes, ``slot_seconds`` per tensor
+    that autograd saves in that region (including parameters), ``replay_seconds`` per recomputed op, in addition to the op.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -39,13 +39,13 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     """The device's memory, when known."""
 
     def seconds_of(self, cost_key: str) -> float:
-        """Seconds of one op; none for an op that has no cost."""
+        """Seconds of one op; 0 if the op does not have a cost."""
         cost = self.ops.get(cost_key)
         return 0.0 if cost is None else cost.seconds
 
 
 class Basis(enum.StrEnum):
-    """How much a figure can be relied on; all but ``UNSUPPORTED`` carry a relative error.
+    """How reliable a figure is; every basis except ``UNSUPPORTED`` comes with a relative error.
 
     ``EXACT``: counted, and compared with torch. ``MODELLED``: computed with a model whose parts are known, such as a simulated
     allocator or a roofline. ``ASSUMED``: a figure that others measured, or a convention. ``UNSUPPORTED``: no figure at all.

@@ -1,4 +1,4 @@
-"""The words of a plan: what can be decided for a value, and how a solve can end."""
+"""The vocabulary of a plan: decisions for a value, engines for a region, and how a search can end."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ class Decision(enum.StrEnum):
     KEEP = "KEEP"
     RECOMPUTE = "RECOMPUTE"
     COMPRESS = "COMPRESS"
-    """A codec's payload is held; it is decoded when backward needs the value."""
+    """A codec's payload is held and decoded when backward needs the value."""
     OFFLOAD = "OFFLOAD"
-    """The bytes go over a link (to pinned host memory, to disk) and come back before backward needs them."""
+    """The bytes go over a link (to pinned host memory or disk) and return before backward needs them."""
 
 
 class Engine(enum.StrEnum):
-    """What serves one region."""
+    """How one region was handled."""
 
     RECIPE = "recipe"
-    """Saved tensors are rewritten: dropped ones come back through verified recipes."""
+    """Saved tensors are replaced: dropped ones are rebuilt by verified recipes."""
     KEEP = "keep"
-    """The plan drops something here, but it cannot be brought back safely, so everything is kept."""
+    """The plan drops something here, but it cannot be rebuilt safely, so everything is kept."""
     COMPILED = "compiled"
-    """torch.compile's partitioner does as the plan says."""
+    """torch.compile's partitioner follows the plan."""
     UNTOUCHED = "untouched"
-    """The plan keeps everything: no hook and no wrapper."""
+    """The plan keeps everything: the engine does not install a hook or a wrapper."""
 
 
 class Status(AdvisedEnum):

@@ -1,7 +1,7 @@
 """The whole training budget of one model on one layout of devices, rank by rank, with an error for every figure.
 
-An estimate lists *stages*: the ranks of one stage of a pipeline hold the same, so each stage stands for ``ranks`` of them.
-Bytes of a stage's items add up to what the device has to provide at the moment of the peak.
+An estimate lists *stages*: the ranks of one pipeline stage hold the same bytes, so one entry represents ``ranks`` of them.
+The items of a stage add up to the bytes that the device has to provide at the peak.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from plimsoll.artifacts.plan import Peak, Plan
 
 
 class BudgetItem(msgspec.Struct, frozen=True, kw_only=True):
-    """One part of a device's memory at the moment of the peak.
+    """One part of a device's memory at the peak.
 
-    ``bytes`` is ``None`` where the figure is ``UNSUPPORTED``; ``note`` then says why. ``relative_error`` is half the width of
-    the range in which the truth is expected, as a share of ``bytes``.
+    ``bytes`` is ``None`` if the figure is ``UNSUPPORTED``; ``note`` then says why. ``relative_error`` is half the width of the
+    range in which the true value is expected, as a share of ``bytes``.
     """
 
     name: str
@@ -31,15 +31,15 @@ class BudgetItem(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def error_bytes(self) -> int:
-        """Half the width of the range in which the truth is expected."""
+        """Half the width of the range expected to contain the true value."""
         return 0 if self.bytes is None else round(self.bytes * self.relative_error)
 
 
 class StageSeconds(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of one stage: of one micro-batch but for ``optimizer_seconds`` and ``exposed_seconds``, which are of the step.
+    """Seconds of one stage, per micro-batch, except ``optimizer_seconds`` and ``exposed_seconds``, which are per step.
 
-    ``communication_seconds`` are those of collectives within forward and backward (and part of those figures);
-    ``exposed_seconds`` what data-parallel collectives add because no compute hides it.
+    ``communication_seconds`` is the time of collectives within forward and backward, already part of those figures.
+    ``exposed_seconds`` is the time of data-parallel collectives that compute does not hide.
     """
 
     forward_seconds: float
@@ -50,16 +50,16 @@ class StageSeconds(msgspec.Struct, frozen=True, kw_only=True):
     exposed_seconds: float
     optimizer_seconds: float
     product_seconds: float = 0.0
-    """Of forward and backward, what matrix products, convolutions and attention take."""
+    """The part of forward and backward that matrix products, convolutions and attention take."""
 
 
 class StageEstimate(msgspec.Struct, frozen=True, kw_only=True):
-    """What every rank of one pipeline rank's group holds and how long it takes; with virtual stages, all of them.
+    """Memory and time of one pipeline rank's group of ranks, over all of its virtual stages.
 
-    ``allocated_bytes`` is the peak of live tensors, ``reserved_bytes`` what the caching allocator holds for them,
-    ``None`` on a CPU, which has no such allocator.
+    ``allocated_bytes`` is the peak of live tensors. ``reserved_bytes`` is what the caching allocator holds for them;
+    ``None`` on a CPU, which does not have such an allocator.
     ``unmanaged_bytes`` and ``recomputed_bytes`` are the allocated peaks without a plan and with everything recomputed.
-    ``whole_error`` is by how much ``total_bytes`` may be off, as a share, where published runs of the kind tell.
+    ``whole_error`` is the relative error of ``total_bytes``, known only where published runs of this kind were compared.
     """
 
     stage: int
@@ -75,18 +75,19 @@ class StageEstimate(msgspec.Struct, frozen=True, kw_only=True):
     seconds: StageSeconds
     bubble_share: float
     plans: tuple[Plan, ...] = ()
-    """The decisions of each stage of this rank, where memory was managed under a budget."""
+    """One plan for each stage of this rank, if memory was managed under a budget."""
     whole_error: float | None = None
 
     @property
     def total_bytes(self) -> int:
-        """What a device has to provide: all items that have a figure."""
+        """Bytes that a device has to provide: the sum of all items that have a figure."""
         return sum(item.bytes or 0 for item in self.items)
 
     @property
     def error_bytes(self) -> int:
-        """Half the width of the range of ``total_bytes``: what published runs of the kind show; without any, errors of the
-        items add up, and none is taken to cancel another.
+        """Half the width of the range of ``total_bytes``, taken from published runs of this kind where they exist.
+
+        Otherwise the errors of the items are summed: they are not assumed to cancel.
         """
         if self.whole_error is not None:
             return round(self.whole_error * self.total_bytes)
@@ -94,17 +95,17 @@ class StageEstimate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def unsupported(self) -> tuple[BudgetItem, ...]:
-        """Items that no figure is given for."""
+        """Items without a figure."""
         return tuple(item for item in self.items if item.basis is Basis.UNSUPPORTED)
 
 
 class Throughput(msgspec.Struct, frozen=True, kw_only=True):
     """Speed of the whole job. ``tokens_per_second`` is ``None`` for models that do not count tokens.
 
-    ``mfu`` is the share of the devices' dense peak that the model's own arithmetic reaches (recomputation does not count as
-    arithmetic of the model); ``relative_error`` holds for all of these. ``published_mfu`` is what papers and frameworks print:
-    6 per parameter and token and 12 per layer, width and position of attention, of the dense peak in 16 bits, whatever type
-    the arithmetic is done in; ``None`` where the model is no plain transformer of text or the device has no such peak.
+    ``mfu`` is the share of the devices' dense peak that the model's own arithmetic reaches; recomputed arithmetic does not
+    count. ``relative_error`` holds for all of these. ``published_mfu`` is the figure that papers and frameworks print: 6 FLOPs
+    per parameter and token plus 12 per layer, width and attended position, over the dense 16-bit peak, whichever type the
+    arithmetic uses. It is ``None`` if the model is not a plain text transformer or the device does not have such a peak.
     """
 
     step_seconds: float
@@ -118,32 +119,33 @@ class Throughput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SwitchSetting(msgspec.Struct, frozen=True, kw_only=True):
-    """Values of a training framework's own switches, the strategy that stands for them, and what a step then takes."""
+    """Values of a training framework's own switches, the equivalent strategy, and the step's peak and time."""
 
     values: dict[str, str | int | float | bool | list[str] | None]
     strategy: str
     peak_bytes: int
-    """Of the rank that holds most, in tensors."""
+    """Bytes in tensors on the rank that holds most."""
     step_seconds: float
     host_bytes: int = 0
-    """What the host then holds for the rank that sends most."""
+    """Bytes on the host for the rank that offloads most."""
 
 
 class LayoutChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """One layout of a search, with the micro-batch and the strategy under which a step then takes so much."""
+    """One layout of a search: its micro-batch and strategy, and the peak and time of its step."""
 
     layout: Layout
     batch: int
     strategy: str
     peak_bytes: int
-    """Of the rank that holds most, in tensors."""
+    """Bytes in tensors on the rank that holds most."""
     step_seconds: float
 
 
 class MeasuredFigure(msgspec.Struct, frozen=True, kw_only=True):
-    """One figure of a real run beside the estimate's own, ``None`` where it has none; ``unit`` is bytes, seconds or per second.
+    """One measured figure of a real run and the estimate's figure; ``unit`` is bytes, seconds or per second.
 
-    ``error`` is half the width of the range in which the run was expected; ``note`` says what it may mean that it is not.
+    ``estimated`` is ``None`` if the estimate does not have this figure. ``error`` is half the width of the range in which the
+    run was expected; ``note`` says what a run outside that range may mean.
     """
 
     name: str
@@ -155,7 +157,7 @@ class MeasuredFigure(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_inside(self) -> bool:
-        """Whether the run lies in the range that the estimate gives."""
+        """Whether the measurement is within the estimate's range."""
         return self.estimated is not None and abs(self.measured - self.estimated) <= self.error
 
 
@@ -180,27 +182,27 @@ class Estimate(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     stages: tuple[StageEstimate, ...]
     throughput: Throughput
     expandable_bytes: int | None = None
-    """What the allocator of the tightest stage's ranks would reserve with ``expandable_segments:True``."""
+    """Bytes that the allocator on the tightest stage's ranks would reserve with ``expandable_segments:True``."""
     notes: tuple[str, ...] = ()
     framework: str = ""
-    """Whose switches were asked for; ``switches`` then has the chosen setting first, and its neighbours."""
+    """The framework whose switches were requested; ``switches`` then lists the chosen setting first, then its neighbours."""
     switches: tuple[SwitchSetting, ...] = ()
     layouts: tuple[LayoutChoice, ...] = ()
-    """The fastest layouts, where they were searched; the estimate is of the first."""
+    """The fastest layouts, if layouts were searched; the estimate describes the first of them."""
     measured: tuple[MeasuredFigure, ...] = ()
-    """What a real run measured of it; ``measured_source`` is where from."""
+    """What a real run measured; ``measured_source`` names the run."""
     measured_source: str = ""
     trace_seconds: float = 0.0
     total_seconds: float = 0.0
 
     @property
     def tightest(self) -> StageEstimate:
-        """The stage that needs most memory."""
+        """The stage that needs the most memory."""
         return max(self.stages, key=lambda stage: stage.total_bytes)
 
     @property
     def does_fit(self) -> bool | None:
-        """Whether every rank keeps to its device, and to the budget if there is one; ``None``: error bars leave it open."""
+        """Whether every rank fits its device and the budget, if one was given; ``None`` if the error range leaves it open."""
         if self.budget_bytes is not None and any(stage.allocated_bytes > self.budget_bytes for stage in self.stages):
             return False
         if self.device_bytes is None:

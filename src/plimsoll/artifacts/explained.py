@@ -1,4 +1,4 @@
-"""Why a step's peak is what it is: what is resident after forward, what recomputation holds, what would lower it."""
+"""Explanation of a step's peak: what is resident after forward, what recomputation holds, and what would lower it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from plimsoll.artifacts.plan import Holder, Peak, TimelinePoint
 
 
 class RecomputedPart(msgspec.Struct, frozen=True, kw_only=True):
-    """What running forward again in backward makes in one place: the most that is alive at once, and how many ops run."""
+    """Memory that recomputation makes in one place: the most bytes alive at one time, and how many ops run."""
 
     place: str
     most_bytes: int
@@ -19,24 +19,24 @@ class RecomputedPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """One change to the step and the peak that its events then have.
+    """One change to the step, and the peak of the step with that change.
 
-    ``basis`` says how the figure was found: ``replayed`` (this step's events with the change), ``run again`` (a step of its
-    own), ``modelled`` (replayed with sizes that no step of this model had) or ``planned`` (Plimsoll's engine in place of what
-    the model does). ``how`` is what to write to get it.
+    ``basis`` says how the figure was found: ``replayed`` (this step's events with the change applied), ``run again`` (a second
+    step with the change), ``modelled`` (replayed with sizes that were not observed in any step of this model) or ``planned``
+    (Plimsoll's engine instead of the model's own memory saving). ``how`` is what to write to make the change.
     """
 
     name: str
     how: str
     predicted_peak_bytes: int
     lowers_bytes: int
-    """What it takes off the peak; negative where it would raise it."""
+    """How much the change lowers the peak; negative if it raises it."""
     moment: str
     basis: str
 
 
 class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
-    """A change whose effect cannot be told here, and why."""
+    """A change whose effect cannot be determined here, and why."""
 
     name: str
     why: str
@@ -45,9 +45,9 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
 class Explanation(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     """Where the peak of one step is, who holds it, and what would lower it. Make one with ``plimsoll.explain``.
 
-    ``plain`` figures are those of the same step with everything kept (``None``: nothing is at work, or it could not be run).
-    Holders of ``resident`` are places: regions, modules outside of them, and what stays for the whole step. Figures of bytes
-    are counted op by op; on a fake device (``is_fake``) workspaces inside of kernels are not in them.
+    ``plain`` figures describe the same step with everything kept (``None``: the step does not save memory by itself, or it
+    could not be run without that). Holders in ``resident`` are regions, modules outside regions, and what stays for the whole
+    step. Bytes are counted op by op; on a fake device (``is_fake``) they do not include workspaces inside kernels.
     """
 
     KIND: ClassVar[str] = "explanation"
@@ -60,7 +60,7 @@ class Explanation(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     device: str
     is_fake: bool
     setup: str
-    """What saves memory in this step; empty where nothing does."""
+    """What saves memory in this step; empty if nothing does."""
     optimizer: str
     verdict: str
     peak: Peak
@@ -72,16 +72,16 @@ class Explanation(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     plain_peak: Peak | None = None
     plain_resident_bytes: int | None = None
     changes: tuple[Change, ...] = ()
-    """Those that lower the peak most come first."""
+    """Possible changes, largest reduction of the peak first."""
     unsupported: tuple[Unsupported, ...] = ()
     timeline: tuple[TimelinePoint, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
     def helpful(self) -> tuple[Change, ...]:
-        """The changes that move the peak by more than half a percent."""
+        """The changes that lower the peak by more than half a percent."""
         return tuple(change for change in self.changes if change.lowers_bytes > LEAST_SHARE * self.peak.bytes)
 
 
 LEAST_SHARE = 0.005
-"""What moves the peak by less of it does not move it."""
+"""A change counts only if it lowers the peak by more than this share."""

@@ -1,4 +1,4 @@
-"""A fault: a saved tensor that came back to backward as something else, with the place and the likely cause."""
+"""A fault: a saved tensor whose contents changed before backward read it, with its place and likely cause."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from plimsoll.artifacts.base import AdvisedEnum
 
 
 class Cause(AdvisedEnum):
-    """Why a tensor came back wrong: the classic causes, and each one's cure."""
+    """Why a tensor was restored wrongly: the usual causes, each with its cure."""
 
     RANDOM_STATE = (
         "RANDOM_STATE",
@@ -61,9 +61,9 @@ class Cause(AdvisedEnum):
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
     """One tensor that backward would have read with other bits than forward saved.
 
-    ``value`` and ``op`` are the earliest ones in forward order that differ, as far as saved tensors show it;
+    ``value`` and ``op`` are the earliest ones in forward order that differ, as far as saved tensors show it.
     ``differing_elements`` of ``elements`` have other bits (a NaN equals a NaN), by at most ``max_absolute_difference``
-    (``None`` where it is no finite number, or layouts differ). ``step`` counts calls of the model in training, from 1.
+    (``None`` if it is not finite, or if layouts differ). ``step`` counts training calls of the model, from 1.
     """
 
     step: int

@@ -1,10 +1,10 @@
-"""Reads files that somebody else may have written, within limits, and writes files without losing what is there.
+"""Read untrusted files within limits, and write files without losing what they held before.
 
-*Reading.* A file is read up to a number of bytes, unpacked or not, and a pipe that stays silent is given up. JSON is read up
-to a depth and a number of items. Whatever breaks a limit is a ``FileRefused``, which each reader turns into its own error.
+*Reading.* A file is read up to a limit of bytes, before and after unpacking; a pipe that stays silent is abandoned. JSON is
+read up to a limit of depth and items. Anything over a limit raises ``FileRefused``, which each reader turns into its own error.
 
-*Writing.* A regular file appears whole or not at all, and keeps its mode; a link is followed to the file that it names.
-Devices, pipes and what lies below ``/dev`` and ``/proc`` are written through: they are never replaced.
+*Writing.* A regular file appears whole or not at all, and keeps its mode. A link is followed to the file that it names.
+Devices, pipes and everything below ``/dev`` and ``/proc`` are written through: they are never replaced.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from plimsoll.units import MIB, format_bytes
 
 T = TypeVar("T")
 _PATIENCE_SECONDS = 1.5
-"""So long is waited for somebody at the other end of a pipe."""
+"""How long to wait for a process to open the other end of a pipe."""
 _MOST_PATIENCE_SECONDS = 60.0
-"""So long a pipe that somebody writes to may stay silent."""
+"""How long a pipe may stay silent while a process has it open for writing."""
 _PIECE = MIB
 _MOST_DEVICE_BYTES = 64 * MIB
-"""A device such as ``/dev/zero`` may go on for ever."""
+"""Limit for character devices: one such as ``/dev/zero`` may never end."""
 _MOST_RATIO = 50
-"""Traces and plans are packed to a tenth or a thirtieth; a file of zeros to a thousandth."""
+"""Largest accepted ratio of unpacked to packed bytes. Traces and plans pack to a tenth or a thirtieth of their size, a gzip
+bomb of zeros to a thousandth."""
 _GZIP_MAGIC = b"\x1f\x8b"
 
 
@@ -45,7 +46,7 @@ class FileRefused(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadLimits:
-    """How much of a file is read: bytes (after unpacking), JSON items (commas and brackets), and levels of nesting."""
+    """Limits for reading a file: bytes (after unpacking), JSON items (commas and brackets), and levels of nesting."""
 
     most_bytes: int
     most_items: int = 5_000_000
@@ -53,10 +54,10 @@ class ReadLimits:
 
 
 def read_file(path: str | Path, limits: ReadLimits) -> bytes:
-    """The content of a file, of a pipe as well, unpacked if it is packed with gzip.
+    """Return the content of a file or pipe, unpacked if it is gzipped.
 
     Raises:
-        FileRefused: it cannot be read, is larger than the limit, or says nothing for some seconds.
+        FileRefused: the file cannot be read, is larger than the limit, or is a pipe that stays silent for some seconds.
     """
     try:
         with _opened(path) as file:
@@ -76,7 +77,7 @@ def read_file(path: str | Path, limits: ReadLimits) -> bytes:
 
 @contextlib.contextmanager
 def _opened(path: str | Path) -> Iterator[io.FileIO]:
-    """The file, open for reading. Not to block makes opening a pipe return at once, and changes nothing for regular files."""
+    """Open the file for reading. O_NONBLOCK makes opening a pipe return at once and does not change regular files."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
     with io.FileIO(descriptor, "r") as file:
         yield file
@@ -93,7 +94,7 @@ def _pieces(file: io.FileIO, most_bytes: int) -> Iterator[bytes]:
 
 
 def _limited(read: Callable[[], bytes], most_bytes: int) -> Iterator[bytes]:
-    """What is read until the end, piece by piece."""
+    """Yield what ``read`` returns until it returns nothing, and refuse more than ``most_bytes`` in total."""
     left = most_bytes
     while piece := read():
         left -= len(piece)
@@ -107,10 +108,10 @@ def _too_large(most_bytes: int) -> FileRefused:
 
 
 def _wait_and_read(file: io.FileIO) -> bytes:
-    """The next piece of a pipe, nothing once the other side has hung up; not long is waited where there is no other side.
+    """Return the next piece of a pipe, or nothing once the writer has closed it; wait only briefly for a writer.
 
-    Reading a pipe that is not waited for gives nothing at once where nobody has it open for writing, and ``None`` where
-    somebody has and says nothing. What was read is never dropped, whenever the other side comes.
+    The first read does not block: it returns nothing if no process has the pipe open for writing, and ``None`` if a writer
+    has not sent anything yet. Bytes that were read are never dropped, whenever the writer arrives.
     """
     waiting = select.poll()
     waiting.register(file.fileno(), select.POLLIN)
@@ -127,16 +128,16 @@ def _wait_and_read(file: io.FileIO) -> bytes:
 
 
 def is_read_once(path: str | Path) -> bool:
-    """Whether reading it takes something away: it is a pipe or a device."""
+    """Whether reading ``path`` consumes it, as for a pipe or device."""
     return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
 def decode_json(content: str | bytes, limits: ReadLimits, type_: type[T] | Any = Any) -> Any:
-    """JSON as Python values, or as a type of msgspec.
+    """Decode JSON as plain Python values, or as ``type_`` with msgspec.
 
     Raises:
         FileRefused: too many items, or nested too deeply.
-        msgspec.DecodeError: no whole JSON; ``msgspec.ValidationError``: not of the type.
+        msgspec.DecodeError: not complete JSON; ``msgspec.ValidationError``: not of the type.
         UnicodeDecodeError: not UTF-8.
     """
     import msgspec
@@ -153,7 +154,7 @@ def decode_json(content: str | bytes, limits: ReadLimits, type_: type[T] | Any =
 
 
 def _check_levels(node: object, left: int) -> None:
-    """Plain values alone: whatever msgspec was given a type for is as deep as the type."""
+    """Check the depth of plain values only: a value that msgspec decoded to a type is as deep as the type."""
     if isinstance(node, dict | list):
         if left <= 0:
             raise RecursionError
@@ -162,11 +163,11 @@ def _check_levels(node: object, left: int) -> None:
 
 
 PART = ".part"
-"""How the name of a file ends that is still being written."""
+"""Suffix of a file that is still being written."""
 
 
 def write_whole(content: str | bytes, path: str | Path) -> None:
-    """Write a file: a regular one appears whole or not at all and keeps its mode; links, devices and pipes are written through.
+    """Write a file: a regular file appears whole or not at all and keeps its mode; links, devices, pipes are written through.
 
     Raises:
         PlanFileError: the place cannot be written.
@@ -181,9 +182,9 @@ def write_whole(content: str | bytes, path: str | Path) -> None:
 
 @contextlib.contextmanager
 def whole_file(target: Path) -> Iterator[BinaryIO]:
-    """A file to write to, which is in its place once the block has ended, and nowhere if that fails.
+    """Open a file that replaces ``target`` when the block ends; if the block fails, ``target`` stays unchanged.
 
-    Its name until then is random: on a disk that machines share, two processes may have the same id.
+    The temporary name is random, not a process id: on a shared disk, processes of two machines may have the same id.
     """
     import secrets
 
@@ -209,7 +210,7 @@ def whole_file(target: Path) -> Iterator[BinaryIO]:
 
 
 def _is_written_through(target: Path) -> bool:
-    """Whether what is there must stay what it is: no regular file, or another name for what a process has open."""
+    """Whether ``target`` must not be replaced: it is not a regular file, or it names a file that a process has open."""
     if os.path.abspath(target).startswith(("/dev/", "/proc/")) and os.path.exists(target):
         return not os.path.abspath(target).startswith("/dev/shm/")
     return os.path.exists(target) and not os.path.isfile(target)
@@ -217,7 +218,7 @@ def _is_written_through(target: Path) -> bool:
 
 @contextlib.contextmanager
 def _opened_through(target: Path) -> Iterator[BinaryIO]:
-    """Open for appending what is no file of its own; for a pipe that nobody reads, wait some seconds."""
+    """Open a device or pipe for appending; wait some seconds for a reader if ``target`` is a pipe."""
     until = time.monotonic() + _PATIENCE_SECONDS
     while True:
         try:
@@ -236,10 +237,10 @@ def _opened_through(target: Path) -> Iterator[BinaryIO]:
 
 
 def check_place(path: str | Path) -> None:
-    """Refuse a place that cannot be written, before the work whose result goes there.
+    """Refuse a path that cannot be written, before the work that produces its content.
 
     Raises:
-        PlanFileError: a directory, a directory that is not there, or a place that may not be written to.
+        PlanFileError: the path is a directory, its directory does not exist, or the user may not write there.
     """
     try:
         target = Path(os.path.realpath(path)) if not _is_written_through(Path(path)) else Path(path)
@@ -257,15 +258,15 @@ def check_place(path: str | Path) -> None:
 
 
 def check_folder(path: str | Path) -> None:
-    """Refuse a directory that cannot be written to, or made, before the work whose results go there.
+    """Refuse a directory that cannot be created or written to, before the work that produces its content.
 
     Raises:
-        PlanFileError: a file is in the way, or the place may not be written to.
+        PlanFileError: a file has that name, or the user may not write there.
     """
     try:
         target = Path(os.path.realpath(path))
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            target.stat()  # a name that is too long is no name
+            target.stat()  # raises for a name that is too long; `lexists` below would only say that it is absent
         nearest = next(place for place in (target, *target.parents) if os.path.lexists(place))
         if not nearest.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, f"{nearest} is no directory")
@@ -275,7 +276,7 @@ def check_folder(path: str | Path) -> None:
 
 
 def _check_new_file(folder: Path) -> None:
-    """Make a file without a name and let go of it: what permissions say is not all, and not true of root and of ``/proc``."""
+    """Create an unnamed file and close it. Permission bits are not enough: they mislead for root and for ``/proc``."""
     import tempfile
 
     try:
@@ -285,10 +286,10 @@ def _check_new_file(folder: Path) -> None:
 
 
 def make_folder(path: str | Path) -> None:
-    """Make a directory, and those that it lies in, unless it is there.
+    """Create a directory and its missing parents.
 
     Raises:
-        PlanFileError: it cannot be made.
+        PlanFileError: the directory cannot be created.
     """
     try:
         Path(path).mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A finding: where the time of a training step goes with a plan and without, and what the difference is made of."""
+"""A finding: the time of a training step with and without a plan, and what the difference consists of."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import msgspec
 from plimsoll.artifacts.base import AdvisedEnum, ArtifactBase
 
 EXCESSIVE_KERNEL_RATIO = 1.5
-"""More kernels per layer than this, over the baseline's, are excessive."""
+"""A ratio of kernels per layer to the baseline's above this is excessive."""
 CONTENDED_BANDWIDTH_SHARE = 0.8
-"""A recomputation that uses more of the device's peak bandwidth than this contends for memory."""
+"""Recomputation that uses a larger share of the device's peak bandwidth than this contends for memory."""
 LONG_GAP_SECONDS = 50e-6
-"""A device that idles longer than this between two kernels waits for its host, or for a CUDA graph that is broken."""
+"""An idle gap between two kernels longer than this means waiting for the host, or a broken CUDA graph."""
 
 
 class WorkUnit(enum.StrEnum):
-    """What the work of a step is counted in."""
+    """The unit that a step's work is counted in."""
 
     KERNELS = "kernels"
     CPU_OPS = "CPU ops"
 
 
 class ProfileOrigin(enum.StrEnum):
-    """Where the two profiles come from."""
+    """How the two profiles were obtained."""
 
     PROFILED = "profiled here"
     CHROME = "torch.profiler traces"
@@ -33,7 +33,7 @@ class ProfileOrigin(enum.StrEnum):
 
 
 class WorkPhase(enum.StrEnum):
-    """The part of a training step that asked for a piece of work."""
+    """The part of a training step that launched a piece of work."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -43,7 +43,7 @@ class WorkPhase(enum.StrEnum):
 
 
 class OverheadCause(AdvisedEnum):
-    """What an overhead is made of. The causes are disjoint in time; docs/diagnose.md defines each."""
+    """One cause of overhead. The causes are disjoint in time; docs/diagnose.md defines each."""
 
     RECOMPUTE = (
         "recompute arithmetic",
@@ -88,10 +88,10 @@ class OverheadCause(AdvisedEnum):
 
 
 class OverheadPart(msgspec.Struct, frozen=True, kw_only=True):
-    """One cause with its seconds per step; negative where the plan saves time.
+    """Seconds per step of one cause; negative where the plan saves time.
 
-    ``spread_seconds`` is the standard error over steps, ``None`` where there is one step. ``details`` name the work that
-    weighs most.
+    ``spread_seconds`` is the standard error over steps, ``None`` if only one step was profiled. ``details`` name the largest
+    pieces of work.
     """
 
     cause: OverheadCause
@@ -101,10 +101,10 @@ class OverheadPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PhaseUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What one phase takes of one step.
+    """What one phase uses in one step.
 
-    ``read_bytes`` are at least what the operations read, where the trace notes shapes; ``bandwidth_share`` is that over
-    the phase's seconds, as a share of the device's peak, where that is known.
+    ``read_bytes`` is a lower bound of the bytes read, if the trace has shapes; ``bandwidth_share`` is these bytes
+    over the phase's seconds, as a share of the device's peak bandwidth if that is known.
     """
 
     phase: WorkPhase
@@ -117,8 +117,8 @@ class PhaseUse(msgspec.Struct, frozen=True, kw_only=True):
 class Side(msgspec.Struct, frozen=True, kw_only=True):
     """One of the two profiles; every figure is per step.
 
-    ``attributed_share`` of the busy time was traced to the operation or range that asked for it, ``phased_share`` to a phase,
-    ``module_share`` to a module.
+    ``attributed_share`` of the busy time could be traced to the operation or range that launched it, ``phased_share`` to a
+    phase, ``module_share`` to a module.
     """
 
     source: str
@@ -127,7 +127,7 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
     busy_seconds: float
     idle_seconds: float
     waiting_seconds: float
-    """Of the idle time, that under a call that waits for the device."""
+    """The idle time under a call that waits for the device."""
     count: float
     kernels_per_layer: float | None = None
     layers: int = 0
@@ -142,7 +142,7 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Layer(msgspec.Struct, frozen=True, kw_only=True):
-    """One layer (or, without modules, one operation) in both profiles, per step."""
+    """One layer in both profiles, per step; one operation if the profiles do not have modules."""
 
     name: str
     baseline_count: float
@@ -153,7 +153,7 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WarningSign(msgspec.Struct, frozen=True, kw_only=True):
-    """A threshold and where the plan stands; ``is_raised`` is ``None`` where the trace cannot tell."""
+    """One threshold and the plan's figure; ``is_raised`` is ``None`` if the trace does not show it."""
 
     name: str
     is_raised: bool | None
@@ -161,10 +161,10 @@ class WarningSign(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Finding(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
-    """Where the overhead of a plan goes. ``plimsoll.diagnose`` makes one; ``str`` shows it.
+    """What a plan's overhead consists of. ``plimsoll.diagnose`` makes one; ``str`` shows it.
 
-    The seconds are those under the profiler. ``measured_*_seconds`` are medians of steps without one, where they could be
-    run.
+    Seconds are measured under the profiler, except ``measured_*_seconds``: medians of steps without a profiler, if such steps
+    could be run.
     """
 
     KIND: ClassVar[str] = "finding"
@@ -188,21 +188,21 @@ class Finding(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     measured_baseline_seconds: float | None = None
     measured_plan_seconds: float | None = None
     notes: tuple[str, ...] = ()
-    """What the traces cannot tell."""
+    """What the traces do not show."""
 
     @property
     def overhead_seconds(self) -> float:
-        """Seconds per step that the plan takes more, under the profiler."""
+        """Extra seconds per step under the plan, measured under the profiler."""
         return self.plan.step_seconds - self.baseline.step_seconds
 
     @property
     def overhead_share(self) -> float:
-        """The same as a share of the baseline's step."""
+        """Overhead as a share of the baseline's step."""
         return self.overhead_seconds / self.baseline.step_seconds if self.baseline.step_seconds else 0.0
 
     @property
     def measured_overhead_share(self) -> float | None:
-        """The overhead without a profiler, where it was measured."""
+        """Overhead without a profiler, as a share of the baseline's step; ``None`` if it was not measured."""
         if not self.measured_baseline_seconds or self.measured_plan_seconds is None:
             return None
         return self.measured_plan_seconds / self.measured_baseline_seconds - 1

@@ -1,4 +1,4 @@
-"""What a search for batch and plan found: every point that was evaluated, the best one with its plan, what was measured of it.
+"""Result of a search for batch and plan: every point that was evaluated, the best one with its plan, and its measurement.
 
 ``items`` are tokens for models that read token ids, else examples.
 """
@@ -17,12 +17,12 @@ from plimsoll.artifacts.receipt import Claim
 
 
 class FitPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """One micro-batch under the best plan for it: what it takes, and how fast it is.
+    """One micro-batch under its best plan: memory and speed.
 
-    ``micro_seconds`` are forward and backward of one micro-batch; ``optimizer_seconds`` come once per step, after
+    ``micro_seconds`` is forward and backward of one micro-batch; ``optimizer_seconds`` is spent once per step, after
     ``accumulation`` micro-batches. ``predicted_peak_bytes`` of a point that does not fit is the smallest reachable peak.
-    ``rebuilt_bytes`` of the ``saved_bytes`` that a plan may decide about are recomputed. With ``is_traced`` the step was traced
-    at this very size; otherwise its sizes follow from other traces.
+    A plan may decide about ``saved_bytes``; ``rebuilt_bytes`` of them are recomputed. With ``is_traced`` the step was traced
+    at exactly this size; otherwise its sizes are derived from other traces.
     """
 
     micro_batch: int
@@ -40,17 +40,17 @@ class FitPoint(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def items(self) -> int:
-        """Tokens, or examples, in one micro-batch."""
+        """Tokens or examples in one micro-batch."""
         return self.micro_batch * self.sequence
 
     @property
     def does_fit(self) -> bool:
-        """Whether the plan keeps to the budget."""
+        """Whether the plan fits the budget."""
         return self.status.is_usable
 
     @property
     def is_unmanaged(self) -> bool:
-        """Whether everything fits as it is, so that there is nothing to plan."""
+        """Whether everything fits without recomputing anything."""
         return self.does_fit and not self.rebuilt_bytes
 
     @property
@@ -70,10 +70,10 @@ class FitPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FitChange(msgspec.Struct, frozen=True, kw_only=True):
-    """One change to a step that does not fit, computed by evaluating it again with that change alone.
+    """One change to a step that does not fit, evaluated with only that change.
 
-    ``does_fit`` is ``None`` where it cannot be known here; ``note`` then says why. ``predicted_peak_bytes`` is the peak under
-    the best plan, or the smallest reachable one where that does not fit. Throughput is that of one device.
+    ``does_fit`` is ``None`` if it cannot be determined here; ``note`` then says why. ``predicted_peak_bytes`` is the peak under
+    the best plan, or the smallest reachable peak if that plan does not fit. Throughput is per device.
     """
 
     name: str
@@ -86,8 +86,8 @@ class FitChange(msgspec.Struct, frozen=True, kw_only=True):
 class Fit(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     """The micro-batch and the plan with the most throughput under a budget. Build one with ``plimsoll.fit``.
 
-    ``best`` is a position in ``points``; ``None``: nothing fits, and ``changes`` say what would. ``plan`` was solved for the
-    step traced at the best point. ``measured`` is that plan run on the device (``None``: the device is not here).
+    ``best`` is a position in ``points``; ``None``: nothing fits, and ``changes`` lists what would. ``plan`` was solved for the
+    step traced at the best point. ``measured`` is that plan run on the device (``None``: the device is not available).
     """
 
     KIND: ClassVar[str] = "fit"
@@ -109,7 +109,7 @@ class Fit(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     changes: tuple[FitChange, ...] = ()
     seconds_basis: Basis
     seconds_error: float
-    """Half the width of the range in which predicted seconds are expected, as a share of them."""
+    """Half the width of the range expected to contain the true seconds, as a share of the predicted seconds."""
     traces: int = 0
     solves: int = 0
     total_seconds: float = 0.0
@@ -122,13 +122,13 @@ class Fit(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def best_unmanaged(self) -> FitPoint | None:
-        """The point with the most throughput among those that need no plan."""
+        """The point with the most throughput among points that fit without a plan."""
         found = [point for point in self.points if point.is_unmanaged]
         return max(found, key=lambda point: point.items_per_second, default=None)
 
     @property
     def gain(self) -> float | None:
-        """Throughput of the best point over the best one without a plan, less 1; ``None`` where nothing fits without one."""
+        """Best throughput over the best throughput without a plan, less 1; ``None`` if nothing fits without a plan."""
         best, unmanaged = self.best_point, self.best_unmanaged
         if best is None or unmanaged is None or not unmanaged.items_per_second:
             return None
@@ -136,5 +136,5 @@ class Fit(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def exit_code(self) -> int:
-        """0 where something fits, else that of a budget below the floor."""
+        """0 if something fits, else 3, the exit code of a budget below the floor."""
         return 0 if self.best is not None else 3

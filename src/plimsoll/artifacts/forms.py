@@ -1,8 +1,8 @@
-"""In which other forms values can be held between forward and backward, and what each form costs.
+"""Compressed and offloaded forms of values between forward and backward, and the cost of each form.
 
 A *form* is a codec's payload or a place at the other end of a link. ``noise`` is the relative error of the value that
-backward then sees, ‖decoded - value‖ / ‖value‖; ``sensitivity`` is the relative error of the whole gradient per unit of
-that noise. Independent errors add as squares.
+backward then reads, ‖decoded - value‖ / ‖value‖. ``sensitivity`` is the relative error of the whole gradient per unit of
+noise. Independent errors add as squares.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from plimsoll.artifacts.decision import Decision
 
 
 class Form(msgspec.Struct, frozen=True, kw_only=True):
-    """One way to hold one value other than as it is.
+    """One way to hold one value other than unchanged on the device.
 
     ``held_bytes`` stay on the device, ``link_bytes`` go over the link and stay at its other end. ``encode_seconds`` are
-    spent when the region's forward ends, ``decode_seconds`` when backward needs the value; transfers that compute does
-    not hide come on top. ``workspace_bytes`` are alive while encoding or decoding.
+    spent when the region's forward ends, ``decode_seconds`` when backward needs the value; transfer time that compute does
+    not hide is added. ``workspace_bytes`` are alive while encoding or decoding.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
     workspace_bytes: int = 0
     link_bytes: int = 0
     is_private: bool = False
-    """Whether only the value's own slots may be made of it: what comes back is not the value itself."""
+    """Whether only the value's own slots may be restored from it: the decoded tensor is not the value itself."""
 
     @property
     def seconds(self) -> float:
@@ -37,7 +37,7 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ValueForms(msgspec.Struct, frozen=True, kw_only=True):
-    """The forms that one saved value may take; ``refused`` are codecs that were tried in vain, each with the reason."""
+    """The forms that one saved value may take; ``refused`` lists codecs that were tried and rejected, each with its reason."""
 
     value: str
     sensitivity: float = 0.0
@@ -54,7 +54,7 @@ class RegionForms(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LinkCost(msgspec.Struct, frozen=True, kw_only=True):
-    """What a link carries, as measured; ``latency_seconds`` per transfer."""
+    """Measured speed of a link; ``latency_seconds`` is spent on every transfer."""
 
     name: str
     out_bytes_per_second: float
@@ -63,7 +63,7 @@ class LinkCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Forms(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that a plan may do with values besides keeping and recomputing them."""
+    """Every form that a plan may use for values, other than keeping and recomputing them."""
 
     regions: tuple[RegionForms, ...] = ()
     link: LinkCost | None = None

@@ -1,14 +1,14 @@
-"""What a training job is made of: how it is spread over ranks, its precision, its techniques and the sizes of its model.
+"""The description of a training job: its layout over ranks, its precision, its techniques and the sizes of its model.
 
-The dimensions of a layout have the names of the field: ``dp`` data, ``tp`` tensor, ``cp`` context, ``pp`` pipeline, ``ep``
-expert parallelism. A step runs on ``dp * tp * cp * pp`` ranks; expert parallelism divides the experts among ranks of the
-``dp * cp`` dimension and adds none. Ranks are numbered with ``tp`` fastest, then ``cp``, ``dp``, and ``pp`` slowest
-(torchtitan puts ``pp`` outermost too), so that tensor-parallel groups lie within a node.
+The dimensions of a layout have their usual names: ``dp`` data, ``tp`` tensor, ``cp`` context, ``pp`` pipeline, ``ep``
+expert parallelism. A step runs on ``dp * tp * cp * pp`` ranks. Expert parallelism divides the experts among ranks of the
+``dp * cp`` dimension and does not add ranks. Ranks are numbered with ``tp`` fastest, then ``cp``, ``dp``, and ``pp`` slowest
+(torchtitan puts ``pp`` outermost too), so that tensor-parallel groups stay within a node.
 
 The precisions ``bf16`` and ``fp16`` hold parameters, gradients and activations in the narrow type. ``bf16-mixed`` and
 ``fp16-mixed`` hold parameters in float32 and run the forward pass under autocast (Micikevicius et al. 2018, Mixed Precision
 Training). ``fsdp-bf16`` is FSDP2's ``MixedPrecisionPolicy(param_dtype=bfloat16)``: shards, gradients and optimizer in
-float32, what is gathered and computed with in bf16.
+float32, gathered parameters and computation in bf16.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from plimsoll.errors import InvalidOption
 class PipelineSchedule(enum.StrEnum):
     """The order in which a stage runs its micro-batches.
 
-    ``GPIPE`` (Huang et al. 2019): all forwards, then all backwards. ``ONE_F_ONE_B`` (Narayanan et al. 2019): one forward,
-    one backward in turn. ``INTERLEAVED`` (Narayanan et al. 2021): every rank holds several stages. ``ZERO_BUBBLE`` (Qi et
-    al. 2023, ZB-H1): backward in two halves, that of the weights filling the bubble.
+    ``GPIPE`` (Huang et al. 2019): all forwards, then all backwards. ``ONE_F_ONE_B`` (Narayanan et al. 2019): forwards and
+    backwards alternate. ``INTERLEAVED`` (Narayanan et al. 2021): every rank holds several stages. ``ZERO_BUBBLE`` (Qi et
+    al. 2023, ZB-H1): backward is split in two, and the half that computes weight gradients fills the bubble.
     """
 
     GPIPE = "gpipe"
@@ -37,12 +37,12 @@ class PipelineSchedule(enum.StrEnum):
 
 
 class StageRule(enum.StrEnum):
-    """Who decides how many blocks each stage of a pipeline gets.
+    """The rule that decides how many blocks each stage of a pipeline gets.
 
-    ``BLOCKS``: as many each, the first and the last stage fewer where they do not divide. ``COST``: the slowest stage as
-    fast as can be, embedding and head counted. The others do what a framework does by itself: nanotron weighs the blocks and
-    the head by their parameters, Megatron-Core wants as many in each stage (``MEGATRON_BOTH``: with its
-    ``account_for_embedding_in_pipeline_split`` and ``account_for_loss_in_pipeline_split``), torchtitan counts embedding
+    ``BLOCKS``: equal numbers; if they do not divide evenly, the first and the last stage get fewer. ``COST``: make the slowest
+    stage as fast as possible, with embedding and head counted. The other rules copy a framework: nanotron weighs the blocks
+    and the head by their parameters; Megatron-Core requires equal numbers of blocks (``MEGATRON_BOTH``: with its
+    ``account_for_embedding_in_pipeline_split`` and ``account_for_loss_in_pipeline_split``); torchtitan counts embedding
     and head as one block each.
     """
 
@@ -58,10 +58,11 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """Degrees of parallelism of one training step; the default is one rank.
 
     ``zero`` is the stage of ZeRO within the data-parallel ranks (and the context-parallel ones): 0 replicates everything, 1
-    shards the optimizer state, 2 also gradients, 3 also parameters (what FSDP does). With ``replicas`` (HSDP) so many groups of
-    ranks shard the whole each, and their gradients are reduced once more. ``micro_batches`` run one after the
-    other before the optimizer steps: gradient accumulation, or what is in a pipeline's flight. ``virtual_stages`` are the
-    stages per rank of an interleaved schedule. ``cut`` says how blocks are dealt out to stages: a rule, or their numbers.
+    shards the optimizer state, 2 also gradients, 3 also parameters (what FSDP does). With ``replicas`` > 1 (HSDP), that many
+    groups of ranks each shard the whole model, and gradients are reduced once more between the groups. ``micro_batches`` is
+    how many run one after the other before the optimizer steps: gradient accumulation, or the micro-batches of a pipeline.
+    ``virtual_stages`` is the number of stages per rank of an interleaved schedule. ``cut`` says how blocks are divided among
+    stages: a rule, or the number of blocks in each stage.
     """
 
     dp: int = 1
@@ -79,12 +80,12 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ranks(self) -> int:
-        """How many ranks take part."""
+        """How many ranks take part in a step."""
         return self.dp * self.tp * self.cp * self.pp
 
     @property
     def shards(self) -> int:
-        """Over how many ranks ZeRO spreads what it shards."""
+        """Over how many ranks ZeRO shards."""
         return self.dp * self.cp // self.replicas
 
     @property
@@ -131,17 +132,17 @@ class Precision(enum.StrEnum):
 
     @property
     def traced(self) -> Precision:
-        """The precision that the model itself sees: FSDP gathers its f32 shards in bf16."""
+        """The precision that the model computes in: FSDP gathers its float32 shards in bf16."""
         return Precision.BF16 if self is Precision.FSDP_BF16 else self
 
     @property
     def parameter_dtype(self) -> str:
-        """The name in torch of the type that parameters are stored in."""
+        """The torch name of the parameters' dtype."""
         return {Precision.BF16: "bfloat16", Precision.FP16: "float16"}.get(self, "float32")
 
     @property
     def autocast_dtype(self) -> str | None:
-        """The name in torch of autocast's type, ``None`` where autocast is off."""
+        """The torch name of autocast's dtype; ``None`` if autocast is off."""
         return {Precision.BF16_MIXED: "bfloat16", Precision.FP16_MIXED: "float16"}.get(self)
 
 
@@ -157,14 +158,14 @@ _ALIASES = {
     "amp": Precision.FP16_MIXED,
     "16-mixed": Precision.FP16_MIXED,
 }
-"""What torch and trainers call them."""
+"""Names that torch and trainers use for these precisions."""
 
 
 def parse_precision(text: str | Precision | None) -> Precision | None:
-    """The precision called ``text``; ``None`` stays ``None``: the model's own.
+    """Return the precision called ``text``; ``None`` stays ``None`` and means the model's own dtypes.
 
     Raises:
-        InvalidOption: unknown, or a type that steps are not traced in (fp8, int8, tf32).
+        InvalidOption: an unknown name, or a type that steps are not traced in (fp8, int8, tf32).
 
     Example:
         >>> parse_precision("BF16-mixed").value
@@ -193,22 +194,22 @@ def parse_precision(text: str | Precision | None) -> Precision | None:
 
 
 class Techniques(msgspec.Struct, frozen=True, kw_only=True):
-    """Techniques by their keys; what is empty, 0 or ``False`` is not used.
+    """Techniques by their keys; an empty string, 0 or ``False`` means that the technique is not used.
 
-    ``gradients``: the type in which they are accumulated and reduced, where it is not that of the parameters (``fp32``;
-    ``both``: those in the parameters' type stay beside them).
+    ``gradients``: the dtype that gradients are accumulated and reduced in, if it is not the parameters' dtype (``fp32``;
+    ``both``: the gradients in the parameters' dtype are held as well).
     ``reduce``: FSDP's ``reduce_dtype`` under ``fsdp-bf16`` (``fp32`` by default). ``loss``: ``chunked`` (head and loss in
-    pieces, ``plimsoll.chunked``), ``fused`` (one kernel that leaves the gradient in the place of the logits),
-    ``fused-linear`` (both), ``vocabulary-parallel`` (what tensor parallelism does here anyway). ``lora``, ``qlora``: the rank
-    of low-rank adapters, beside frozen weights or beside such in 4 bits, in the linear layers of ``lora_on`` (``qv``,
-    ``attention``, ``all``). ``adapters``: the width of bottlenecks behind attention and feed-forward modules. ``fp8``: a
-    recipe of torchao (``tensorwise``, ``rowwise``) or Transformer Engine (``delayed``, ``current``, ``mxfp8``). ``offload``:
-    what is the host's, with ``+`` between them: ``optimizer``, ``parameters`` (with gradients and the optimizer),
-    ``activations``. ``packed``: tokens of a document, of which each sample holds several. ``padded``: percent of the tokens
-    that are padding. ``megatron``: blocks as Megatron-Core runs them on Transformer Engine. ``fp8_weights``: weights of
-    products in fp8 are held in fp8 alone. ``comm_overlap``: what Megatron's ``tp_comm_overlap`` and
-    ``overlap_param_gather`` hide. ``expandable_segments``: the allocator's setting of that name. ``moe``: experts run in
-    ``fused`` kernels, or in these with DeepEP between ranks (``deepep``).
+    pieces, ``plimsoll.chunked``), ``fused`` (one kernel that writes the gradient over the logits), ``fused-linear`` (both),
+    ``vocabulary-parallel`` (tensor parallelism does this here anyway). ``lora``, ``qlora``: the rank of low-rank adapters on
+    frozen weights, which ``qlora`` holds in 4 bits, in the linear layers of ``lora_on`` (``qv``, ``attention``, ``all``).
+    ``adapters``: the width of bottlenecks after attention and feed-forward modules. ``fp8``: a recipe of torchao
+    (``tensorwise``, ``rowwise``) or Transformer Engine (``delayed``, ``current``, ``mxfp8``). ``offload``: what is held on the
+    host, joined by ``+``: ``optimizer``, ``parameters`` (with gradients and the optimizer), ``activations``. ``packed``: tokens
+    per document, several documents per sample. ``padded``: percent of the tokens that are padding. ``megatron``: blocks as
+    Megatron-Core runs them on Transformer Engine. ``fp8_weights``: weights of matrix products are held only in fp8.
+    ``comm_overlap``: hide the communication that Megatron's ``tp_comm_overlap`` and ``overlap_param_gather`` hide.
+    ``expandable_segments``: the allocator's setting of that name. ``moe``: experts run in ``fused`` kernels, or in fused
+    kernels with DeepEP between ranks (``deepep``).
     """
 
     gradients: str = ""
@@ -233,18 +234,18 @@ class Techniques(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_fused(self) -> bool:
-        """Whether neighbouring ops of a block are one kernel."""
+        """Whether neighbouring element-wise ops of a block run as one kernel."""
         return self.compile or self.megatron
 
     @property
     def on_host(self) -> frozenset[str]:
-        """What is the host's; its parameters bring the optimizer along."""
+        """What is held on the host; offloaded parameters take the optimizer with them."""
         words = frozenset(filter(None, self.offload.split("+")))
         return words | {"optimizer"} if "parameters" in words else words
 
     @property
     def is_adapting(self) -> bool:
-        """Whether adapters are trained in the place of the model's own weights."""
+        """Whether adapters are trained instead of the model's own weights."""
         return bool(self.lora or self.qlora or self.adapters)
 
     def __str__(self) -> str:
@@ -267,9 +268,9 @@ _VALUES = {
     "lora-on": ("qv", "attention", "all"),
     "moe": ("fused", "deepep"),
 }
-"""Keys that take one of these words."""
+"""Keys whose value is one of these words."""
 _SETS = ("offload",)
-"""Keys that take several of their words."""
+"""Keys that accept several of their words, joined by ``+``."""
 _FLAGS = (
     "optimizer-in-backward",
     "tf32",
@@ -279,14 +280,14 @@ _FLAGS = (
     "comm-overlap",
     "expandable-segments",
 )
-"""Keys that stand alone."""
+"""Keys without a value."""
 _COUNTS = {"lora": 16, "qlora": 16, "adapters": 64, "packed": 1024, "padded": 30}
-"""Keys that take a whole number above 0, such as this."""
+"""Keys whose value is a whole number above 0; the number here is an example for error messages."""
 _KEYS = (*_VALUES, *_FLAGS, *_COUNTS)
 
 
 def read_techniques(text: str | Techniques) -> Techniques:
-    """Techniques from text, keys with commas between them.
+    """Parse techniques from text, with commas between keys.
 
     Raises:
         InvalidOption: an unknown key or value, or a key twice.
@@ -330,10 +331,10 @@ def _entries(text: str) -> Iterator[tuple[str, str | int]]:
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes of a model and of the micro-batch it is asked about; ``None`` where its configuration does not say.
+    """Sizes of a model and of one micro-batch; ``None`` where the model's configuration does not give them.
 
-    A model of several towers (encoder and decoder, image and text) is described by its widest tower; ``layers`` are the blocks
-    of all of them. ``batch`` is in samples. ``sequence`` is what one rank sees, in tokens of text.
+    A model of several towers (encoder and decoder, image and text) is described by its widest tower; ``layers`` counts the
+    blocks of all towers. ``batch`` is in samples. ``sequence`` is in text tokens on one rank.
     """
 
     name: str
@@ -349,13 +350,13 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     experts: int | None = None
     experts_per_token: int | None = None
     parameters: int | None = None
-    """Of the whole model; a tied one once."""
+    """Parameters of the whole model; a tied parameter counts once."""
     active_parameters: int | None = None
-    """Those that one token passes: of the experts, only as many as it is sent to."""
+    """Parameters that one token passes through: only the experts that it is routed to."""
 
     @property
     def tokens(self) -> int | None:
-        """Tokens of text in one micro-batch; ``None`` where samples are no text.
+        """Text tokens in one micro-batch; ``None`` if samples are not text.
 
         Example:
             >>> ModelFacts(name="llama-3-8b", architecture="LlamaForCausalLM", batch=2, sequence=8192).tokens

@@ -1,4 +1,4 @@
-"""What holds memory besides activations: the optimizer's state, and what the caching allocator reserves."""
+"""Memory other than activations: the optimizer's state, and what the caching allocator reserves."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from plimsoll.artifacts.trace import Category
 
 
 class StepForm(enum.StrEnum):
-    """How a step walks over the parameters.
+    """How an optimizer step iterates over the parameters.
 
-    ``LOOP``: one after the other. ``FOREACH``: all at once, op by op (torch's choice on a GPU). ``FUSED``: one kernel that
-    makes no temporaries.
+    ``LOOP``: one parameter after the other. ``FOREACH``: all parameters together, op by op (torch's choice on a GPU).
+    ``FUSED``: one kernel, without temporaries.
     """
 
     LOOP = "loop"
@@ -23,7 +23,7 @@ class StepForm(enum.StrEnum):
 
 
 class Temporary(msgspec.Struct, frozen=True, kw_only=True):
-    """One tensor that is alive at the highest moment of a step and was not there before it."""
+    """One tensor that an optimizer step allocates and that is alive at the step's peak."""
 
     label: str
     bytes: int
@@ -32,10 +32,10 @@ class Temporary(msgspec.Struct, frozen=True, kw_only=True):
 class OptimizerUse(msgspec.Struct, frozen=True, kw_only=True):
     """One optimizer over the parameters that one rank updates.
 
-    ``state_bytes``: by parameter name, what lies on the device. ``host_state_bytes``: on the host (the step counters of
-    loop and foreach forms). ``master_bytes``: by parameter name, copies of the weights in f32. ``temporaries``: alive together
-    at the highest moment of the step. ``moved_bytes`` and ``flops``: what the step reads and writes, and computes. The relative
-    error holds for the bytes of state, masters and temporaries.
+    ``state_bytes``: state on the device, by parameter name. ``host_state_bytes``: state on the host (the step counters of
+    loop and foreach forms). ``master_bytes``: float32 copies of the weights, by parameter name. ``temporaries``: tensors alive
+    together at the step's peak. ``moved_bytes`` and ``flops``: what the step reads and writes, and computes. The relative
+    error applies to the bytes of state, masters and temporaries.
     """
 
     name: str
@@ -49,38 +49,38 @@ class OptimizerUse(msgspec.Struct, frozen=True, kw_only=True):
     relative_error: float
     basis: Basis
     link_bytes: int = 0
-    """What a step sends between the device and the host, both ways together."""
+    """Bytes that a step transfers between device and host, both directions together."""
     host_bytes: int = 0
-    """What the host reads and writes where it runs the step."""
+    """Bytes that the host reads and writes if it runs the step."""
     notes: tuple[str, ...] = ()
-    """Which rule was followed where there is a choice (what Muon leaves to AdamW, what stays in 32 bits)."""
+    """Which convention was followed where optimizers differ (what Muon leaves to AdamW, what stays in 32 bits)."""
 
     @property
     def total_state_bytes(self) -> int:
-        """State of all parameters on the device."""
+        """State of all parameters on the device, in bytes."""
         return sum(self.state_bytes.values())
 
     @property
     def total_master_bytes(self) -> int:
-        """Master weights of all parameters."""
+        """Master weights of all parameters, in bytes."""
         return sum(self.master_bytes.values())
 
     @property
     def temporary_bytes(self) -> int:
-        """What the step needs besides at its highest moment."""
+        """Extra bytes that the step needs at its peak."""
         return sum(temporary.bytes for temporary in self.temporaries)
 
 
 DEFAULT_STREAM = 0
 COMMUNICATION_STREAM = 1
-"""The stream on which the buffers of collectives are allocated; streams do not share cached memory."""
+"""The stream on which buffers of collectives are allocated; the allocator does not share cached memory between streams."""
 
 
 class AllocationEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """``bytes`` of ``block`` are allocated (positive) or let go (negative); ``instant`` is that of the simulated step.
+    """Allocation (positive ``bytes``) or free (negative) of ``block``, at ``instant`` of the simulated step.
 
-    A block that ``lasts`` is there before the step and after it: a second step neither allocates it nor lets it go. The very
-    first step allocates it at the instant ``made``: the optimizer's state where the optimizer runs.
+    A block that ``lasts`` exists before the step and after it: later steps neither allocate nor free it. The first step
+    allocates it at the instant ``made``; optimizer state is made when the optimizer first runs.
     """
 
     instant: int
@@ -94,31 +94,31 @@ class AllocationEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AllocatorUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What the simulated allocator holds over a step that is repeated until nothing changes any more.
+    """Memory of the simulated allocator while a step is repeated until its figures no longer change.
 
-    Requested bytes are those of tensors, allocated ones those of their blocks (each a multiple of 512 bytes), reserved ones
-    those of all segments.
+    Requested bytes are the sizes of tensors, allocated bytes the sizes of their blocks (multiples of 512 bytes), reserved
+    bytes the sizes of all segments.
     """
 
     requested_peak_bytes: int
     allocated_peak_bytes: int
     reserved_peak_bytes: int
     inactive_split_bytes: int
-    """When most is reserved: free pieces of segments that are otherwise in use, which cannot be given back."""
+    """Free pieces of segments that are otherwise in use, and so cannot be returned, when reserved memory is at its peak."""
     segments: int
     device_allocations: int
-    """How often memory was asked from the device in the first step (``cudaMalloc``; mappings of expandable segments)."""
+    """How often the first step asked the device for memory (``cudaMalloc``; mappings of expandable segments)."""
     steady_device_allocations: int
-    """The same in the last step: above 0, every step waits for the device's own allocator."""
+    """The same for the last step: above 0, every step waits for the device's own allocator."""
     retries: int
-    """How often cached memory was given back because the device had no more."""
+    """How often cached memory was returned because the device did not have any more."""
     steps: int
-    """How many steps were run."""
+    """How many steps were simulated."""
     refused_bytes: int = 0
-    """The request that the device had no room for; 0 where all fits. The figures are then those until that moment."""
+    """Size of the request that the device could not satisfy; 0 if all fit. The other figures then cover the steps until it."""
     refused_label: str = ""
 
     @property
     def rounding_bytes(self) -> int:
-        """What blocks take beyond what was asked for."""
+        """Bytes of blocks in excess of the requested bytes."""
         return self.allocated_peak_bytes - self.requested_peak_bytes

@@ -1,4 +1,4 @@
-"""A plan: one decision for every saved value of every region, with what it is predicted to cost. Data only, never code."""
+"""A plan: one decision for every saved value of every region, with its predicted cost. Data only, never code."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from plimsoll.units import format_bytes
 class ValueDecision(msgspec.Struct, frozen=True, kw_only=True):
     """The decision for one saved value of one region.
 
-    ``bytes`` counts the storage once, at the first slot that holds it; ``seconds`` is what bringing it back costs: its share
-    of the replay, or encoding and decoding (0 for KEEP). ``form`` names the codec or the link of COMPRESS and OFFLOAD,
-    ``held_bytes`` what they leave on the device, ``error`` the relative gradient error that they are expected to add.
-    ``reason`` is one sentence in terms of the price.
+    ``bytes`` counts the storage once, at the first slot that holds it. ``seconds`` is what it costs to bring the value back:
+    its share of the recomputation, or encoding and decoding (0 for KEEP). ``form`` names the codec of COMPRESS or the link of
+    OFFLOAD, ``held_bytes`` is what that form keeps on the device, ``error`` is the relative gradient error that it is
+    expected to add. ``reason`` is one sentence that compares the decision with the price of memory.
     """
 
     value: str
@@ -41,18 +41,18 @@ class ValueDecision(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_packed(self) -> bool:
-        """Whether the value is held in another form."""
+        """Whether the value is compressed or offloaded between forward and backward."""
         return self.decision in (Decision.COMPRESS, Decision.OFFLOAD)
 
 
 class RegionPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The decisions of one region call; an empty tuple (or all KEEP) leaves the region untouched.
+    """The decisions for one region call; an empty tuple (or all KEEP) leaves the region untouched.
 
-    With ``is_boundary_dropped`` the region's input is not held either: it is rebuilt through the region before.
-    ``price_seconds_per_byte`` is what a byte costs that is held from this region's forward to the end of its backward: an
-    early region holds its values through more moments of scarcity than a late one (``None``: an older plan did not say).
-    ``steady_inputs`` are those that autograd does not save, and that forward, which made them, does not write to any more:
-    where recipes need one it is held as it is, and any other is copied.
+    With ``is_boundary_dropped`` the region's input is not held either: it is rebuilt through the previous region.
+    ``price_seconds_per_byte`` is the price of one byte held from this region's forward to the end of its backward. Early
+    regions hold values across more moments at which memory is scarce than late regions do (``None``: an older plan did not
+    record it). ``steady_inputs`` are inputs that autograd does not save, that forward made, and that forward no longer writes
+    to. If a recipe needs one of these, the tensor itself is held; any other input is copied.
     """
 
     name: str
@@ -70,50 +70,50 @@ class RegionPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_untouched(self) -> bool:
-        """Whether the plan leaves this region exactly as it is."""
+        """Whether the plan changes nothing in this region."""
         return not self.is_boundary_dropped and all(d.decision is Decision.KEEP for d in self.decisions)
 
     @property
     def dropped(self) -> frozenset[str]:
-        """Names of the values that backward gets by running ops again."""
+        """Names of the values that are recomputed in backward."""
         return frozenset(d.value for d in self.decisions if d.decision is Decision.RECOMPUTE)
 
     @property
     def packed(self) -> dict[str, str]:
-        """Codec or link by the name of the value, for values that are held in another form."""
+        """Codec or link by the name of the value, for compressed and offloaded values."""
         return {d.value: d.form for d in self.decisions if d.is_packed}
 
     @property
     def effect(self) -> tuple[object, ...]:
-        """What the region will do: plans that are equal in this differ in predictions alone."""
+        """What the region will do. Plans with equal effects differ only in predictions and reasons."""
         packed = tuple(sorted(self.packed.items()))
         return (self.call, self.dropped, packed, self.is_boundary_dropped, self.steady_inputs)
 
     @property
     def saved_ops(self) -> dict[str, tuple[int, ...]]:
-        """Which outputs are kept, by the name of the op, of ops of which nothing is dropped."""
+        """Kept outputs by op name; ops with any dropped output are left out."""
         return saved_ops([d.value for d in self.decisions if d.decision is Decision.KEEP], self.dropped)
 
     @property
     def has_offload(self) -> bool:
-        """Whether some value of this region goes over a link."""
+        """Whether any value of this region is offloaded over a link."""
         return any(d.decision is Decision.OFFLOAD for d in self.decisions)
 
 
 def hiding(regions: Iterable[RegionPlan]) -> frozenset[str]:
-    """Names of the regions behind which the transfers of the one before hide."""
+    """Names of the regions whose compute hides the previous region's transfers."""
     return frozenset(after.name for region, after in itertools.pairwise(regions) if region.has_offload)
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True):
-    """Somebody who holds memory at the moment of the peak."""
+    """One tensor or group that holds memory at the peak."""
 
     label: str
     bytes: int
 
 
 class Peak(msgspec.Struct, frozen=True, kw_only=True):
-    """The highest moment of the step: when it is, how many bytes are alive, and whose they are (largest first)."""
+    """The peak of the step: its moment, how many bytes are alive, and which tensors hold them (largest first)."""
 
     moment: str
     bytes: int
@@ -123,9 +123,9 @@ class Peak(msgspec.Struct, frozen=True, kw_only=True):
 class TimelinePoint(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes alive at one tick, by category.
 
-    ``unmanaged_seconds`` is when the tick's op starts in the unmanaged step under the plan's costs: replays, codecs and
-    transfers are not in it (``None``: an older plan did not say). ``unmanaged_bytes`` are the most that the unmanaged step has
-    alive around this tick, ``None`` where that was not asked for.
+    ``unmanaged_seconds`` is when the tick's op starts in the unmanaged step under the plan's costs. It does not include
+    recomputation, codecs or transfers (``None``: an older plan did not record it). ``unmanaged_bytes`` is the most that the
+    unmanaged step has alive around this tick, ``None`` if it was not computed.
     """
 
     tick: int
@@ -137,24 +137,24 @@ class TimelinePoint(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def phase(self) -> str:
-        """The part of the step in which it lies, the first word of its moment: ``backward of layers.3.mlp (mm)``."""
+        """The part of the step that this tick belongs to: the first word of ``backward of layers.3.mlp (mm)``."""
         return self.moment.partition(" ")[0]
 
 
 class FrontierPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """The least seconds of a step at one peak."""
+    """The least step time at one peak."""
 
     peak_bytes: int
     step_seconds: float
 
 
 class CompiledUnit(msgspec.Struct, frozen=True, kw_only=True):
-    """A module that torch.compile compiles, ``path`` in the model, and the regions that it holds (paths from the model).
+    """A module that torch.compile compiles: its ``path`` in the model, and the paths of the regions inside it.
 
-    ``options`` are those of torch.compile where the plan compiles a plain module itself; ``None``: the user has compiled it.
-    ``copied_inputs``: as for the calls of its regions in the trace.
-    ``is_in_order``: backward runs in the order of its graph, and no memory is held for reuse; else inductor orders, fuses and
-    reuses as it does without a plan.
+    ``options`` are torch.compile's options if the plan compiles a plain module itself; ``None``: the user compiled it.
+    ``copied_inputs`` has the format of ``RegionCall.copied_inputs`` in the trace.
+    ``is_in_order``: backward runs in the order of its graph and inductor does not reuse buffers; otherwise inductor orders,
+    fuses and reuses buffers as it does without a plan.
     """
 
     path: str
@@ -165,7 +165,7 @@ class CompiledUnit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _refuse_twice(names: list[str], what: str) -> None:
-    """Of two decisions about one thing only the last would count."""
+    """Refuse two decisions with one name: only the last of them would take effect."""
     if len(set(names)) < len(names):
         twice = next(name for name, count in Counter(names).items() if count > 1)
         raise ValueError(f"two {what} are called {twice!r:.200}")
@@ -174,21 +174,22 @@ def _refuse_twice(names: list[str], what: str) -> None:
 LINK_NAMES = ("disk", "host")
 """Where offloaded values may go."""
 COLLECTIVES = "collectives"
-"""What ``allow`` says where recipes may run collectives again."""
+"""The word in ``allow`` that permits recipes to run collectives again."""
 
 
 class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     """What to do with every saved value under a budget. Build one with ``plimsoll.plan``; save it with ``save``.
 
-    ``lower_bound_seconds`` bounds the step of *any* plan of this engine under this model of the machine (each op run again
-    at most once, these costs); it does not bound the machine itself. ``price_seconds_per_byte`` is what one more byte of
-    budget would save per step at the solution (0 when memory is not scarce). ``str`` shows the plan as a table.
+    ``lower_bound_seconds`` bounds the step time of *any* plan that this engine could make under this model of the machine
+    (each op recomputed at most once, these costs); it does not bound the machine itself. ``price_seconds_per_byte`` is the
+    time per step that one more byte of budget would save at the solution (0 if memory is not scarce). ``str`` shows the plan
+    as a table.
     """
 
     KIND: ClassVar[str] = "plan"
     SCHEMA_VERSION: ClassVar[int] = 3
-    """3: points of the timeline carry the bytes of the unmanaged step. 2: regions carry their price, points their seconds.
-    Older files are read without."""
+    """3: timeline points carry the bytes of the unmanaged step. 2: regions carry their price, points their seconds.
+    In older files these fields are ``None``."""
 
     schema_version: int = SCHEMA_VERSION
     status: Status
@@ -219,45 +220,45 @@ class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     solve_seconds: float = 0.0
     allow: tuple[str, ...] = ("recompute",)
-    """What the plan was allowed to do besides keeping: ``recompute``, ``compress``, ``offload``, and ``collectives`` (to run
-    them again in recipes)."""
+    """What the plan was allowed to do apart from keeping: ``recompute``, ``compress``, ``offload``, and ``collectives``
+    (recipes may run collectives again)."""
     max_error: float | None = 0.0
-    """The relative error of the gradient, ‖Δg‖ / ‖g‖, that the plan may cause; ``None``: a named strategy, any."""
+    """The allowed relative error of the gradient, ‖Δg‖ / ‖g‖; ``None``: a named strategy, whose error is not limited."""
     predicted_error: float = 0.0
     measured_error: float | None = None
-    """The relative error of the gradient as measured when the plan was run once; ``None`` where it was not."""
+    """The relative error of the gradient, measured by running the plan once; ``None`` if it was not measured."""
     link: str = ""
-    """Where offloaded values go: ``host`` or ``disk``; empty without any."""
+    """Where offloaded values go: ``host`` or ``disk``; empty if the plan does not offload."""
     offloaded_bytes: int = 0
-    """Bytes at the other end of the link when they are most."""
+    """The most bytes that are offloaded at one time."""
     host_budget_bytes: int | None = None
     budget_bytes_of_ranks: dict[str, int] = {}
-    """Where ranks with different budgets planned together, the budget of each; ``budget_bytes`` is the tightest's."""
+    """The budget of each rank, if ranks with different budgets planned together; ``budget_bytes`` is then the smallest."""
     compiled: tuple[CompiledUnit, ...] = ()
-    """What torch.compile compiles; the plan decides about the regions in there through its partitioner."""
+    """The modules that torch.compile compiles; the plan's decisions for regions in them go through its partitioner."""
     written: tuple[str, ...] = ()
-    """Parameters that the step itself writes to; runs beside training put them back."""
+    """Parameters that the step itself writes to; runs outside training (such as measurements) restore them."""
     in_flight: int = 1
-    """Micro-batches between their forward and their backward at once, on a stage of a pipeline; all follow this plan."""
+    """Micro-batches that are between forward and backward at one time on a pipeline stage; all follow this plan."""
     framework: str = "torch"
-    """What the plan was made for: plans of one framework say nothing about functions of another."""
+    """The framework that the plan was made for; a plan for one framework cannot be applied to functions of another."""
 
     def __post_init__(self) -> None:
         _refuse_twice([f"{region.name}, call {region.call}" for region in self.regions], "regions")
 
     @property
     def effect(self) -> tuple[object, ...]:
-        """What the plan will do: those that are equal in this differ in predictions and reasons alone."""
+        """What the plan will do. Plans with equal effects differ only in predictions and reasons."""
         return tuple((region.name, *region.effect) for region in self.regions)
 
     @property
     def own_compilation(self) -> dict[str, bool | int | float | str | None] | None:
-        """How the plan itself has the model compiled, as ``compile=`` of ``plimsoll.plan``; ``None``: it does not."""
+        """torch.compile options that the plan uses for the model, as in ``plimsoll.plan(compile=…)``; ``None``: it does not."""
         return next((unit.options for unit in self.compiled if unit.options is not None), None)
 
     @property
     def is_lossless(self) -> bool:
-        """Whether no value is held in a lossy form, so that gradients are bound to be equal bit for bit."""
+        """Whether no value is held in a lossy form, so that gradients must be equal bit for bit."""
         return not any(decision.is_lossy for region in self.regions for decision in region.decisions)
 
     @property
@@ -268,20 +269,20 @@ class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
         return self.predicted_seconds / self.baseline_seconds - 1.0
 
     def explain(self) -> str:
-        """Every decision with its reason in terms of the price of memory, what one more GiB buys, who holds the peak."""
+        """Text with every decision and its reason, the price of memory, what one more GiB buys, and who holds the peak."""
         return ArtifactBase.render(self, with_details=True)
 
     def export(self, kind: str, path: str | Path) -> None:
-        """Write the plan down for training without Plimsoll, at a cost in time.
+        """Write the plan as a file that trains without Plimsoll, at a cost in time.
 
         Args:
-            kind: ``sac``, a Python file that needs torch alone: its ``apply(model)`` checkpoints every region by a policy
+            kind: ``sac``, a Python file that needs only torch: its ``apply(model)`` checkpoints every region with a policy
                 that saves what the plan keeps.
-            path: where to; an existing file is replaced.
+            path: where to write; an existing file is replaced.
 
         Raises:
-            PlanNotUsable: the plan compresses or offloads, drops a region's input, or has no usable status.
-            InvalidOption: another kind.
+            PlanNotUsable: the plan compresses or offloads, drops a region's input, or its status is not usable.
+            InvalidOption: ``kind`` is not ``sac``.
             PlanFileError: the place cannot be written.
 
         Example:
@@ -302,7 +303,7 @@ class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
         write_whole(policy_file(ArtifactBase.policy_text(), headline, regions), path)
 
     def _check_recomputing(self) -> None:
-        """Refuse a plan that does more than to keep and to recompute region by region."""
+        """Refuse a plan that does anything other than keep and recompute, region by region."""
         why = "" if self.status.is_usable else f"its status is {self.status.value}"
         if self.compiled:
             why = "it is for parts that torch.compile compiles, where its partitioner decides"
@@ -321,11 +322,11 @@ class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
 
 
 _OUTPUT = re.compile(r"(?P<op>[^#]*#\d+)(?:\.(?P<position>\d+))?")
-"""The name of a value: ``module::op#occurrence``, and which output where the op has several."""
+"""The name of a value: ``module::op#occurrence``, and the output's position if the op has several outputs."""
 
 
 def saved_ops(kept: Iterable[str], dropped: Iterable[str]) -> dict[str, tuple[int, ...]]:
-    """Which outputs are kept of ops of which nothing is dropped, for a policy saves all outputs of an op or none.
+    """Return the kept outputs by op, without ops that have a dropped output: a policy saves all outputs of an op or none.
 
     Example:
         >>> saved_ops(["input:0", "mlp::mm#0", "topk#0.1", "norm#0.1"], ["norm#0.0"])
@@ -340,7 +341,7 @@ def saved_ops(kept: Iterable[str], dropped: Iterable[str]) -> dict[str, tuple[in
 
 
 def policy_file(text: str, headline: str, regions: Mapping[tuple[str, int], Mapping[str, tuple[int, ...]]]) -> str:
-    """The policy's text with the decisions: by path of a region and number of its call, the ops whose outputs are saved."""
+    """Return the policy's source with the decisions filled in; ``regions`` maps (path, call number) to the saved ops."""
     saved: list[Mapping[str, tuple[int, ...]]] = []
     calls: dict[str, dict[int, int]] = {}
     for (path, call), ops in regions.items():
@@ -354,7 +355,7 @@ def policy_file(text: str, headline: str, regions: Mapping[tuple[str, int], Mapp
 
 
 def _split(value: str) -> tuple[str, int]:
-    """The op that makes a value and which of its outputs it is; no op for what comes from outside."""
+    """Split a value's name into its op and the output's position; the op is empty for values from outside the region."""
     found = _OUTPUT.fullmatch(value)
     if found is None:
         return "", 0

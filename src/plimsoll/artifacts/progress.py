@@ -1,4 +1,4 @@
-"""How far a long call is: the one type of callback that every verb takes, and its share in the parts of a call."""
+"""Progress of a long call: the callback type that every verb accepts, and how parts of a call share it."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """Told the stage that a call is in, in words, and the share of the call that is done, from 0 to 1.
+    """A callback that receives the current stage, in words, and the completed share of the call, from 0 to 1.
 
-    Any function of two arguments will do.
+    Any function of two arguments works.
     """
 
     def __call__(self, stage: str, share: float, /) -> None:
-        """Take note."""
+        """Receive one report."""
         ...
 
 
 def silent(stage: str, share: float) -> None:
-    """For who does not ask how far a call is."""
+    """Ignore progress; the default callback."""
 
 
 def part_of(report: Progress, start: float, end: float) -> Progress:
-    """What a part of a call reports to, whose own 0 to 1 are ``start`` to ``end`` of the whole.
+    """Return the callback for one part of a call: its 0 to 1 become ``start`` to ``end`` of the whole.
 
     Example:
         >>> part_of(lambda stage, share: print(stage, share), 0.5, 1.0)("solving", 0.5)

@@ -1,7 +1,8 @@
 """A receipt: what a plan claimed, what was measured, and whether the two agree.
 
-Differences that are not finite numbers are ``None``, so that a receipt stays valid JSON; use ``finite`` to make them. A plan
-made for a device that was not there is *confirmed* once it is: predicted beside measured, before and after solving again.
+Differences that are not finite are stored as ``None``, so that a receipt stays valid JSON; ``finite`` converts them. A plan
+made without its target device is *confirmed* once the device is available: the receipt compares predicted with measured
+figures, before and, if they disagree, after solving again.
 """
 
 from __future__ import annotations
@@ -17,22 +18,23 @@ from plimsoll.artifacts.fault import Fault
 from plimsoll.artifacts.plan import Plan
 
 OWN = "own"
-"""The strategy of a receipt for what a model does by itself: its own checkpointing, offloading or compiled budget."""
+"""Strategy of a receipt about the model's own checkpointing, offloading or compiled budget, without a plan."""
 SECONDS_TOLERANCE = 0.10
-"""A predicted step that is off by more than this share of the measured one is off."""
+"""A predicted step time that differs from the measured one by a larger share than this is off."""
 PEAK_TOLERANCE = 0.05
-"""So is a predicted peak; one above the budget is off whatever was predicted."""
+"""A predicted peak that differs by a larger share is off too; a peak above the budget is off whatever was predicted."""
 _BROKEN_PROMISE = 0.10
-"""A plan without a budget that takes so much more than it predicts is not verified; small steps on gloo are this far off."""
+"""Share above its predicted peak at which a plan without a budget fails; small steps on gloo miss by this
+much."""
 
 
 def finite(number: float) -> float | None:
-    """The number, or ``None`` where it is infinite or not a number."""
+    """Return the number, or ``None`` if it is infinite or NaN."""
     return number if math.isfinite(number) else None
 
 
 class ReceiptVerdict(AdvisedEnum):
-    """What a receipt comes to; the first line that applies."""
+    """The verdict of a receipt; the first one that applies, in this order."""
 
     GRADIENTS_DIFFER = (
         "GRADIENTS_DIFFER",
@@ -86,8 +88,8 @@ class ReceiptVerdict(AdvisedEnum):
 class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
     """One tensor that is not equal bit for bit.
 
-    ``baseline_max_absolute_difference`` is how far two unmanaged runs of the same step lie apart on this tensor;
-    ``None`` where that is no finite number.
+    ``baseline_max_absolute_difference`` is how far two unmanaged runs of the same step differ on this tensor;
+    ``None`` if that difference is not finite.
     """
 
     name: str
@@ -97,7 +99,7 @@ class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_within_spread(self) -> bool:
-        """Whether the unmanaged model differs from itself by at least as much."""
+        """Whether two unmanaged runs differ by at least as much."""
         if self.max_absolute_difference is None:
             return False
         spread = self.baseline_max_absolute_difference
@@ -105,7 +107,7 @@ class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Intermediate(msgspec.Struct, frozen=True, kw_only=True):
-    """One named module's output, or the gradient of it, in both runs. ``call`` counts the module's calls in the step."""
+    """A named module's output, or its gradient, compared in both runs. ``call`` counts the module's calls in the step."""
 
     module: str
     call: int
@@ -116,10 +118,10 @@ class Intermediate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Slope(msgspec.Struct, frozen=True, kw_only=True):
-    """How fast the loss changes along the gradient: as the gradient says, and as the loss itself shows.
+    """Slope of the loss along the gradient: ``expected`` from the gradient, ``measured`` from the loss itself.
 
     ``measured`` comes from losses at shifted parameters under the same random numbers (central differences, loss per unit
-    of length); ``measured_error`` is how far two step lengths disagree. It needs no second way to make the gradient.
+    of length); ``measured_error`` is how far two step lengths disagree. The check does not need a second gradient.
     """
 
     expected: float
@@ -133,16 +135,16 @@ class Slope(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def disagrees(self) -> bool:
-        """Whether the gradient is not the loss's: off by more than 2% and five times the measurement's own error."""
+        """Whether the loss contradicts the gradient: by more than 2% and by more than five times the measurement's error."""
         apart = abs(self.measured - self.expected)
         return self.is_conclusive and apart > max(0.02 * self.expected, 5 * self.measured_error)
 
 
 class RegionOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How one region call was served, and why.
+    """How one region call was handled, and why.
 
-    ``droppable_bytes`` of the ``activation_bytes`` that autograd saved could be recomputed bit for bit;
-    ``dropped_bytes`` are those that this plan did recompute.
+    Autograd saved ``activation_bytes``; ``droppable_bytes`` of them could be recomputed bit for bit, and this plan did
+    recompute ``dropped_bytes`` of them.
     """
 
     name: str
@@ -155,7 +157,7 @@ class RegionOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """One plan's prediction beside what was measured; the measured peak is that of the recording step or of a steady one."""
+    """One plan's prediction and its measurement; the measured peak is from the recording step or from a steady step."""
 
     predicted_peak_bytes: int
     measured_peak_bytes: int
@@ -165,20 +167,21 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def peak_error(self) -> float:
-        """How far the predicted peak is from the measured one, as a share of it; positive where it was too high."""
+        """Predicted peak over measured peak, less 1; positive if the prediction was too high."""
         return self.predicted_peak_bytes / self.measured_peak_bytes - 1.0 if self.measured_peak_bytes else 0.0
 
     @property
     def seconds_error(self) -> float:
-        """The same of the step's seconds."""
+        """Predicted step seconds over measured ones, less 1."""
         return self.predicted_seconds / self.measured_seconds - 1.0 if self.measured_seconds else 0.0
 
 
 class Confirmation(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan whose costs were the roofline of ``cost_device``, held against the device itself.
+    """A plan that was made with roofline costs of ``cost_device``, compared with measurements on that device.
 
-    ``given`` is the plan as it was made. Where it is off, the step was traced and timed on the device and the plan solved
-    again: ``revised`` is that plan's claim, ``revised_verdict`` its receipt's verdict; ``obstacle`` says why there is none.
+    ``given`` is the claim of the original plan. If it is off, the step was traced and timed on the device and solved again:
+    ``revised`` is the claim of that second plan, ``revised_verdict`` its receipt's verdict, and ``obstacle`` says why there
+    is no second plan.
     """
 
     cost_device: str
@@ -192,38 +195,38 @@ class Confirmation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_over_budget(self) -> bool:
-        """Whether the plan as given takes more than its budget."""
+        """Whether the original plan exceeds its budget."""
         return self.budget_bytes is not None and self.given.measured_peak_bytes > self.budget_bytes
 
     @property
     def is_peak_off(self) -> bool:
-        """Whether the peak is above the budget, or was predicted wrong."""
+        """Whether the peak exceeds the budget or differs from the prediction by more than the tolerance."""
         return self.is_over_budget or abs(self.given.peak_error) > self.peak_tolerance
 
     @property
     def is_time_off(self) -> bool:
-        """Whether the step's seconds were predicted wrong."""
+        """Whether the step time differs from the prediction by more than the tolerance."""
         return abs(self.given.seconds_error) > self.seconds_tolerance
 
     @property
     def is_confirmed(self) -> bool:
-        """Whether the plan may stay as it is."""
+        """Whether the original plan can be used unchanged."""
         return not (self.is_peak_off or self.is_time_off)
 
 
 class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     """The evidence for one plan on one batch. ``plimsoll.verify`` makes one; ``str`` shows it.
 
-    Where the ``strategy`` is ``own`` there is no plan: the model's own checkpointing, offloading or compiled budget is held
-    against the same model with that switched off, and nothing was predicted. ``method`` says what was found at work.
+    If ``strategy`` is ``own``, there was nothing to plan or predict: the receipt compares the model's own checkpointing,
+    offloading or compiled budget with the same model with it switched off. ``method`` then names what was found.
 
-    Peaks count everything that the step allocates on the device; seconds are medians over ``steps`` steps, their spread
-    is half the distance between the quartiles.
+    Peaks count everything that the step allocates on the device. Seconds are medians over ``steps`` steps; their spread is
+    half the distance between the quartiles.
     """
 
     KIND: ClassVar[str] = "receipt"
     SCHEMA_VERSION: ClassVar[int] = 3
-    """3: a plan made without the device is confirmed, and may come back revised; files of 2 are read without."""
+    """3: adds ``confirmation`` and ``revised_plan`` for plans made without the device; files of schema 2 lack them."""
 
     schema_version: int = SCHEMA_VERSION
     model: str
@@ -243,24 +246,24 @@ class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     is_lossless: bool = True
     """Whether the plan holds no value in a lossy form."""
     max_error: float | None = 0.0
-    """The relative error of the gradient that the plan was allowed; ``None``: any."""
+    """The relative gradient error that the plan was allowed; ``None``: any."""
     predicted_error: float = 0.0
     gradient_error: float | None = 0.0
-    """The measured relative error of the whole gradient, ‖Δg‖ / ‖g‖; ``None`` where it is not finite."""
+    """The measured relative error of the whole gradient, ‖Δg‖ / ‖g‖; ``None`` if it is not finite."""
     rounding_tolerance: float = 0.0
-    """The relative error of the gradient that differently compiled arithmetic explains; 0: the same kernels run."""
+    """The relative gradient error that differently compiled arithmetic explains; 0 if both runs use the same kernels."""
     slope: Slope | None = None
     faults: tuple[Fault, ...] = ()
-    """Saved tensors that came back as something else, each with its place and likely cause."""
+    """Saved tensors that backward would have read with other contents, each with its place and likely cause."""
     compared_tensors: int = 0
-    """Saved tensors that were compared with what came back in backward."""
+    """How many saved tensors were compared with the tensors that backward got."""
     intermediates: tuple[Intermediate, ...] = ()
     is_deterministic: bool
     """Whether two unmanaged runs of the step gave the same bits."""
     baseline_losses: tuple[float | None, ...]
     plan_losses: tuple[float | None, ...]
     baseline_curve: tuple[float | None, ...] = ()
-    """Losses of steps with the optimizer, from the same weights; empty where no curve was asked for."""
+    """Losses of several steps with the optimizer, from the same weights; empty if no curve was requested."""
     plan_curve: tuple[float | None, ...] = ()
 
     predicted_baseline_peak_bytes: int | None = None
@@ -268,7 +271,7 @@ class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     measured_baseline_peak_bytes: int | None = None
     measured_peak_bytes: int | None = None
     measured_recording_peak_bytes: int | None = None
-    """The peak of the first managed step, which records."""
+    """Peak of the first managed step, which also records."""
 
     predicted_baseline_seconds: float | None = None
     predicted_seconds: float | None = None
@@ -280,9 +283,9 @@ class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     regions: tuple[RegionOutcome, ...] = ()
     notes: tuple[str, ...] = ()
     confirmation: Confirmation | None = None
-    """What the device said about a plan that was made without it; ``None`` where the plan was made on the device."""
+    """Measurements on the device of a plan that was made without it; ``None`` if the plan was made on the device."""
     revised_plan: Plan | None = None
-    """The plan solved again with measured costs, where the given one was off."""
+    """The plan solved again with measured costs, if the original plan was off."""
 
     def __post_init__(self) -> None:
         if not self.rounding_tolerance >= 0:
@@ -290,12 +293,12 @@ class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_bit_equal(self) -> bool:
-        """Whether every gradient and every buffer has the bits of the unmanaged step."""
+        """Whether every gradient and every buffer equals the unmanaged step's bit for bit."""
         return not self.gradient_mismatches and not self.buffer_mismatches
 
     @property
     def unexpected_mismatches(self) -> tuple[Mismatch, ...]:
-        """Tensors that differ; of a lossy plan that keeps to its error, buffers alone: its gradients are bound to."""
+        """Tensors that differ and should not. A lossy plan within its error reports only buffers: its gradients must differ."""
         if self.verdict is ReceiptVerdict.WITHIN_ERROR:
             return self.buffer_mismatches
         return (*self.gradient_mismatches, *self.buffer_mismatches)
@@ -308,7 +311,7 @@ class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_over_budget(self) -> bool:
-        """Whether a measured peak, the recording step's included, exceeds the budget."""
+        """Whether a measured peak, including the recording step's, exceeds the budget."""
         if self.budget_bytes is None:
             return False
         peaks = (self.measured_peak_bytes, self.measured_recording_peak_bytes)
@@ -316,14 +319,14 @@ class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_over_prediction(self) -> bool:
-        """Whether a plan without a budget, which promises its predicted peak alone, takes clearly more than that."""
+        """Whether a plan without a budget exceeds its predicted peak, its only promise, by over 10%."""
         if self.budget_bytes is not None or not self.predicted_peak_bytes or self.measured_peak_bytes is None:
             return False
         return self.measured_peak_bytes > (1 + _BROKEN_PROMISE) * self.predicted_peak_bytes
 
     @property
     def verdict(self) -> ReceiptVerdict:
-        """What the receipt comes to."""
+        """The first verdict that applies; see ``ReceiptVerdict``."""
         gradients = self._verdict_on_gradients()
         if gradients is ReceiptVerdict.GRADIENTS_DIFFER or self._slope_disagrees:
             return ReceiptVerdict.GRADIENTS_DIFFER
@@ -331,7 +334,8 @@ class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
             return ReceiptVerdict.BUFFERS_DIFFER
         if self.is_deterministic and not self._losses_agree(gradients):
             return ReceiptVerdict.LOSSES_DIFFER
-        if self.faults and (self.is_lossless or self.strategy != OWN):  # a plan's lossy values are not compared
+        # A plan's lossy values are not compared with what forward saved, so faults say nothing about them.
+        if self.faults and (self.is_lossless or self.strategy != OWN):
             return ReceiptVerdict.TENSORS_DIFFER
         are_equal = all(each.is_bit_equal for each in self.intermediates)
         if self.is_deterministic and gradients is ReceiptVerdict.VERIFIED and not are_equal:
@@ -346,7 +350,7 @@ class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
         return gradients
 
     def _verdict_on_gradients(self) -> ReceiptVerdict:
-        """``VERIFIED``, or why it is something less."""
+        """The verdict on gradients alone: ``VERIFIED`` if they are equal bit for bit, else the weaker verdict that applies."""
         error = math.inf if self.gradient_error is None else self.gradient_error
         if not self.is_lossless:
             is_allowed = math.isfinite(error) and (self.max_error is None or error <= self.max_error)
@@ -360,17 +364,17 @@ class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _is_rounding(self, mismatch: Mismatch) -> bool:
-        """Whether kernels compiled anew explain it."""
+        """Whether differently compiled kernels explain the difference."""
         relative = mismatch.max_relative_difference
         return relative is not None and relative <= self.rounding_tolerance
 
     @property
     def _slope_disagrees(self) -> bool:
-        """Whether the loss itself contradicts the gradient; one from lossy forms is judged by the error it was allowed."""
+        """Whether the loss contradicts the gradient; not asked of a lossy plan, which is judged by its allowed error."""
         return self.is_lossless and self.slope is not None and self.slope.disagrees
 
     def _losses_agree(self, gradients: ReceiptVerdict) -> bool:
-        """Whether forward gives the same losses; with lossy values or other kernels, weights may drift apart later on."""
+        """Whether forward gives the same losses. Curves must be equal only if gradients are: otherwise weights drift apart."""
         if self.rounding_tolerance:
             pairs = zip(self.baseline_losses, self.plan_losses, strict=True)
             return all(_is_close(one, other, self.rounding_tolerance) for one, other in pairs)

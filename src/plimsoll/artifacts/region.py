@@ -1,7 +1,7 @@
-"""One region call as a graph: the ops it ran, the values between them, the slots that autograd saved.
+"""One region call as a graph: the ops it ran, the values between them, and the slots that autograd saved.
 
-A *value* is one version of one storage: views of it are free and do not appear, a write to it makes a new value. An *op*
-reads values and produces values. A *slot* is one tensor that autograd saved for backward, in the order of saving.
+A *value* is one version of one storage: views of it cost nothing and do not appear, and a write to it makes a new value. An
+*op* reads values and produces values. A *slot* is one tensor that autograd saved for backward; slots are in saving order.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import enum
 import msgspec
 
 IS_COLLECTIVE = "is a collective"
-"""The obstacle of ops that talk to other ranks."""
+"""The obstacle of ops that communicate with other ranks."""
 
 
 class Origin(enum.StrEnum):
@@ -27,11 +27,11 @@ class Origin(enum.StrEnum):
 class Value(msgspec.Struct, frozen=True, kw_only=True):
     """One version of one storage.
 
-    ``bytes`` is what it takes while it is rebuilt: the size of the whole storage, or, where a loop runs the region and
-    the storage has the values of all iterations, of one of them. ``storage`` is the trace-wide id of that storage, so two
-    values with the same ``storage`` are versions of the same memory and are counted once. ``producer`` is the op that
-    wrote it (``-1`` for leaves). A value that is ``is_storable`` may be held from forward to backward (autograd saves it,
-    or it is an input). An input is ``is_steady`` if forward made it and does not write to it any more once the region has it.
+    ``bytes`` is what rebuilding it allocates: the size of the whole storage, or of one iteration's part if a loop runs the
+    region and the storage holds the values of all iterations. ``storage`` is the trace-wide id of that storage: two values
+    with the same ``storage`` are versions of the same memory and are counted once. ``producer`` is the op that
+    wrote it (``-1`` for leaves). A value that ``is_storable`` may be held from forward to backward (autograd saves it,
+    or it is an input). An input ``is_steady`` if forward made it and no longer writes to it once the region has received it.
     """
 
     id: int
@@ -49,7 +49,7 @@ class RegionOp(msgspec.Struct, frozen=True, kw_only=True):
 
     ``reads`` and ``writes`` are value ids. An in-place op reads the old version and writes the new one (both have the same
     ``storage``). ``cost_key`` names the op with its shapes in ``Costs``; ``tick`` is its position in the traced step.
-    ``obstacle`` is empty for an op that may be run again, else it says why not.
+    ``obstacle`` is empty for an op that may be recomputed; otherwise it says why it may not.
     """
 
     id: int
@@ -69,10 +69,10 @@ class RegionOp(msgspec.Struct, frozen=True, kw_only=True):
 class Slot(msgspec.Struct, frozen=True, kw_only=True):
     """One tensor that autograd saved.
 
-    ``value`` is ``-1`` for what Plimsoll does not manage (parameters, tensors whose storage it never saw). ``packed``,
+    ``value`` is ``-1`` for tensors that Plimsoll does not manage (parameters, tensors whose storage it never saw). ``packed``,
     ``unpacked`` and ``released`` are ticks of the traced step: the slot is saved before op ``packed`` starts, first read
-    before op ``unpacked`` starts (``-1``: never), and let go before op ``released`` starts. If it ``is_overwritten``, that
-    op is its last reader, and writes over it.
+    before op ``unpacked`` starts (``-1``: never), and freed before op ``released`` starts. If it ``is_overwritten``, op
+    ``released`` is its last reader and writes over it.
     """
 
     index: int
@@ -95,4 +95,4 @@ class RegionGraph(msgspec.Struct, frozen=True, kw_only=True):
     slots: tuple[Slot, ...]
     outputs: tuple[int, ...]
     backward_order: tuple[int, ...]
-    """Slot indices in the order in which backward first reads them."""
+    """Slot indices, ordered by when backward first reads them."""

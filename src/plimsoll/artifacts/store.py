@@ -1,6 +1,6 @@
-"""Reads artifacts from their JSON files, exactly as they were saved, whichever kind and older schema a file holds.
+"""Read artifacts from their JSON files, without loss, for every kind and for older schemas.
 
-The file says what it is (``"plimsoll": "plan"``) and which schema it follows. Reading one runs nothing: it is data.
+The file names its kind (``"plimsoll": "plan"``) and its schema. Reading does not execute anything: files hold only data.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from plimsoll.errors import PlanFileError
 from plimsoll.units import MIB
 
 Reportable = Plan | Receipt | Comparison | Advice | Verdict | Finding | Estimate
-"""What an HTML page can be made of: all about one step of one model, or an estimate."""
+"""Artifacts that can be shown as an HTML page: those about one step of one model, and estimates."""
 Artifact = Reportable | Explanation | Fit | Traffic
-"""All that is saved and shown."""
+"""Every artifact that can be saved and shown."""
 
 _LIMITS = ReadLimits(most_bytes=128 * MIB)
 _KINDS: dict[str, type[Artifact]] = {kind.KIND: kind for kind in get_args(Artifact)}
 
 
 def from_json(text: str | bytes, *, source: str = "the text") -> Artifact:
-    """An artifact of any kind from its JSON.
+    """Return an artifact of any kind from its JSON.
 
     Args:
         text: what ``to_json`` made.
         source: where it came from, for error messages.
 
     Raises:
-        PlanFileError: truncated, not ours, of an unknown kind or of a newer schema.
+        PlanFileError: the text is truncated, was not written by Plimsoll, or has an unknown kind or a newer schema.
     """
     try:
         fields = decode_json(text, _LIMITS)
@@ -94,23 +94,23 @@ def _unwrap_odd_numbers(node: Any) -> Any:
 
 
 _AMOUNTS = ("by_category", "classes", "budget_bytes_of_ranks")
-"""Fields that hold bytes by name."""
+"""Fields that map names to bytes."""
 _DIFFERENCES = ("saved_bytes", "lowers_bytes")
-"""Bytes that may be less than none."""
+"""Byte fields that may be negative."""
 _MOST_NUMBER = 1e30
 
 
 def _check_fields(given: object, known: object, place: str, *, is_amount: bool = False) -> None:
-    """Refuse fields of another version, or misspelt ones, which would be lost without a word; and impossible amounts.
+    """Refuse unknown or misspelt fields, which msgspec would silently drop, and impossible amounts.
 
     Args:
         given: what the file holds, as plain values.
-        known: the same as the artifact has it.
-        place: where both are in the artifact, as msgspec writes it.
-        is_amount: whether the values are bytes, of which there are no fewer than none.
+        known: the same fields as the decoded artifact has them.
+        place: path of both in the artifact, as msgspec writes it.
+        is_amount: whether the values are bytes, which must not be negative.
 
     Raises:
-        msgspec.ValidationError: names the first.
+        msgspec.ValidationError: names the first wrong field.
     """
     if isinstance(given, dict) and isinstance(known, dict):
         for key, value in given.items():
@@ -143,10 +143,10 @@ def _check_version(found: object, known: int, *, kind: str, source: str) -> None
 
 
 def load_any(path: str | Path) -> Artifact:
-    """Read a plan, receipt or comparison, whichever the file holds.
+    """Read an artifact of any kind from a file.
 
     Raises:
-        PlanFileError: no such file, or nothing in it that this version can read.
+        PlanFileError: the file does not exist, or does not hold anything that this version can read.
     """
     try:
         content = read_file(path, _LIMITS)
@@ -167,7 +167,7 @@ def load_plan(path: str | Path) -> Plan:
     """Read a plan.
 
     Raises:
-        PlanFileError: no such file, or it holds something else.
+        PlanFileError: the file does not exist, or does not hold a plan.
     """
     artifact = load_any(path)
     if not isinstance(artifact, Plan):

@@ -1,9 +1,9 @@
-"""A traced training step: every op, every storage with its life, every region call.
+"""A traced training step: every op, every storage with its lifetime, every region call.
 
 Time is counted in *ticks*: op ``t`` of ``Trace.ops`` runs at tick ``t``. A storage is alive during the ticks
-``[born, dies)``; ``born`` is ``-1`` for what was there before the step. **Lives leave out what regions' saved slots
-hold**: a plan decides about those, so the simulator adds them back. Slots saved outside of every region (the loss, the
-head) are included in the lives, because no plan touches them.
+``[born, dies)``; ``born`` is ``-1`` for storages that existed before the step. **Lifetimes do not include what the saved
+slots of regions hold**: a plan decides about those slots, so the simulator adds them back. Lifetimes do include slots saved
+outside every region (the loss, the head), because plans never change them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SCHEMA_VERSION = 1
 
 
 class Phase(enum.StrEnum):
-    """The part of a training step in which an op runs."""
+    """The part of a training step that an op runs in."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -26,7 +26,7 @@ class Phase(enum.StrEnum):
 
 
 class Category(enum.StrEnum):
-    """torch's memory categories, as users know them from its profiler, and the buffers of collectives."""
+    """The memory categories of torch's profiler, and one for the buffers of collectives."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -39,7 +39,7 @@ class Category(enum.StrEnum):
 
 
 class Storage(msgspec.Struct, frozen=True, kw_only=True):
-    """One allocation and its life (see the module's docstring for ticks)."""
+    """One allocation and its lifetime (see the module's docstring for ticks)."""
 
     id: int
     bytes: int
@@ -48,13 +48,13 @@ class Storage(msgspec.Struct, frozen=True, kw_only=True):
     born: int
     dies: int
     region: int = -1
-    """The region call whose forward produced it, ``-1`` for none."""
+    """The region call whose forward produced it; ``-1``: it was produced outside every region."""
     is_overwritten: bool = False
-    """Op ``dies`` is its last reader, and writes its own output in this place."""
+    """Whether op ``dies`` is the last reader and writes its own output into this memory."""
 
 
 class TraceOp(msgspec.Struct, frozen=True, kw_only=True):
-    """One op of the step, in the order of execution."""
+    """One op of the step; ops are listed in order of execution."""
 
     name: str
     module: str
@@ -64,13 +64,14 @@ class TraceOp(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a roofline needs to know about one ``cost_key``: arithmetic, bytes moved, and the dtype that does it.
+    """What a roofline needs to know about one ``cost_key``: FLOPs, bytes moved, and the dtype of the arithmetic.
 
-    For a collective ``group`` is the dimension of the layout over which it runs (``tp``, ``cp``, ``ep``, ``dp``, ``pp``), and
-    ``moved_bytes`` the size of the whole tensor on one rank: the gathered one, the one to be reduced, the one exchanged.
-    For a matrix product ``product`` is batch, rows, columns and inner size. ``is_causal`` is attention whose kernel skips the
-    masked half of the scores, which ``flops`` count. ``beside`` are the cost keys of products beside which a collective runs in
-    pieces. ``copies`` is to how many ranks an exchange sends each row, where no rank and no node gets it twice; 0 otherwise.
+    For a collective, ``group`` is the dimension of the layout over which it runs (``tp``, ``cp``, ``ep``, ``dp``, ``pp``), and
+    ``moved_bytes`` is the size of the whole tensor on one rank: the gathered, reduced or exchanged tensor.
+    For a matrix product, ``product`` is batch, rows, columns and inner size. ``is_causal`` marks attention whose kernel skips
+    the masked half of the scores; ``flops`` counts that half too. ``beside`` lists cost keys of matrix products that overlap
+    with this collective, which then runs in pieces. ``copies`` is to how many ranks an exchange sends each row if it never
+    sends a row twice to one rank or node; 0 otherwise.
     """
 
     name: str
@@ -85,9 +86,9 @@ class OpSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TraceParameter(msgspec.Struct, frozen=True, kw_only=True):
-    """One parameter of the traced model; ``storage`` is its storage in the trace (``-1``: the step does not touch it).
+    """One parameter of the traced model; ``storage`` is its storage in the trace (``-1``: the step does not use it).
 
-    ``aliases`` are the other names that a tied parameter goes by.
+    ``aliases`` are the other names of a tied parameter.
     """
 
     name: str
@@ -97,16 +98,16 @@ class TraceParameter(msgspec.Struct, frozen=True, kw_only=True):
     storage: int
     is_trainable: bool = True
     is_written: bool = False
-    """Whether forward or backward writes to it in place, as to a moving average of others."""
+    """Whether forward or backward writes to it in place, for example to update a moving average."""
     aliases: tuple[str, ...] = ()
 
 
 class RegionCall(msgspec.Struct, frozen=True, kw_only=True):
     """One call of one region in the step.
 
-    ``kind`` is equal for calls with equal graphs (names without the region's own prefix), so that choices can be shared.
-    ``forward`` and ``backward`` are half-open tick ranges. ``obstacle`` is empty when recipes can serve this region;
-    otherwise the region is left alone and the text says why.
+    ``kind`` is equal for calls with equal graphs (names without the region's own prefix), so that they can share decisions.
+    ``forward`` and ``backward`` are half-open tick ranges. ``obstacle`` is empty if recipes can handle this region;
+    otherwise it says why they cannot, and the region stays untouched.
     """
 
     index: int
@@ -118,16 +119,16 @@ class RegionCall(msgspec.Struct, frozen=True, kw_only=True):
     backward: tuple[int, int]
     obstacle: str = ""
     is_emptied: bool = False
-    """Whether parameters that it reads are gone between its forward and its backward (a sharded model frees the gathered
-    ones): nothing of it can be rebuilt before its own backward."""
+    """Whether parameters that the region reads are freed between its forward and its backward, as a sharded model frees
+    gathered parameters: nothing in the region can then be rebuilt before its own backward."""
     is_compiled: bool = False
-    """Whether torch.compile runs it: what is dropped is gone after its last use in forward, not at the region's end."""
+    """Whether torch.compile runs it: a dropped value is freed after its last use in forward, not at the region's end."""
     copied_inputs: tuple[str, ...] = ()
-    """Where backward reads copies of inputs of compiled code, as these change before: ``key:`` for each graph, by its inputs,
-    and ``key:input#3`` for what something else changes than the graph itself."""
+    """Inputs of compiled code that backward reads as copies because they change before it runs: ``key:`` names each graph by
+    its inputs, ``key:input#3`` an input that changes outside the graph."""
     unpacks_at_once: bool = False
-    """Whether its values may take other forms although torch.compile runs it: all are packed when its forward ends, and all
-    are back when its backward begins."""
+    """Whether values may be compressed or offloaded although torch.compile runs the region: all are packed when its forward
+    ends and unpacked when its backward begins."""
 
 
 class Trace(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,30 +145,31 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     storages: tuple[Storage, ...]
     regions: tuple[RegionCall, ...]
     timings: dict[str, tuple[float, ...]]
-    """Seconds of each ``cost_key`` as seen while tracing on a real device; empty for a fake trace."""
+    """Seconds of each ``cost_key``, measured while tracing on a real device; empty for a fake trace."""
     workspaces: dict[str, int]
     """Bytes that an op of this ``cost_key`` allocates and frees inside itself, measured by allocator events."""
     notes: tuple[str, ...] = ()
     parameters: tuple[TraceParameter, ...] = ()
-    """Every parameter once, in the order of ``named_parameters``; empty in older traces."""
+    """Every parameter once, in the order of ``named_parameters``; empty in traces of older versions."""
     written_buffers: tuple[str, ...] = ()
-    """The buffers that forward or backward writes to."""
+    """Buffers that forward or backward writes to."""
 
     @property
     def written(self) -> tuple[str, ...]:
-        """The parameters that the step itself writes to."""
+        """Parameters that forward or backward writes to."""
         return tuple(parameter.name for parameter in self.parameters if parameter.is_written)
 
 
 class WatchedStep(msgspec.Struct, frozen=True, kw_only=True):
-    """One step run as it is, with whatever it does to save memory.
+    """One unmodified step, including whatever it does by itself to save memory.
 
-    Unlike in a trace for planning, lives hold what saved tensors hold, and what forward makes again in backward is in it.
+    Unlike in a trace for planning, lifetimes include what saved tensors hold, and ``trace`` includes the ops of forward that
+    run again in backward.
 
-    ``trace`` has no regions. Ticks below ``forward_end`` are forward's, below ``backward_end`` backward's. ``recomputed`` are
-    the ticks of ops that ran forward again within backward. ``output_ends`` says when the storages that the step's output
-    holds would be gone if it did not hold them, ``first_writes`` when gradients that were there before the step are first
-    written. ``without_gradient`` names the parameters that get none.
+    ``trace`` does not have regions. Ticks below ``forward_end`` belong to forward, ticks from there to ``backward_end`` to
+    backward. ``recomputed`` lists the ticks of ops that ran forward again within backward. ``output_ends`` says when each
+    storage of the step's output would be freed if the output did not hold it. ``first_writes`` says when a gradient that
+    existed before the step is first written. ``without_gradient`` names the parameters that do not get a gradient.
     """
 
     trace: Trace
@@ -181,7 +183,7 @@ class WatchedStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def runs_gpu_kernels(device_name: str) -> bool:
-    """Whether a device of this name runs GPU kernels: all do that do not call themselves a CPU.
+    """Whether a device of this name runs GPU kernels: true unless the name contains "cpu".
 
     Example:
         >>> runs_gpu_kernels("H100-SXM"), runs_gpu_kernels("laptop-CPU")

@@ -1,4 +1,4 @@
-"""Gradient traffic: what a data-parallel step spends on it, and whether compressing it pays here.
+"""Gradient traffic: the time that a data-parallel step spends on it, and whether compressing it pays here.
 
 How each figure is defined is in docs/gradient-compression.md.
 """
@@ -14,11 +14,11 @@ from plimsoll.artifacts.base import AdvisedEnum, ArtifactBase
 from plimsoll.artifacts.verdict import IntervalEstimate, Outcome
 
 UNCOMPRESSED = "none"
-"""The method that all others are compared with."""
+"""The baseline that all other methods are compared with."""
 
 
 class Transfer(enum.StrEnum):
-    """What ranks do with a payload. ``payload_bytes`` is the tensor that a rank gives."""
+    """A collective or transfer of one payload; ``payload_bytes`` is the size of the tensor that a rank passes to it."""
 
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
@@ -27,7 +27,7 @@ class Transfer(enum.StrEnum):
     BROADCAST = "broadcast"
 
     def wire_bytes(self, payload_bytes: float, ranks: int) -> float:
-        """What each rank sends, on average.
+        """Bytes that each rank sends, on average.
 
         Example:
             >>> Transfer.ALL_REDUCE.wire_bytes(100, 4), Transfer.ALL_GATHER.wire_bytes(100, 4)
@@ -41,7 +41,7 @@ class Transfer(enum.StrEnum):
 
 
 class TrafficRuling(AdvisedEnum):
-    """What compressing the gradients comes to here."""
+    """The verdict on compressing gradients here."""
 
     KEEP = "KEEP", "Compress: it saves time here, and held-out loss stays within what is allowed."
     REFUSE = "REFUSE", "Do not compress: it saves no time here, or held-out loss gets worse."
@@ -49,16 +49,16 @@ class TrafficRuling(AdvisedEnum):
 
 
 class LinkPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """The median of one payload's transfers."""
+    """The median time of transfers of one payload."""
 
     payload_bytes: int
     measured_seconds: float
 
 
 class LinkFit(msgspec.Struct, frozen=True, kw_only=True):
-    """A transfer takes ``latency_seconds`` + what each rank sends / ``bytes_per_second``.
+    """Transfer time as ``latency_seconds`` + bytes that each rank sends / ``bytes_per_second``.
 
-    ``relative_error`` is how far a transfer lies from that, as a share (root mean square over ``points``).
+    ``relative_error`` is the deviation of measured transfers from this formula, as a share (root mean square over ``points``).
     """
 
     transfer: Transfer
@@ -69,19 +69,19 @@ class LinkFit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BucketTiming(msgspec.Struct, frozen=True, kw_only=True):
-    """One bucket of gradients, in the order in which backward fills them: the slowest rank's time since the step began."""
+    """One gradient bucket, in the order that backward fills them: seconds from the step's start on the slowest rank."""
 
     gradient_bytes: int
     measured_ready_seconds: float
 
 
 class StepTiming(msgspec.Struct, frozen=True, kw_only=True):
-    """A step whose gradients are sent nowhere.
+    """A step that computes gradients but does not send them.
 
     ``measured_compute_seconds`` is forward and backward, ``measured_optimizer_seconds`` what follows. ``spread`` is half the
-    interquartile range of computing, as a share. Beside a transfer, computing runs at ``compute_share`` of its speed and the
-    transfer at ``transfer_share`` of its own (1: they do not get in each other's way); beside local work on gradients,
-    computing runs at ``processor_share``, and so does that work.
+    interquartile range of the compute time, as a share. During a transfer, compute runs at ``compute_share`` of its speed and
+    the transfer at ``transfer_share`` of its own (1: they do not slow each other). During local work on gradients, compute
+    and that work both run at ``processor_share`` of their speed.
     """
 
     measured_compute_seconds: float
@@ -94,10 +94,11 @@ class StepTiming(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShardedStep(msgspec.Struct, frozen=True, kw_only=True):
-    """A step whose parameters FSDP2 gathers and whose gradients are sent nowhere; ``units`` modules reduce one after the other.
+    """A step with parameters gathered by FSDP2 and gradients not sent; ``units`` modules reduce one after the other.
 
-    ``measured_silent_seconds`` is the whole step, its optimizer included. ``measured_most_saved_share`` is the share of the
-    uncompressed step that it takes less: a method with no work of its own that sends nothing would save that, none saves more.
+    ``measured_silent_seconds`` is the whole step, including its optimizer. ``measured_most_saved_share`` is how much shorter
+    this step is than the uncompressed one, as a share. It bounds every method: only a method that sends nothing and does no
+    local work would save as much.
     """
 
     units: int
@@ -107,10 +108,10 @@ class ShardedStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Validation(msgspec.Struct, frozen=True, kw_only=True):
-    """Training with the method beside training without it, from the same start, in the same orders of the data.
+    """Training with the method compared with training without it, from the same start, with the same orders of the data.
 
-    ``difference`` is how much higher the method's held-out loss is, ``allowed`` what it may be, ``seed_spread`` how far
-    uncompressed runs over different orders lie apart (their standard deviation).
+    ``difference`` is how much higher the method's held-out loss is, ``allowed`` the most that it may be higher. ``seed_spread``
+    is the standard deviation between uncompressed runs over different orders.
     """
 
     outcome: Outcome
@@ -128,15 +129,15 @@ class Validation(msgspec.Struct, frozen=True, kw_only=True):
 class MethodTraffic(msgspec.Struct, frozen=True, kw_only=True):
     """One way to send the gradients.
 
-    ``wire_bytes`` is what each rank sends per step, in ``transfers`` collectives. ``measured_local_seconds`` is the work
-    before, between and after them (encoding, decoding). ``exposed_seconds`` of ``transfer_seconds`` are not hidden behind
-    computing. ``predicted_saved_share`` is the share of the uncompressed step that the method saves (negative: it costs).
-    ``break_even_bytes_per_second`` is the highest bandwidth at which it still saves time, ``None`` where none was found.
-    ``break_even_hidden_share``: it pays where less than this share of the uncompressed transfers is hidden; ``None`` where
-    it would not even with nothing hidden. ``gradient_error`` is ‖Δg‖ / ‖g‖ of the first gradient that is sent.
+    ``wire_bytes`` is what each rank sends per step, in ``transfers`` collectives. ``measured_local_seconds`` is the local work
+    before, between and after them (encoding, decoding). Of ``transfer_seconds``, ``exposed_seconds`` are not hidden by
+    compute. ``predicted_saved_share`` is the share of the uncompressed step that the method saves (negative: it costs time).
+    ``break_even_bytes_per_second`` is the highest bandwidth at which it still saves time, ``None`` if none was found.
+    ``break_even_hidden_share``: the method pays while compute hides less than this share of the uncompressed transfers;
+    ``None`` if it would not pay even with nothing hidden. ``gradient_error`` is ‖Δg‖ / ‖g‖ of the first gradient that is sent.
 
-    Where nothing is predicted (``Traffic.sharded``) the fields from ``transfers`` to ``predicted_saved_share`` are ``None``,
-    and the two ``measured_`` ones after them are not.
+    If nothing is predicted (``Traffic.sharded``), the fields from ``transfers`` to ``predicted_saved_share`` are ``None``,
+    and the two ``measured_`` fields after them are set.
     """
 
     method: str
@@ -159,23 +160,23 @@ class MethodTraffic(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Traffic(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
-    """What gradient compression would do to a data-parallel step here. ``str`` shows it.
+    """The effect of gradient compression on a data-parallel step here. ``str`` shows it.
 
-    ``methods`` begins with the uncompressed one, whose ruling is that of all: ``KEEP`` where some method is worth it. Of a
-    model under ``DistributedDataParallel`` it has ``bucket_bytes``, ``hidden_share``, ``links`` and ``step``; of one that FSDP2
-    shards it has ``sharded`` instead.
+    ``methods`` begins with the uncompressed method. Its ruling is the overall one: ``KEEP`` if any method is worth using. For a
+    model under ``DistributedDataParallel``, ``bucket_bytes``, ``hidden_share``, ``links`` and ``step`` are set; for a model
+    that FSDP2 shards, ``sharded`` is set instead.
     """
 
     KIND: ClassVar[str] = "traffic"
     SCHEMA_VERSION: ClassVar[int] = 2
-    """2: a step whose model FSDP2 shards has no prediction, link or buckets; files of schema 1 have all of them."""
+    """2: a step sharded by FSDP2 does not have a prediction, link or buckets; files of schema 1 have all of them."""
 
     schema_version: int = SCHEMA_VERSION
     ruling: TrafficRuling
     reason: str
     missing: tuple[str, ...] = ()
     best: str | None = None
-    """The method to take, if any."""
+    """The recommended method, if any."""
     model: str
     fingerprint: str
     device: str
@@ -188,7 +189,7 @@ class Traffic(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     versions: dict[str, str]
     hidden_share: float | None = None
-    """Of the uncompressed transfers: how much of their time computing hides (predicted)."""
+    """Share of the uncompressed transfers' time that compute hides (predicted)."""
     links: tuple[LinkFit, ...] = ()
     step: StepTiming | None = None
     sharded: ShardedStep | None = None

@@ -1,4 +1,4 @@
-"""A verdict: what training under a plan does to gradients, loss and speed, beside the same training without.
+"""A verdict: how training under a plan changes gradients, loss and speed, compared with the same training without it.
 
 Numbers that are not finite are ``None``. How each figure is defined is in docs/probe.md.
 """
@@ -14,7 +14,7 @@ from plimsoll.artifacts.base import AdvisedEnum, ArtifactBase
 
 
 class Ruling(AdvisedEnum):
-    """What a probe comes to; the first one that applies."""
+    """The verdict of a probe; the first one that applies."""
 
     BASELINE_DIVERGED = (
         "BASELINE_DIVERGED",
@@ -45,24 +45,24 @@ class Ruling(AdvisedEnum):
 
 
 class Outcome(enum.StrEnum):
-    """How one rule stands."""
+    """The result of one rule."""
 
     CLEAR = "CLEAR"
-    """The interval lies within what is allowed."""
+    """The interval lies within the allowed range."""
     BROKEN = "BROKEN"
-    """The interval lies outside of what is allowed."""
+    """The interval lies outside the allowed range."""
     OPEN = "OPEN"
-    """It cannot be told yet."""
+    """There is not enough data to decide yet."""
     NOT_MEASURED = "NOT_MEASURED"
-    """The probe had no means to look: no held-out data, for example."""
+    """The probe could not measure it, for example without held-out data."""
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True):
-    """One rule: what it allows, what was found (in words and numbers), how it stands, and what is missing if it is open."""
+    """One rule: what it allows, what was found (in words and numbers), its outcome, and what is missing if it is open."""
 
     name: str
     ruling: Ruling
-    """What a broken rule comes to."""
+    """The probe's ruling if this rule is broken."""
     outcome: Outcome
     allowed: str
     found: str
@@ -78,9 +78,9 @@ class IntervalEstimate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NormSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """The gradient norms of one arm: quantiles, spikes, and how heavy the tails are.
+    """Gradient norms of one arm: quantiles, spikes, and how heavy the tails are.
 
-    ``quantiles`` are those at ``NORM_QUANTILES``; ``kurtosis`` is the excess over a normal distribution's.
+    ``quantiles`` are taken at ``NORM_QUANTILES``; ``kurtosis`` is the excess over a normal distribution's.
     """
 
     median: float
@@ -92,18 +92,18 @@ class NormSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 NORM_QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
-"""Where ``NormSummary.quantiles`` are taken."""
+"""The quantiles that ``NormSummary.quantiles`` holds."""
 
 WHOLE_MODEL = "whole model"
-"""The name of all parameters together among the blocks."""
+"""The name of the block that holds all parameters together."""
 
 
 class NormComparison(msgspec.Struct, frozen=True, kw_only=True):
     """The gradient norms of one block (or of the whole model) in both arms, at the same steps.
 
-    ``shift`` is the mean change of the norm, as a share: 0.1 is a tenth larger. ``p_value`` is that of a two-sample test
-    (Kolmogorov-Smirnov distance, arms swapped by whole runs of steps), ``adjusted_p_value`` is corrected for the number of
-    blocks. ``None`` where there are too few steps.
+    ``shift`` is the mean change of the norm, as a share: 0.1 is a tenth larger. ``p_value`` comes from a two-sample test
+    (Kolmogorov-Smirnov distance, arms swapped by whole runs of steps); ``adjusted_p_value`` is corrected for the number of
+    blocks. These are ``None`` if there are too few steps.
     """
 
     block: str
@@ -115,11 +115,11 @@ class NormComparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GradientComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """The plan's gradient beside the unmanaged one at the same parameters, batch and random state, over ``samples`` steps.
+    """The plan's gradient compared with the unmanaged one for equal parameters, batch and random state, over ``samples`` steps.
 
-    ``relative_error`` is ‖Δg‖ / ‖g‖ (largest seen: ``largest_error``), ``cosine`` that of the angle between the two,
-    ``gain`` how long the plan's gradient is along the unmanaged one (1: neither shortened nor stretched). ``None`` where
-    there are too few samples for an interval.
+    ``relative_error`` is ‖Δg‖ / ‖g‖ (``largest_error``: the largest seen), ``cosine`` the cosine of the angle between the two,
+    ``gain`` the length of the plan's gradient along the unmanaged one (1: neither shortened nor stretched). ``cosine`` and
+    ``gain`` are ``None`` if there are too few samples for an interval.
     """
 
     block: str
@@ -131,11 +131,12 @@ class GradientComparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ArmSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """What one arm came to.
+    """Results of one arm of the training comparison.
 
     ``final_loss`` is the mean over the last ``Verdict.window`` steps. ``steps_to_target`` is the first step at which
-    the mean over as many steps is at most the target, ``None`` if it never is; ``seconds_to_target`` is that number of
-    median steps. ``held_out_loss`` is the mean over the held-out batches, ``perplexity`` its exponential.
+    the mean over a window of that length is at most the target, ``None`` if it never is; ``seconds_to_target`` is that
+    number of steps times the median step. ``held_out_loss`` is the mean over the held-out batches, ``perplexity`` its
+    exponential.
     """
 
     name: str
@@ -150,7 +151,7 @@ class ArmSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Curves(msgspec.Struct, frozen=True, kw_only=True):
-    """Loss and norm of the whole gradient of both arms, step by step (``None``: not finite)."""
+    """Loss and norm of the whole gradient, step by step, for both arms (``None``: not finite)."""
 
     baseline_losses: tuple[float | None, ...]
     plan_losses: tuple[float | None, ...]
@@ -159,9 +160,9 @@ class Curves(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verdict(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
-    """Training under a plan held against training without one. ``plimsoll.probe`` makes one; ``str`` shows it.
+    """Training under a plan compared with training without one. ``plimsoll.probe`` makes one; ``str`` shows it.
 
-    ``decided_by`` is the name of the rule that the ruling follows from, ``missing`` what an undecided one lacks.
+    ``decided_by`` names the rule that gave the ruling; ``missing`` says what an undecided verdict lacks.
     ``comparisons`` and ``gradients`` begin with the whole model.
     """
 
@@ -181,14 +182,14 @@ class Verdict(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     is_lossless: bool
     optimizer: str
     data: str
-    """Where the batches came from, in words."""
+    """Description of where the batches came from."""
     versions: dict[str, str]
     seed: int
     steps: int
     """Steps that each arm took."""
     planned_steps: int
     confidence: float
-    """Of each interval: 1 less the error allowed for it."""
+    """Confidence level of each interval: 1 less its error probability."""
     rules: tuple[Rule, ...]
     baseline: ArmSummary
     plan: ArmSummary
@@ -198,9 +199,9 @@ class Verdict(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     items: str
     """What ``items_per_second`` counts: tokens or examples."""
     delay: IntervalEstimate | None = None
-    """How many times as many steps the plan needs for the same loss (1: no more)."""
+    """Steps that the plan needs for the same loss, over the baseline's (1: equal)."""
     held_out_difference: IntervalEstimate | None = None
-    """The plan's held-out loss less the baseline's."""
+    """The plan's held-out loss minus the baseline's."""
     comparisons: tuple[NormComparison, ...]
     gradients: tuple[GradientComparison, ...] = ()
     curves: Curves
@@ -208,10 +209,10 @@ class Verdict(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_early(self) -> bool:
-        """Whether it was clear before all planned steps were taken."""
+        """Whether the probe stopped before all planned steps because the ruling was clear."""
         return self.steps < self.planned_steps
 
     @property
     def exit_code(self) -> int:
-        """0 where training may rely on the plan, else 1."""
+        """0 if training may rely on the plan, else 1."""
         return 0 if self.ruling.is_pass else 1

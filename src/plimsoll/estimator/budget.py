@@ -1,15 +1,15 @@
-"""Lists every part of a device's memory at the peak of a step: what the tensors take, and what lies beside them.
+"""Lists every part of a device's memory at the peak of a step: tensors, and memory outside the tensors.
 
 The error of an item is what comparisons with real steps leave open (``docs/estimate.md``). On a CPU the peak of live tensors
-is compared with torch's own count; on a GPU the same trace takes the kernels that the device would run, which has been
-compared with published figures only, so errors are wider there.
+was compared with torch's own count. On a GPU the same trace assumes the kernels that the device would run; that was compared
+only with published figures, so errors are wider there.
 
-What a process takes beside its tensors (context, workspaces, communicators) cannot be counted from the model; every figure
-was measured by others or read in a library's source, and says where. Devices whose figures nobody has published are
+What a process holds outside its tensors (context, workspaces, communicators) cannot be computed from the model. Every such
+figure was measured by others or read in a library's source, and names its source. Devices without published figures are
 ``UNSUPPORTED``, not guessed.
 
-Known weaknesses: figures move with the versions of driver, CUDA and NCCL; ``CUDA_MODULE_LOADING=EAGER`` takes more than
-1 GiB more; ``NCCL_BUFFSIZE``, ``NCCL_MAX_NCHANNELS`` and communicators that share resources take less.
+Known weaknesses: figures change with the versions of driver, CUDA and NCCL. ``CUDA_MODULE_LOADING=EAGER`` needs over
+1 GiB more; ``NCCL_BUFFSIZE``, ``NCCL_MAX_NCHANNELS`` and communicators that share resources need less.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from plimsoll.planning.costing.devices import Device
 from plimsoll.units import GIB, KIB, MIB
 
 COUNTED_ERROR = 0.01
-"""What is counted from shapes: real steps under DDP, FSDP2, HSDP and with f32 gradients differ by up to half a percent to one
+"""Error of bytes counted from shapes: real steps under DDP, FSDP2, HSDP and with float32 gradients differ by 0.5% to 1% at most
 (``tests/estimator/parallelism/test_rank.py``)."""
 _WORKSPACE_ERROR = 0.5
-"""A process that runs forward and backward in one thread has one handle of the two."""
+"""A process that runs forward and backward in one thread has one cuBLAS handle instead of the two counted here."""
 _ACTIVATION_ERROR = {False: 0.02, True: 0.05}
 _TEMPORARY_ERROR = {False: 0.03, True: 0.15}
-"""By whether a GPU's kernels are stood in for: masks, statistics and workspaces differ between kernels and versions."""
+"""By whether the trace only assumes a GPU's kernels: their masks, statistics and workspaces differ between versions."""
 _COMMUNICATION_ERROR = 0.2
-"""Buffers follow FSDP2 and DDP of torch 2.13; settings of theirs change how many are alive at once."""
+"""Buffers are modelled on FSDP2 and DDP of torch 2.13; their settings change how many buffers are alive at one time."""
 _FRAGMENTATION_ERROR = 0.8
 """Recorded on an A100: 210, 152, 157 and 924 MiB; simulated: 215, 165, 38 and 909 (``docs/allocator.md``)."""
 _UNACCOUNTED = {
@@ -52,8 +52,8 @@ _UNACCOUNTED = {
         "one job of FSDP and two of LoRA held 7 to 12% more, 3% of it by a dropout that was left out",
     ),
 }
-"""By whether there is a pipeline: what published runs hold beyond the sum of these parts, as a share and at most, its error and
-its source."""
+"""By whether the job has a pipeline: bytes that published runs hold beyond the sum of these parts. Each entry has the share of
+that sum, the limit in bytes, the relative error and the source."""
 _EXACT = {
     Category.PARAMETER: "parameters",
     Category.GRADIENT: "gradients",
@@ -64,11 +64,11 @@ _EXACT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """What was simulated for one rank, at the moment of its peak.
+    """Simulated memory of one rank at its peak.
 
-    ``classes`` are bytes by category, of which ``waiting_bytes`` are activations of other micro-batches in flight;
-    ``waiting_error`` is by how much these may be off because they wait in other stages of the rank, as a share.
-    ``allocator`` is what the device's caching allocator holds for them; a CPU has none.
+    ``classes`` are bytes by category. ``waiting_bytes`` of them are activations of other micro-batches in flight;
+    ``waiting_error`` is their additional relative error, because they wait in other stages of the rank.
+    ``allocator`` is what the device's caching allocator holds for these tensors; ``None`` on a CPU.
     """
 
     classes: Mapping[str, int]
@@ -76,7 +76,7 @@ class RankMemory:
     waiting_error: float = 0.0
     allocator: AllocatorUse | None = None
     has_stand_ins: bool = False
-    """Whether kernels of a device that is not here were stood in for; all devices with such an allocator have them."""
+    """Whether the trace assumes kernels of a device that is not here; always true for devices with a caching allocator."""
 
 
 def budget_items(
@@ -86,10 +86,11 @@ def budget_items(
     *,
     has_pipeline: bool = False,
 ) -> tuple[BudgetItem, ...]:
-    """Every part of a device's memory at the peak, none of them counted twice.
+    """Return every part of a device's memory at the peak; parts do not overlap.
 
-    ``optimizers`` are one per stage of the rank: their error and master weights are told apart. ``outside`` lies outside of
-    the allocator: context, library workspaces, communicators. On a GPU the last item is what published runs hold beyond these.
+    ``optimizers`` has one entry per stage of the rank and gives the error and the master weights. ``outside`` are items
+    outside the allocator: context, library workspaces, communicators. On a GPU the last item is what published runs hold
+    beyond all of these.
     """
     classes, is_gpu = memory.classes, memory.allocator is not None
     exact = {
@@ -125,7 +126,7 @@ def _unaccounted(parts: Iterable[BudgetItem], has_pipeline: bool) -> BudgetItem:
 
 
 def has_caching_allocator(device: Device) -> bool:
-    """Whether torch's caching allocator serves a device: not a CPU, nor what XLA compiles for.
+    """Whether torch's caching allocator serves the device: it does not on CPUs, nor on devices that XLA compiles for.
 
     Example:
         >>> from plimsoll.planning.costing.devices import find_device
@@ -136,14 +137,14 @@ def has_caching_allocator(device: Device) -> bool:
 
 
 def tensor_room(device: Device, layout: Layout) -> int:
-    """Bytes that a device leaves to tensors beside the framework and what is not accounted for."""
+    """Bytes that a device leaves for tensors, after the framework and the unaccounted bytes of published runs."""
     share, most_bytes = _UNACCOUNTED[layout.pp > 1][:2] if has_caching_allocator(device) else (0.0, 0)
     room = max(int(device.memory_bytes / (1 + share)), device.memory_bytes - most_bytes)
     return room - sum(item.bytes or 0 for item in framework_items(device, layout))
 
 
 def kernel_items(op_names: Iterable[str]) -> tuple[BudgetItem, ...]:
-    """What kernels allocate for themselves and a trace without the device does not show: workspaces of convolutions.
+    """Items for memory inside kernels that a trace without the device cannot show: workspaces of convolutions.
 
     Example:
         >>> [item.name for item in kernel_items(["mm", "convolution", "convolution_backward"])]
@@ -160,7 +161,7 @@ def _item(name: str, bytes_: int | None, relative_error: float, basis: Basis, no
 
 
 def _optimizer_items(state_bytes: int, optimizers: Sequence[OptimizerUse]) -> list[BudgetItem]:
-    """State and master weights; the notes of the optimizer's rules stand beside its state."""
+    """Items for optimizer state and master weights; the state's item carries the notes on the optimizer's rules."""
     if not optimizers:
         return []
     master = sum(use.total_master_bytes for use in optimizers)
@@ -172,7 +173,7 @@ def _optimizer_items(state_bytes: int, optimizers: Sequence[OptimizerUse]) -> li
 
 
 def _allocator_items(memory: RankMemory) -> list[BudgetItem]:
-    """What the allocator holds beyond live tensors, when it holds most."""
+    """Items for bytes that the allocator holds beyond live tensors when its reserved memory is largest."""
     use = memory.allocator
     if use is None:
         return []
@@ -183,19 +184,19 @@ def _allocator_items(memory: RankMemory) -> list[BudgetItem]:
     ]
 
 
-# Beside the tensors -------------------------------------------------------------------------------------------------
+# Outside the tensors ------------------------------------------------------------------------------------------------
 
 _SMALL_WORKSPACE_BYTES = (2 * 4096 + 8 * 16) * KIB
 _LARGE_WORKSPACE_BYTES = 8 * 4096 * KIB
 _HANDLES = 2
-"""The thread of forward and autograd's thread have a cuBLAS handle each, and every handle its workspace."""
+"""The forward thread and autograd's thread each have a cuBLAS handle, and each handle has a workspace."""
 _PAIR_BYTES = 544 * MIB
 _RING_BYTES = 688 * MIB
 _MEASURED_CHANNELS = 24
 _PEER_BYTES = 447 * MIB
-"""3.28 GB for the seven peers of an all-to-all among eight."""
+"""From 3.28 GB for the seven peers of an all-to-all among eight ranks."""
 _NETWORK_PEER_BYTES = 2 * 2 * 10 * MIB
-"""Two channels each way, of 10 MiB each."""
+"""Two channels in each direction, each of 10 MiB."""
 _KERNELS_BYTES = 164 * MIB
 _KERNELS = "kernels that are loaded when first used: 0.16 GiB in a run on an H100 (vllm-project/vllm#12126)"
 _NVLINK = (
@@ -207,7 +208,7 @@ _PCIE = f"{_NVLINK}; over PCIe 4 channels are assumed, and bytes grow with chann
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Figures:
-    """What is known of one family of devices: the context's bytes, and NCCL's channels between devices of one node."""
+    """Known figures of one family of devices: the context's bytes, and NCCL's channels between devices of one node."""
 
     context_bytes: int
     context_error: float
@@ -267,15 +268,15 @@ _FIGURES = {
     "RTX-5090": replace(_ADA, context_error=0.6),
 }
 _WITHOUT_CONTEXT = {"laptop-CPU"}
-"""On a CPU libraries take memory from the host as every program does; nothing is set aside."""
+"""Devices without a context: on a CPU, libraries use host memory like every program; no device memory is set aside."""
 
 
 def framework_items(device: Device, layout: Layout, token_bytes: int = 0) -> tuple[BudgetItem, ...]:
-    """What one training process takes on its device beside the tensors that a trace knows.
+    """Return what one training process holds on its device outside the tensors of a trace.
 
-    The workspaces of cuBLAS come from the caching allocator, so torch counts them as allocated; all else is outside of it.
-    One item for the context, one for workspaces, one per group that communicates; none for a CPU. ``token_bytes`` are those of
-    a token that DeepEP sends, 0 without it.
+    One item is the context, one the workspaces, and one each group that communicates; a CPU gets an empty tuple. The workspaces
+    of cuBLAS come from the caching allocator, so torch counts them as allocated; everything else is outside the allocator.
+    ``token_bytes`` is the size of a token that DeepEP sends, 0 without DeepEP.
 
     Example:
         >>> from plimsoll.planning.costing.devices import find_device
@@ -283,7 +284,7 @@ def framework_items(device: Device, layout: Layout, token_bytes: int = 0) -> tup
         >>> [(item.name, item.bytes // MIB) for item in items]
         [('CUDA context', 381), ('kernels', 164), ('cuBLAS workspaces', 16), ('NCCL buffers (tp)', 544)]
 
-    Source: named in the note of every item.
+    Source: given in the note of every item.
     """
     if device.name in _WITHOUT_CONTEXT:
         return ()
@@ -318,7 +319,7 @@ _DEEPEP = (
 
 
 def _deepep_buffers(ranks: int, token_bytes: int) -> BudgetItem:
-    """The buffers that DeepEP receives in, for links and for the network: places for tokens, per channel and sender."""
+    """DeepEP's receive buffers for links and for the network: room for a number of tokens per channel and sender."""
     tokens = next((tokens for most, tokens in _LINK_TOKENS if ranks <= most), _MOST_LINK_TOKENS)
     row_bytes = token_bytes + _ROW_EXTRA_BYTES
     links = _CHANNELS * min(ranks, _NODE) * tokens * row_bytes
@@ -328,7 +329,7 @@ def _deepep_buffers(ranks: int, token_bytes: int) -> BudgetItem:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Ranks that communicate: how many, how far apart in the numbering of ranks, and whether each talks to each."""
+    """Ranks that communicate: their number, their distance in the numbering of ranks, and the pattern of their traffic."""
 
     name: str
     ranks: int
@@ -337,10 +338,10 @@ class _Group:
 
 
 def _groups(layout: Layout) -> list[_Group]:
-    """The groups of one rank, with ranks numbered as ``Layout`` does: tp fastest, then cp, dp, pp.
+    """The groups that one rank belongs to, with ranks numbered as in ``Layout``: tp fastest, then cp, dp, pp.
 
-    Gradients are reduced over data-parallel and context-parallel ranks together; where parameters are spread over tensor and
-    pipeline ranks, these have a group of their own to agree on the norm of all gradients.
+    Gradients are reduced over data-parallel and context-parallel ranks together. If parameters are spread over both tensor and
+    pipeline ranks, these ranks have an extra group that computes the norm of all gradients.
     """
     groups = (
         _Group("tp", layout.tp, 1, "ring"),

@@ -1,4 +1,4 @@
-"""``plimsoll.estimate``: the whole training budget of every rank of a job, without a GPU and without weights."""
+"""``plimsoll.estimate``: the whole training budget of every rank of a job, without a GPU or weights."""
 
 from __future__ import annotations
 
@@ -54,38 +54,39 @@ def estimate(
     loss: Callable[[Any], torch.Tensor] | None = None,
     progress: Progress | None = None,
 ) -> Estimate:
-    """Say what training takes on devices that are not here: memory item by item, the moment of the peak, and speed.
+    """Estimate what training needs on devices that are not here: memory by item, the moment of the peak, and speed.
 
-    One rank's step is traced with fake tensors and the device's kernels, then cut into pipeline stages and sharded; the answer
-    for a catalogue name or a ``config.json`` is kept in the user's cache directory, so that the next question about the same
-    model takes seconds. No weights, no GPU.
+    One rank's step is traced with fake tensors and the device's kernels, then cut into pipeline stages and sharded. It does not
+    need weights or a GPU. The answer for a catalogue name or a ``config.json`` is stored in the user's cache directory, so the
+    next question about the same model takes seconds.
 
     Args:
         target: a catalogue name (``"llama-3-70b"``), the path of a Hugging Face ``config.json``, ``package.module:function``,
             or a model, which may be on the meta device.
-        batch: samples per micro-batch and rank; for a model, the batch itself, whose sequence is one rank's part under ``cp``.
-        device: from the catalogue of devices.
+        batch: samples per micro-batch and rank; for a model, the batch itself: under ``cp``, one rank's part of the sequence.
+        device: a name from the catalogue of devices.
         sequence: tokens per sample, before context parallelism splits them; by default the target's own.
         precision: ``fp32``, ``bf16``, ``fp16``, ``bf16-mixed``, ``fp16-mixed`` or ``fsdp-bf16``; by default the
-            model's own types.
-        optimizer: by name (``"adamw"``, ``"adamw-8bit"``, ``"sgd"``, ``"adafactor"``, ``"muon"`` …), or ``"none"``.
+            dtypes of the model itself.
+        optimizer: a name (``"adamw"``, ``"adamw-8bit"``, ``"sgd"``, ``"adafactor"``, ``"muon"`` …), or ``"none"``.
         has_master_weights: the optimizer keeps a copy of narrow weights in float32.
         layout: ``"dp=8,tp=8,sp,pp=16,zero=1,schedule=1f1b,micro-batches=64"``; by default one rank. With
-            ``"ranks=64,samples=512"`` the fastest layout of so many ranks is chosen, and micro-batches where none are given;
-            ``layouts`` has the runners-up.
-        strategy: ``none`` (the default), ``full``, ``every:k``, ``sqrt``, ``selective:…``, or ``auto``: the least time within
-            ``budget`` (the default where there is one).
-        budget: bytes for the tensors of one rank, or ``"auto"``: the device's memory less its framework, what published
-            runs held unaccounted for, and 8%.
-        export: the framework whose own switches are to keep to ``budget`` (by default ``"auto"``): ``megatron``, ``torchtitan``
-            or ``transformers``. Settings that offload are tried where the device has a link to its host. The estimate is then
-            that of the best setting; ``switches`` has its neighbours too.
-        techniques: what else the run does: ``"gradients=fp32,loss=fused,optimizer-in-backward"`` (``docs/estimate.md``).
-        loss: for a model whose output is no loss; from the output to a scalar.
-        progress: told the stage and the share done.
+            ``"ranks=64,samples=512"`` the fastest layout of 64 ranks is chosen, and the micro-batch size if ``batch`` is not
+            given; ``layouts`` has the runners-up.
+        strategy: ``none`` (the default without a budget), ``full``, ``every:k``, ``sqrt``, ``selective:…``, or ``auto``: the
+            fastest within ``budget`` (the default with a budget).
+        budget: bytes for the tensors of one rank, or ``"auto"``: the device's memory minus the framework's, minus the
+            bytes that published runs held unaccounted for, minus 8%.
+        export: the framework whose own switches must keep within ``budget`` (by default ``"auto"``): ``megatron``,
+            ``torchtitan`` or ``transformers``. Settings that offload are tried if the device has a link to its host. The
+            estimate is for the best setting; ``switches`` also lists its neighbours.
+        techniques: other things that the run does: ``"gradients=fp32,loss=fused,optimizer-in-backward"``
+            (``docs/estimate.md``).
+        loss: from the model's output to a scalar, for a model that does not return its loss.
+        progress: called with the stage and the share that is done.
 
     Returns:
-        The estimate: printable, savable; every figure with an error and its basis, or called unsupported.
+        The estimate, which can be printed and saved; every figure has an error and a basis, or is marked unsupported.
 
     Raises:
         InvalidTarget, InvalidLayout, UnknownDevice, UnknownOptimizer, InvalidStrategy, InvalidBudget, InvalidOption: as named.
@@ -96,7 +97,7 @@ def estimate(
         >>> found.does_fit  # doctest: +SKIP
         True
 
-    Known weakness: none of it has been compared with a GPU; on CPUs peaks are (``docs/estimate.md``).
+    Known weakness: these estimates have not been compared with a GPU; peaks on CPUs have been (``docs/estimate.md``).
     """
     started = time.monotonic()
     report = progress or silent
@@ -143,7 +144,10 @@ def estimate(
 def _search(
     space: LayoutSpace | None, make: MakeJob, first: TraceRequest, batch: Any, setting: Setting, progress: Progress
 ) -> tuple[EstimateJob, tuple[LayoutChoice, ...]]:
-    """The job of the layout, or of the fastest of a space; a function's or a model's own batch stays what it is."""
+    """Return the job of the given layout, or of the fastest layout of a space.
+
+    A function or model brings its own batch, which does not change from layout to layout.
+    """
     if space is None:
         return make(setting.layout, batch), ()
     strategy = setting.strategy
@@ -155,7 +159,7 @@ def _search(
 
 
 def _question(target: str | torch.nn.Module, setting: Setting, **sizes: Any) -> dict[str, Any] | None:
-    """Everything that the answer depends on, but for versions; ``None`` for a model or a function, which may do anything."""
+    """Everything that the answer depends on, except versions; ``None`` for a model or function, which could do anything."""
     recipe = find_recipe(target) if isinstance(target, str) else None
     if recipe is None or not all(isinstance(size, int | str | Layout | None) for size in sizes.values()):
         return None
@@ -163,13 +167,13 @@ def _question(target: str | torch.nn.Module, setting: Setting, **sizes: Any) -> 
 
 
 def _kept(question: dict[str, Any] | None) -> Estimate | None:
-    """What the same question was answered before, for which nothing was traced now."""
+    """Return the cached answer to the same question; its ``trace_seconds`` are 0, since nothing was traced now."""
     kept = None if question is None else AnswerCache(Estimate).get(question)
     return None if kept is None else msgspec.structs.replace(kept, trace_seconds=0.0)
 
 
 def _keep(question: dict[str, Any] | None, found: Estimate) -> Estimate:
-    """The estimate, kept for the same question unless a plan of it ran out of time."""
+    """Cache the estimate for the same question unless a plan in it timed out, and return it."""
     statuses = {plan.status for stage in found.stages for plan in stage.plans}
     if question is not None and Status.TIMED_OUT not in statuses:
         AnswerCache(Estimate).put(question, found)
@@ -183,7 +187,7 @@ def _name(target: str | torch.nn.Module) -> str:
 def _job(
     request: TraceRequest, setting: Setting, traces: dict[TraceKey, tuple[TracedTarget, Trace]], progress: Progress
 ) -> EstimateJob:
-    """The job of one layout; what is traced for one serves all that give a rank the same."""
+    """Make the job of one layout; layouts that give a rank the same step share one trace."""
     layout = setting.layout
     key = (layout.tp, layout.ep, layout.cp, layout.sequence_parallel, request.batch)
     if key not in traces:
@@ -197,7 +201,7 @@ def _job(
 
 
 _TAKEN = {"precision": Precision | None, "layout": Layout, "techniques": Techniques, "optimizer": str}
-"""What options may be besides text; others may be left out."""
+"""Types that an option may have apart from text; other options may be ``None``."""
 
 
 def _check_words(**given: object) -> None:
@@ -213,7 +217,7 @@ def _request(
     loss: Callable[[Any], torch.Tensor] | None,
     setting: Setting,
 ) -> TraceRequest:
-    """What is traced of one rank's step."""
+    """What to trace of one rank's step."""
     layout = setting.layout
     precision = None if setting.precision is None else setting.precision.traced
     request = TraceRequest(
@@ -229,10 +233,10 @@ def _request(
 
 
 def _traced(request: TraceRequest, layout: Layout, progress: Progress) -> TracedTarget:
-    """The traced step, once the layout is known to divide the model.
+    """Check that the layout divides the model, then trace the step.
 
     Raises:
-        InvalidLayout: it does not.
+        InvalidLayout: the layout does not divide the model.
     """
     facts = target_facts(request)
     if facts is not None:
@@ -242,7 +246,7 @@ def _traced(request: TraceRequest, layout: Layout, progress: Progress) -> Traced
 
 
 def _without_strategy(setting: Setting, framework: str, strategy: str | None) -> Setting:
-    """The setting of an estimate that chooses switches: each setting of them is a strategy of its own."""
+    """The setting of an estimate that chooses switches; each switch setting is a strategy, so refuse ``strategy=``."""
     check_framework(framework, setting.how)
     if strategy is not None:
         raise InvalidOption(
@@ -260,7 +264,7 @@ def _given(
     loss: Callable[[Any], torch.Tensor] | None,
     precision: Precision | None,
 ) -> Target:
-    """A model as a target: its batch is what one rank has, so there is no sequence to choose."""
+    """Make a target of a model; its batch is one rank's batch, so the sequence cannot be chosen."""
     from plimsoll.session.task import check_model, explained_loss
 
     check_model(model)
@@ -274,7 +278,7 @@ def _given(
 
 
 def _with_sizes(request: TraceRequest, batch: Any, sequence: int | None, layout: Layout) -> TraceRequest:
-    """The request for a target in words with its sizes: of the sequence one rank sees its part."""
+    """Return the request with sizes, for a target given by name: one rank sees only its part of the sequence."""
     if batch is not None and (not isinstance(batch, int) or isinstance(batch, bool) or batch < 1):
         raise InvalidOption(
             f"batch={batch!r} is no number of samples.",
@@ -294,17 +298,17 @@ def _with_sizes(request: TraceRequest, batch: Any, sequence: int | None, layout:
 
 
 def _share(sequence: int, layout: Layout) -> int:
-    """The part of a sequence that one rank sees.
+    """Return the length of the sequence that one rank sees.
 
     Raises:
-        InvalidLayout: context parallelism does not divide it.
+        InvalidLayout: context parallelism does not divide the sequence.
     """
     check_layout(layout, ModelFacts(name="the batch", architecture="", sequence=sequence))
     return sequence // layout.cp
 
 
 def _budget_bytes(budget: int | str | None, device: Device, layout: Layout) -> int | None:
-    """What the tensors of one rank may take; ``auto``: what the device has beside all else, less a margin."""
+    """Bytes for the tensors of one rank; ``auto``: what the device has left after everything else, minus a margin."""
     if budget == AUTO:
         return int(tensor_room(device, layout) * (1 - AUTO_MARGIN))
     return Budget.read(budget).asked_bytes

@@ -1,7 +1,7 @@
-"""Makes the estimate of one traced micro-batch: every rank decided, the pipeline simulated, the throughput computed.
+"""Make the estimate of one traced micro-batch: decide every rank, simulate the pipeline, compute the throughput.
 
-MFU counts the arithmetic of the model's own forward and backward, matrix products and attention as torch's flop formulas
-count them (a causal mask is not halved), against the dense peak of all ranks; what is run again does not count (Chowdhery et
+MFU is the arithmetic of the model's own forward and backward over the dense peak of all ranks. It counts matrix products and
+attention as torch's FLOP formulas do (a causal mask is not halved); recomputed arithmetic does not count (Chowdhery et
 al. 2022, PaLM, appendix B).
 """
 
@@ -49,19 +49,19 @@ from plimsoll.planning.what_if import peak_with_chunked_loss
 from plimsoll.units import format_bytes, format_seconds
 
 ROOFLINE_ERROR = 0.3
-"""What a roofline's seconds are off by, as a share, where no published runs were tuned on."""
+"""Relative error of a roofline's seconds for jobs unlike the published runs that it was tuned on."""
 _TUNED_ERRORS = {("A100", False): 0.15, ("H100", False): 0.12, ("A100", True): 0.17}
-"""By device and whether there are tensor or pipeline ranks: 80% of the published runs that were tuned on lie within that, and
-``docs/claims.md`` says how many of those that were held out. All of them are dense models of text, in 16 bits."""
+"""By device and whether there are tensor or pipeline ranks: 80% of the published runs used for tuning are within this error;
+``docs/claims.md`` says how many held-out runs are. All of these runs train dense text models in 16 bits."""
 _TUNED_MEMORY = {("A100", True): 0.09, ("H100", False): 0.12, ("H200", False): 0.12}
-"""For the whole of a rank's memory the largest error of the tuning half, as the same runs tuned what is not accounted for:
+"""Largest error of a rank's whole memory in the tuning half of the published runs, which also tuned the unaccounted bytes:
 pipelines in 16 bits on A100, FSDP with expandable segments on H100 and H200."""
 _WORTH_CHUNKING = 0.03
-"""A chunked loss is mentioned where it takes this share off the peak."""
+"""A note mentions a chunked loss if it lowers the peak by more than this share."""
 
 
 class EstimateJob:
-    """One question about one traced step."""
+    """One estimate of one traced step."""
 
     def __init__(self, setting: Setting, traced: TracedTarget, trace: Trace) -> None:
         self.setting = setting
@@ -72,7 +72,7 @@ class EstimateJob:
         self.orders = pipeline_orders(self.layout)
 
     def run(self, target: str, trace_seconds: float, started: float) -> Estimate:
-        """Decide every rank, run the pipeline on paper, and write down what came out."""
+        """Decide every rank, simulate the pipeline, and return the estimate."""
         setting, layout = self.setting, self.layout
         ranks = self._decided(setting.strategy, setting.sending)
         timeline, step_seconds = self._timed(ranks)
@@ -99,14 +99,18 @@ class EstimateJob:
         )
 
     def measure(self, strategy: str, sending: Sending | None = None) -> SwitchFigures:
-        """What the fullest rank holds in tensors, and the seconds of a step, under a strategy and what is sent of it."""
+        """Return the bytes in tensors of the fullest rank and the step's seconds, under a strategy and what it offloads."""
         ranks = self._decided(strategy, sending)
         return SwitchFigures(
             max(rank.peak_bytes for rank in ranks), self._timed(ranks)[1], max(rank.host_bytes for rank in ranks)
         )
 
     def lower(self, framework: str | None) -> tuple[EstimateJob, tuple[SwitchSetting, ...]]:
-        """The job of the best of a framework's own switches within the budget; its figures, and those of its neighbours."""
+        """Choose the best setting of a framework's own switches within the budget.
+
+        Returns:
+            The job of that setting, and its figures followed by its neighbours'.
+        """
         if framework is None:
             return self, ()
         assert self.setting.budget_bytes is not None, "switches are chosen within a budget"
@@ -137,14 +141,18 @@ class EstimateJob:
             self.trace, layout, self.facts, lambda: roofline_costs(self.trace, setting.device, layout)
         )
         cut = split_stages(self.trace, layout, counts=counts, keeps_sent=not setting.how.megatron)
-        flights = held_bytes(self.orders, [1] * len(cut))  # all stages of a rank together, where it has several
+        flights = held_bytes(self.orders, [1] * len(cut))  # counts all stages of a rank together, if it has several
         return [
             [StageOfRank(setting, cut[stage], flights[position]) for stage in range(position, len(cut), layout.pp)]
             for position in range(layout.pp)
         ]
 
     def _decided(self, strategy: str, sending: Sending | None) -> list[Rank]:
-        """The ranks of the pipeline with all stages decided."""
+        """Decide all stages of every rank.
+
+        With virtual stages this happens twice: the first result says how many bytes each stage's micro-batches hold, which
+        ``_weighed`` needs.
+        """
         known: KnownChoices = {}
         setting = replace(self.setting, strategy=strategy, sending=sending)
         ranks = [decide_rank(stages, setting, known) for stages in self._ranks]
@@ -153,7 +161,10 @@ class EstimateJob:
         return [decide_rank(stages, setting, known) for stages in self._weighed(ranks)]
 
     def _weighed(self, ranks: list[Rank]) -> Iterator[list[StageOfRank]]:
-        """The stages of every rank, each with so many micro-batches of its own in flight as hold what those of all do."""
+        """Yield each rank's stages, each with its own ``in_flight``.
+
+        It is the number of the stage's own micro-batches that hold as many bytes as those of all the rank's stages together.
+        """
         pp = self.layout.pp
         held = [micro_batch_bytes(ranks[n % pp].decided[n // pp].simulation) for n in range(self.layout.stages)]
         for position, most_bytes in enumerate(held_bytes(self.orders, held)):
@@ -163,12 +174,12 @@ class EstimateJob:
             yield [stage if stage.in_flight == flight else stage.waiting_with(flight) for stage, flight in stages]
 
     def _timed(self, ranks: list[Rank]) -> tuple[PipelineTimeline, float]:
-        """The pipeline on paper, and the seconds of the whole step."""
+        """Simulate the pipeline; return its timeline and the seconds of the whole step."""
         timeline = simulate_pipeline(self.orders, self._pipeline_seconds(ranks))
         return timeline, timeline.step_seconds + max(self._after_seconds(rank) for rank in ranks)
 
     def _pipeline_seconds(self, ranks: list[Rank]) -> list[ActionSeconds]:
-        """What one micro-batch takes in every stage."""
+        """Seconds of one micro-batch's actions in every stage."""
         layout, device = self.layout, self.setting.device
         group = group_of(layout, "pp")
         found = []
@@ -193,11 +204,11 @@ class EstimateJob:
         return found
 
     def _after_seconds(self, rank: Rank) -> float:
-        """What follows the last micro-batch: the reduction of gradients that nothing hides, and the optimizer."""
+        """Seconds after the last micro-batch: the gradient reduction that compute does not hide, and the optimizer."""
         return sum(stage.overlap.reduction_seconds + stage.overlap.optimizer_seconds for stage in rank.stages)
 
     def _stage(self, position: int, rank: Rank, timeline: PipelineTimeline) -> StageEstimate:
-        """One row of the estimate: the ranks of one position in the pipeline."""
+        """One row of the estimate: the ranks at one position of the pipeline."""
         layout, setting = self.layout, self.setting
         tightest = rank.tightest
         simulation = rank.decided[tightest].simulation
@@ -245,7 +256,7 @@ class EstimateJob:
         )
 
     def _allocator_use(self, rank: Rank, *, is_expandable: bool = False) -> AllocatorUse | None:
-        """The caching allocator over the step in which the peak lies."""
+        """Simulate the caching allocator over the step of the stage with the peak; ``None`` if the device is not a GPU."""
         if not self.setting.is_gpu:
             return None
         is_expandable = is_expandable or self.setting.how.expandable_segments
@@ -253,13 +264,13 @@ class EstimateJob:
         return simulate_allocator(events, AllocatorSettings(is_expandable=is_expandable))
 
     def _expandable_bytes(self, ranks: list[Rank], stages: tuple[StageEstimate, ...]) -> int | None:
-        """What the tightest rank would reserve with expandable segments."""
+        """Bytes that the tightest rank would reserve with expandable segments."""
         tightest = max(range(len(stages)), key=lambda position: stages[position].total_bytes)
         use = self._allocator_use(ranks[tightest], is_expandable=True)
         return None if use is None else use.reserved_peak_bytes
 
     def _seconds(self, rank: Rank) -> StageSeconds:
-        """All stages of the rank together."""
+        """Sum of the seconds of all stages of the rank."""
         each, overlaps = [stage.seconds for stage in rank.stages], [stage.overlap for stage in rank.stages]
         exposed = sum(self.layout.micro_batches * o.exposed_seconds + o.reduction_seconds for o in overlaps)
         return StageSeconds(
@@ -274,13 +285,13 @@ class EstimateJob:
         )
 
     def _peak_flops_per_second(self) -> float:
-        """Dense, of one device, in the types that the model's arithmetic is done in: the rate at which it would all run."""
+        """Dense peak of one device for the model's mix of dtypes: all FLOPs over their time at each dtype's peak."""
         specs = [self.trace.specs[op.cost_key] for op in self.trace.ops]
         seconds = sum(spec.flops / peak_flops_per_second(spec, self.setting.device) for spec in specs)
         return sum(spec.flops for spec in specs) / seconds if seconds else 0.0
 
     def _throughput(self, step_seconds: float, model_flops: int) -> Throughput:
-        """The speed of the job; ``model_flops`` are one micro-batch's, on all ranks of one data-parallel replica."""
+        """Speed of the job; ``model_flops`` are the FLOPs of one micro-batch on all ranks of one data-parallel replica."""
         layout, facts = self.layout, self.facts
         replicas = layout.dp * layout.micro_batches
         samples = (facts.batch or 1) * replicas
@@ -299,12 +310,12 @@ class EstimateJob:
 
     @property
     def _exchanged_bytes(self) -> int:
-        """Of a token that DeepEP sends, in 16 bits; 0 without it."""
+        """Bytes of a token that DeepEP sends, in 16 bits; 0 without DeepEP."""
         return 2 * (self.facts.hidden or 0) if self.setting.how.moe == "deepep" else 0
 
     @property
     def _is_like_published(self) -> bool:
-        """Whether the runs that were tuned on are of this kind: dense models of text whose products are in 16 bits."""
+        """Whether the job resembles the published runs used for tuning: dense text models with products in 16 bits."""
         facts = self.facts
         return bool(facts.sequence) and not facts.experts and self.layout.cp == 1 and "f32" not in self._types()
 
@@ -313,12 +324,12 @@ class EstimateJob:
         return self.setting.device.name.partition("-")[0]
 
     def _speed_error(self) -> float:
-        """By what was tuned on runs of the kind."""
+        """Relative error of the speed, smaller if published runs of this kind were used for tuning."""
         kind = (self._family, max(self.layout.tp, self.layout.pp) > 1)
         return _TUNED_ERRORS.get(kind, ROOFLINE_ERROR) if self._is_like_published else ROOFLINE_ERROR
 
     def _memory_error(self) -> float | None:
-        """By what was tuned on runs of the kind, ``None`` for other kinds."""
+        """Relative error of a rank's whole memory, tuned on published runs of this kind; ``None`` for other kinds."""
         layout, how = self.layout, self.setting.how
         is_known = layout.pp > 1 or (layout.zero >= PARTLY_SHARDED and how.expandable_segments)
         if not is_known or not self._is_like_published or how.is_adapting or how.offload:
@@ -326,11 +337,11 @@ class EstimateJob:
         return _TUNED_MEMORY.get((self._family, layout.pp > 1))
 
     def _types(self) -> set[str]:
-        """What the matrix products are computed in."""
+        """Dtypes of the matrix products."""
         return {spec.dtype for spec in self.trace.specs.values() if spec.product is not None}
 
     def _published_mfu(self, tokens_per_second: float | None) -> float | None:
-        """The MFU by the formula of papers: 6 N + 12 L H Q T per token, of the dense peak in 16 bits."""
+        """MFU by the formula of papers: 6 N + 12 L H Q T FLOPs per token, over the dense peak in 16 bits."""
         facts, peaks = self.facts, self.setting.device.peak_flops_per_second
         sizes = (facts.active_parameters or facts.parameters, facts.layers, facts.hidden, facts.sequence)
         peak = peaks.get("bf16", peaks.get("f16", 0.0))
@@ -341,7 +352,7 @@ class EstimateJob:
         return flops * tokens_per_second / (self.layout.ranks * peak)
 
     def _notes(self, ranks: list[Rank], timeline: PipelineTimeline) -> list[str]:
-        """What the figures do not show by themselves."""
+        """Notes on facts that the figures alone do not show."""
         notes = []
         recompute = [sum(_recompute_seconds(rank, p) for p in range(len(rank.stages))) for rank in ranks]
         if self.layout.pp > 1 and max(recompute) > 0:
@@ -365,7 +376,7 @@ class EstimateJob:
 
 
 def _leaving_shards(setting: Setting) -> Setting | None:
-    """The same with shards, gradients and optimizer on the host; ``None`` where they cannot be, or something is already."""
+    """The setting with shards, gradients and optimizer offloaded; ``None`` if that is impossible or something already is."""
     if setting.how.on_host or not setting.device.host_link_bytes_per_second:
         return None
     left = replace(setting, how=msgspec.structs.replace(setting.how, offload="parameters"))
@@ -377,12 +388,12 @@ def _leaving_shards(setting: Setting) -> Setting | None:
 
 
 def _recompute_seconds(rank: Rank, position: int) -> float:
-    """What the decisions of one stage add to one micro-batch."""
+    """Seconds that the decisions of one stage add to one micro-batch."""
     return rank.decided[position].simulation.seconds - rank.stages[position].unmanaged.seconds
 
 
 def _optimizer_name(rank: Rank, setting: Setting) -> str:
-    """The optimizer by its own name and form."""
+    """The optimizer's name and form, with its master weights."""
     uses = rank.optimizers
     if not uses:
         return "no optimizer"

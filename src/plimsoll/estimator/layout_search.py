@@ -1,12 +1,12 @@
-"""Finds the layout of a number of ranks that trains a number of samples per step fastest within a budget, by the estimator.
+"""Find the fastest layout of a number of ranks for a number of samples per step within a budget, with the estimator.
 
-``ranks=64,samples=512`` leaves open what is not given: tensor, pipeline and expert parallelism, how far ZeRO shards, and the
+``ranks=64,samples=512`` leaves the rest open: tensor, pipeline and expert parallelism, how much ZeRO shards, and the
 micro-batch. Each layout is estimated twice, with everything kept and with everything recomputed: the first bounds the speed of
-every plan, the second says whether one can fit. Only layouts that could be the fastest are planned, the most promising
-first. The micro-batch of the fastest ones is doubled for as long as that makes a step faster.
+every plan, the second says whether a plan can fit. Plans are solved only for layouts that could be the fastest, the most
+promising first. The micro-batch of the fastest layouts is doubled as long as that makes a step faster.
 
-Known weakness: schedules are 1F1B, and context parallelism is off, unless they are given. How layouts compare depends on links
-and rates that may be off by 30%: the first few of the list are worth a try each.
+Known weakness: schedules are 1F1B, and context parallelism is off, unless they are given. The comparison depends on links and
+rates that may be off by 30%: the first few layouts of the list are each worth a try.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _OPEN = ("ranks", "samples")
 _LARGEST_TP = 8
 _LARGEST_BATCH = 64
 _DOUBLED = 2
-"""So many of the fastest layouts are tried with twice the micro-batch."""
+"""How many of the fastest layouts are tried with twice the micro-batch."""
 _SHOWN = 8
 MakeJob = Callable[[Layout, int], EstimateJob]
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutSpace:
-    """Layouts of so many ranks that run so many samples a step; ``given`` are the entries that are not open."""
+    """All layouts of ``ranks`` ranks that run ``samples`` samples per step; ``given`` are the entries that are fixed."""
 
     ranks: int
     samples: int
@@ -43,10 +43,10 @@ class LayoutSpace:
 
     @staticmethod
     def read(text: str | Layout) -> LayoutSpace | None:
-        """The space that a text opens; ``None`` where it names one layout.
+        """Parse the space of layouts that a text describes; ``None`` if it names one layout.
 
         Raises:
-            InvalidLayout: half of a space, or numbers that are none.
+            InvalidLayout: only one of ``ranks`` and ``samples`` is given, or a value is not a positive number.
 
         Example:
             >>> LayoutSpace.read("ranks=64, samples=512, tp=8").given
@@ -65,7 +65,7 @@ class LayoutSpace:
         return LayoutSpace(int(found["ranks"]), int(found["samples"]), given)
 
     def layouts(self, batch: int, facts: ModelFacts) -> Iterator[Layout]:
-        """Every layout of the space with micro-batches of so many samples that the model's sizes allow."""
+        """Yield every layout of the space that the model's sizes allow with micro-batches of ``batch`` samples."""
         cp = int(self.given.get("cp", "1"))
         for tp in self._degrees("tp", self.ranks, most=_LARGEST_TP):
             for pp in self._degrees("pp", self.ranks // tp):
@@ -91,14 +91,14 @@ class LayoutSpace:
         words += ["sp"] if degrees["tp"] > 1 and "sp" not in entries else []
         try:
             found = read_layout(",".join(words))
-        except InvalidLayout:  # a schedule without a pipeline, stages that have other numbers
+        except InvalidLayout:  # for example a schedule without a pipeline, or stages of another number
             return None
         is_asked = found.ranks == self.ranks and found.dp * found.micro_batches * batch == self.samples
         return found if is_asked else None
 
 
 def _stages_of_zero(shards: int, pp: int) -> list[int]:
-    """Nothing to shard on one rank; with a pipeline only the state, as every micro-batch would gather parameters again."""
+    """Stages of ZeRO to try. With a pipeline, stage 3 is left out: every micro-batch would gather parameters again."""
     return [0] if shards == 1 else [1] if pp > 1 else [1, 3]
 
 
@@ -112,7 +112,7 @@ def _is_possible(layout: Layout, facts: ModelFacts) -> bool:
 
 @dataclass(slots=True)
 class _Tried:
-    """One layout: the job, its step with everything kept, and what it can come down to."""
+    """One tried layout: its job, the figures with everything kept (later: planned), and the lowest peak it can reach."""
 
     job: EstimateJob
     batch: int
@@ -142,7 +142,7 @@ class _Tried:
 
 
 class LayoutSearch:
-    """One search. ``make`` makes the job of a layout and a micro-batch."""
+    """One search over layouts. ``make`` makes the job of a layout and a micro-batch."""
 
     def __init__(self, space: LayoutSpace, make: MakeJob, strategy: str, facts: ModelFacts) -> None:
         self._space = space
@@ -154,10 +154,10 @@ class LayoutSearch:
         self._unfit: list[_Tried] = []
 
     def run(self, batch: int | None, tell: Progress = silent) -> tuple[EstimateJob, tuple[LayoutChoice, ...]]:
-        """The job of the fastest layout that fits (or of the one that comes down lowest), and the fastest ones.
+        """Return the job of the fastest layout that fits, and the fastest layouts; if nothing fits, those with the lowest peak.
 
         Raises:
-            InvalidLayout: no layout of the space suits the model.
+            InvalidLayout: the model's sizes do not allow any layout of the space.
         """
         self._tell = tell
         first = batch or 1
@@ -181,7 +181,7 @@ class LayoutSearch:
         best = found[0]
         best.job.setting = replace(best.job.setting, strategy=best.strategy)
         shown: dict[Layout, LayoutChoice] = {}
-        for each in found:  # of every layout its best micro-batch
+        for each in found:  # list every layout once, with its best micro-batch
             shown.setdefault(msgspec.structs.replace(each.job.layout, micro_batches=1), each.choice)
         return best.job, tuple(shown.values())[:_SHOWN]
 
@@ -192,14 +192,15 @@ class LayoutSearch:
             yield layout
 
     def _try(self, layout: Layout, batch: int) -> _Tried | None:
-        """The step with everything kept, and the lowest peak; under a strategy that is given, under that."""
+        """Measure the step with everything kept, and its lowest peak; if a strategy is given, measure only that strategy."""
         named = NOTHING if self._strategy == AUTO else self._strategy
         try:
             job = self._make(layout, batch)
             figures = job.measure(named)
             peak_bytes, seconds = figures.peak_bytes, figures.step_seconds
             floor_bytes = job.measure(EVERYTHING).peak_bytes if self._strategy == AUTO else peak_bytes
-        except PlimsollError:  # what a layout alone cannot be checked for: heads of a function's model, adapters
+        # Some models cannot be checked from the layout alone, such as the heads of a function's model, or adapters.
+        except PlimsollError:
             return None
         return _Tried(job, batch, named, peak_bytes, seconds, floor_bytes)
 
@@ -210,7 +211,7 @@ class LayoutSearch:
         return self._try(msgspec.structs.replace(layout, micro_batches=count), batch)
 
     def _settle(self, tried: list[_Tried]) -> None:
-        """Plan those that have to be and could be the fastest, in the order of what they could reach."""
+        """Plan layouts that need a plan and could be the fastest, ordered by the speed that they could reach."""
         for each in sorted(tried, key=lambda each: each.seconds):
             if each.does_fit:
                 self._settled.append(each)

@@ -1,12 +1,12 @@
-"""Finds the best of a framework's own switches for activation checkpointing within a budget, by the estimator.
+"""Find the best setting of a framework's own switches for activation checkpointing within a budget, with the estimator.
 
-A framework can say few things: no layer, all, some, some modules of all, and what of them goes to the host. Each setting is
-one of our strategies, and what is sent of it (``planning/sending``), simulated like any other; the one with the least time
-within the budget is chosen, or with none in there the one with the lowest peak. Along a row of settings peaks fall and time
-grows, so the first one that fits is found by bisection; a row that sends more and more is left out where sending nothing is
-too slow already.
+A framework offers few choices: checkpoint no layer, all, some, or some modules of all, and which of these go to the host. Each
+setting corresponds to one of our strategies and a set of values that it offloads (``planning/sending``), and is simulated like
+any other strategy. The fastest setting within the budget is chosen, or the setting with the lowest peak if none fits. Settings
+form rows along which peaks fall and time grows, so bisection finds the first that fits. A row of settings that offload more and
+more is skipped if it is already too slow without offloading.
 
-Known weakness: a framework runs again all of what it checkpoints, our simulation what backward needs of it.
+Known weakness: a framework reruns everything that it checkpoints; our simulation reruns only what backward needs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NEIGHBOURS = 6
 
 @dataclass(frozen=True, slots=True)
 class SwitchFigures:
-    """What a setting takes: bytes of the fullest rank, on the device and on the host, and seconds of a step."""
+    """Figures of one setting: bytes on the fullest rank, on the device and on the host, and seconds of a step."""
 
     peak_bytes: int
     step_seconds: float
@@ -34,17 +34,17 @@ class SwitchFigures:
 
 
 def lowering_notes(device: Device, framework: str | None) -> tuple[str, ...]:
-    """What of a framework's switches was not tried on a device."""
+    """Notes on switches of a framework that were not tried on this device."""
     if framework is None or device.host_link_bytes_per_second:
         return ()
     return (f"switches that offload were not tried: no link between {device.name} and a host is in the catalogue",)
 
 
 def check_framework(framework: str, how: Techniques) -> None:
-    """Refuse a framework whose switches are not known, and techniques that do what its switches are to say.
+    """Refuse an unknown framework, and techniques that its switches would set too.
 
     Raises:
-        InvalidOption: it is, or one does.
+        InvalidOption: the framework is unknown, or ``how`` offloads activations.
     """
     if framework not in FRAMEWORKS:
         raise InvalidOption(
@@ -61,7 +61,7 @@ def check_framework(framework: str, how: Techniques) -> None:
 
 
 class _Search:
-    """The settings that were simulated."""
+    """Simulates settings, each once, and remembers their figures."""
 
     def __init__(self, budget_bytes: int, measure: Callable[[SwitchValues], SwitchFigures]) -> None:
         self.budget_bytes, self.measure = budget_bytes, measure
@@ -87,13 +87,14 @@ class _Search:
 
     @property
     def fastest_seconds(self) -> float:
-        """Of what fits so far."""
+        """Step time of the fastest setting so far that fits."""
         found = (each.step_seconds for _, each in self.known.values() if each.peak_bytes <= self.budget_bytes)
         return min(found, default=float("inf"))
 
     def search(self, row: Row) -> None:
-        """Find the first setting of a row that fits, and the one before it."""
-        if row[0].strategy.startswith("every:"):  # no order: the peak of a group grows with it
+        """Find the first setting of a row that fits, and the setting before it."""
+        # Rows of "every:k" are not ordered: the peak of a group grows with the group, so bisection would not work.
+        if row[0].strategy.startswith("every:"):
             for values in row:
                 self.tried(values)
             return
@@ -111,13 +112,13 @@ class _Search:
 def lower(
     framework: str, model: SwitchedModel, budget_bytes: int, measure: Callable[[SwitchValues], SwitchFigures]
 ) -> tuple[SwitchValues, tuple[SwitchSetting, ...]]:
-    """The chosen setting, and its figures before those of its neighbours: of every row those next to where the budget is met.
+    """Return the chosen setting, and its figures followed by its neighbours': in each row those next to the budget.
 
     Args:
         framework: one of ``FRAMEWORKS``.
-        model: what settings depend on.
+        model: the model's properties that settings depend on.
         budget_bytes: for the tensors of one rank.
-        measure: what a setting takes.
+        measure: returns the figures of a setting.
     """
     search = _Search(budget_bytes, measure)
     for row in FRAMEWORKS[framework](model):
@@ -131,6 +132,6 @@ def lower(
 
 
 def _cost(found: tuple[SwitchValues, SwitchSetting]) -> tuple[float, int, int]:
-    """The least time, and among equals the fewest switches and the least on the host."""
+    """Sort key: the least time, then the fewest switches, then the least memory on the host."""
     setting = found[1]
     return (round(setting.step_seconds / _TIES) * _TIES, len(setting.values), setting.host_bytes)

@@ -1,6 +1,8 @@
-"""How torch's optimizers run one step: the results that each makes and lets go in turn, what it moves and computes.
+"""How torch's optimizers run one step: the temporaries that each allocates and frees in order, bytes moved, and FLOPs.
 
-Written down as torch 2.13 runs them in eager mode with default options; the tests trace torch's own optimizers and compare.
+The tables follow torch 2.13 in eager mode with default options; the tests trace torch's own optimizers and compare. Estimates
+do not trace them: that takes 1.6 s for AdamW on the 291 parameters of an 8B Llama, against 1 ms for the table, and a traced
+multi-tensor op does not show what it writes (``docs/design/optimizer-steps-are-written-down.md``).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ _NEWTON_SCHULZ_STEPS = 5
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One parameter as its optimizer sees it (in f32 where it has a master copy)."""
+    """One parameter as its optimizer sees it (in float32 if it has a master copy)."""
 
     name: str
     shape: tuple[int, ...]
@@ -25,21 +27,21 @@ class Tensor:
 
     @property
     def elements(self) -> int:
-        """How many numbers it has."""
+        """Number of elements."""
         return prod(self.shape)
 
     @property
     def bytes(self) -> int:
-        """What it takes."""
+        """Size in bytes."""
         return self.elements * self.item_bytes
 
     @property
     def factor_bytes(self) -> int:
-        """Means of the rows and of the columns of its matrices; a vector has none."""
+        """Bytes of the row means and column means of its matrices; 0 for a vector."""
         return _BYTES["row means"](self) + _BYTES["column means"](self)
 
     def means_bytes(self, *shape: int) -> int:
-        """One number for every index of these dimensions; a vector has none."""
+        """Bytes of one number per index of these dimensions; 0 for a vector."""
         return prod(shape) * self.item_bytes if len(self.shape) > 1 else 0
 
 
@@ -54,19 +56,19 @@ _BYTES: dict[str, Callable[[Tensor], int]] = {
     "Gram matrix": lambda each: min(each.shape) ** 2 * _BF16_BYTES,
     "Gram update": lambda each: min(each.shape) ** 2 * _BF16_BYTES,
 }
-"""Bytes of a result by its name; any other is as large as the parameter. A result of none is not made for that parameter."""
+"""Bytes of a result by its name; a result without an entry is as large as the parameter. A result of 0 bytes is not made."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStep:
-    """One form of a step.
+    """One form of an optimizer step.
 
     Args:
         passes: how often all bytes of a parameter are read or written.
         flops: per element.
-        names: what happens in order: ``"a"`` is bound to a new result, ``"a = b"`` to what ``b`` held, ``"del a"`` lets go.
-        besides: bytes moved and flops beyond the above.
-        is_loop: whether it takes one parameter after the other in every form.
+        names: the step's actions in order: ``"a"`` makes a new result a, ``"a = b"`` renames b to a, ``"del a"`` frees a.
+        besides: extra bytes moved and extra FLOPs.
+        is_loop: whether every form of it handles one parameter after the other.
     """
 
     passes: int
@@ -76,23 +78,23 @@ class OptimizerStep:
     is_loop: bool = False
 
     def groups(self, parameters: Sequence[Tensor], form: StepForm) -> Iterable[list[Tensor]]:
-        """What one op works on: one parameter in a loop, else all of one dtype that make the same results."""
+        """Groups of parameters that one op handles: single ones in a loop, else those with equal dtype and equal results."""
         if self.is_loop or form is StepForm.LOOP:
             return [[parameter] for parameter in parameters]
         groups: dict[int, dict[tuple[str, ...], list[Tensor]]] = {}
         for each in parameters:
             made = tuple(name for name in self.names if name in _BYTES and _BYTES[name](each))
             groups.setdefault(each.item_bytes, {}).setdefault(made, []).append(each)
-        # torch takes the dtype that it meets last first.
+        # torch handles first the dtype that it met last.
         return [group for of_dtype in reversed(groups.values()) for group in of_dtype.values()]
 
 
 @dataclass(slots=True)
 class StepLedger:
-    """Results by the name that holds them, each one tensor per parameter, and what is held at the highest sum.
+    """Runs a step symbolically: tracks live results by name, one tensor per parameter, and records the peak.
 
-    A name that is bound anew holds the old result until the new one is there: a loop holds the leftovers of one parameter
-    beside the results of the next, and a multi-tensor form those of one group.
+    A name that is assigned again keeps its old result until the new one exists. A loop therefore holds the leftovers of one
+    parameter together with the results of the next, and a multi-tensor form those of one group together with the next.
     """
 
     moved_bytes: int = 0
@@ -103,11 +105,11 @@ class StepLedger:
 
     @property
     def temporaries(self) -> tuple[Temporary, ...]:
-        """The tensors that are held at the highest sum."""
+        """The tensors that are alive at the peak."""
         return tuple(Temporary(label=label, bytes=size) for label, sizes in self.highest for size in sizes)
 
     def run(self, step: OptimizerStep, parameters: Sequence[Tensor], form: StepForm) -> StepLedger:
-        """One step over the parameters; the ledger itself."""
+        """Run one step over the parameters; return the ledger itself."""
         for each in parameters:
             moved_bytes, flops = step.besides(each)
             self.moved_bytes += step.passes * each.bytes + moved_bytes
@@ -155,7 +157,7 @@ def _same(step: OptimizerStep) -> dict[StepForm, OptimizerStep]:
 
 
 def _adam(*, decay: int) -> dict[StepForm, OptimizerStep]:
-    """Lerp, mul, addcmul, then sqrt, div, add, addcdiv; ``decay`` is 1 with AdamW's ``param.mul_``, else 0."""
+    """Ops: lerp, mul, addcmul, then sqrt, div, add, addcdiv; ``decay`` is 1 with AdamW's ``param.mul_``, else 0."""
     passes, flops = 19 + 2 * decay, 7 + decay
     return {
         StepForm.LOOP: OptimizerStep(passes, flops, ("square roots", "denominators", "del square roots")),
@@ -167,15 +169,15 @@ def _adam(*, decay: int) -> dict[StepForm, OptimizerStep]:
 SGD = {**_same(OptimizerStep(3, 1)), StepForm.FUSED: OptimizerStep(3, 1)}
 SGD_MOMENTUM = {**_same(OptimizerStep(8, 3)), StepForm.FUSED: OptimizerStep(5, 3)}
 ADAM, ADAMW = _adam(decay=0), _adam(decay=1)
-# Mul, addcmul, then sqrt, add, addcdiv.
+# Ops: mul, addcmul, then sqrt, add, addcdiv.
 RMSPROP = _same(OptimizerStep(14, 5, ("denominators",)))
-# Addcmul, sqrt, add, addcdiv; the multi-tensor form also makes the scaled gradients.
+# Ops: addcmul, sqrt, add, addcdiv; the multi-tensor form also allocates the scaled gradients.
 ADAGRAD = {
     StepForm.LOOP: OptimizerStep(12, 4, ("denominators",)),
     StepForm.FOREACH: OptimizerStep(14, 5, ("denominators", "scaled gradients")),
     StepForm.FUSED: OptimizerStep(5, 4),
 }
-# Factors of the second moment for what has two dimensions or more, the second moment itself for the rest.
+# Parameters with two or more dimensions have factors of the second moment, others the second moment itself.
 _ESTIMATES = ("estimates", "means of rows", "del means of rows", "updates = estimates", "norm", "del norm")
 _TOGETHER = ("norm", "del norm", "row means", "column means", "squared gradients")
 _APART = tuple(word for name in _TOGETHER[2:] for word in (name, f"del {name}"))
@@ -183,9 +185,9 @@ ADAFACTOR = {
     StepForm.LOOP: OptimizerStep(17, 6, (*_TOGETHER, *_ESTIMATES), _adafactor_besides),
     StepForm.FOREACH: OptimizerStep(19, 7, (*_APART, *_ESTIMATES), _adafactor_besides),
 }
-# Newton-Schulz iterations in bf16 per matrix, always in a loop; what the second one holds, all others hold.
+# Newton-Schulz iterations in bf16 per matrix, always in a loop. Two are listed: later ones hold the same as the second.
 _ITERATION = ("Gram matrix", "Gram update", "next", "in bf16 = next")
 _ORTHOGONAL = ("update", "in bf16", *_ITERATION * 2, "del Gram matrix", "del Gram update")
 MUON = _same(OptimizerStep(10, 7, (*_ORTHOGONAL, "update = in bf16"), _muon_besides, is_loop=True))
-# As lion-pytorch has it: a copy of the momentum, the blend with the gradient, its sign.
+# As in lion-pytorch: a copy of the momentum, its blend with the gradient, and the sign of that.
 LION = {StepForm.LOOP: OptimizerStep(19, 8, ("copy of momentum", "update", "del copy of momentum", "del update"))}

@@ -1,7 +1,7 @@
-"""The optimizers that estimates know by name, and what each holds and does for given parameters.
+"""The optimizers that estimates know by name, and the memory and work of each for given parameters.
 
-Everything is counted from shapes, so that an estimate from a stored trace needs no torch; ``steps`` knows how each step runs.
-What is counted is compared with torch 2.13's own optimizers in the tests, and 8-bit AdamW with bitsandbytes 0.50, Lion with
+Everything is computed from shapes, so an estimate from a stored trace does not need torch; ``optimizer_steps`` describes each
+step. The tests compare the figures with torch 2.13's own optimizers, 8-bit AdamW with bitsandbytes 0.50, and Lion with
 lion-pytorch 0.2.
 """
 
@@ -33,7 +33,7 @@ _EMBEDDING_OR_HEAD = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Recipe:
-    """One optimizer: what it keeps per parameter, how it steps, in which forms, and how it is checked."""
+    """One optimizer: its state per parameter, its step in each form, and how its figures were checked."""
 
     name: str
     steps: Mapping[StepForm, OptimizerStep]
@@ -43,7 +43,7 @@ class _Recipe:
     basis: Basis = Basis.EXACT
     aliases: tuple[str, ...] = ()
     is_paged: bool = False
-    """Whether state of large tensors lies in memory that the device and the host share."""
+    """Whether the state of large tensors is in memory that device and host share."""
     notes: tuple[str, ...] = ()
 
 
@@ -56,23 +56,23 @@ def optimizer_use(
     gradient_item_bytes: int = 0,
     is_flat: bool = False,
 ) -> OptimizerUse:
-    """What an optimizer holds and what its step takes, in the steady state (not the first step, which makes the state).
+    """Return what an optimizer holds and what its step costs in the steady state (not the first step, which makes the state).
 
-    Gradients have their parameter's dtype, options are torch's defaults. With master weights every parameter that is not in
-    f32 has a copy in f32 that the optimizer updates in its place; its gradient is cast to f32 for the step.
+    Gradients have their parameter's dtype; options are torch's defaults. With master weights, every parameter that is not in
+    float32 has a float32 copy, which the optimizer updates instead; its gradient is cast to float32 for the step.
 
     Args:
-        name: ``adamw``, ``sgd-momentum``, ``adamw-8bit``, …; case and dashes do not matter, nor torch's module names and
+        name: ``adamw``, ``sgd-momentum``, ``adamw-8bit``, …; case and dashes are ignored, as are torch's module names and
             transformers' spellings (``adamw_torch_fused``, ``adamw_bnb_8bit``).
-        parameters: those of the rank; under ZeRO, its shards.
-        form: how the step walks over them, where the name does not say; by default as torch does on a GPU.
-        has_master_weights: whether there are copies in f32.
-        gradient_item_bytes: bytes of one element of a gradient; 0 for the parameter's own.
-        is_flat: whether gradients are cast as one flat tensor, as DeepSpeed's and Megatron's ZeRO-1 have them.
+        parameters: the rank's parameters; under ZeRO, its shards.
+        form: how the step iterates over them, if the name does not say so; by default torch's choice on a GPU.
+        has_master_weights: whether there are float32 copies.
+        gradient_item_bytes: bytes of one element of a gradient; 0 for the parameter's own dtype.
+        is_flat: whether gradients are cast as one flat tensor, as in DeepSpeed's and Megatron's ZeRO-1.
 
     Raises:
-        UnknownOptimizer: the catalogue lacks it; the error shows the closest names.
-        InvalidOption: the optimizer has no such form.
+        UnknownOptimizer: the catalogue does not have it; the error lists the closest names.
+        InvalidOption: the optimizer does not have this form.
 
     Example:
         >>> weight = TraceParameter(name="w", shape=(64, 32), dtype="f32", bytes=8192, storage=0)
@@ -92,13 +92,13 @@ def optimizer_use(
     ]
     parts = _parts(recipe, tensors)
     ledgers = [StepLedger().run(part.steps[form], updated, form) for part, updated in parts]
-    # A module's optimizers step one after the other: their states add up, of their temporaries the highest count.
+    # A model's optimizers step one after the other: their states add up, but only the largest set of temporaries is alive.
     highest = max(ledgers, key=lambda ledger: ledger.highest_bytes)
     is_cast = gradient_item_bytes != _MASTER_ITEM_BYTES
     casts = _casts({"all": sum(masters.values())} if is_flat and masters else masters, form) if is_cast else ()
     is_fused = form is StepForm.FUSED
     counters = sum(_COUNTER_BYTES * len(updated) for part, updated in parts if part.has_counters)
-    state_bytes = {  # a fused step has its counters on the device as well
+    state_bytes = {  # a fused step keeps its counters on the device too
         each.name: part.state_bytes(each) + _COUNTER_BYTES * (is_fused and part.has_counters)
         for part, updated in parts
         for each in updated
@@ -109,7 +109,7 @@ def optimizer_use(
         for each in updated
         if part.is_paged and each.elements >= _FEWEST_PAGED_ELEMENTS
     }
-    # With master weights a 16-bit gradient is read and written in f32, the master read and the 16-bit weight written.
+    # With master weights, a 16-bit gradient is read and written in float32, the master read and the 16-bit weight written.
     traffic = sum((size // 2 + size) * (1 + is_cast) for size in masters.values())
     basis, error = _reliability(recipe, casts, sum(state_bytes.values()) + sum(masters.values()))
     return OptimizerUse(
@@ -129,7 +129,7 @@ def optimizer_use(
 
 
 def known_optimizers() -> tuple[str, ...]:
-    """The names of the catalogue."""
+    """The names of all optimizers in the catalogue."""
     return tuple(recipe.name for recipe in _RECIPES)
 
 
@@ -163,7 +163,7 @@ def _form(recipe: _Recipe, form: StepForm | None) -> StepForm:
         return StepForm.FOREACH if StepForm.FOREACH in forms else forms[-1]
     if form in forms:
         return form
-    # A loop is what an optimizer without a multi-tensor form does when it is asked for torch's choice on a GPU.
+    # An optimizer without a multi-tensor form loops even when torch's choice for a GPU is requested.
     if form is not StepForm.FUSED and len(forms) == 1:
         return forms[0]
     raise InvalidOption(
@@ -174,13 +174,13 @@ def _form(recipe: _Recipe, form: StepForm | None) -> StepForm:
 
 
 def _master_bytes(parameter: TraceParameter) -> int:
-    """Bytes of a copy in f32; 0 for what is in f32 (or wider) already."""
+    """Bytes of a float32 copy; 0 if the parameter is in float32 or wider."""
     bytes_ = prod(parameter.shape) * _MASTER_ITEM_BYTES
     return bytes_ if parameter.bytes < bytes_ else 0
 
 
 def _parts(recipe: _Recipe, tensors: Sequence[Tensor]) -> list[tuple[_Recipe, list[Tensor]]]:
-    """What steps together: Muon leaves what is no hidden matrix to AdamW."""
+    """Split parameters by the optimizer that steps them: Muon leaves everything but hidden matrices to AdamW."""
     if not recipe.leaves_rest_to:
         return [(recipe, list(tensors))]
     matrices = [each for each in tensors if _is_hidden_matrix(each)]
@@ -193,13 +193,16 @@ def _is_hidden_matrix(tensor: Tensor) -> bool:
 
 
 def _casts(masters: dict[str, int], form: StepForm) -> tuple[Temporary, ...]:
-    """Gradients in f32: all of them for a step over all parameters, one at a time in a loop."""
+    """Float32 copies of gradients: all at once for a step over all parameters, one at a time (the largest) in a loop."""
     sizes = sorted(masters.values())[-1:] if form is StepForm.LOOP else masters.values()
     return tuple(Temporary(label="gradients in f32", bytes=size) for size in sizes)
 
 
 def _reliability(recipe: _Recipe, casts: Sequence[Temporary], held_bytes: int) -> tuple[Basis, float]:
-    """That mixed-precision optimizers cast all gradients at once is a convention: the error is what it would be without."""
+    """Basis and relative error of the figures.
+
+    That mixed-precision optimizers cast all gradients at once is only a convention; the error covers optimizers that do not.
+    """
     cast_bytes = sum(each.bytes for each in casts)
     if cast_bytes:
         return Basis.ASSUMED, cast_bytes / (held_bytes + cast_bytes)
@@ -217,13 +220,13 @@ def _notes(recipe: _Recipe, tensors: Sequence[Tensor]) -> tuple[str, ...]:
 
 
 def _two_in_8bit(tensor: Tensor) -> int:
-    """A byte per element and an f32 maximum per block, twice; small tensors stay in f32."""
+    """Bytes of two states in 8 bits: one byte per element and a float32 maximum per block; small tensors stay in float32."""
     if tensor.elements < _FEWEST_8BIT_ELEMENTS:
         return 2 * tensor.elements * 4
     return 2 * (tensor.elements + -(-tensor.elements // _BLOCK_ELEMENTS) * 4)
 
 
-# One kernel per parameter: weight read and written, gradient read, both states read and written.
+# One kernel per parameter reads and writes the weight, reads the gradient, and reads and writes both states.
 _STEP_8BIT = OptimizerStep(3, 8, besides=lambda each: (2 * _two_in_8bit(each), 0))
 _8BIT_NOTES = (
     "bitsandbytes' block-wise form: states of fewer than 4096 elements stay in f32; embeddings too, if they were registered "
@@ -232,7 +235,7 @@ _8BIT_NOTES = (
 
 
 def _two_by_torchao(bits: int, block: int) -> Callable[[Tensor], int]:
-    """Codes and an f32 scale per block, twice; what is small or no multiple of the block stays as the parameter is."""
+    """Bytes of two states: codes and a float32 scale per block. Small or indivisible tensors keep the parameter's dtype."""
 
     def state_bytes(tensor: Tensor) -> int:
         if tensor.elements < _FEWEST_8BIT_ELEMENTS or tensor.elements % block:

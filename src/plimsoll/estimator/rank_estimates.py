@@ -1,8 +1,8 @@
-"""Decides what every rank of a pipeline keeps and recomputes: what it then holds, and how long it takes.
+"""Decide what every rank of a pipeline keeps and recomputes; the result has the rank's memory and time.
 
-A rank of an interleaved pipeline holds several stages. Each is planned on its own, beside what the others hold for good and as
-many of its own micro-batches as hold what those of all stages do when they hold most; ``Rank.waiting_error`` is what counting
-in whole ones leaves open.
+A rank of an interleaved pipeline holds several stages. Each stage is planned separately, with the lasting bytes of the other
+stages taken off the budget. Its ``in_flight`` counts its own micro-batches, as many as hold the bytes that the micro-batches of
+all stages hold at most. ``Rank.waiting_error`` is the error from rounding that to whole micro-batches.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ KnownChoices = dict[Hashable, ChoiceSet]
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """A stage under its strategy: the simulated step, and the plan where one was made."""
+    """A stage under its strategy: the simulated step, and the plan if one was made."""
 
     simulation: Simulation
     plan: Plan | None = None
@@ -50,7 +50,7 @@ class Decided:
 class StageOfRank:
     """One stage as a rank runs it: with its shards, its optimizer and its collectives.
 
-    ``in_flight`` is how many of its micro-batches are between their forward and their backward at most.
+    ``in_flight`` is the most of its micro-batches that are between forward and backward at one time.
     """
 
     def __init__(self, setting: Setting, stage: StageTrace, in_flight: int) -> None:
@@ -59,7 +59,7 @@ class StageOfRank:
         self.in_flight = in_flight
 
     def waiting_with(self, in_flight: int) -> StageOfRank:
-        """The same stage beside another number of its micro-batches."""
+        """Return the same stage with another number of its micro-batches in flight; it shares everything that stays equal."""
         other = StageOfRank(self.setting, self.stage, in_flight)
         alike = ("optimizer", "trace", "costs", "seconds", "overlap")
         other.__dict__.update({name: self.__dict__[name] for name in alike if name in self.__dict__})
@@ -67,7 +67,7 @@ class StageOfRank:
 
     @cached_property
     def optimizer(self) -> OptimizerUse | None:
-        """What the optimizer holds and does for this rank's parameters."""
+        """The optimizer's state and step for this rank's parameters; ``None`` without an optimizer."""
         return optimizer_of(self.setting, rank_parameters(self.stage.trace, self.setting.layout, self.setting.held))
 
     @cached_property
@@ -83,12 +83,12 @@ class StageOfRank:
 
     @cached_property
     def costs(self) -> Costs:
-        """Seconds of its ops on the device."""
+        """Seconds of the trace's ops on the device."""
         return roofline_costs(self.trace, self.setting.device, self.setting.layout)
 
     @cached_property
     def index(self) -> StepIndex:
-        """The step beside the micro-batches that wait."""
+        """The step, indexed for planning with the waiting micro-batches."""
         return self._indexed()
 
     def _indexed(self) -> StepIndex:
@@ -97,7 +97,7 @@ class StageOfRank:
 
     @cached_property
     def sending_index(self) -> StepIndex:
-        """The same where a framework's own switches send to the host."""
+        """The indexed step if a framework's own switches offload to the host."""
         forms = host_forms_of_switches(self.trace, self.setting.device)
         return StepIndex(self.trace, self.costs, forms, in_flight=self.in_flight)
 
@@ -118,12 +118,12 @@ class StageOfRank:
 
     @cached_property
     def overlap(self) -> OverlappedSeconds:
-        """The same beside data-parallel collectives, which wait and are waited for."""
+        """Seconds of one micro-batch together with data-parallel collectives, which wait for compute and delay it."""
         return overlapped_seconds(self.trace, self.costs, gathers_late=self.setting.how.comm_overlap)
 
     @cached_property
     def host_bytes(self) -> int:
-        """What the host has of this rank's for good: the optimizer's state, and shards with their gradients."""
+        """Lasting bytes of this rank on the host: optimizer state, and shards with their gradients."""
         how, held, use = self.setting.how, self.setting.held, self.optimizer
         state_bytes = use.host_state_bytes if use is not None and "optimizer" in how.on_host else 0
         if not held.on_host:
@@ -134,20 +134,20 @@ class StageOfRank:
 
     @property
     def lasting_classes(self) -> Counter[str]:
-        """Bytes that it holds for good by category: parameters, gradients, optimizer state."""
+        """Lasting bytes by category: parameters, gradients, optimizer state."""
         classes: Counter[str] = Counter()
         for storage in self.index.lasting:
             classes[storage.category.value] += storage.bytes
         return classes
 
     def decide(self, setting: Setting, budget_bytes: int | None, known: KnownChoices) -> Decided:
-        """The stage under the strategy of a setting that is otherwise its own.
+        """Run the stage under a setting's strategy; the rest of the setting must equal the stage's own.
 
-        A budget that cannot be met gives the smallest reachable peak. ``known`` are choices of regions of other stages;
-        those of this one are added.
+        If the budget cannot be met, the result has the smallest reachable peak. ``known`` holds choices for regions of other
+        stages; this stage's choices are added.
 
         Raises:
-            InvalidStrategy: no such strategy.
+            InvalidStrategy: the strategy does not exist.
         """
         strategy = setting.strategy
         if setting.sending is not None:
@@ -169,7 +169,7 @@ class StageOfRank:
         return Decided(run_choices(planner.index, choices_of(planner.index, plan.regions)), plan)
 
     def _named_choices(self, index: StepIndex, strategy: str) -> tuple[Choice, ...]:
-        """Those of a strategy; where blocks run in fused kernels, the rest that it keeps is what these save."""
+        """Choices of a strategy; if blocks run in fused kernels, values that these kernels do not save are dropped."""
         choices = strategy_choices(index, strategy)
         if not self.setting.how.is_fused or not keeps_the_rest(strategy):
             return choices
@@ -182,14 +182,14 @@ class StageOfRank:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """The stages of one pipeline rank, each decided; ``tightest`` is the position of the one in whose step the peak lies."""
+    """The decided stages of one pipeline rank; ``tightest`` is the position of the stage whose step has the rank's peak."""
 
     stages: tuple[StageOfRank, ...]
     decided: tuple[Decided, ...]
 
     @property
     def peaks(self) -> list[int]:
-        """The rank's peak while each stage runs, the others holding what they hold for good."""
+        """The rank's peak while each stage runs and the other stages hold only their lasting bytes."""
         return [
             each.simulation.peak_bytes + self.lasting_beside(position) for position, each in enumerate(self.decided)
         ]
@@ -201,31 +201,31 @@ class Rank:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that live tensors take."""
+        """The largest total of live tensors."""
         return max(self.peaks)
 
     @property
     def host_bytes(self) -> int:
-        """What the host holds for it when it holds most."""
+        """The most bytes that the host holds for this rank."""
         stages = zip(self.stages, self.decided, strict=True)
         return sum(stage.host_bytes + stage.in_flight * each.simulation.link_bytes for stage, each in stages)
 
     @property
     def waiting_error(self) -> float:
-        """How far off it may be that what all stages hold is counted in whole micro-batches of the tightest, as a share."""
+        """Relative error from counting what all stages hold in whole micro-batches of the tightest stage."""
         return 1 / self.stages[self.tightest].in_flight if len(self.stages) > 1 else 0.0
 
     def lasting_beside(self, position: int) -> int:
-        """What the other stages of the rank hold for good."""
+        """Lasting bytes of the rank's other stages."""
         return sum(stage.index.lasting_bytes for other, stage in enumerate(self.stages) if other != position)
 
     @property
     def optimizers(self) -> list[OptimizerUse]:
-        """What updates the parameters of each stage; empty without an optimizer."""
+        """The optimizer of each stage; empty without an optimizer."""
         return [stage.optimizer for stage in self.stages if stage.optimizer is not None]
 
     def lasting_events(self) -> list[AllocationEvent]:
-        """What the stages beside the tightest one hold for good, as blocks that no step lets go."""
+        """Lasting blocks of all stages but the tightest, as events for the allocator."""
         others = [stage for position, stage in enumerate(self.stages) if position != self.tightest]
         storages = [storage for stage in others for storage in stage.index.lasting if storage.bytes]
         return [
@@ -241,12 +241,12 @@ class Rank:
         ]
 
     def peak_under(self, simulations: Sequence[Simulation]) -> int:
-        """The rank's peak if its stages ran otherwise."""
+        """The rank's peak if its stages ran as in ``simulations``."""
         return max(s.peak_bytes + self.lasting_beside(position) for position, s in enumerate(simulations))
 
 
 def decide_rank(stages: Sequence[StageOfRank], setting: Setting, known: KnownChoices) -> Rank:
-    """Every stage of a rank under the setting's strategy and budget."""
+    """Decide every stage of a rank under the setting's strategy and budget, less the lasting bytes of its other stages."""
     decided = []
     for position, stage in enumerate(stages):
         beside = sum(other.index.lasting_bytes for at, other in enumerate(stages) if at != position)

@@ -1,4 +1,4 @@
-"""What an estimate is asked about, apart from the model and its micro-batch, and the optimizer that it names."""
+"""The setting of an estimate, apart from the model and its micro-batch, and the optimizer that it names."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from plimsoll.planning.sending import Sending
 from plimsoll.planning.strategies import uses_link
 
 AUTO, NOTHING, EVERYTHING = "auto", "none", "full"
-"""Strategies that are known by name here."""
+"""Strategies that this package handles by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What an estimate is asked about, apart from the model and its micro-batch. ``optimizer`` is ``None`` without one."""
+    """Everything that an estimate is asked for, apart from the model and its micro-batch; ``optimizer`` may be ``None``."""
 
     device: Device
     layout: Layout
@@ -34,11 +34,11 @@ class Setting:
     precision: Precision | None = None
     how: Techniques = field(default_factory=Techniques)
     sending: Sending | None = None
-    """What a framework's own switches send to the host of what ``strategy`` keeps."""
+    """Values that a framework's own switches offload, out of those that ``strategy`` keeps."""
 
     @property
     def held(self) -> HeldTypes:
-        """What a rank holds and reduces in another type than the model computes in."""
+        """Which tensors a rank holds or reduces in another dtype than the model computes in."""
         on_host = "parameters" in self.how.on_host
         if self.precision is Precision.FSDP_BF16:
             return HeldTypes(shards=True, reduced=self.how.reduce != "bf16", gradients=True, on_host=on_host)
@@ -49,7 +49,7 @@ class Setting:
 
     @property
     def is_sending(self) -> bool:
-        """Whether what blocks save may go to the host."""
+        """Whether activations may be offloaded to the host."""
         return "activations" in self.how.on_host or uses_link(self.strategy)
 
     @property
@@ -59,7 +59,7 @@ class Setting:
 
 
 def optimizer_of(setting: Setting, parameters: Sequence[TraceParameter]) -> OptimizerUse | None:
-    """What the setting's optimizer holds and does for the parameters of one rank."""
+    """Return the state and step of the setting's optimizer for the parameters of one rank."""
     if setting.optimizer is None:
         return None
     is_early = setting.how.optimizer_in_backward
@@ -75,14 +75,14 @@ def optimizer_of(setting: Setting, parameters: Sequence[TraceParameter]) -> Opti
         )
 
     found = use(parameters)
-    if is_early and parameters:  # an optimizer per parameter: nothing is left of one while the next steps
+    if is_early and parameters:  # one optimizer per parameter: its temporaries are freed before the next one steps
         alone = use([max(parameters, key=lambda parameter: parameter.bytes * parameter.is_trainable)])
         found = replace(found, temporaries=alone.temporaries)
     return _on_host(found, parameters, setting.held) if "optimizer" in setting.how.on_host else found
 
 
 def _on_host(use: OptimizerUse, parameters: Sequence[TraceParameter], held: HeldTypes) -> OptimizerUse:
-    """The same optimizer with its state on the host, which runs the step: gradients go there, weights come back."""
+    """Return the optimizer with its state on the host, which runs the step: gradients are sent there, weights come back."""
     trained = [parameter for parameter in parameters if parameter.is_trainable]
     gradients = sum((in_f32(each) if held.gradients else each).bytes for each in trained)
     return replace(

@@ -1,4 +1,4 @@
-"""Refuses questions to an estimate that contradict themselves, or that no model could be asked."""
+"""Refuse settings of an estimate that contradict themselves, or that no model could satisfy."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _OF_TRANSFORMER_ENGINE = ("delayed", "current", "mxfp8")
 
 
 def check_setting(setting: Setting) -> None:
-    """Refuse what no model could be asked about, before one is traced.
+    """Refuse settings that are invalid for every model, before a model is traced.
 
     Raises:
-        UnknownOptimizer, InvalidOption: no such optimizer, or master weights for none.
-        InvalidStrategy: one that offloads or compresses, of which no estimate knows the seconds.
-        InvalidLayout: ranks on a device of which no link is known.
+        UnknownOptimizer, InvalidOption: the optimizer does not exist, or master weights are given without an optimizer.
+        InvalidStrategy: the strategy compresses; estimates do not know the seconds of codecs.
+        InvalidLayout: several ranks on a device whose links are not known.
     """
     if setting.optimizer is not None:
         optimizer_of(setting, ())
@@ -102,7 +102,7 @@ def _check_techniques(setting: Setting) -> None:
 
 
 def _check_offload(setting: Setting) -> None:
-    """Refuse what the host cannot have, or not alone."""
+    """Refuse offloads that the host cannot hold, or cannot hold alone."""
     how, layout, reason, remedy = setting.how, setting.layout, "", ""
     if "optimizer" in how.on_host and (setting.optimizer is None or how.optimizer_in_backward or not setting.is_gpu):
         reason = "a GPU's optimizer steps on the host when all gradients are there"
@@ -118,7 +118,7 @@ def _check_offload(setting: Setting) -> None:
 
 
 def _check_fp8(setting: Setting) -> None:
-    """Refuse recipes that the device has no arithmetic for, and weights in fp8 that nobody knows the holder of."""
+    """Refuse fp8 recipes without arithmetic on the device, and sharded fp8 weights, whose memory is not modelled."""
     how, device = setting.how, setting.device
     wanted = "mxf8" if how.fp8 == "mxfp8" else "f8"
     if how.fp8 and wanted not in device.peak_flops_per_second:
@@ -134,7 +134,7 @@ def _check_fp8(setting: Setting) -> None:
 
 
 def _check_megatron(setting: Setting) -> None:
-    """Refuse what would say nothing, or the same thing in two ways."""
+    """Refuse techniques without effect here, or that contradict each other."""
     how, layout, found = setting.how, setting.layout, ("", "", "")
     if how.megatron and how.compile:
         found = "megatron with compile", "both say which kernels blocks run in", "leave one of them out"

@@ -1,6 +1,6 @@
-"""Settings of frameworks' own switches for activation checkpointing and offloading, each with what does as it says.
+"""Settings of frameworks' own switches for activation checkpointing and offloading, each with its equivalent here.
 
-A framework's settings stand in rows: along a row peaks fall and time grows, or nothing is known (``uniform``).
+Settings are grouped in rows: along a row peaks fall and time grows, except in rows of Megatron's ``uniform`` method.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from plimsoll.planning.sending import Sending
 
 _TENTHS = 10
 _PARAMETERS = "parameters"
-"""The technique that leaves shards, gradients and optimizer on the host."""
+"""The technique that keeps shards, gradients and optimizer on the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwitchValues:
-    """Values of a framework's switches, and what does as they say: a strategy, what is sent of what it keeps, and
-    ``on_host``, the words of ``offload=`` among techniques.
+    """Values of a framework's switches and their equivalent here.
+
+    The equivalent is a strategy, the values that are offloaded out of those it keeps, and ``on_host``: the words of the
+    technique ``offload=``.
     """
 
     strategy: str
@@ -31,27 +33,27 @@ class SwitchValues:
 
     @property
     def key(self) -> tuple[str, Sending | None, str]:
-        """Equal for what is simulated alike."""
+        """Equal for settings whose simulation is the same."""
         return self.strategy, self.sending, self.on_host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwitchedModel:
-    """What settings depend on: layers of the longest pipeline stage, what kinds of modules they have, and what may be sent."""
+    """Model properties that settings depend on: layers of the longest stage, kinds of modules, and what may be offloaded."""
 
     layers: int
     has_experts: bool = False
     has_dense: bool = False
-    """Whether layers without experts are among those with."""
+    """Whether some layers have experts and others do not."""
     has_shared_experts: bool = False
     has_compressed_keys: bool = False
     has_host_link: bool = False
     may_leave_shards: bool = False
-    """Whether parameters, gradients and optimizer could be the host's."""
+    """Whether parameters, gradients and optimizer may be held on the host."""
 
     @staticmethod
     def of(trace: Trace, *, stages: int, has_host_link: bool, may_leave_shards: bool) -> SwitchedModel:
-        """Those of a traced model."""
+        """Read the properties of a traced model."""
 
         def has(pattern: str) -> list[bool]:
             names = ([value.name for value in call.graph.values] for call in trace.regions)
@@ -84,7 +86,7 @@ def _megatron(model: SwitchedModel) -> Iterator[Row]:
 
 
 def _megatron_selections(model: SwitchedModel) -> Iterator[SwitchValues]:
-    """No module run again, or each sum of those that the model has."""
+    """Yield the setting without recomputed modules, and every combination of modules that this model has."""
     yield SwitchValues(strategy="none", values={"recompute_granularity": None})
     wide = ["core_attn", "layernorm", *(["mla_up_proj"] if model.has_compressed_keys else [])]
     inner = ["moe_act", *(["shared_experts"] if model.has_shared_experts else [])] if model.has_experts else []
@@ -110,13 +112,14 @@ _STRATEGIES = {
     "moe_act": "moe-act",
     "shared_experts": "shared",
 }
-"""What ``selective:`` calls the modules that Megatron-Core runs again."""
+"""The names in ``selective:`` of the modules that Megatron-Core recomputes."""
 
 
 def _megatron_modules(model: SwitchedModel) -> list[list[str]]:
-    """What may be sent: a part of a layer, those of attention or of experts, or all of them.
+    """Sets of modules that may be offloaded: a part of a layer, the parts of attention or of experts, or all of them.
 
-    The norm before attention comes with the product behind it: Transformer Engine fuses them, and what both save is its.
+    The norm before attention is always paired with the product after it: Transformer Engine fuses them, and the fused kernel
+    saves the tensors of both.
     """
     before, core = ["attn_norm", "qkv_linear"], ["core_attn", "attn_proj"]
     found = [before, core, [*before, *core]]
@@ -132,7 +135,7 @@ def _modules_again(setting: SwitchValues) -> list[str]:
 
 
 def _go_together(again: frozenset[str], sent: frozenset[str]) -> bool:
-    """Whether Megatron-Core takes both: what it makes again is not there to be sent."""
+    """Whether Megatron-Core accepts both settings: recomputed tensors are not saved, so they cannot be offloaded."""
     conflicts = (
         ("core_attn", {"core_attn"}),
         ("layernorm", {"qkv_linear"}),
@@ -181,4 +184,4 @@ FRAMEWORKS: dict[str, Callable[[SwitchedModel], Iterator[Row]]] = {
     "torchtitan": _torchtitan,
     "transformers": _transformers,
 }
-"""Rows of settings: along a row peaks fall and time grows, or nothing is known (``uniform``)."""
+"""Rows of settings by framework: along a row peaks fall and time grows, except in rows of ``uniform``."""

@@ -1,7 +1,7 @@
-"""Turns a traced step into the same step under a technique: another loss kernel, another type of arithmetic. No torch here.
+"""Turn a traced step into the same step under a technique, such as another loss kernel or dtype, without torch.
 
-What a technique changes in a rank's state, gradients and collectives is where these are (``parallelism/rank``,
-``optimizers``); here is what it changes in the model's own ops and tensors, before the step is cut into stages.
+Here a technique changes the model's own ops and tensors, before the step is cut into stages. Its changes to a rank's state,
+gradients and collectives are made where these are computed (``parallelism/rank``, ``optimizers``).
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from plimsoll.planning.costing.roofline import FUSED, is_product
 from plimsoll.planning.what_if import HeadAndLoss, find_head, with_chunked_loss
 
 _ALONE = re.compile(r"sort|topk|scatter|index_put|nonzero|cumsum|histc|bincount|embedding|_local_scalar")
-"""Ops that a compiler leaves to kernels of their own; products and collectives are others."""
+"""Ops that a compiler does not fuse; products and collectives are not fused either."""
 _PASSES_OF_FUSED_LOSS = 3
-"""A fused loss reads the logits for their largest and their sum, reads them again, and writes the gradient."""
+"""A fused loss reads the logits for their maximum and sum, reads them again, and writes the gradient."""
 
 
 def with_techniques(
     trace: Trace, how: Techniques, sequence: int | None = None, *, reads_both_ways: bool = False
 ) -> Trace:
-    """The step of one micro-batch under techniques that change the model's own ops; ``sequence`` are the tokens of a sample.
+    """Return the step of one micro-batch under techniques that change its ops; ``sequence`` is a sample's length in tokens.
 
-    ``reads_both_ways`` says that the device's fp8 products take operands by rows and by columns from one copy (Blackwell).
+    With ``reads_both_ways`` the device's fp8 products can read one copy of an operand by rows and by columns (Blackwell).
 
     Raises:
-        InvalidOption: the loss is to be computed otherwise, and the step has none over classes; a technique finds nothing.
+        InvalidOption: a loss technique without a loss over classes in the step, or a technique that does not change any op.
 
     Example:
         >>> with_techniques(trace, Techniques(tf32=True))  # doctest: +SKIP
@@ -70,7 +70,7 @@ def with_techniques(
 
 
 def _with_documents(trace: Trace, tokens: int, sequence: int | None) -> Trace:
-    """Several documents in one sample: fused attention runs within each, as its kernels for varying lengths do."""
+    """Put several documents into one sample: fused attention then runs within each, as kernels for varying lengths do."""
     specs = {
         key: replace(spec, flops=spec.flops * tokens // sequence)
         for key, spec in trace.specs.items()
@@ -86,13 +86,13 @@ def _with_documents(trace: Trace, tokens: int, sequence: int | None) -> Trace:
 
 
 class _Fp8(NamedTuple):
-    """A recipe: how often a tensor is read to be cast, bytes per element with its scales, and whether fp8 is what is held."""
+    """A recipe: reads of a tensor per cast, bytes per element including scales, and whether the fp8 copies are held."""
 
     reads: int
     bytes: float
     is_held: bool
     multiple: int = 16
-    """Products of other sizes stay in 16 bits."""
+    """Products with sizes that this does not divide stay in 16 bits."""
 
 
 _FP8 = {
@@ -105,20 +105,20 @@ _FP8 = {
 _NARROW = ("bf16", "f16")
 _LINEAR = ("mm", "addmm")
 _BOTH_WAYS = 2
-"""Transformer Engine casts a tensor by rows and by columns at once: one for the product now, one for that of backward."""
+"""Transformer Engine casts a tensor by rows and by columns together: one copy for this product, one for backward's."""
 
 
 def _with_fp8(trace: Trace, how: Techniques, *, reads_both_ways: bool) -> Trace:
-    """Products of blocks in fp8.
+    """Run the blocks' matrix products in fp8.
 
     torchao's ``Float8Linear`` casts both operands right before each product, and saves inputs in 16 bits. Transformer Engine
-    casts an input, a weight and a gradient once, saves inputs in fp8 (beside 16 bits where another op saves them too), holds
-    weights in fp8 both ways beside those in 16 bits or in the place of them, and gathers what goes into products in fp8. A
-    tensor's scale wants it read once before it is cast; a row's is found while it is, where that is compiled.
+    casts an input, a weight and a gradient once. It saves inputs in fp8 (and in 16 bits too if another op saves them), holds
+    fp8 weights by rows and by columns, with or without the 16-bit weights, and gathers operands of fp8 products in fp8. A scale
+    per tensor needs one extra read before the cast; a scale per row is computed during the cast if that is compiled.
 
     Source: torchao's ``Float8Linear``; NVIDIA/TransformerEngine issues 1261, 1764, 1880 and pull requests 2168 and 2343. Known
-    weakness: casts are counted where products first run, not where blocks run them again; weights in fp8 are counted for the
-    whole step, as with several micro-batches.
+    weakness: casts are counted where products first run, not where recomputation runs them again; fp8 weights are counted for
+    the whole step, as with several micro-batches.
     """
     edit, recipe = Edit(trace), _FP8[how.fp8]
     cast_share, again = _casts_of_inputs(trace) if recipe.is_held else ({}, set())
@@ -144,7 +144,7 @@ def _with_fp8(trace: Trace, how: Techniques, *, reads_both_ways: bool) -> Trace:
             if is_forward:
                 held_weights[f"{op.module}.weight"] = int(copies * recipe.bytes * batch * inner * columns)
             if tick in weights or tick in again:
-                continue  # both operands were cast for the products before
+                continue  # both operands were cast for earlier products
             elements = int(batch * inner * rows * cast_share.get(tick, 1.0))
             written, held = _BOTH_WAYS * elements, batch * inner * rows * (1 if is_forward else _BOTH_WAYS)
         moved_bytes = 2 * reads * elements + int(recipe.bytes * written)
@@ -171,7 +171,7 @@ def _with_fp8(trace: Trace, how: Techniques, *, reads_both_ways: bool) -> Trace:
 
 
 def _hold_weights(edit: Edit, held_bytes: dict[str, int], *, is_alone: bool) -> None:
-    """Weights in fp8, beside those in 16 bits or in their place."""
+    """Add fp8 weights to the 16-bit weights, or replace these."""
     storages = {parameter.name: parameter.storage for parameter in edit.trace.parameters}
     for name, size in held_bytes.items():
         if is_alone and storages.get(name, -1) >= 0:
@@ -182,8 +182,11 @@ def _hold_weights(edit: Edit, held_bytes: dict[str, int], *, is_alone: bool) -> 
 
 
 def _casts_of_inputs(trace: Trace) -> tuple[dict[int, float], set[int]]:
-    """By tick of a product in forward the share of its input that is cast, for one that is gathered after the cast; and
-    those whose input was cast for a product before.
+    """Return which casts of inputs are smaller or not needed at all.
+
+    Returns:
+        By the tick of a forward product, the share of its input that is cast, if the input is gathered after the cast; and the
+        ticks of products whose input was already cast for an earlier product.
     """
     shares: dict[int, float] = {}
     again: set[int] = set()
@@ -204,7 +207,7 @@ def _casts_of_inputs(trace: Trace) -> tuple[dict[int, float], set[int]]:
 
 
 def _gathering_in_fp8(trace: Trace, share: float) -> Trace:
-    """Tensor-parallel gathers within blocks with a share of their bytes."""
+    """Scale the bytes of tensor-parallel gathers within blocks by ``share``."""
     gathers = [t for t, op in enumerate(trace.ops) if op.region >= 0 and _is_gather(trace, op.cost_key)]
     keys = {tick: f"{trace.ops[tick].cost_key}@fp8" for tick in gathers}
     wide = {key: trace.specs[trace.ops[tick].cost_key] for tick, key in keys.items()}
@@ -218,7 +221,7 @@ def _is_gather(trace: Trace, cost_key: str) -> bool:
 
 
 def _with_cost_keys(trace: Trace, keys: Mapping[int, str], specs: dict[str, OpSpec]) -> Trace:
-    """The trace with other cost keys at some ticks, in the ops of regions as well."""
+    """Replace the cost keys at some ticks, in the ops of regions too."""
     ops = tuple(replace(op, cost_key=keys.get(tick, op.cost_key)) for tick, op in enumerate(trace.ops))
     regions = tuple(
         replace(
@@ -234,7 +237,7 @@ def _with_cost_keys(trace: Trace, keys: Mapping[int, str], specs: dict[str, OpSp
 
 
 def _saved_by_products(trace: Trace, ticks: list[int]) -> tuple[dict[int, int], set[int]]:
-    """Storages of 16 bits that these products save, with the last of them in forward; and what other ops save."""
+    """16-bit storages that these products save, each with the tick of its last product in forward; and what other ops save."""
     products, found, others = frozenset(ticks), dict[int, int](), set[int]()
     for call in trace.regions:
         starts = [op.tick for op in call.graph.ops]
@@ -256,7 +259,7 @@ def _saved_by_products(trace: Trace, ticks: list[int]) -> tuple[dict[int, int], 
 
 
 def _resized(trace: Trace, shares: Mapping[int, float]) -> Trace:
-    """The trace with a share of these storages' bytes, wherever they stand."""
+    """Scale the bytes of these storages, in storages and in values of regions."""
     regions = tuple(
         replace(
             call,
@@ -275,8 +278,10 @@ def _resized(trace: Trace, shares: Mapping[int, float]) -> Trace:
 
 
 def _as_megatron_saves(trace: Trace) -> Trace:
-    """What blocks of Megatron-Core on Transformer Engine save: inputs of norms in the type they come in, and under sequence
-    parallelism each rank's part of what is gathered, which backward gathers again.
+    """Make blocks save what Megatron-Core on Transformer Engine saves.
+
+    Inputs of norms are saved in the dtype they arrive in. Under sequence parallelism each rank saves its part of a gathered
+    tensor, and backward gathers the tensor again.
 
     Source: Korthikanti et al. 2022, section 4.2.2; TransformerEngine's ``LayerNormLinear`` and ``LayerNormMLP``.
     """
@@ -301,12 +306,12 @@ def _as_megatron_saves(trace: Trace) -> Trace:
 
 
 def _of_megatron(spec: OpSpec) -> OpSpec:
-    """Attention runs in cuDNN's kernels."""
+    """Rename attention to cuDNN's kernel, which Transformer Engine uses."""
     return replace(spec, name=spec.name.replace("flash_attention", "cudnn_attention"))
 
 
 def _gather_again(edit: Edit, call: RegionCall, value: Value, part: float) -> None:
-    """The whole of a gathered value while forward reads it, and in backward from another gather on."""
+    """Hold a gathered value whole only while forward reads it, and in backward from a second gather on."""
     wide, graph = edit.trace.storages[value.storage], call.graph
     rest = wide.bytes - int(part * wide.bytes)
     maker = graph.ops[value.producer]
@@ -320,7 +325,7 @@ def _gather_again(edit: Edit, call: RegionCall, value: Value, part: float) -> No
 
 
 def _with_hidden_collectives(trace: Trace) -> Trace:
-    """Tensor-parallel gathers and scatters of blocks in pieces, beside the products between them and the next.
+    """Run blocks' tensor-parallel gathers and scatters in pieces, overlapped with the products up to the next collective.
 
     Source: Megatron-Core's ``tp_comm_overlap`` (Transformer Engine's userbuffers); torch's asynchronous tensor parallelism
     does the same.
@@ -359,7 +364,7 @@ def _in_tf32(spec: OpSpec) -> OpSpec:
 
 
 def _with_fused_loss(trace: Trace, head: HeadAndLoss, name: str) -> Trace:
-    """Logits once, the gradient in their place; one kernel instead of casts, log-softmax and their backwards."""
+    """Hold the logits once, with the gradient in their place; one kernel replaces casts, log-softmax and their backwards."""
     end = max((trace.storages[s].born for s in head.all_gradients), default=head.loss_tick)
     logits, *others = sorted(head.logit_storages, key=lambda storage: trace.storages[storage].born)
     storages = list(trace.storages)
@@ -385,14 +390,14 @@ def _with_fused_loss(trace: Trace, head: HeadAndLoss, name: str) -> Trace:
 
 
 def _with_compiled_blocks(trace: Trace) -> Trace:
-    """Every block as torch.compile runs it: neighbouring ops that are no products are one kernel.
+    """Run every block as torch.compile does: neighbouring ops that are not products become one kernel.
 
-    What is made and used up within a kernel is never written: its bytes are gone, and one write and one read of it from what
-    the kernel's ops move. Arithmetic stays with the ops. What of forward is saved for backward is the strategy's matter
-    (``min-cut``).
+    A tensor that is made and used only within a kernel is never written: its storage gets 0 bytes, and one write and one read
+    of it are taken off the bytes that the kernel moves. The FLOPs of the ops do not change. Which tensors of forward are saved
+    for backward is left to the strategy (``min-cut``).
 
-    Source: inductor fuses pointwise ops and reductions over neighbouring reads; that all neighbours fuse is an upper bound,
-    and reductions of different shapes are sometimes kernels of their own.
+    Source: inductor fuses pointwise ops and reductions over neighbouring reads. That all neighbours fuse is an upper bound:
+    reductions of different shapes sometimes become separate kernels.
     """
     held = _held_storages(trace)
     born: dict[int, list[int]] = {}
@@ -430,7 +435,7 @@ def _with_compiled_blocks(trace: Trace) -> Trace:
 
 
 def _held_storages(trace: Trace) -> set[int]:
-    """What blocks save, return or are given, and gradients of parameters."""
+    """Storages that must stay: what blocks save, return or receive, and gradients of parameters."""
     held = {storage.id for storage in trace.storages if storage.category is Category.GRADIENT}
     for call in trace.regions:
         graph = call.graph
@@ -441,7 +446,7 @@ def _held_storages(trace: Trace) -> set[int]:
 
 
 def _kernels(trace: Trace) -> Iterator[tuple[int, int]]:
-    """Half-open ranges of ticks of one block and phase that run as one kernel; ops alone are none."""
+    """Yield half-open ranges of ticks, each in one block and phase, that run as one kernel; single ops are left out."""
     first = -1
     for tick in range(len(trace.ops) + 1):
         op = trace.ops[tick] if tick < len(trace.ops) else None

@@ -1,14 +1,14 @@
-"""Keeps traces and estimates in the user's cache directory: a question asked again needs no torch, and no planning.
+"""Cache traces and estimates in the user's cache directory: a repeated question does not need torch or planning.
 
 The key of an answer is a digest of the whole question and of everything that could change the answer: the versions of the
-libraries, and the sources of Plimsoll itself. Of the device a trace's key has only whether it runs GPU kernels; an estimate's
-has all figures.
+libraries, and the sources of Plimsoll itself. A trace's key only says whether the device runs GPU kernels; an estimate's key
+contains all figures of the device.
 
-A file appears whole or not at all (written beside its place, then renamed), so that any number of processes may read and
-write. What does not check out is removed. When a new file takes the directory past its limit, those that were used least
-recently go. A cache that cannot be read or written only costs time: it never raises.
+A file appears whole or not at all (written under a temporary name, then renamed), so any number of processes may read and
+write. A damaged file is removed. When a new file takes the directory over its limit, the least recently used files are
+removed. A cache that cannot be read or written only costs time: it never raises.
 
-File: 16 bytes of magic, 32 bytes SHA-256 of what follows, then the payload compressed by zlib.
+File: 16 bytes of magic, 32 bytes SHA-256 of the rest, then the payload compressed by zlib.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from plimsoll.artifacts.trace import SCHEMA_VERSION, Trace
 from plimsoll.units import GIB, MIB
 
 OVERRIDE = "PLIMSOLL_CACHE_DIR"
-"""The environment variable that names another directory."""
+"""The environment variable that overrides the cache directory."""
 MOST_BYTES = 512 * MIB
-"""The most that a cache directory holds unless another limit is given."""
+"""The default limit of a cache directory's size."""
 _LOG = logging.getLogger(__name__)
 _LIBRARIES = ("torch", "transformers", "diffusers", "timm", "numpy", "scipy", "msgspec")
 _PACKAGE = Path(__file__).parents[1]
 _SOURCES = ("artifacts", "estimator/catalogue", "estimator/local_rank", "estimator/targets", "tracing")
-"""The parts of Plimsoll that a trace depends on."""
+"""The parts of Plimsoll whose sources a trace depends on."""
 _LIMITS = ReadLimits(most_bytes=1 * GIB)
 _MAGIC = b"plimsoll cache 1"
 _DIGEST_BYTES = 32
@@ -55,7 +55,7 @@ _ABANDONED_SECONDS = 3600.0
 
 
 class TracedTarget(msgspec.Struct, frozen=True, kw_only=True):
-    """The trace of one rank's step, and the facts of the whole model: what one file of the cache holds."""
+    """Content of one cache file for a trace: the trace of one rank's step, and the facts of the whole model."""
 
     trace: Trace
     facts: ModelFacts
@@ -65,9 +65,9 @@ Answer = TypeVar("Answer", TracedTarget, Estimate)
 
 
 class AnswerCache(Generic[Answer]):
-    """Answers of one kind by the question, in files.
+    """Answers of one kind, stored in files by question.
 
-    By default they lie in ``$PLIMSOLL_CACHE_DIR``, or the user's cache directory.
+    The default directory is ``$PLIMSOLL_CACHE_DIR``, or the user's cache directory.
 
     Example:
         >>> import tempfile
@@ -81,7 +81,7 @@ class AnswerCache(Generic[Answer]):
         self._files = FileCache(directory or cache_directory(), most_bytes=most_bytes)
 
     def get(self, question: Mapping[str, Any]) -> Answer | None:
-        """The answer that was kept for an equal question; anything that cannot be read counts as none."""
+        """Return the stored answer to an equal question; ``None`` if the file is missing or cannot be decoded."""
         key = key_of(question, self._kind)
         payload = self._files.get(key)
         if payload is None:
@@ -95,18 +95,18 @@ class AnswerCache(Generic[Answer]):
         return answer
 
     def put(self, question: Mapping[str, Any], answer: Answer) -> None:
-        """Keep the answer to a question."""
+        """Store the answer to a question."""
         self._files.put(key_of(question, self._kind), msgspec.msgpack.encode(answer))
 
 
 def key_of(question: Mapping[str, Any], kind: type[TracedTarget | Estimate] = TracedTarget) -> str:
-    """A digest of the question, of library versions and of Plimsoll's sources; the order of keys does not matter.
+    """Digest of the question, library versions and Plimsoll's sources; the order of keys does not matter.
 
     Example:
         >>> key_of({"tp": 1, "batch": 2}) == key_of({"batch": 2, "tp": 1})
         True
     """
-    sources = _SOURCES if kind is TracedTarget else ("",)  # the rest of the package decides about an estimate
+    sources = _SOURCES if kind is TracedTarget else ("",)  # an estimate depends on the whole package
     surroundings = {
         "kind": kind.__name__,
         "schema": SCHEMA_VERSION,
@@ -126,9 +126,9 @@ def _version(library: str) -> str:
 
 
 def _sources_digest(folders: Iterable[Path]) -> str:
-    """Changes when a source file does: name, size and time of each, which takes a millisecond where contents take many.
+    """Digest of name, size and time of every source file, which takes a millisecond; hashing contents takes many.
 
-    The models of the catalogue are sources too: they are the TOML files.
+    The catalogue's TOML files count as sources.
     """
     digest = hashlib.sha256()
     for folder in folders:
@@ -139,7 +139,7 @@ def _sources_digest(folders: Iterable[Path]) -> str:
 
 
 def cache_directory(environment: Mapping[str, str] | None = None) -> Path:
-    """Where cached files go: ``$PLIMSOLL_CACHE_DIR``, else the place that the system has for them.
+    """Return the cache directory: ``$PLIMSOLL_CACHE_DIR``, else the system's place for cached files.
 
     Example:
         >>> cache_directory({"PLIMSOLL_CACHE_DIR": "/scratch/plimsoll"}).as_posix()
@@ -159,7 +159,7 @@ def cache_directory(environment: Mapping[str, str] | None = None) -> Path:
 class FileCache:
     """A directory of answers by key.
 
-    The directory is made when the first answer is kept; beyond ``most_bytes`` the least recently used files are removed.
+    The directory is created for the first answer. If its files exceed ``most_bytes``, the least recently used are removed.
 
     Example:
         >>> import tempfile
@@ -174,7 +174,7 @@ class FileCache:
         self._most_bytes = most_bytes
 
     def get(self, key: str) -> bytes | None:
-        """What was put under ``key``, if it is still there and whole. Reading marks it as used."""
+        """Return what was stored under ``key``, or ``None`` if it is missing or damaged; reading marks it as used."""
         path = self._path(key)
         try:
             content = read_file(path, _LIMITS)
@@ -191,7 +191,7 @@ class FileCache:
         return payload
 
     def put(self, key: str, payload: bytes) -> None:
-        """Keep ``payload`` under ``key``; what was there before is replaced."""
+        """Store ``payload`` under ``key``, replacing what was there."""
         body = zlib.compress(payload, _FAST)
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -202,7 +202,7 @@ class FileCache:
             _LOG.debug("cannot keep a trace in %s: %s", self._directory, error)
 
     def drop(self, key: str) -> None:
-        """Forget what is under ``key``."""
+        """Remove what is stored under ``key``."""
         with contextlib.suppress(OSError):
             self._path(key).unlink()
 
@@ -211,7 +211,7 @@ class FileCache:
         return self._directory / f"{key}{_SUFFIX}"
 
     def _shrink(self, keep: Path) -> None:
-        """Remove the least recently used until the rest fits; what was just written stays."""
+        """Remove the least recently used files until the rest fits; never remove ``keep``, which was just written."""
         total_bytes = 0
         for _, size_bytes, path in sorted(self._files(), reverse=True):
             total_bytes += size_bytes
@@ -220,7 +220,7 @@ class FileCache:
                     path.unlink()
 
     def _files(self) -> Iterator[tuple[float, int, Path]]:
-        """Time of last use, size and path of every file of this cache; remains of dead writers are removed."""
+        """Yield time of last use, size and path of every file; remove partial files of processes that died."""
         for entry in os.scandir(self._directory):
             try:
                 status = entry.stat()
@@ -233,7 +233,7 @@ class FileCache:
 
 
 def _checked(content: bytes) -> bytes | None:
-    """The payload of a file, ``None`` unless it is whole and ours."""
+    """Return the payload of a cache file; ``None`` if the file is damaged or not from this cache."""
     start = len(_MAGIC) + _DIGEST_BYTES
     if len(content) < start or not content.startswith(_MAGIC):
         return None

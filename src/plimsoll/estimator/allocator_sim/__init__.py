@@ -1,1 +1,1 @@
-"""Simulates PyTorch's caching allocator: memory that is reserved for a sequence of allocations."""
+"""Simulates PyTorch's caching allocator: the memory that it reserves for a sequence of allocations."""

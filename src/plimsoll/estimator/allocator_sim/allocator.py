@@ -1,18 +1,18 @@
-"""A simulation of PyTorch's CUDA caching allocator: the addresses that requests get, and what is reserved for them.
+"""A simulation of PyTorch's CUDA caching allocator: the address of each request, and the total memory reserved.
 
-Algorithm: best fit among cached blocks of the same stream and pool; what is too large is split; what comes back is merged with
-its free neighbours; where nothing fits, a segment is asked from the device; where the device has no more, what is
-wholly free is given back and the device asked again.
+Algorithm: best fit among cached blocks of the same stream and pool. A block that is too large is split; a freed block is merged
+with its free neighbours. If no cached block fits, the allocator requests a segment from the device. If the device is full, the
+allocator returns all segments that are entirely free and requests again.
 
 Synonyms: block pool allocator, best-fit allocator with coalescing. Source: c10/cuda/CUDACachingAllocator.cpp and
-c10/core/AllocatorConfig.h of torch 2.13, in words of our own. Known weaknesses: segments get rising addresses (the driver may
-return old ones), which decides between free blocks of equal size; pools of CUDA graphs, garbage collection by age
-(``garbage_collection_threshold``) and rounding to powers of two (``roundup_power2_divisions``) are left out; a block that
+c10/core/AllocatorConfig.h of torch 2.13, reimplemented. Known weaknesses: segments get rising addresses (the driver may
+return old ones), and addresses decide between free blocks of equal size. Pools of CUDA graphs, garbage collection by age
+(``garbage_collection_threshold``) and rounding to powers of two (``roundup_power2_divisions``) are not simulated. A block that
 another stream still uses is free at once.
 
-A training step is run through it as often as it takes to reach a steady state. The first step differs from all others: what
-lasts is allocated in it, parameters first and the optimizer's state at its end, as torch's optimizers make it, into what
-backward has left in the cache. Steps are run until one asks nothing of the device.
+A training step is repeated until it reaches a steady state. The first step differs from later ones: it allocates what lasts,
+with the parameters first. Optimizer state is allocated at the end, as torch's optimizers make it, and goes into memory that
+backward left in the cache. Repetition stops after a step that does not request memory from the device.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from plimsoll.estimator.allocator_sim.blocks import (
 
 _FIRST_ADDRESS = 1 << 32
 _ADDRESS_SPACE_BYTES = 1 << 44
-"""How far the address spaces of expandable segments lie apart: more than any device has."""
+"""Distance between the address spaces of expandable segments: larger than the memory of any device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorSettings:
-    """What ``PYTORCH_CUDA_ALLOC_CONF`` says, and what the device has for this process' tensors.
+    """Settings of ``PYTORCH_CUDA_ALLOC_CONF``, and the device memory available for this process's tensors.
 
-    Blocks from ``max_split_bytes`` on are neither split nor given to smaller requests; ``None`` splits all.
+    Blocks of ``max_split_bytes`` or more are neither split nor used for smaller requests; ``None``: all blocks may be split.
     """
 
     limit_bytes: int | None = None
@@ -52,7 +52,7 @@ class AllocatorSettings:
 
 
 class DeviceFull(Exception):
-    """The device has no more memory, even after all that is wholly free was given back."""
+    """The device is out of memory, even after every segment that is entirely free was returned."""
 
 
 class CachingAllocator:
@@ -77,13 +77,13 @@ class CachingAllocator:
         self.retries = 0
         self.pools: dict[tuple[int, bool], Pool] = {}
         self.next_address = _FIRST_ADDRESS
-        """Where the next segment will lie."""
+        """Address of the next segment."""
 
     def allocate(self, requested_bytes: int, *, stream: int) -> Block:
-        """A block of at least so many bytes (more than 0).
+        """Allocate a block of at least ``requested_bytes`` (more than 0).
 
         Raises:
-            DeviceFull: the device has no room for it.
+            DeviceFull: the device is out of memory.
         """
         size = round_up(requested_bytes, SMALLEST_BYTES)
         pool = self._pool(stream, is_small=size <= SMALL_BYTES)
@@ -95,7 +95,7 @@ class CachingAllocator:
         return block
 
     def release(self, block: Block) -> None:
-        """Take a block back into the cache."""
+        """Return a block to the cache and merge it with free neighbours."""
         block.is_allocated = False
         self.allocated_bytes -= block.size
         block.absorb(block.before)
@@ -104,7 +104,7 @@ class CachingAllocator:
 
     @property
     def inactive_split_bytes(self) -> int:
-        """Free pieces of segments that are otherwise in use; 0 with expandable segments, whose free pages can be unmapped."""
+        """Free pieces of segments in use, which cannot be returned; 0 with expandable segments, which unmap free pages."""
         if self.settings.is_expandable:
             return 0
         return sum(pool.free.split_bytes for pool in self.pools.values())
@@ -140,7 +140,7 @@ class CachingAllocator:
         return found
 
     def _best_fit(self, pool: Pool, size: int) -> Block | None:
-        """The smallest block that is large enough; of expandable ones, size counts with what they can grow to."""
+        """Find the smallest block that is large enough; with expandable segments, the one whose extended size is smallest."""
         fitting = pool.free.from_size(size)
         found = next(fitting, None)
         if found is not None and self.settings.is_expandable:
@@ -183,7 +183,7 @@ class CachingAllocator:
         return block
 
     def _open(self, pool: Pool) -> None:
-        """An expandable segment: addresses without memory."""
+        """Create an expandable segment: addresses that do not have memory yet."""
         block = Block(self.next_address, _ADDRESS_SPACE_BYTES // pool.page_bytes * pool.page_bytes, pool)
         block.is_mapped = False
         self.next_address += _ADDRESS_SPACE_BYTES
@@ -197,7 +197,7 @@ class CachingAllocator:
     # Back to the device -----------------------------------------------------------------------------------------
 
     def give_back(self) -> None:
-        """Return all cached memory that is not in pieces to the device, as ``torch.cuda.empty_cache`` does."""
+        """Return free segments, or free pages of expandable segments, to the device, as ``torch.cuda.empty_cache`` does."""
         for pool in sorted(self.pools.values(), key=lambda pool: pool.is_small):
             for block in pool.free:
                 if self.settings.is_expandable:
@@ -206,7 +206,7 @@ class CachingAllocator:
                     self._free(block)
 
     def _give_back_oversize(self, pool: Pool, size: int) -> bool:
-        """Return blocks that are never split, the one that is just large enough or else the largest ones."""
+        """Return blocks that are too large to be split: the smallest sufficient one, or the largest ones until they suffice."""
         most = self.settings.max_split_bytes
         if most is None or self.settings.is_expandable:
             return False
@@ -245,8 +245,9 @@ def simulate_allocator(
 ) -> AllocatorUse:
     """Run a step's allocations through the caching allocator until its figures repeat.
 
-    Events are one step's, in order; by default the settings are torch's, on a device without limit. A request that the
-    device has no room for ends the simulation and is named; ``most_steps`` end it if every step asks the device anew.
+    Events are those of one step, in order. Default settings are torch's, on a device with unlimited memory. A request that
+    the device cannot satisfy ends the simulation and is named in the result. If every step requests device memory again, the
+    simulation ends after ``most_steps``.
 
     Example:
         >>> from plimsoll.artifacts.trace import Category
@@ -256,7 +257,7 @@ def simulate_allocator(
         >>> use.allocated_peak_bytes, use.reserved_peak_bytes, use.segments, use.steps
         (3001344, 23068672, 2, 2)
 
-    Source: see ``allocator``, with its known weaknesses.
+    Source: see the module ``allocator``, which also lists known weaknesses.
     """
     run = _Run(CachingAllocator(settings or AllocatorSettings()))
     asked: list[int] = []
@@ -285,14 +286,14 @@ def simulate_allocator(
 
 
 def _first_step(events: Sequence[AllocationEvent]) -> list[AllocationEvent]:
-    """The step with what lasts made where the first step makes it, and never let go."""
+    """The first step: lasting blocks are allocated where this step makes them, and never freed."""
     late = [event for event in events if event.lasts and event.bytes > 0 and event.made > event.instant]
     waiting = deque(sorted(late, key=lambda event: event.made))
     ordered: list[AllocationEvent] = []
     for event in events:
         if event.lasts and (event.bytes < 0 or event.made > event.instant):
             continue
-        # Within an instant releases come first, so what is made then finds their memory.
+        # Within an instant, frees come before allocations, so that new blocks can reuse the freed memory.
         while waiting and (event.instant, event.bytes > 0) >= (waiting[0].made, True):
             ordered.append(waiting.popleft())
         ordered.append(event)
@@ -301,7 +302,7 @@ def _first_step(events: Sequence[AllocationEvent]) -> list[AllocationEvent]:
 
 @dataclass(slots=True)
 class _Run:
-    """One allocator, the blocks that are out, and the highest figures so far."""
+    """One allocator, its live blocks, and the peaks so far."""
 
     allocator: CachingAllocator
     requested_bytes: int = 0

@@ -1,8 +1,8 @@
-"""Blocks of device memory that know their neighbours, free ones in the order of best fit, and expandable segments.
+"""Blocks of device memory with links to their neighbours, free blocks in best-fit order, and expandable segments.
 
-With expandable segments every stream has one segment per pool: a stretch of addresses longer than the device's memory. Memory
-is mapped into it in pages of 2 MiB (small pool) or 20 MiB (large pool), at the lowest address where the request fits, and
-whole pages are unmapped when they are free.
+With expandable segments, every stream has one segment per pool: a range of addresses longer than the device's memory. Memory
+is mapped into it in pages of 2 MiB (small pool) or 20 MiB (large pool), at the lowest address where the request fits. Whole
+pages are unmapped when they are free.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from dataclasses import dataclass
 from plimsoll.units import MIB
 
 SMALLEST_BYTES = 512
-"""Every block is a multiple of this."""
+"""Every block's size is a multiple of this."""
 SMALL_BYTES = 1 * MIB
-"""Up to here a request goes to the small pool."""
+"""Requests up to this size go to the small pool."""
 SMALL_SEGMENT_BYTES = 2 * MIB
 LARGE_SEGMENT_BYTES = 20 * MIB
 OWN_SEGMENT_BYTES = 10 * MIB
-"""From here on a request gets a segment of its own size, rounded up."""
+"""Requests from this size on get a segment of their own size, rounded up."""
 SEGMENT_ROUNDING_BYTES = 2 * MIB
 
 
 def round_up(size: int, multiple: int) -> int:
-    """The next multiple that is no less.
+    """Round up to the next multiple.
 
     Example:
         >>> round_up(1, 512), round_up(512, 512)
@@ -35,7 +35,7 @@ def round_up(size: int, multiple: int) -> int:
 
 
 def segment_bytes(size: int) -> int:
-    """What is asked from the device for a block of ``size`` bytes.
+    """Bytes to request from the device for a block of ``size`` bytes.
 
     Example:
         >>> segment_bytes(512) // MIB, segment_bytes(3 * MIB) // MIB, segment_bytes(11 * MIB) // MIB
@@ -49,7 +49,7 @@ def segment_bytes(size: int) -> int:
 
 
 class Block:
-    """A piece of one segment. Unmapped pieces of expandable segments have addresses, but no memory."""
+    """A piece of one segment. Unmapped pieces of expandable segments have addresses but do not have memory."""
 
     __slots__ = ("address", "after", "before", "is_allocated", "is_mapped", "pool", "size")
 
@@ -64,11 +64,11 @@ class Block:
 
     @property
     def is_split(self) -> bool:
-        """Whether the segment has other pieces."""
+        """Whether it is only one of several pieces of its segment."""
         return self.before is not None or self.after is not None
 
     def cut(self, size: int) -> Block:
-        """Make this block ``size`` bytes long; the rest is a block of its own behind it."""
+        """Shrink this block to ``size`` bytes; return the rest as a new block after it."""
         rest = Block(self.address + size, self.size - size, self.pool)
         rest.is_mapped = self.is_mapped
         rest.before, rest.after = self, self.after
@@ -79,7 +79,7 @@ class Block:
         return rest
 
     def absorb(self, other: Block | None) -> None:
-        """Become one with a neighbour, if that is free and has memory just if this one has; it leaves its pool."""
+        """Merge with a neighbour if it is free and as mapped as this block; remove the neighbour from its pool."""
         if other is None or other.is_allocated or other.is_mapped is not self.is_mapped:
             return
         if other.is_mapped:
@@ -99,9 +99,9 @@ class Block:
 
 
 class FreeBlocks:
-    """Free blocks, smallest first, of equal ones the lowest address.
+    """Free blocks, smallest first; equal sizes are ordered by address.
 
-    Free neighbours are merged at once, so whether a block is a piece of a segment does not change while it is in here.
+    Free neighbours are merged at once, so ``is_split`` of a block does not change while it is in here.
     """
 
     def __init__(self) -> None:
@@ -113,13 +113,13 @@ class FreeBlocks:
         return iter([self._blocks[address] for _, address in self._order])
 
     def add(self, block: Block) -> None:
-        """Put a block where its size belongs."""
+        """Insert a block at its place by size."""
         insort(self._order, (block.size, block.address))
         self._blocks[block.address] = block
         self.split_bytes += block.size if block.is_split else 0
 
     def remove(self, block: Block) -> None:
-        """Take a block out."""
+        """Remove a block."""
         del self._order[bisect_left(self._order, (block.size, block.address))]
         del self._blocks[block.address]
         self.split_bytes -= block.size if block.is_split else 0
@@ -130,12 +130,12 @@ class FreeBlocks:
             yield self._blocks[self._order[position][1]]
 
     def largest(self) -> Block | None:
-        """The largest block, if there is one."""
+        """The largest block; ``None`` if the list is empty."""
         return self._blocks[self._order[-1][1]] if self._order else None
 
 
 class Pool:
-    """What one stream has cached for small or for large requests."""
+    """Cached memory of one stream for small or for large requests."""
 
     __slots__ = ("free", "is_small", "unmapped")
 
@@ -146,13 +146,13 @@ class Pool:
 
     @property
     def page_bytes(self) -> int:
-        """What an expandable segment maps at once."""
+        """The page size of an expandable segment."""
         return SMALL_SEGMENT_BYTES if self.is_small else LARGE_SEGMENT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """What extending a segment gave: a block outside of the pool's free ones (``None``: no room), and what was mapped."""
+    """Result of extending a segment: a block outside the free list (``None``: out of memory), and what was mapped."""
 
     block: Block | None
     bytes: int
@@ -160,9 +160,9 @@ class Mapped:
 
 
 def extend(pool: Pool, size: int, *, room_bytes: int) -> Mapped:
-    """Map pages behind a free block, or behind the segment's end, until ``size`` bytes are there.
+    """Map pages after a free block, or at the segment's end, until a block of ``size`` bytes exists.
 
-    Where ``room_bytes``, what the device has left, end, the pages mapped so far stay with the pool, as torch leaves them.
+    If ``room_bytes``, the device's remaining memory, run out, the pages mapped so far stay in the pool, as in torch.
     """
     block = _candidate(pool, size)
     total = mappings = 0
@@ -183,7 +183,7 @@ def extend(pool: Pool, size: int, *, room_bytes: int) -> Mapped:
 
 
 def unmap(block: Block) -> int:
-    """Take the memory from all whole pages of a free block, and return its bytes; what is left of the block stays free."""
+    """Unmap all whole pages of a free block and return their bytes; the rest of the block stays free."""
     pool = block.pool
     page_bytes = pool.page_bytes
     origin = _origin(block)
@@ -206,7 +206,7 @@ def unmap(block: Block) -> int:
 
 
 def _candidate(pool: Pool, size: int) -> Block:
-    """The lowest unmapped block, or the free one right before it, from which on ``size`` bytes are free or unmapped."""
+    """Find the lowest address with ``size`` bytes free or unmapped: an unmapped block, or the free block right before it."""
     for block in pool.unmapped:
         before = block.before
         start = before if before is not None and not before.is_allocated else block

@@ -1,1 +1,1 @@
-"""Models that the command line knows by name: data only, nothing is downloaded."""
+"""Models that the command line knows by name: data only; they are never downloaded."""

@@ -1,8 +1,8 @@
-"""Reads the models that the command line knows by name from the TOML files of this package. No torch here.
+"""Read the models that the command line knows by name from the TOML files of this package, without torch.
 
-A file has one table per model: what the class is called, the batch that it is planned for, where its sizes come from, and under
-``config`` the fields of its configuration. ``base`` names an earlier model, from which everything is taken that the table does
-not say itself. ``nulls`` lists the fields that are null in the configuration, for which TOML has no word.
+A file has one table per model: its class, the batch that it is planned for, the source of its sizes, and under ``config`` the
+fields of its configuration. ``base`` names an earlier model; fields that the table omits are taken from it. ``nulls`` lists
+fields that are null in the configuration, because TOML cannot express null.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _FAMILIES = ("llama", "mixtures", "gpt", "encoders", "vision")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatalogueModel:
-    """One architecture with its sizes, and the batch that it is planned for unless another is given.
+    """One architecture with its sizes, and its default batch.
 
-    ``batch`` is in samples. ``sequence`` is in tokens of text per sample, ``None`` where samples have none. ``source`` says
-    where the sizes come from. ``note`` says what a trace of it does not show.
+    ``batch`` is in samples. ``sequence`` is in text tokens per sample, ``None`` if samples are not text. ``source`` says
+    where the sizes come from. ``note`` says what a trace of the model does not show.
     """
 
     name: str
@@ -38,10 +38,10 @@ class CatalogueModel:
 
 @functools.cache
 def known_models() -> Mapping[str, CatalogueModel]:
-    """Every model by its name. Weights are always random; nothing is downloaded.
+    """Return every model by its name. Models have random weights, and are never downloaded.
 
     Raises:
-        ValueError: an entry names no base that comes before it, lacks a field, or has one that is not known.
+        ValueError: an entry's ``base`` does not come before it, or a field is missing or unknown.
 
     Example:
         >>> known_models()["llama-3-8b"].config["num_hidden_layers"]
@@ -68,7 +68,7 @@ def _model(name: str, table: dict[str, Any], known: Mapping[str, CatalogueModel]
 
 
 def _frozen(value: Any) -> Any:
-    """The value with tuples for lists, and read-only mappings for tables."""
+    """Convert lists to tuples and tables to read-only mappings."""
     if isinstance(value, dict):
         return types.MappingProxyType({key: _frozen(item) for key, item in value.items()})
     return tuple(map(_frozen, value)) if isinstance(value, list) else value

@@ -1,8 +1,8 @@
-"""Says what would make a step fit that fits under no plan: one change at a time, each evaluated.
+"""Find changes that make a step fit when it does not fit under any plan: one change at a time, each evaluated.
 
-Every change is made to the smallest point of the search alone, which is evaluated again with it: more memory, half the
-sequence, no accumulation, compression; an 8-bit optimizer and more ranks by the estimate of such a job. What cannot be
-evaluated is listed as unsupported, with the reason.
+Every change is applied to the smallest point of the search, which is then evaluated again: more memory, half the sequence,
+no accumulation, compression. An 8-bit optimizer and more ranks are evaluated by estimating such a job. Changes that cannot be
+evaluated are listed as unsupported, with the reason.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from plimsoll.session.step_planner import StepPlanner
 from plimsoll.units import format_bytes_up
 
 _TOLERATED = "1%"
-"""The error of the gradient that compression is tried with."""
+"""The gradient error that the compression change allows."""
 _RANKS = 8
-"""How many ranks ZeRO is tried over: a node of most accelerators."""
+"""The number of ranks of the ZeRO change: one node for most accelerators."""
 
 
 def find_changes(training: FitTraining, device: SingleDevice, smallest: FitPoint) -> tuple[FitChange, ...]:
-    """Changes to the smallest point of a search that found no room: those that make it fit first, then by throughput."""
+    """Return changes to the smallest point of a search that found nothing: those that make it fit first, then by throughput."""
     finder = _Finder(training, device, smallest)
     found = list(finder.changes())
     rank = {True: 0, False: 1, None: 2}
@@ -46,11 +46,11 @@ class _Finder:
 
     @property
     def shape(self) -> Shape:
-        """That of the smallest point."""
+        """The shape of the smallest point."""
         return Shape(self.smallest.micro_batch, self.smallest.sequence)
 
     def changes(self) -> Iterator[FitChange]:
-        """Every change that means something here."""
+        """Yield every change that applies here."""
         yield self._more_memory()
         if self.training.batches.items_name == "tokens" and self.shape.sequence > 1:
             yield self._half_the_sequence()
@@ -89,7 +89,7 @@ class _Finder:
         return self._change(name, described(self.smallest, plan), note)
 
     def _estimated(self) -> Iterator[FitChange]:
-        """Changes of the optimizer and of the layout."""
+        """Yield changes of the optimizer and of the layout, each evaluated with ``estimate``."""
         optimizer = self._optimizer_name()
         if optimizer is not None and optimizer not in known_optimizers():
             note = f"{optimizer} is not among the optimizers that estimates know"
@@ -99,7 +99,7 @@ class _Finder:
         if narrow in known_optimizers():
             yield self._estimate(f"{narrow} in place of {optimizer}", "", narrow)
         for stage in (1, 2, 3):
-            if stage > 1 or optimizer is not None:  # the first stage shards the optimizer's state alone
+            if stage > 1 or optimizer is not None:  # stage 1 shards only the optimizer's state
                 name = f"ZeRO stage {stage} over {_RANKS} ranks"
                 yield self._estimate(name, f"dp={_RANKS},zero={stage}", optimizer or "none")
         yield self._estimate("tensor parallel over 2 ranks", "tp=2", optimizer or "none")
@@ -109,7 +109,7 @@ class _Finder:
         return None if optimizer is None else type(optimizer).__name__.lower()
 
     def _estimate(self, name: str, layout: str, optimizer: str) -> FitChange:
-        """A change by the estimate of the same micro-batch with it; seconds only where they are a roofline's here as well."""
+        """Estimate the same micro-batch with one change; give seconds only if this fit's own are from a roofline too."""
         training, count = self.training, self.device.accumulation.of(self.shape.batch)
         if training.options.regions is not None:
             return FitChange(name=name, does_fit=None, note="estimates choose regions themselves: regions= was given")
@@ -139,7 +139,7 @@ class _Finder:
         )
 
     def _with(self, *, budget_bytes: int | None = None, accumulation: Accumulation | None = None) -> SingleDevice:
-        """The same device with one thing changed; what was traced is shared."""
+        """Return the same device with one thing changed; it shares the traces."""
         return dataclasses.replace(
             self.device,
             budget_bytes=self.device.budget_bytes if budget_bytes is None else budget_bytes,
@@ -159,6 +159,6 @@ class _Finder:
 
 
 def _name_here(training: FitTraining) -> str:
-    """What the device that the model is on is called in the catalogue, if it is there."""
+    """The catalogue's name for the device that the model is on, if the catalogue has it."""
     home = next(training.model.parameters()).device
     return torch.cuda.get_device_name(home) if home.type == "cuda" else home.type

@@ -47,7 +47,7 @@ OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch
 
 MOST_BATCH = 1024
 _MEASURED_ERROR = 0.1
-"""What seconds of ops timed one by one are usually off by, as a share of the step's."""
+"""Usual error of a step's seconds when its ops were timed one by one, as a share."""
 _ROUNDS = 5
 _SETTLINGS = 4
 
@@ -107,37 +107,38 @@ def fit(
 ) -> Fit | Estimate:
     """Choose micro-batch and plan together for the most tokens (or examples) per second under a budget.
 
-    A larger micro-batch spreads fixed costs over more tokens, and recomputation makes room for it at a price: which of the two
-    wins is computed here, point by point. The step is traced at a few sizes; at others its bytes follow exactly from those.
-    The best point is traced itself, solved, and where the device is here its plan is run once and measured.
+    A larger micro-batch spreads fixed costs over more tokens; recomputation makes room for it but costs time. This function
+    computes point by point which effect wins. The step is traced at a few sizes; the bytes at other sizes are derived from
+    these exactly. The best point is then traced itself and solved; if the device is available, its plan is run once and
+    measured.
 
-    Model, gradients, buffers, optimizer and random state are left as they were.
+    Model, gradients, buffers, optimizer and random state are restored.
 
     Args:
-        model: as for ``plimsoll.plan``, or a target in words: a catalogue name, a ``config.json``, ``package.module:function``.
+        model: as for ``plimsoll.plan``, or a target by name: a catalogue name, a ``config.json``, ``package.module:function``.
         batch: a sample, whose examples are repeated or left out as needed, or a function from (examples, sequence) to a batch;
-            a target in words brings its own.
-        budget: as for ``plimsoll.plan``; ``"auto"`` with a device whose memory is known.
-        sequences: tokens per example to choose from; by default the sample's own.
-        global_batch: examples per optimizer step; micro-batches are then its divisors, and the rest is accumulation.
-        accumulation: micro-batches per optimizer step, where no global batch is given.
-        most_batch: no larger micro-batch is looked at.
+            a target by name brings its own.
+        budget: as for ``plimsoll.plan``; ``"auto"`` if the device's memory is known.
+        sequences: lengths to choose from, in tokens per example; by default the sample's own.
+        global_batch: examples per optimizer step; micro-batches are then its divisors, and accumulation follows from them.
+        accumulation: micro-batches per optimizer step, if ``global_batch`` is not given.
+        most_batch: the largest micro-batch to consider.
         loss: as for ``plimsoll.plan``.
         optimizer: as for ``plimsoll.plan``, or its class; with ``layout`` a name (``"adamw"``, the default, or ``"none"``).
         regions: as for ``plimsoll.plan``.
-        device_profile: fit for a device that is not here, from the catalogue.
-        layout: for several devices: ``"ranks=64"``, and the degrees that are not to be chosen (``"ranks=64,tp=8,sp"``). Layout,
+        device_profile: a device from the catalogue that is not here.
+        layout: for several devices: ``"ranks=64"``, plus any degrees that are fixed (``"ranks=64,tp=8,sp"``). Layout,
             micro-batch and plans are chosen together, for ``global_batch`` examples per step; needs a ``device_profile``.
-        most_solves: plans that are solved at most, over all sequences.
-        progress: told the stage and the share done.
+        most_solves: the most plans to solve, over all sequences.
+        progress: called with the stage and the share that is done.
 
     Returns:
-        A fit: the best point with its plan, everything that was evaluated, and, where nothing fits, what would change that.
-        With ``layout`` the estimate of the fastest one, whose ``layouts`` are the next ones and whose stages have the plans.
+        A fit: the best point with its plan, everything that was evaluated, and, if nothing fits, what would change that.
+        With ``layout``: the estimate of the fastest layout; its ``layouts`` are the runners-up, its stages have the plans.
 
     Raises:
-        InvalidBudget: no budget, or one without a clear unit.
-        InvalidOption: sizes that are no sizes, or contradict each other. Others as for ``plimsoll.plan``.
+        InvalidBudget: the budget is missing, or its unit is not clear.
+        InvalidOption: sizes are invalid, or contradict each other. Other errors as for ``plimsoll.plan``.
 
     Example:
         >>> import torch, plimsoll
@@ -148,7 +149,7 @@ def fit(
         >>> found.best_point.micro_batch
         64
 
-    Known weakness: without the device seconds are those of a roofline.
+    Known weakness: without the device, seconds come from a roofline.
     """
     report = progress or silent
     started = time.monotonic()
@@ -188,7 +189,7 @@ def fit(
 
 
 class _LayoutFit(NamedTuple):
-    """A search over layouts, which the estimate does."""
+    """A search over layouts, which ``estimate`` performs."""
 
     layout: str
     budget: int | str | None
@@ -197,7 +198,7 @@ class _LayoutFit(NamedTuple):
     optimizer: object
 
     def check(self, accumulation: int, regions: Sequence[str] | None) -> None:
-        """Refuse what has no effect on layouts, and an optimizer's name without any."""
+        """Refuse options without effect on layouts, and an optimizer's name without a layout."""
         if not self.layout:
             raise InvalidOption(
                 f"optimizer={self.optimizer!r} without layout=.",
@@ -212,7 +213,7 @@ class _LayoutFit(NamedTuple):
             )
 
     def run(self, target: nn.Module | str, batch: Any, sequences: Sequence[int] | None, report: Progress) -> Estimate:
-        """The estimate of the fastest layout, of all sequences the one with most tokens per second."""
+        """Return the estimate of the fastest layout, for the sequence with the most tokens per second."""
         if self.global_batch is None or self.device is None or not isinstance(self.optimizer, str):
             raise InvalidOption(
                 f"layout={self.layout!r} with global_batch={self.global_batch}, device_profile={self.device}, "
@@ -238,7 +239,7 @@ class _LayoutFit(NamedTuple):
 
 
 class _Job:
-    """One search, and what becomes of its best point."""
+    """One search, and the final plan and measurement of its best point."""
 
     def __init__(self, training: FitTraining, accumulation: Accumulation, report: Progress) -> None:
         self._training = training
@@ -247,7 +248,7 @@ class _Job:
         self._reported = 0
 
     def fit(self, budget: Budget, space: Space, most_solves: int) -> Fit:
-        """Search, settle the best point, measure it."""
+        """Search, settle the best point with a trace of its own, and measure it."""
         device = SingleDevice(self._training, self._accumulation, 0, self._stage)
         smallest = Shape(space.ladder()[0], space.sequences[0])
         first, costs = device.traced(smallest)
@@ -288,7 +289,7 @@ class _Job:
         )
 
     def _settled(self, search: Search, device: SingleDevice) -> FitPoint | None:
-        """The best point whose step was traced itself: where that changes its figures, another may be the best."""
+        """Return the best point after tracing it at its own size; its figures may change, so another point may then be best."""
         for _ in range(_SETTLINGS):
             best = search.best()
             if best is None:
@@ -302,7 +303,7 @@ class _Job:
         return max(settled_points, key=lambda point: point.items_per_second, default=None)
 
     def _measured(self, device: SingleDevice, shape: Shape, plan: Plan) -> tuple[Plan, Claim]:
-        """The plan run once (and solved again where its peak is above the budget), and what it takes."""
+        """Run the plan once, solve again if its peak exceeds the budget, and measure the result."""
         training = self._training
         accumulates = self._accumulation.of(shape.batch) > 1
         with gradients_as_if(training.model, are_there=True) if accumulates else contextlib.nullcontext():
@@ -334,7 +335,7 @@ class _Job:
         )
 
     def _stage(self, stage: str) -> None:
-        """Report a stage; how many will follow is not known, so the share creeps towards the end."""
+        """Report a stage. The number of stages is not known, so the share approaches 1 without reaching it."""
         self._reported += 1
         self._report(stage, 1.0 - 0.93**self._reported)
 
@@ -342,11 +343,11 @@ class _Job:
 def _loaded(
     target: str, batch: Any, loss: Loss | None, sequences: tuple[int, ...] | None, *, is_meta: bool
 ) -> tuple[nn.Module, Any, Loss | None]:
-    """A target in words with its own batch and loss.
+    """Load a target by name with its own batch and loss.
 
     Raises:
-        InvalidOption: a batch or a loss was given beside it.
-        InvalidTarget: it does not load.
+        InvalidOption: a batch or a loss was given as well.
+        InvalidTarget: it cannot be loaded.
     """
     if batch is not None or loss is not None:
         raise InvalidOption(
@@ -360,7 +361,7 @@ def _loaded(
 
 
 def _notes(device: SingleDevice, points: Sequence[FitPoint], measured: Claim | None) -> Iterator[str]:
-    """What is worth knowing about how the points came about, and whether the best plan, run, takes more than it may."""
+    """Yield notes on how the points were predicted, and on a best plan that exceeds the budget when run."""
     predicted = [Shape(point.micro_batch, point.sequence) for point in points if not point.is_traced]
     inexact_bytes = max(map(device.inexact_bytes, predicted), default=0)
     if inexact_bytes:
@@ -377,14 +378,14 @@ def _notes(device: SingleDevice, points: Sequence[FitPoint], measured: Claim | N
 
 
 def _seconds_error(measured: Claim | None, costs: Costs) -> float:
-    """What predicted seconds may be off by: as seen at the best point where it was run, else what is usual."""
+    """Error of predicted seconds: as measured at the best point if it was run, otherwise the usual error."""
     if measured is None:
         return _MEASURED_ERROR if costs.source is CostSource.MEASURED else ROOFLINE_ERROR
     return max(abs(measured.seconds_error), measured.measured_spread_seconds / measured.measured_seconds)
 
 
 def _sequences(sequences: Sequence[int] | int | None) -> tuple[int, ...] | None:
-    """The sequences to choose from, each once, ascending."""
+    """The sequence lengths to choose from: unique, ascending."""
     if sequences is None:
         return None
     given = (sequences,) if isinstance(sequences, int) else tuple(sequences)
@@ -402,7 +403,7 @@ def _sequences(sequences: Sequence[int] | int | None) -> tuple[int, ...] | None:
 def _space(
     training: FitTraining, global_batch: int | None, accumulation: int, most_batch: int
 ) -> tuple[Space, Accumulation]:
-    """What may be chosen, and how micro-batches make a step."""
+    """The micro-batches and sequences that may be chosen, and how many micro-batches make a step."""
     check_count("most_batch", most_batch, least=1)
     check_count("accumulation", accumulation, least=1)
     if global_batch is None:

@@ -1,12 +1,12 @@
-"""Searches the micro-batches of a fit for the fastest one that fits, within a number of solves.
+"""Search the micro-batches of a fit for the fastest one that fits, with a limited number of solves.
 
 A larger micro-batch needs more memory (every size grows with it), but is not always faster: fixed costs (launches, reading
-the weights, the optimizer's step) spread over more examples, while a plan has to recompute more and more. So the search
-climbs by doubling until nothing fits, finds the largest micro-batch that needs no plan (by simulation alone, no solve), then
-halves the gaps on both sides of the best point for as long as a point in between could be better: the step without a plan
-is a bound for every plan, and costs no solve.
+the weights, the optimizer's step) spread over more examples, while a plan has to recompute more. The search has three steps.
+It doubles the micro-batch until nothing fits. It finds the largest micro-batch that does not need a plan, by simulation
+without a solve. Then it halves the gaps on both sides of the best point as long as a point in between could be better: the
+step without a plan bounds every plan's speed, and does not cost a solve.
 
-Known weakness: throughput is taken to bend one way between neighbours; a second summit there is not found.
+Known weakness: throughput is assumed to be concave between neighbouring points; a second maximum there is not found.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from plimsoll.artifacts.fit import FitPoint
 
 MOST_SOLVES = 16
 _WORTH = 1.002
-"""A point that could be better by less than this is not solved."""
+"""A point is solved only if it could be faster than the best by this factor."""
 _FINEST_SHARE = 0.03
-"""Gaps below this share of the micro-batch are not halved."""
+"""Gaps below this share of the micro-batch are not divided further."""
 
 
 class Shape(NamedTuple):
-    """One micro-batch: ``batch`` examples of ``sequence`` tokens (1 for models that have no sequence to vary)."""
+    """One micro-batch: ``batch`` examples of ``sequence`` tokens (1 for models whose sequence cannot vary)."""
 
     batch: int
     sequence: int
 
     @property
     def items(self) -> int:
-        """Tokens, or examples, in it."""
+        """Tokens or examples in the micro-batch."""
         return self.batch * self.sequence
 
     def __str__(self) -> str:
@@ -41,11 +41,11 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What is known of a point before it is solved: the step without a plan."""
+    """What is known of a point before it is solved: its step without a plan."""
 
     unmanaged_peak_bytes: int
     most_items_per_second: float
-    """Throughput without a plan, which no plan exceeds."""
+    """Throughput without a plan; every plan is slower."""
 
 
 class Evaluate(Protocol):
@@ -62,14 +62,14 @@ class Evaluate(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Space:
-    """What may be chosen. ``allowed`` are the micro-batches, ascending; ``None``: any up to ``most_batch``."""
+    """The shapes that may be chosen. ``allowed`` lists micro-batches, ascending; ``None``: any up to ``most_batch``."""
 
     sequences: tuple[int, ...]
     most_batch: int
     allowed: tuple[int, ...] | None = None
 
     def ladder(self) -> tuple[int, ...]:
-        """Micro-batches to climb: each about twice the one before."""
+        """Micro-batches to try first: each about twice the previous one."""
         if self.allowed is None:
             doubled = (1 << power for power in range(self.most_batch.bit_length()))
             return tuple(dict.fromkeys([*doubled, self.most_batch]))
@@ -80,7 +80,7 @@ class Space:
         return tuple(rungs)
 
     def between(self, low: int, high: int) -> int | None:
-        """A micro-batch halfway between two, or none."""
+        """Return a micro-batch halfway between two, or ``None``."""
         if self.allowed is None:
             return (low + high) // 2 if high - low > 1 else None
         inner = [batch for batch in self.allowed if low < batch < high]
@@ -89,7 +89,7 @@ class Space:
 
 @dataclass(slots=True)
 class Search:
-    """One search; ``found`` keeps everything that was evaluated."""
+    """One search; ``found`` holds every evaluated point."""
 
     space: Space
     evaluator: Evaluate
@@ -98,23 +98,23 @@ class Search:
     found: dict[Shape, FitPoint] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Evaluate what is worth knowing, sequence by sequence with an equal share of the solves."""
+        """Evaluate points for each sequence; every sequence gets an equal share of the solves."""
         sequences: Sequence[int] = self.space.sequences
         for place, sequence in enumerate(sequences):
             limit = self.most_solves * (place + 1) // len(sequences)
             _Climb(self, sequence, limit).run()
 
     def best(self) -> FitPoint | None:
-        """The point with the most throughput; of equals the one with the lower peak."""
+        """Return the point with the most throughput; among equals, the lowest peak."""
         fitting = [point for point in self.found.values() if point.does_fit]
         return max(fitting, key=lambda p: (p.items_per_second, -p.predicted_peak_bytes), default=None)
 
     def points(self) -> tuple[FitPoint, ...]:
-        """Everything that was evaluated, by sequence and micro-batch."""
+        """Return every evaluated point, ordered by sequence and micro-batch."""
         return tuple(self.found[shape] for shape in sorted(self.found, key=lambda s: (s.sequence, s.batch)))
 
     def know(self, shape: Shape) -> FitPoint:
-        """The point at a shape, evaluated once."""
+        """Return the point at a shape, evaluated at most once."""
         if shape not in self.found:
             self.found[shape] = self.evaluator.evaluate(shape)
         return self.found[shape]
@@ -122,7 +122,7 @@ class Search:
 
 @dataclass(slots=True)
 class _Climb:
-    """The search at one sequence."""
+    """The search for one sequence length."""
 
     search: Search
     sequence: int
@@ -138,7 +138,7 @@ class _Climb:
         self._refine_best()
 
     def _climb(self) -> tuple[int | None, int | None]:
-        """The largest rung that fits, and the smallest that does not."""
+        """Double the micro-batch; return the largest that fits, and the smallest that does not."""
         fitting = None
         for batch in self.search.space.ladder():
             if fitting is not None and self._is_spent():
@@ -149,7 +149,7 @@ class _Climb:
         return fitting, None
 
     def _refine_unmanaged(self) -> None:
-        """The largest micro-batch that fits as it is."""
+        """Find the largest micro-batch that fits without a plan."""
         low = max((batch for batch in self._batches() if self._know(batch).is_unmanaged), default=None)
         high = min((batch for batch in self._batches() if low is not None and batch > low), default=None)
         if low is None or high is None:
@@ -160,7 +160,7 @@ class _Climb:
         self._know(low)
 
     def _refine_largest(self, low: int, high: int) -> None:
-        """Towards the largest micro-batch that fits at all, with a quarter of the solves that are left."""
+        """Bisect towards the largest micro-batch that fits, with a quarter of the remaining solves."""
         rounds = max(1, (self.solve_limit - self.search.evaluator.solves) // 4)
         for _ in range(rounds):
             middle = self.search.space.between(low, high)
@@ -169,7 +169,7 @@ class _Climb:
             low, high = (middle, high) if self._know(middle).does_fit else (low, middle)
 
     def _refine_best(self) -> None:
-        """Halve the gaps beside the best point while something in them could be better."""
+        """Halve the gaps on both sides of the best point while a point in them could be better."""
         while not self._is_spent():
             middle = self._next_beside_best()
             if middle is None:
@@ -193,7 +193,10 @@ class _Climb:
         return None
 
     def _most_at(self, middle: int, best: int, far: int | None) -> float:
-        """What a point beside the best one could reach: no more than without a plan, nor than the slope on its other side."""
+        """Bound the speed between ``best`` and a neighbour by the step without a plan and the line from ``far`` to ``best``.
+
+        The second bound holds because throughput is assumed to be concave; ``far`` is the neighbour on the other side.
+        """
         most = self.search.evaluator.outlook(self._shape(middle)).most_items_per_second
         if far is None or not self._know(far).does_fit:
             return most

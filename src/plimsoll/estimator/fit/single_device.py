@@ -1,9 +1,9 @@
-"""The training step of one model on one device at any micro-batch, and the best plan for it there.
+"""The training step of one model on one device at any micro-batch, and the best plan for it.
 
-The step is traced where that has to be, and predicted from other traces where it can be. On a device that is not here a trace
-costs seconds and needs no memory, and three sizes per structure determine all others. On the device itself seconds are
-measured, so the sizes that the search climbs are traced and timed, and what lies between two of them is predicted. Where
-everything fits, the step is simulated without a plan; where it does not, a plan is solved.
+The step is traced where it must be, and predicted from other traces where that is possible. If the device is not here, a
+trace takes seconds and does not allocate memory, and three sizes per structure determine all others. On the device itself,
+seconds are measured: the sizes that the search tries first are traced and timed, and sizes between two of them are predicted.
+If everything fits, the step is simulated without a plan; otherwise a plan is solved.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MakeBatch = Callable[[int, int], Any]
 
 
 class MicroBatches:
-    """Makes batches. ``items_name`` is what their size counts: ``tokens`` or ``examples``."""
+    """Makes batches of any shape. ``items_name`` is the unit of their size: ``tokens`` or ``examples``."""
 
     def __init__(self, batch: Any, sequences: tuple[int, ...] | None) -> None:
         self._make: MakeBatch | None = None
@@ -76,7 +76,7 @@ class MicroBatches:
         self.sequences = sequences or (self._positions or 1,)
 
     def of(self, shape: Shape) -> Any:
-        """A batch of this shape."""
+        """Return a batch of this shape."""
         if self._make is not None:
             return self._make(shape.batch, shape.sequence)
         return tree_map_only(torch.Tensor, lambda tensor: self._resized(tensor, shape), self._sample)
@@ -95,7 +95,7 @@ def _cycle(count: int, length: int, device: torch.device) -> torch.Tensor:
 
 
 def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """The token ids of a batch."""
+    """Find the token ids of a batch: ``input_ids``, or the first two-dimensional tensor that is not floating point."""
     named = kwargs.get("input_ids")
     if isinstance(named, torch.Tensor) and named.dim() == 2:
         return named
@@ -105,7 +105,7 @@ def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | Non
 
 @dataclass(frozen=True, slots=True)
 class FitTraining:
-    """What is trained, and where it will run."""
+    """The model to train, with its batches, loss, optimizer and options."""
 
     model: nn.Module
     batches: MicroBatches
@@ -114,13 +114,13 @@ class FitTraining:
     options: PlanOptions
 
     def task(self, shape: Shape) -> TrainingTask:
-        """The step at a shape."""
+        """The training step at a shape."""
         batch = detached(self.batches.of(shape))
         return TrainingTask(model=self.model, batch=batch, loss=self.loss, optimizer=self.optimizer)
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether the step cannot run here: another device, or parameters without memory."""
+        """Whether the step cannot run here: it is for another device, or parameters are on the meta device."""
         return self.options.device_profile is not None or any(
             parameter.is_meta for parameter in self.model.parameters()
         )
@@ -128,7 +128,7 @@ class FitTraining:
 
 @dataclass(slots=True)
 class StepFamily:
-    """The step of one model at any shape; with ``accumulates`` gradients are there already."""
+    """The step of one model at any shape; with ``accumulates``, gradients exist before the step."""
 
     training: FitTraining
     accumulates: bool
@@ -138,13 +138,13 @@ class StepFamily:
     _family: Family[Shape] | None = None
 
     def foreseen(self, shape: Shape) -> tuple[Trace, Costs] | None:
-        """The step at an untraced shape as far as traces so far tell for certain; ``None`` where they do not."""
+        """Predict the step at an untraced shape; ``None`` if the traces so far do not determine it."""
         if shape in self.traces or not self.traces:
             return None
         return self._predicted(shape) if self.family.knows(shape) else None
 
     def at(self, shape: Shape, *, must_trace: bool = False) -> tuple[Trace, Costs]:
-        """The step at a shape with its costs; with ``must_trace`` a prediction will not do."""
+        """Return the step at a shape with its costs; with ``must_trace`` it is traced, not predicted."""
         if shape not in self.traces and (must_trace or not self._is_predictable(shape)):
             self._trace(shape)
         if shape in self.traces:
@@ -153,7 +153,7 @@ class StepFamily:
 
     @property
     def family(self) -> Family[Shape]:
-        """What the traces so far have in common."""
+        """What the traces so far have in common; predictions are made from it."""
         if self._family is None:
             self._family = Family(self.traces)
         return self._family
@@ -169,6 +169,7 @@ class StepFamily:
             return False
         if self.training.is_elsewhere:
             return self.family.knows(shape)
+        # Measured seconds are interpolated between traced sizes, so a trace is needed on both sides.
         members = [each.batch for each in self.family.shapes if each.sequence == shape.sequence]
         return any(batch < shape.batch for batch in members) and any(batch > shape.batch for batch in members)
 
@@ -182,13 +183,13 @@ class StepFamily:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Accumulation:
-    """How many micro-batches make a step: ``count``, or as many as ``global_batch`` examples need."""
+    """How many micro-batches make a step: ``count``, or the number that ``global_batch`` examples need."""
 
     count: int = 1
     global_batch: int | None = None
 
     def of(self, batch: int) -> int:
-        """Micro-batches per step."""
+        """Micro-batches per step, for micro-batches of ``batch`` examples."""
         return self.count if self.global_batch is None else self.global_batch // batch
 
 
@@ -196,8 +197,8 @@ class Accumulation:
 class SingleDevice:
     """Evaluates points on one device (see ``fit.search.Evaluate``).
 
-    ``plans`` and ``unmanaged`` (the simulated steps without a plan) belong to this accumulation and budget; families of traces
-    may be shared with another one.
+    ``plans`` and ``unmanaged`` (the simulated steps without a plan) are valid only for this accumulation and budget; families
+    of traces may be shared with a device that has others.
     """
 
     training: FitTraining
@@ -210,7 +211,7 @@ class SingleDevice:
     unmanaged: dict[Shape, Simulation] = field(default_factory=dict)
 
     def outlook(self, shape: Shape) -> Outlook:
-        """The step without a plan."""
+        """Simulate the step without a plan."""
         simulation = self._simulate(shape)
         optimizer = _step_seconds(simulation)
         count = self.accumulation.of(shape.batch)
@@ -218,7 +219,7 @@ class SingleDevice:
         return Outlook(simulation.peak_bytes, count * shape.items / seconds if seconds else 0.0)
 
     def evaluate(self, shape: Shape) -> FitPoint:
-        """The best plan at a shape; one that does not fit comes back with the floor."""
+        """Return the point at a shape under its best plan; if that does not fit, its peak is the floor."""
         unmanaged = self._simulate(shape)
         optimizer = _step_seconds(unmanaged)
         point = FitPoint(
@@ -238,7 +239,7 @@ class SingleDevice:
         return point if unmanaged.peak_bytes <= self.budget_bytes else self._solved(shape, point)
 
     def settle(self, shape: Shape) -> FitPoint:
-        """The point at a shape from the step traced there, whatever is predicted of it; its plan is in ``plans``."""
+        """Return the point at a shape from a trace at that shape, never from a prediction; store its plan in ``plans``."""
         family = self._family(shape)
         if shape not in family.traces:
             family.at(shape, must_trace=True)
@@ -250,10 +251,10 @@ class SingleDevice:
         return point
 
     def resolve(self, shape: Shape, excess_bytes: int) -> Plan:
-        """The plan at a settled shape with so many bytes taken off the budget.
+        """Solve again at a settled shape, with ``excess_bytes`` taken off the budget.
 
         Raises:
-            BudgetBelowFloor: nothing fits any more.
+            BudgetBelowFloor: no plan fits the smaller budget.
         """
         trace, costs = self._family(shape).at(shape)
         self.solves += 1
@@ -261,19 +262,19 @@ class SingleDevice:
 
     @property
     def traces(self) -> int:
-        """How many steps were traced so far."""
+        """How many steps have been traced."""
         return sum(len(family.traces) for family in self._families.values())
 
     def inexact_bytes(self, shape: Shape) -> int:
-        """Bytes of storages at a predicted shape whose sizes are estimates."""
+        """Bytes of storages at a predicted shape whose sizes are not exact."""
         return self._family(shape).family.inexact_bytes(shape)
 
     def strays(self) -> dict[Shape, str]:
-        """Traced shapes whose step has another structure than the others, with what is different."""
+        """Traced shapes whose step has another structure than the others, each with the difference."""
         return {shape: why for family in self._families.values() for shape, why in family.family.strays.items()}
 
     def traced(self, shape: Shape) -> tuple[Trace, Costs]:
-        """The step at a shape, traced there."""
+        """Return the step at a shape and its costs, traced at that shape."""
         return self._family(shape).at(shape, must_trace=True)
 
     def optimizer_seconds(self, shape: Shape) -> float:
@@ -296,7 +297,10 @@ class SingleDevice:
         return self.unmanaged[shape]
 
     def _too_large(self, shape: Shape) -> StepIndex | None:
-        """A foreseen step that exceeds the budget although it recomputes all: the device might not even hold its trace."""
+        """Return a predicted step that exceeds the budget even if it recomputes everything, else ``None``.
+
+        Such a shape is not traced: the device might run out of memory during the trace.
+        """
         foreseen = None if self.training.is_elsewhere else self._family(shape).foreseen(shape)
         if foreseen is None:
             return None
@@ -311,7 +315,7 @@ class SingleDevice:
 
 
 def described(point: FitPoint, plan: Plan) -> FitPoint:
-    """A point with what a plan makes of it."""
+    """Return the point with the figures of a plan for it."""
     decisions = [decision for region in plan.regions for decision in region.decisions]
     return msgspec.structs.replace(
         point,
@@ -323,7 +327,7 @@ def described(point: FitPoint, plan: Plan) -> FitPoint:
 
 
 def _step_seconds(simulation: Simulation) -> float:
-    """Seconds of the optimizer's step in a simulated one."""
+    """Seconds of the optimizer within a simulated step."""
     return optimizer_seconds(simulation.index.trace, simulation.index.costs)
 
 

@@ -1,14 +1,14 @@
-"""Hooks the collectives of tensor and sequence parallelism in around the groups of each block.
+"""Hook the collectives of tensor and sequence parallelism around the groups of each block.
 
-Without sequence parallelism the residual stream is whole on every rank: f before the columns (the gradient summed), g after
-the row (the result summed). With it the residual stream is ``[batch, sequence / tp, hidden]``: gathered before the columns,
-reduced and scattered after the row, split before the first block, gathered again after the norm that follows the blocks (or
-after the last block, where there is none or the head is not vocabulary-parallel).
+Without sequence parallelism the residual stream is whole on every rank: f before the columns (sums the gradient), g after
+the row (sums the result). With it the residual stream is ``[batch, sequence / tp, hidden]``: split before the first block,
+gathered before the columns, reduced and scattered after the row. It is gathered again after the norm that follows the blocks,
+or after the last block if such a norm does not exist or the head is not vocabulary-parallel.
 
-What autograd saves is what torch's own sequence parallelism saves: the gathered input of a column-parallel layer.
-(Megatron-LM saves this rank's part of it and gathers once more in backward; to a planner that is one of its choices.)
+Autograd saves what torch's own sequence parallelism saves: the gathered input of a column-parallel layer.
+(Megatron-LM saves this rank's part of it and gathers again in backward; a planner may choose that too.)
 
-The sequence is dimension 1 throughout.
+The sequence is always dimension 1.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from plimsoll.estimator.local_rank.groups import DividedBlock, Group
 _GROUP = "tp"
 _SEQUENCE = 1
 _LATENT_FED = frozenset(["q_b_proj", "kv_b_proj"])
-"""Column-parallel layers whose input is a latent, where the sum of gradients already stands."""
+"""Column-parallel layers whose input is a latent; the sum of its gradients is hooked after the latent's layer."""
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -44,7 +44,7 @@ class Boundaries:
         edits.at_end(self._streams.clear)
 
     def around_block(self, block: DividedBlock) -> None:
-        """Around every group of a block; a mixture of experts is one group with all that stands beside its experts."""
+        """Hook every group of a block; a mixture of experts is one group with everything in its module."""
         mixtures = sorted({path.rpartition(".")[0] for path in block.experts})
         for path in mixtures:
             if path == block.path:
@@ -60,9 +60,9 @@ class Boundaries:
                 self._around_group(group, block.path)
 
     def around_stream(self, blocks: Iterable[str], heads: Collection[str]) -> list[str]:
-        """Sequence parallelism: split before the first block of each stack, gather at the other end.
+        """Sequence parallelism: split before the first block of each stack, gather at the end.
 
-        Returns the norms that work on the divided sequence after the blocks.
+        Returns the norms after the blocks, which work on the divided sequence.
         """
         stacks: dict[str, list[str]] = {}
         for path in blocks:
@@ -71,7 +71,7 @@ class Boundaries:
         for stack, members in stacks.items():
             self._before_inputs(members[0], self._split)
             norm = self._norm_after(stack)
-            if heads and norm is not None:  # only a head that is divided reads it: each rank has a part of its gradient
+            if heads and norm is not None:  # only a divided head reads it: each rank has a part of its gradient
                 self._after(norm, self._enter)
                 norms.append(norm)
             else:
@@ -81,12 +81,12 @@ class Boundaries:
         return norms
 
     def around_heads(self, heads: Iterable[str]) -> None:
-        """The gradient of a vocabulary-parallel head's whole input is summed."""
+        """Sum the gradient of a vocabulary-parallel head's input, which is whole on every rank."""
         for path in heads:
             self._before_inputs(path, self._sum_gradient)
 
     def _norm_after(self, stack: str) -> str | None:
-        """The sibling defined after a stack of blocks that holds vectors only."""
+        """Find the norm after a stack of blocks: the first later sibling whose parameters are all vectors."""
         if not stack:
             return None
         parent, _, name = stack.rpartition(".")
@@ -114,7 +114,7 @@ class Boundaries:
         self._after(group.row, self._leave)
 
     def _before_columns(self, group: Group) -> None:
-        """At each column-parallel layer, once for those that read the same tensor one after the other."""
+        """Hook each column-parallel layer; layers that read the same tensor share one collective."""
         memo = _Shared(self._enter)
         for path in group.columns:
             self._edits.hook(self._modules[path].register_forward_pre_hook(memo.first_argument))
@@ -142,7 +142,7 @@ class Boundaries:
         return split(self._checked(x, 1), _SEQUENCE, self._tp, _GROUP)
 
     def _checked(self, x: torch.Tensor, ranks: int) -> torch.Tensor:
-        """``x``, if it has the shape that the residual stream has here: a model may reshape by what it takes for granted."""
+        """Return ``x`` if it has the residual stream's shape here; a model may have reshaped it with wrong assumptions."""
         if x.dim() != 3 or (x.shape[0], x.shape[1] * ranks) not in self._streams:
             expected = " or ".join(f"[{batch}, {size // ranks}, …]" for batch, size in sorted(self._streams))
             raise InvalidLayout(
@@ -168,7 +168,7 @@ class Boundaries:
 
 
 class _Shared:
-    """One collective for layers that read the same tensor."""
+    """One collective for several layers that read the same tensor."""
 
     def __init__(self, change: Change) -> None:
         self._change = change
@@ -188,7 +188,7 @@ class _Shared:
 
 
 def _change_first(path: str, args: tuple[Any, ...], kwargs: dict[str, Any], change: Change) -> Any:
-    """The call with its hidden states changed: the first floating-point tensor, by position, then by keyword."""
+    """Change the hidden states of a call: its first floating-point tensor, by position, then by keyword."""
     if args and _is_hidden(args[0]):
         return (change(args[0]), *args[1:]), kwargs
     names = ["hidden_states", *kwargs]

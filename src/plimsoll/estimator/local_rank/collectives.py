@@ -1,11 +1,11 @@
-"""Stand-ins for collectives on a single rank: ops that give tensors the shapes that the real ones would.
+"""Stand-ins for collectives on a single rank: ops whose results have the shapes of the real collectives' results.
 
-Each is an op of its own (``plimsoll::all_gather`` and so on), so that a trace shows it, a planner sees its output as a value
-with a producer and a price, and a fake trace knows its shape. Nothing is sent: every other rank is taken to hold what this
-one holds (``all_gather`` repeats it, ``reduce_scatter`` keeps the first part, the reductions change nothing). Shapes,
-storages and what autograd saves are those of the real collective; values are not.
+Each is an op of its own (``plimsoll::all_gather`` and so on), so a trace shows it, a planner sees its output as a value
+with a producer and a price, and a fake trace knows its shape. Nothing is sent: every other rank is assumed to hold what this
+rank holds (``all_gather`` repeats it, ``reduce_scatter`` keeps the first part, reductions change nothing). Shapes, storages
+and what autograd saves are the same as for the real collective; values are not.
 
-``group`` names the dimension of the layout (``tp``, ``ep``), ``ranks`` its size.
+``group`` names the dimension of the layout (``tp``, ``ep``), ``ranks`` is its size.
 
 Source: the conjugate pairs f/g and g/ḡ of Shoeybi et al. 2019 (section 3) and Korthikanti et al. 2022 (section 4.2).
 """
@@ -21,7 +21,7 @@ from plimsoll.errors import InvalidLayout
 
 @torch.library.custom_op("plimsoll::all_gather", mutates_args=())
 def all_gather(x: torch.Tensor, dim: int, ranks: int, group: str) -> torch.Tensor:
-    """Every rank's part, one after the other along ``dim``."""
+    """Concatenate every rank's part along ``dim``."""
     return torch.cat([x] * ranks, dim)
 
 
@@ -32,7 +32,7 @@ def _(x: torch.Tensor, dim: int, ranks: int, group: str) -> torch.Tensor:
 
 @torch.library.custom_op("plimsoll::reduce_scatter", mutates_args=())
 def reduce_scatter(x: torch.Tensor, dim: int, ranks: int, group: str) -> torch.Tensor:
-    """The sum over ranks, of which each keeps one part along ``dim``."""
+    """Sum over ranks, and keep this rank's part along ``dim``."""
     return _part(x, dim, ranks)
 
 
@@ -43,7 +43,7 @@ def _(x: torch.Tensor, dim: int, ranks: int, group: str) -> torch.Tensor:
 
 @torch.library.custom_op("plimsoll::all_to_all", mutates_args=())
 def all_to_all(x: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
-    """Rows exchanged in equal shares: as many come as go."""
+    """Exchange rows in equal shares: each rank receives as many as it sends."""
     return x.clone(memory_format=torch.contiguous_format)
 
 
@@ -54,7 +54,7 @@ def _(x: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
 
 @torch.library.custom_op("plimsoll::dispatch", mutates_args=())
 def dispatch(x: torch.Tensor, rows: int, copies: float, group: str) -> torch.Tensor:
-    """Each row to ``copies`` ranks on average, to none of them twice: ``rows`` arrive here. The inverse sums them at home."""
+    """Send each row to ``copies`` ranks on average, never twice to one; ``rows`` arrive here. The inverse sums them at home."""
     return x[torch.arange(rows, device=x.device) % max(len(x), 1)]
 
 
@@ -65,7 +65,7 @@ def _(x: torch.Tensor, rows: int, copies: float, group: str) -> torch.Tensor:
 
 @torch.library.custom_op("plimsoll::all_reduce_", mutates_args=("x",))
 def all_reduce_(x: torch.Tensor, ranks: int, group: str) -> None:
-    """The sum (or the largest) over ranks, in the place of ``x``."""
+    """Reduce ``x`` over ranks in place: their sum or maximum."""
 
 
 @all_reduce_.register_fake
@@ -150,20 +150,20 @@ class _Unsplit(torch.autograd.Function):
 
 
 def enter(x: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
-    """Megatron's f: nothing in forward (the same memory); the gradient is summed over ranks, in place."""
+    """Megatron's f: the identity in forward (the same memory); sums the gradient over ranks, in place."""
     return _Enter.apply(x, ranks, group)  # type: ignore[no-any-return]
 
 
 def leave(x: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
-    """Megatron's g: summed over ranks, in place; nothing in backward."""
+    """Megatron's g: sums over ranks, in place as most training code does; the identity in backward."""
     return _Leave.apply(x, ranks, group)  # type: ignore[no-any-return]
 
 
 def split(x: torch.Tensor, dim: int, ranks: int, group: str) -> torch.Tensor:
-    """This rank's part of what every rank has; nothing is sent in forward, the gradient is gathered.
+    """Keep this rank's part of a tensor that every rank has; forward sends nothing, backward gathers the gradient.
 
     Raises:
-        InvalidLayout: the size along ``dim`` is no multiple of ``ranks``.
+        InvalidLayout: the size along ``dim`` is not a multiple of ``ranks``.
     """
     size = x.shape[dim]
     if size % ranks:
@@ -177,7 +177,7 @@ def split(x: torch.Tensor, dim: int, ranks: int, group: str) -> torch.Tensor:
 
 
 def unsplit(x: torch.Tensor, dim: int, ranks: int, group: str) -> torch.Tensor:
-    """Every rank's part gathered, for work that every rank repeats: its gradient is whole, and only a part of it is kept."""
+    """Gather every rank's part for work that all ranks repeat: its gradient is whole, and each rank keeps its part."""
     return _Unsplit.apply(x, dim, ranks, group)  # type: ignore[no-any-return]
 
 

@@ -1,19 +1,19 @@
-"""Cuts the parameters of layers and experts to one rank's share, and undoes every change to the model at the end.
+"""Cut the parameters of layers and experts to one rank's share, and undo every change to the model at the end.
 
 Expert parallelism: every rank sends each of its ``tokens · top_k`` rows to the rank that holds the row's expert, and gets as
-many for its own experts: routing is taken to be balanced. The rows travel back after the experts; the weights of the
-router travel along, so that the weighted sum over a token's experts is taken at home.
+many rows for its own experts: routing is assumed to be balanced. The rows return after the experts. The weights of the
+router travel with the rows, so that each token's weighted sum is computed on its home rank.
 
-With DeepEP a token travels once to each rank that has experts of its, and its rows are made there.
+With DeepEP a token travels once to each rank that has any of its experts, and its rows are made there.
 
-Fused kernels (``plimsoll_moe::permute`` and so on) move what Transformer Engine's and Megatron-Core's move, and save the same:
-rows are copied in the order of experts and summed back by a map of ``[tokens, 2 · experts + 1]`` integers, and the activation
-takes the router's weights along, so that products alone are kept.
+Fused kernels (``plimsoll_moe::permute`` and so on) move and save the same bytes as Transformer Engine's and Megatron-Core's.
+Rows are copied in the order of experts and summed back by a map of ``[tokens, 2 · experts + 1]`` integers. The activation
+multiplies by the router's weights too, so that only the outputs of matrix products are saved.
 
 Source: the all-to-all dispatcher of GShard (Lepikhin et al. 2021, section 3.2); deepseek-ai/DeepEP, as Megatron-Core's
 ``fused_a2a.py`` calls it; Transformer Engine's ``permutation.py`` and Megatron-Core's ``weighted_bias_swiglu``. Known
-weakness: unbalanced routing is not modelled; a rank whose experts are popular holds more. Routing that keeps to a few nodes
-(DeepSeek-V3's) sends less than is taken here.
+weakness: unbalanced routing is not modelled; a rank with popular experts holds more. Routing limited to a few nodes
+(DeepSeek-V3's) sends less than is assumed here.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from plimsoll.estimator.local_rank.roles import is_conv1d
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """How one rank's share of a parameter is cut: along ``dim``, from each of ``parts`` equal parts, ``kept`` of it.
+    """How one rank's share of a parameter is cut: along ``dim``, ``kept`` out of each of ``parts`` equal parts.
 
-    ``ranks`` is the size of the group that shares it, ``group`` its dimension of the layout.
+    ``ranks`` is the size of the group that shares the parameter, ``group`` the group's dimension of the layout.
     """
 
     dim: int
@@ -47,13 +47,13 @@ class Shard:
     parts: int = 1
 
     def cut(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The share of the first rank, on memory of its own."""
+        """Return the share of the first rank, in memory of its own."""
         pieces = tensor.chunk(self.parts, self.dim) if self.parts > 1 else (tensor,)
         return torch.cat([piece.narrow(self.dim, 0, self.kept) for piece in pieces], self.dim)
 
 
 class Edits:
-    """Notes what is done to a model, and undoes it."""
+    """Records changes to a model, and undoes them."""
 
     def __init__(self) -> None:
         self._shards: dict[int, list[Shard]] = {}
@@ -62,40 +62,40 @@ class Edits:
         self._on_undo: list[Callable[[], None]] = []
 
     def shard(self, parameter: nn.Parameter | None, shard: Shard) -> None:
-        """Cut the parameter so, wherever the model uses it (once, where two modules share it)."""
+        """Mark a parameter to be cut wherever the model uses it (once, if two modules share it)."""
         if parameter is not None:
             shards = self._shards.setdefault(id(parameter), [])
             if shard not in shards:
                 shards.append(shard)
 
     def set(self, owner: object, name: str, value: Any) -> None:
-        """Set an attribute that ``owner`` has itself."""
+        """Set an attribute in the instance's own ``__dict__``."""
         table = vars(owner)
         self._tables.append((table, name, table[name]))
         table[name] = value
 
     def scale(self, owner: object, names: Iterable[str], change: Callable[[int], int]) -> None:
-        """Set each of those attributes that ``owner`` has as an int."""
+        """Change each of these attributes that ``owner`` has as an int in its own ``__dict__``."""
         for name in names:
             value = vars(owner).get(name)
             if isinstance(value, int) and not isinstance(value, bool):
                 self.set(owner, name, change(value))
 
     def replace_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        """Let ``module`` run another forward, around which its hooks stay."""
+        """Replace the forward of ``module``; its hooks stay around it."""
         vars(module)["forward"] = forward
         self.at_end(lambda: vars(module).pop("forward"))
 
     def hook(self, handle: RemovableHandle) -> None:
-        """Remove the hook at the end."""
+        """Register a hook to be removed at the end."""
         self._handles.append(handle)
 
     def at_end(self, call: Callable[[], None]) -> None:
-        """Let go of what a hook holds."""
+        """Register a call for the end, such as freeing what a hook holds."""
         self._on_undo.append(call)
 
     def swap_parameters(self, model: nn.Module) -> dict[str, tuple[Shard, ...]]:
-        """Put the local parameters in their places; how each was cut, by name."""
+        """Replace divided parameters by local ones; return by name how each was cut."""
         cut = {name: tuple(self._shards[id(p)]) for name, p in model.named_parameters() if id(p) in self._shards}
         local: dict[int, nn.Parameter] = {}
         for module in model.modules():
@@ -110,7 +110,7 @@ class Edits:
         return cut
 
     def undo(self) -> None:
-        """Everything as it was."""
+        """Restore the model."""
         for handle in self._handles:
             handle.remove()
         for table, name, value in reversed(self._tables):
@@ -133,16 +133,16 @@ _HEAD_WIDTHS = ("all_head_size", "inner_dim", "split_size")
 _MLP_WIDTHS = ("intermediate_size", "intermediate_dim")
 _KEYS_AND_VALUES = frozenset(["k_proj", "v_proj", "wk", "wv"])
 _IN_PARTS = {"c_attn": (3, 2), "gate_up_proj": (2,)}
-"""Layers that are several layers side by side, each of which is divided."""
+"""Layers that combine several layers side by side, and the possible numbers of these; each one is divided."""
 
 
 def divide_group(group: Group, holder: nn.Module, tp: int, edits: Edits) -> tuple[str, ...]:
-    """Cut the parameters of a group and set the attributes that its forward derives shapes from.
+    """Cut the parameters of a group, and set the attributes that its forward derives shapes from.
 
-    ``holder`` holds the columns. What a user should know about it is returned.
+    ``holder`` holds the columns. Returns notes for the user.
 
     Raises:
-        InvalidLayout: heads or widths that ``tp`` does not divide.
+        InvalidLayout: ``tp`` does not divide the heads or widths.
     """
     notes: tuple[str, ...] = ()
     if group.heads is not None:
@@ -201,7 +201,7 @@ def _localise_attention(holder: nn.Module, heads: Heads, tp: int, edits: Edits) 
 
 
 def _column_share(path: str, module: nn.Module, heads: Heads | None, tp: int) -> tuple[int, int]:
-    """Of how many parts, and how much of each part's outputs, one rank keeps."""
+    """Return a layer's number of parts, and how many outputs of each part one rank keeps."""
     name = path.rpartition(".")[2]
     outputs = widths(module)[1]
     if name in _KEYS_AND_VALUES and heads is not None:
@@ -236,7 +236,7 @@ def _check_width(path: str, width: int, tp: int) -> None:
 
 
 def _degrees_of(size: int) -> str:
-    """Those that divide a size, as far as anybody would ask for them."""
+    """List the divisors of a size, up to 128."""
     return ", ".join(str(degree) for degree in range(1, min(size, 128) + 1) if size % degree == 0)
 
 
@@ -256,7 +256,7 @@ _UP = ("gate_up_proj", "up_proj", "gate_proj", "gate_up_proj_bias", "up_proj_bia
 
 
 def divide_widths(experts: Mapping[str, nn.Module], tp: int, edits: Edits) -> None:
-    """Tensor parallelism within each expert.
+    """Apply tensor parallelism within each expert.
 
     Raises:
         InvalidLayout: ``tp`` does not divide the experts' width.
@@ -283,10 +283,10 @@ def _width_dim(name: str, *, is_transposed: bool) -> int:
 
 
 def divide_experts(experts: Mapping[str, nn.Module], ep: int, edits: Edits, kernels: str = "") -> None:
-    """Expert parallelism: some of the experts, and the exchange of tokens, by the kernels of that name.
+    """Apply expert parallelism: keep a part of the experts, and exchange tokens with the named kernels.
 
     Raises:
-        InvalidLayout: the number of experts is no multiple of ``ep``.
+        InvalidLayout: the number of experts is not a multiple of ``ep``.
     """
     for path, module in experts.items():
         stacks = [parameter for parameter in module._parameters.values() if parameter is not None]
@@ -306,7 +306,7 @@ def divide_experts(experts: Mapping[str, nn.Module], ep: int, edits: Edits, kern
 
 
 class _Exchange:
-    """Tokens to the ranks of their experts, and back."""
+    """Sends tokens to the ranks of their experts, and back."""
 
     def __init__(self, ep: int, local_experts: int) -> None:
         self._ep = ep
@@ -314,7 +314,7 @@ class _Exchange:
         self._top_k = 1
 
     def dispatch(self, module: nn.Module, args: Any) -> Any:
-        """``[tokens, hidden]`` with ``top_k`` experts each becomes ``[tokens · top_k, hidden]`` with one of this rank's."""
+        """Turn ``[tokens, hidden]``, ``top_k`` experts each, into ``[tokens · top_k, hidden]``, one local expert each."""
         hidden, index, weights = args
         self._top_k = index.shape[-1]
         rows = torch.arange(index.numel(), device=index.device)
@@ -324,13 +324,13 @@ class _Exchange:
         return received, (rows % self._local_experts).unsqueeze(-1), received_weights
 
     def combine(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """The rows back home, summed over each token's experts."""
+        """Return the rows to their home ranks, and sum them over each token's experts."""
         returned = all_to_all(output, self._ep, _GROUP)
         return returned.view(-1, self._top_k, returned.shape[-1]).sum(dim=1)
 
 
 class _DeepExchange:
-    """Tokens to the ranks of their experts, once each, and back."""
+    """Sends tokens to the ranks of their experts, once to each rank, and back."""
 
     def __init__(self, ep: int, experts: int) -> None:
         self._ep = ep
@@ -339,19 +339,19 @@ class _DeepExchange:
         self._copies = 0.0
 
     def dispatch(self, module: nn.Module, args: Any) -> Any:
-        """``[tokens, hidden]`` becomes what this rank gets of all ranks' tokens, with as many experts in all as before."""
+        """Turn ``[tokens, hidden]`` into the tokens that this rank receives; the number of token-expert pairs is unchanged."""
         hidden, index, weights = args
         self._tokens, self._copies = hidden.shape[0], expected_ranks(self._ep, self._experts, index.shape[-1])
         received = dispatch(hidden, math.ceil(self._tokens * self._copies), self._copies, _GROUP)
         return received, index.reshape(-1, 1), all_to_all(weights.reshape(-1, 1), self._ep, _GROUP)
 
     def combine(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Each token's sum over the experts of a rank back home, and added up there."""
+        """Return each token's sum over a rank's experts to its home rank, and add these up there."""
         return dispatch(output, self._tokens, self._copies, _GROUP)
 
 
 def expected_ranks(ep: int, experts: int, top_k: int) -> float:
-    """To how many of ``ep`` ranks one token goes that is routed to ``top_k`` of all experts alike.
+    """Expected number of ``ep`` ranks that one token is sent to, if its ``top_k`` experts are drawn uniformly.
 
     Example:
         >>> round(expected_ranks(8, 256, 8), 2), expected_ranks(8, 8, 2)
@@ -363,7 +363,7 @@ def expected_ranks(ep: int, experts: int, top_k: int) -> float:
 
 @torch.library.custom_op("plimsoll_moe::row_map", mutates_args=())
 def row_map(x: torch.Tensor, experts: int) -> torch.Tensor:
-    """Where the rows of each token lie, as integers of 32 bits."""
+    """The map from tokens to rows, as 32-bit integers."""
     return torch.zeros(x.shape[0], 2 * experts + 1, dtype=torch.int32, device=x.device)
 
 
@@ -374,7 +374,7 @@ def _(x: torch.Tensor, experts: int) -> torch.Tensor:
 
 @torch.library.custom_op("plimsoll_moe::permute", mutates_args=())
 def permute(x: torch.Tensor, places: torch.Tensor, rows: int) -> torch.Tensor:
-    """Rows in the order of experts, or (fewer than ``x`` has) each token's rows summed."""
+    """Copy rows in the order of experts, or, if ``rows`` is smaller than the input, sum each token's rows."""
     if rows < len(x):
         return x.new_zeros(rows, x.shape[1]).index_add_(0, torch.arange(len(x), device=x.device) % rows, x)
     return x[torch.arange(rows, device=x.device) % max(len(x), 1)]
@@ -387,7 +387,7 @@ def _(x: torch.Tensor, places: torch.Tensor, rows: int) -> torch.Tensor:
 
 @torch.library.custom_op("plimsoll_moe::activate", mutates_args=())
 def activate(x: torch.Tensor, weights: torch.Tensor, width: int) -> torch.Tensor:
-    """Activation, gate and router's weight of every row in one kernel."""
+    """Apply activation, gate and the router's weight of every row in one kernel."""
     gate, rest = x[:, :width], x[:, width:]
     out = torch.nn.functional.silu(gate.float()) * (rest.float() if rest.shape[1] else 1)
     return (out * weights[:, None].float()).to(x.dtype)
@@ -402,7 +402,7 @@ def _(x: torch.Tensor, weights: torch.Tensor, width: int) -> torch.Tensor:
 def activate_backward(
     gradient: torch.Tensor, x: torch.Tensor, weights: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of the activation's input and of the weights."""
+    """Gradients of the activation's input and of the router's weights."""
     return torch.zeros_like(x), torch.zeros_like(weights)
 
 
@@ -433,10 +433,10 @@ activate.register_autograd(_activated_gradient, setup_context=_keep_inputs)
 
 
 def fuse_experts(experts: Mapping[str, nn.Module], edits: Edits) -> None:
-    """Let experts run in Megatron-Core's fused kernels: rows moved, and activated with their weights, in one kernel each.
+    """Run experts in Megatron-Core's fused kernels: one moves the rows, one activates them and applies their weights.
 
     Raises:
-        InvalidLayout: experts with biases, or whose outputs have a norm of their own.
+        InvalidLayout: the experts have biases, or a norm after each expert.
     """
     for path, module in experts.items():
         known = vars(module)
@@ -456,7 +456,7 @@ class _FusedExperts:
     module: nn.Module
 
     def __call__(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """``[tokens, hidden]`` through the experts of ``index``, whose ``weights`` the activation takes along."""
+        """Run ``[tokens, hidden]`` through the experts of ``index``; the activation applies their ``weights``."""
         stacks, rows = self.module._parameters, index.numel()
         up, down = stacks.get("gate_up_proj", stacks.get("up_proj")), stacks["down_proj"]
         assert up is not None, "experts have a product before the activation"

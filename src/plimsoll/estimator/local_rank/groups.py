@@ -1,7 +1,7 @@
-"""Finds the layers that compute together under tensor parallelism: column-parallel ones and the row-parallel one after them.
+"""Find layers that compute together under tensor parallelism: column-parallel layers and the row-parallel layer after them.
 
-A group is an attention or an MLP. Between its columns and its row every rank works on its own share; at its ends stand
-collectives. Attention is divided by whole heads: how many there are follows from the size of a head and the width of the row.
+A group is an attention or an MLP. Between its columns and its row every rank works on its own share; collectives run at both
+ends. Attention is divided by whole heads: their number follows from the head size and the width of the row.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Query heads and key-value heads of an attention, and the size of a value's head."""
+    """Query heads and key-value heads of an attention, and the size of a value head."""
 
     queries: int
     keys: int
     size: int
 
     def local_queries(self, tp: int) -> int:
-        """Query heads of one rank."""
+        """Query heads on one rank."""
         return self.queries // tp
 
     def local_keys(self, tp: int) -> int:
-        """Key-value heads of one rank: with fewer of them than ranks, one, which several ranks hold (as in Megatron)."""
+        """Key-value heads on one rank. With fewer heads than ranks, several ranks hold the same head (as in Megatron)."""
         return max(1, self.keys // tp)
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Column-parallel layers by path, the row-parallel layer, what is replicated in between, and where the heads are kept."""
+    """Column-parallel layers by path, their row-parallel layer, replicated layers in between, and the heads of attention."""
 
     parent: str
     """The module that holds the columns."""
@@ -50,7 +50,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class DividedBlock:
-    """One repeated block: its groups, and the stacks of experts in it."""
+    """One repeated block: its groups, and its stacks of experts."""
 
     path: str
     groups: tuple[Group, ...]
@@ -60,10 +60,10 @@ class DividedBlock:
 
 
 def read_block(path: str, block: nn.Module, book: RoleBook) -> DividedBlock:
-    """The groups of one block; a block without any is not a block of a transformer (``groups`` is empty).
+    """Find the groups of one block; ``groups`` is empty if the block is not a transformer block.
 
     Raises:
-        InvalidLayout: a weight that no name tells, or a column-parallel layer without its row-parallel one.
+        InvalidLayout: a weight whose name is unknown, or a column-parallel layer without its row-parallel layer.
     """
     modules = dict(block.named_modules())
     roles: dict[str, Role] = {}
@@ -95,12 +95,12 @@ def _groups(
     order = {name: place for place, name in enumerate(roles)}
     found: dict[str, list[str]] = {}
     left = list(columns)
-    for row in rows:  # what stands beside its row belongs to it, in whatever order the two are defined
+    for row in rows:  # columns in the same module belong to the row, in whatever order they are defined
         beside = [name for name in columns if _parent(name) == _parent(row)]
         if beside and sum(_parent(other) == _parent(row) for other in rows) == 1:
             found[row] = beside
             left = [name for name in left if name not in beside]
-    for row in rows:  # else what comes before it
+    for row in rows:  # otherwise, the columns that are defined before the row
         if row not in found:
             found[row] = [name for name in left if order[name] < order[row]]
             left = [name for name in left if name not in found[row]]
@@ -146,7 +146,7 @@ def _heads(
 
 
 def widths(module: nn.Module) -> tuple[int, int]:
-    """Inputs and outputs of a linear layer."""
+    """Input and output width of a linear layer."""
     weight = module._parameters["weight"]
     assert weight is not None
     outputs, inputs = weight.shape

@@ -1,9 +1,8 @@
-"""Lets a model be the model of one rank while a block lasts; then it is exactly what it was.
+"""Temporarily turn a model into one rank's part of it; afterwards the model is restored exactly.
 
-The rank described is the first of every group. Parameters are replaced by local ones, attributes that forward derives shapes
-from (numbers of heads, widths, sizes of the vocabulary) are set to local values, and stand-in collectives are hooked in
-where the ranks of a real run would meet. What runs in the block is then an ordinary step of an ordinary model, so whatever
-traces models traces this one.
+The result is the first rank of every group. Parameters are replaced by local ones, attributes that forward derives shapes from
+(numbers of heads, widths, vocabulary sizes) are set to local values, and stand-in collectives are hooked in where ranks of a
+real run would communicate. Inside ``with``, the step is an ordinary step of an ordinary model, so the usual tracer works.
 
 Source: the layers of Shoeybi et al. 2019 (tensor parallelism), Korthikanti et al. 2022 (sequence parallelism) and Lepikhin et
 al. 2021 (expert parallelism).
@@ -36,10 +35,10 @@ from plimsoll.units import format_bytes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalModel:
-    """What was done to the model.
+    """How a model was divided.
 
-    ``shards`` says how each divided parameter was cut, by name (those that every rank holds are not in it).
-    ``summed_gradients`` names parameters that every rank holds and of whose gradient each makes a part only: their gradients
+    ``shards`` says by name how each divided parameter was cut (parameters that every rank holds whole are left out).
+    ``summed_gradients`` names parameters that every rank holds whole while its gradient is only partial: these gradients
     are summed over the tensor-parallel group once a step, before the optimizer. ``notes`` are for the user.
     """
 
@@ -58,24 +57,25 @@ def localised(
     roles: Mapping[str, str] | None = None,
     moe: str = "",
 ) -> Iterator[LocalModel]:
-    """Let ``model`` be the model of one rank while the block lasts.
+    """Turn ``model`` into one rank's part of it inside the ``with`` statement.
 
-    An estimate runs what one rank would run: formulas per layer leave out what they were not written for.
+    Estimates run what one rank would run, because formulas per layer do not cover layers that they were not written for
+    (``docs/design/an-estimate-runs-one-rank.md``).
 
     Args:
         model: on the meta device, or with real tensors (the local parameters are then copies of the first rank's share).
         tp: degree of tensor parallelism.
         ep: degree of expert parallelism; experts are divided by ``tp`` as well.
-        sequence_parallel: the residual stream is divided along the sequence (dimension 1) within the tensor-parallel group.
-        roles: how ranks share weights that neither the model's plan nor the field's names tell: module paths (``*`` stands
-            for one level) to ``colwise``, ``rowwise``, ``vocab`` or ``replicate``.
-        moe: the kernels of experts: ``fused``, ``deepep``, or the model's own.
+        sequence_parallel: divide the residual stream along the sequence (dimension 1) within the tensor-parallel group.
+        roles: how ranks share weights that neither the model's plan nor common names cover: maps module paths (``*``
+            matches one level) to ``colwise``, ``rowwise``, ``vocab`` or ``replicate``.
+        moe: the kernels of experts: ``fused``, ``deepep``, or empty for the model's own.
 
     Yields:
-        How it was divided.
+        How the model was divided.
 
     Raises:
-        InvalidLayout: heads, widths or experts that the degrees do not divide; a model whose weights are not known;
+        InvalidLayout: degrees that do not divide heads, widths or experts; a model with unknown weights;
             sequence parallelism without tensor parallelism, or in an encoder-decoder.
 
     Example:
@@ -109,7 +109,7 @@ def localised(
 
 
 class _Division:
-    """One model being divided."""
+    """One model while it is being divided."""
 
     def __init__(self, model: nn.Module, edits: Edits) -> None:
         self._model = model
@@ -120,7 +120,7 @@ class _Division:
         self.notes: list[str] = []
 
     def divide_tensors(self, tp: int, roles: Mapping[str, str] | None, *, sequence_parallel: bool) -> int:
-        """Tensor parallelism of every block, of embeddings and heads; the classes of the divided head, 0 without one."""
+        """Divide every block, embeddings and heads; return the local classes of the divided head, 0 without one."""
         model, edits = self._model, self._edits
         book = RoleBook(model, roles)
         blocks = blocks_of(model)
@@ -150,7 +150,7 @@ class _Division:
         return local if heads else 0
 
     def divide_experts(self, ep: int, kernels: str) -> None:
-        """Expert parallelism of every stack of experts, and the kernels that they run in."""
+        """Divide every stack of experts among ranks, and set the kernels that experts run in."""
         experts = {path: module for path, module in self._modules.items() if is_experts(module)}
         if not experts:
             raise InvalidLayout(
@@ -165,7 +165,7 @@ class _Division:
             fuse_experts(experts, self._edits)
 
     def partial_gradients(self, shards: Mapping[str, object], *, sequence_parallel: bool) -> tuple[str, ...]:
-        """Parameters whole on every rank whose gradient is not."""
+        """Parameters that are whole on every rank while their gradient is only partial."""
         inside = tuple(f"{scope}." for scope in self._scopes(sequence_parallel=sequence_parallel))
         groups = [group for block in self._blocks for group in block.groups]
         whole = tuple(f"{group.row}.bias" for group in groups)
@@ -177,7 +177,7 @@ class _Division:
         )
 
     def _scopes(self, *, sequence_parallel: bool) -> Iterator[str]:
-        """Where ranks work on different things: the whole block, or between columns and row only."""
+        """Modules where ranks work on different data: whole blocks, or only the part between columns and row."""
         yield from self._norms
         for block in self._blocks:
             if sequence_parallel:
@@ -190,7 +190,7 @@ class _Division:
 
 
 def _note_on_sums(model: nn.Module, names: Collection[str], tp: int) -> list[str]:
-    """What a trace of one micro-batch does not show: the once-a-step sum of these gradients."""
+    """Note on the sum of these gradients once a step, which a trace of one micro-batch does not show."""
     if not names:
         return []
     size = sum(p.numel() * p.element_size() for name, p in model.named_parameters() if name in names)

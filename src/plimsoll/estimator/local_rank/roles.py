@@ -1,8 +1,8 @@
-"""Says how the ranks of a tensor-parallel group share each weight matrix of a model.
+"""Determine how the ranks of a tensor-parallel group share each weight matrix of a model.
 
-``roles=`` of the caller comes first, then the model's own plan (transformers' ``base_model_tp_plan`` and ``_tp_plan``), then
-the names that the field uses. A matrix inside a block that none of them knows is an error, not a guess: half a block divided
-would compute something else.
+The caller's ``roles=`` comes first, then the model's own plan (transformers' ``base_model_tp_plan`` and ``_tp_plan``), then
+common names. A matrix in a block that none of these covers is an error, not a guess: a block divided by half would compute
+something else.
 
 Source: column- and row-parallel layers of Shoeybi et al. 2019, section 3.
 """
@@ -18,8 +18,8 @@ from torch import nn
 
 from plimsoll.errors import InvalidLayout
 
-# The names that the field gives to weights: a module's last name, or its last two. The families: Llama and its kin (q_proj,
-# gate_proj), GPT-2 (c_attn, c_fc), BERT (query, intermediate.dense), T5 (q, wi_0), CLIP, ViT and Whisper (fc1), GPT-NeoX and
+# Common names of weights: a module's last name, or its last two. The families: Llama and relatives (q_proj, gate_proj),
+# GPT-2 (c_attn, c_fc), BERT (query, intermediate.dense), T5 (q, wi_0), CLIP, ViT and Whisper (fc1), GPT-NeoX and
 # BLOOM (query_key_value), DistilBERT (q_lin), Meta's own Llama (wq, w1), multi-head latent attention (kv_b_proj).
 QUERY_KEY_VALUE = re.compile(
     r"[qkv]_proj|query|key|value|[qkv]|w[qkv]|[qkv]_lin|c_attn|q_attn|query_key_value|q_b_proj|kv_b_proj"
@@ -40,9 +40,9 @@ _WORDS = re.compile(r"(.*\.)?(embed_tokens|wte|word_embeddings|shared|token_embe
 class Role(enum.StrEnum):
     """How the ranks of a tensor-parallel group share a weight.
 
-    ``COLUMN``: each computes some of the outputs; ``ROW``: each takes some of the inputs, and the results are summed;
-    ``VOCABULARY``: each holds some words of an embedding or of a head; ``REPLICATE``: each holds all. ``LATENT``:
-    each holds all, and what it makes goes into column-parallel layers (the compressed keys of multi-head latent
+    ``COLUMN``: each rank computes some of the outputs. ``ROW``: each takes some of the inputs, and the results are summed.
+    ``VOCABULARY``: each holds some words of an embedding or head. ``REPLICATE``: each holds the whole weight. ``LATENT``:
+    each holds the whole weight, and its output is the input of column-parallel layers (the compressed keys of multi-head latent
     attention), so its gradient is summed. ``EXPERTS``: a stack of experts, each divided like an MLP. ``HEADS``: one column
     per attention head.
     """
@@ -71,11 +71,11 @@ _NAMED = {
     Role.ROW: re.compile(rf"(.*\.)?({_ROWS})"),
     Role.LATENT: re.compile(r"(.*\.)?(q_a_proj|kv_a_proj_with_mqa)"),
 }
-"""Roles of matrices by their names, in the order in which they are tried."""
+"""Roles of matrices by name; they are tried in this order."""
 
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Members of the model's outermost module lists, by path: what repeats."""
+    """Return the repeated blocks by path: members of the model's outermost module lists."""
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         inside = any(path.startswith(f"{block}.") for block in found)
@@ -86,23 +86,23 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """A matrix product with a bias: torch's, or transformers' ``Conv1D`` (weight ``[in, out]``)."""
+    """Whether a module is a linear layer: torch's, or transformers' ``Conv1D`` (weight ``[in, out]``)."""
     return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """GPT-2's linear layer, whose weight is transposed."""
+    """Whether a module is GPT-2's linear layer, whose weight is transposed."""
     return type(module).__name__ == "Conv1D" and module._parameters.keys() == {"weight", "bias"}
 
 
 def is_experts(module: nn.Module) -> bool:
-    """A module that holds all experts' matrices in stacks, ``[experts, …, …]``."""
+    """Whether a module holds all experts' matrices in stacks, ``[experts, …, …]``."""
     stacks = [parameter for parameter in module._parameters.values() if parameter is not None and parameter.dim() == 3]
     return len(stacks) > 1 and "down_proj" in module._parameters
 
 
 class RoleBook:
-    """Answers for the role of a module by its path; counts which of the caller's patterns were of use."""
+    """Finds the role of a module by its path; records which of the caller's patterns matched."""
 
     def __init__(self, model: nn.Module, overrides: Mapping[str, str] | None) -> None:
         self._plan = _own_plan(model)
@@ -112,7 +112,7 @@ class RoleBook:
         self._matched: set[re.Pattern[str]] = set()
 
     def role(self, path: str, module: nn.Module) -> Role | None:
-        """The role of a module inside a block, ``None`` if nobody knows."""
+        """Return the role of a module inside a block; ``None`` if it is unknown."""
         found = self.override(path)
         if found is not None:
             _check_kind(found, path, module)
@@ -134,7 +134,7 @@ class RoleBook:
         return _by_name(path, is_matrix=is_linear(module))
 
     def override(self, path: str) -> Role | None:
-        """What the caller says about it."""
+        """Return the caller's role for a path, or ``None``."""
         for pattern, role in self._overrides.items():
             if pattern.fullmatch(path):
                 self._matched.add(pattern)
@@ -142,7 +142,7 @@ class RoleBook:
         return None
 
     def check_all_matched(self, model: nn.Module) -> None:
-        """Refuse patterns that named nothing."""
+        """Refuse patterns that did not match any module."""
         for pattern in self._overrides.keys() - self._matched:
             raise InvalidLayout(
                 f"The pattern {pattern.pattern!r} in roles= matches no weight of {type(model).__name__}.",
@@ -168,7 +168,7 @@ def _by_name(path: str, *, is_matrix: bool) -> Role | None:
 
 
 def words_of(model: nn.Module, blocks: Mapping[str, nn.Module], book: RoleBook) -> dict[str, nn.Module]:
-    """Embeddings of words, and the heads over the same words, by path."""
+    """Return word embeddings, and heads over the same words, by path."""
     outside = {
         path: module for path, module in model.named_modules() if not any(_is_inside(path, block) for block in blocks)
     }
@@ -194,7 +194,7 @@ def _is_inside(path: str, block: str) -> bool:
 
 
 def matrices_of(block: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Modules of a block that hold a weight of two dimensions or more themselves."""
+    """Yield modules of a block that hold a weight of two or more dimensions themselves."""
     for name, module in block.named_modules():
         parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
         if any(parameter.dim() > 1 for parameter in parameters):

@@ -1,15 +1,15 @@
-"""Divides word embeddings and heads by vocabulary, with the cross entropy over a part of the words.
+"""Divide word embeddings and heads by vocabulary, with the cross entropy over a part of the words.
 
 Each rank holds a range of the words. Embedding: words of other ranks give zeros, and the results are summed. Head: logits
-``[tokens, vocabulary / tp]``. Loss: largest logit, sum of exponentials and the logit of the label are each reduced over
-ranks, one number per token, so that no rank ever holds all logits.
+``[tokens, vocabulary / tp]``. Loss: the largest logit, the sum of exponentials and the label's logit are each reduced over
+ranks, one number per token, so no rank ever holds all logits.
 
-A vocabulary that ``tp`` does not divide is divided unevenly, as ``torch.chunk`` does it; the rank described here is the first,
+A vocabulary that ``tp`` does not divide is divided unevenly, as by ``torch.chunk``; the rank described here is the first,
 which holds the most.
 
 Source: Shoeybi et al. 2019, section 3 ("parallel cross entropy"); buffers as in torch's
-``torch.distributed.tensor.parallel.loss_parallel``, which saves the log-probabilities (Megatron-LM keeps the exponentials,
-in the place of the logits: as many bytes saved, one buffer of them less while the loss is computed).
+``torch.distributed.tensor.parallel.loss_parallel``, which saves the log-probabilities (Megatron-LM saves the exponentials in
+the memory of the logits: as many saved bytes, but one buffer less while the loss is computed).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _COUNTS = ("vocab_size", "num_embeddings", "out_features")
 
 
 def local_words(words: int, tp: int) -> int:
-    """How many words the first rank holds."""
+    """Number of words that the first rank holds."""
     return -(-words // tp)
 
 
 def divide_words(modules: Mapping[str, nn.Module], model: nn.Module, tp: int, edits: Edits) -> int:
-    """Cut the embeddings and heads, and set the sizes that losses are computed with; the local size, 0 without any."""
+    """Cut embeddings and heads, and set the sizes that losses use; return the local size, 0 without embeddings or heads."""
     sizes = {_words(module) for module in modules.values()}
     if not sizes:
         return 0
@@ -69,7 +69,7 @@ def _words(module: nn.Module) -> int:
 
 
 def _localise_counts(model: nn.Module, modules: Iterable[nn.Module], words: int, local: int, edits: Edits) -> None:
-    """Sizes of the vocabulary in modules and their configurations; models reshape their logits to them."""
+    """Set vocabulary sizes in modules and their configurations to the local size; models reshape logits to them."""
     owners: dict[int, object] = {id(module): module for module in model.modules()}
     owners.update({id(config): config for config in _configs(model)})
     divided = {id(module) for module in modules}
@@ -87,7 +87,7 @@ def _configs(model: nn.Module) -> Iterable[object]:
 
 
 class _Table:
-    """The words of this rank in an embedding: others are looked up as word 0 and set to zero."""
+    """This rank's words of an embedding: other words are looked up as word 0 and set to zero."""
 
     def __init__(self, local: int, tp: int) -> None:
         self._local = local
@@ -110,7 +110,7 @@ class _Table:
 
 
 class VocabularyLoss(TorchFunctionMode):
-    """While active, ``cross_entropy`` over ``local`` classes is the one over all ranks' words."""
+    """While active, ``cross_entropy`` over ``local`` classes computes the loss over all ranks' words."""
 
     def __init__(self, local: int, tp: int) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class VocabularyLoss(TorchFunctionMode):
                 next="leave weight= and label_smoothing= out, or keep the head whole: "
                 'roles={"lm_head": "replicate", "model.embed_tokens": "replicate"}',
             )
-        logits = input.float() if torch.is_autocast_enabled(input.device.type) else input  # as autocast has it
+        logits = input.float() if torch.is_autocast_enabled(input.device.type) else input  # as autocast does
         losses = VocabularyParallelCrossEntropy.apply(logits, target, ignore_index, self._tp)
         if reduction == "none":
             return losses  # type: ignore[no-any-return]

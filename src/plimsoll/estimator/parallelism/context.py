@@ -1,18 +1,18 @@
-"""Turns the trace of a step at a rank's share of the sequence into that of a context-parallel rank. No torch here.
+"""Turn the trace of a step at one rank's share of the sequence into the trace of a context-parallel rank, without torch.
 
-Every rank holds ``sequence / cp`` positions of everything; only attention looks beyond them. In ring attention the keys and
-values of every rank pass every other one, while each computes its own queries against those that it holds just then. So, in
-a trace that was made at ``sequence / cp``:
+Every rank holds ``sequence / cp`` positions of everything; only attention reads other positions. In ring attention the keys
+and values of every rank travel through all other ranks, while each rank computes its own queries against the keys and values
+that it currently holds. In a trace made at ``sequence / cp``, this changes the following:
 
 - an attention op does ``cp`` times the arithmetic and reads ``cp`` times the keys and values; what it saves stays local
-  (with the sequence dealt out in ``2 cp`` pieces, as usual, causal attention is balanced and keeps its half);
-- before it, forward and backward, stands an exchange (an op with the group ``cp``): the whole sequence's keys and values pass,
-  in backward their gradients too; its receive buffers (twice the local keys and values, for the ones in use and the ones on
-  their way; twice as much in backward) live until the attention op ends.
+  (the sequence is divided into ``2 cp`` pieces, as usual, so causal attention is balanced and still skips half);
+- an exchange (an op of the group ``cp``) precedes it in forward and backward. It sends the whole sequence's keys and values,
+  and in backward their gradients too. Its receive buffers live until the attention op ends: twice the local keys and values,
+  for those in use and those in transit, and twice that in backward.
 
-What this leaves out: partial outputs that are merged from step to step (one more local output during attention), and that
-the exchange overlaps with the arithmetic: its seconds are an upper bound. Basis: modelled; ``RELATIVE_ERROR`` is what the
-buffers may be off by.
+Not modelled: partial outputs that are merged from step to step (one more local output during attention), and overlap of the
+exchange with arithmetic, so its seconds are an upper bound. Basis: modelled; ``RELATIVE_ERROR`` is the error of the
+buffers.
 
 Source: Liu, Zaharia and Abbeel, "Ring attention with blockwise transformers", 2023, section 3.
 """
@@ -34,7 +34,8 @@ RELATIVE_ERROR = 0.5
 
 _ATTENTION = re.compile(r"_scaled_dot_product_(flash|efficient|cudnn|fused)\w*")
 _MASKS = {"efficient": (3, 4), "cudnn": (3, 8)}
-"""Where forward and backward of a kernel take a mask among their arguments; flash has none, a CPU's takes it by name."""
+"""Positions of the mask among a kernel's arguments in forward and backward. Flash does not take a mask; a CPU's kernel takes it
+by name."""
 _EXCHANGE = "plimsoll.ring_exchange"
 _TENSOR = re.compile(r"(\w+)\[([\dx]+)\]")
 _ELEMENT_BYTES = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2}
@@ -43,7 +44,7 @@ _BUFFERS = 2
 
 @dataclass(frozen=True, slots=True)
 class _Ring:
-    """The exchange before one kind of attention op."""
+    """The exchange before one kind of attention op, and that op's new key and spec."""
 
     key: str
     spec: OpSpec
@@ -53,12 +54,12 @@ class _Ring:
 
 
 def with_context_parallel(trace: Trace, cp: int) -> Trace:
-    """The same step where the sequence is divided among ``cp`` ranks.
+    """Return the step with the sequence divided among ``cp`` ranks.
 
-    The sequence of ``trace`` is the local one, ``sequence / cp``; ``cp=1`` gives ``trace`` itself.
+    The sequence of ``trace`` must be the local one, ``sequence / cp``; with ``cp=1`` the result is ``trace`` itself.
 
     Raises:
-        InvalidLayout: no fused attention in the trace, or one with a mask.
+        InvalidLayout: the trace lacks fused attention, or its attention takes a mask.
 
     Example:
         >>> with_context_parallel(trace, 4)  # doctest: +SKIP
@@ -178,7 +179,7 @@ def _region(
 def _with_exchanges(
     graph: RegionGraph, buffers: Sequence[Storage], rings: Mapping[str, _Ring], clock: TickClock
 ) -> RegionGraph:
-    """An exchange before each attention op: it reads the keys and values, and makes what the attention op reads as well."""
+    """Insert an exchange before each attention op: it reads the keys and values, and the attention op reads its result too."""
     ops: list[RegionOp] = []
     values: list[Value] = []
     moved: dict[int, int] = {}

@@ -1,7 +1,7 @@
-"""Inserts ops into a trace and adds or changes storages, with every tick moved along. No torch here.
+"""Insert ops into a trace, and add or change storages, with all ticks shifted accordingly, without torch.
 
-Ops are inserted *before* a tick of the original trace; those at one tick keep the order in which they were inserted. What
-dies at that tick dies before them, what is read first or starts there comes after them.
+Ops are inserted *before* a tick of the original trace; ops inserted at one tick keep their order. A storage that dies at that
+tick dies before them; what starts or is first read at that tick comes after them.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from plimsoll.artifacts.trace import Category, OpSpec, Phase, RegionCall, Storag
 from plimsoll.planning.costing.host import HOST
 
 GROUP = "shards"
-"""The group over which ZeRO shards and data-parallel ranks reduce: the dp and cp ranks together."""
+"""The group of ranks over which ZeRO shards and data parallelism reduces: the dp and cp ranks together."""
 REPLICAS = "replicas"
 REPLICAS_REDUCE = "hsdp.all_reduce"
-"""HSDP's group, and its reduction of shards that are reduced within each replica."""
+"""HSDP's group, and its reduction between replicas of shards that were reduced within each replica."""
 BESIDE = (GROUP, REPLICAS, HOST)
-"""Groups of ops that run beside computing."""
+"""Groups of ops that overlap with compute."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inserted:
-    """The moment of an inserted op: while it runs, or with ``is_after`` when it is done."""
+    """The moment of an inserted op: while it runs, or with ``is_after`` when it has ended."""
 
     number: int
     is_after: bool = False
 
     @property
     def done(self) -> Inserted:
-        """When the op is done."""
+        """The moment when the op has ended."""
         return Inserted(self.number, is_after=True)
 
 
@@ -45,7 +45,7 @@ Moment = int | Inserted | None
 
 @dataclass(slots=True)
 class Edit:
-    """Collects changes to a trace; ``finish`` makes them."""
+    """Collects changes to a trace; ``finish`` applies them."""
 
     trace: Trace
     _positions: list[int] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Edit:
 
     @property
     def last_tick(self) -> int:
-        """The end of the original trace, before which nothing of it is missing."""
+        """The tick after the last op of the original trace."""
         return len(self.trace.ops)
 
     def collective(
@@ -67,7 +67,7 @@ class Edit:
         return self.op(tick, unit, f"{kind}({GROUP};{dtype};{whole_bytes})", spec, phase)
 
     def host_op(self, tick: int, name: str, unit: str, moved_bytes: int, phase: Phase | None = None) -> Inserted:
-        """Insert a copy between device and host, or what the host does itself."""
+        """Insert a copy between device and host, or work of the host itself."""
         spec = OpSpec(name=name, flops=0, moved_bytes=moved_bytes, dtype="f32", group=HOST)
         return self.op(tick, unit, f"{name}({moved_bytes})", spec, phase)
 
@@ -79,7 +79,10 @@ class Edit:
     def op(
         self, tick: int, module: str, cost_key: str, spec: OpSpec, phase: Phase | None = None, *, region: int = -1
     ) -> Inserted:
-        """Insert any op before a tick, of a region or of none; its phase is that of the op there, or backward at the end."""
+        """Insert an op before a tick, inside a region or outside all; its default phase is the phase of the op at the tick.
+
+        At the end of the trace, the default phase is backward.
+        """
         if phase is None:
             phase = self.trace.ops[tick].phase if tick < len(self.trace.ops) else Phase.BACKWARD
         self._positions.append(tick)
@@ -88,7 +91,7 @@ class Edit:
         return Inserted(len(self._ops) - 1)
 
     def add(self, size: int, category: Category, label: str, born: Moment, dies: Moment) -> int:
-        """Add a storage; its id."""
+        """Add a storage and return its id."""
         number = len(self.trace.storages) + len(self._added)
         self._added.append((Storage(id=number, bytes=size, category=category, label=label, born=0, dies=0), born, dies))
         return number
@@ -100,11 +103,11 @@ class Edit:
         self._added[place] = (storage, born, dies)
 
     def change(self, storage: int, born: Moment, dies: Moment, **fields: Any) -> None:
-        """Give a storage of the trace another life, and perhaps other fields."""
+        """Change the lifetime of a storage of the trace, and optionally other fields."""
         self._changed[storage] = (fields, born, dies)
 
     def finish(self, *, parameters: Sequence[TraceParameter], notes: Sequence[str]) -> Trace:
-        """The trace with all changes."""
+        """Return the trace with all changes applied."""
         clock = TickClock(self._positions, len(self.trace.ops))
         ops: list[TraceOp] = [*self.trace.ops, *self._ops]
         inserted = map(Inserted, range(len(self._ops)))
@@ -135,7 +138,7 @@ class Edit:
 
 
 class TickClock:
-    """Tells where a tick of the original trace, or an inserted op, lies after ops were inserted before ``positions``."""
+    """Converts ticks of the original trace, and inserted ops, to ticks after ops were inserted before ``positions``."""
 
     def __init__(self, positions: Sequence[int], ticks: int) -> None:
         order = sorted(range(len(positions)), key=lambda number: (positions[number], number))
@@ -144,19 +147,19 @@ class TickClock:
         self.ticks = ticks + len(positions)
 
     def before(self, tick: int) -> int:
-        """Ahead of what was inserted at a tick."""
+        """The new tick of a moment just before the ops inserted at ``tick``."""
         return tick + bisect.bisect_left(self._sorted, tick) if tick >= 0 else tick
 
     def of_op(self, tick: int) -> int:
-        """The tick of an op of the trace, behind what was inserted there."""
+        """The new tick of an original op, after the ops inserted there."""
         return tick + bisect.bisect_right(self._sorted, tick) if tick >= 0 else tick
 
     def birth(self, moment: Moment) -> int:
-        """The tick of the op that makes something; -1 for what is there before the step."""
+        """The tick of the op that makes a storage; -1 for storages that exist before the step."""
         return self.of_op(moment) if isinstance(moment, int) else self.of(moment)
 
     def of(self, moment: Moment) -> int:
-        """The tick at which something ends."""
+        """The tick at which a storage ends."""
         if moment is None:
             return self.ticks
         if isinstance(moment, Inserted):
@@ -183,5 +186,5 @@ def _region(call: RegionCall, clock: TickClock) -> RegionCall:
 
 
 def moved_slot(slot: Slot, at: Callable[[int], int]) -> Slot:
-    """A slot whose ticks are all moved alike."""
+    """Return the slot with the same mapping applied to all of its ticks."""
     return replace(slot, packed=at(slot.packed), unpacked=at(slot.unpacked), released=at(slot.released))

@@ -1,6 +1,6 @@
-"""Reads a layout such as ``dp=8,tp=8,sp,pp=16``, and refuses one that contradicts itself or the model. No torch here.
+"""Parse a layout such as ``dp=8,tp=8,sp,pp=16``, and refuse one that contradicts itself or the model, without torch.
 
-A vocabulary need not divide: it is divided unevenly, and the first rank, which has most of it, stands for all.
+A vocabulary may be divided unevenly: the first rank has the largest part, and the estimate uses it for all ranks.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ _SPELLINGS = {
     "hsdp": "replicas",
     "zero-stage": "zero",
 }
-"""What people also write, as a hint in the error."""
+"""Other common spellings, suggested in the error."""
 _HIGHEST_ZERO = 3
 _MOST = 10**9
 _Name = TypeVar("_Name", PipelineSchedule, StageRule)
 
 
 def read_layout(layout: str | Layout) -> Layout:
-    """A layout from text; one that is a ``Layout`` already is only checked.
+    """Parse a layout from text; a ``Layout`` is only checked.
 
-    Keys with a number: ``dp``, ``tp``, ``cp``, ``pp``, ``ep``, ``zero``, ``replicas``, ``virtual``, ``micro-batches``;
-    ``schedule`` with a name, ``stages`` with a rule or the blocks of every stage (``stages=9,8,8,7``), ``sp`` alone; in any
-    order, with commas between them. What is left out is 1 (``zero``: 0).
+    Keys with a number: ``dp``, ``tp``, ``cp``, ``pp``, ``ep``, ``zero``, ``replicas``, ``virtual``, ``micro-batches``.
+    ``schedule`` takes a name, ``stages`` a rule or the blocks of every stage (``stages=9,8,8,7``), ``sp`` no value. Keys may be
+    in any order, separated by commas. Omitted keys are 1 (``zero``: 0).
 
     Raises:
-        InvalidLayout: an unknown key, a value that is no degree, or parts that contradict each other.
+        InvalidLayout: an unknown key, a value that is not a degree, or parts that contradict each other.
 
     Example:
         >>> layout = read_layout("pp=16, tp=8, sp, dp=8, schedule=interleaved, virtual=2, micro-batches=64")
@@ -83,7 +83,7 @@ def read_layout(layout: str | Layout) -> Layout:
 
 
 def layout_notes(layout: Layout) -> tuple[str, ...]:
-    """What a valid layout does that may not be wanted, in words."""
+    """Notes on effects of a valid layout that the user may not want."""
     notes = []
     if layout.zero and layout.shards == 1:
         notes.append(f"zero={layout.zero} with one data-parallel rank shards nothing: dp x cp is 1")
@@ -100,10 +100,10 @@ def layout_notes(layout: Layout) -> tuple[str, ...]:
 
 
 def layout_entries(text: str, also: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
-    """Keys and values of a layout in words, those of ``also`` besides.
+    """Yield keys and values of a layout in text; keys in ``also`` are allowed too.
 
     Raises:
-        InvalidLayout: an unknown key, or one twice.
+        InvalidLayout: an unknown key, or a key given twice.
 
     Example:
         >>> dict(layout_entries("pp=4, stages=9,8,8,7, sp"))
@@ -247,9 +247,9 @@ _MOST_DEGREES = 8
 
 
 def check_layout(layout: Layout, facts: ModelFacts) -> None:
-    """Refuse a layout that the model's sizes rule out, before anything is traced.
+    """Refuse a layout that the model's sizes rule out, before the model is traced.
 
-    ``facts`` are of the whole model and sequence; a size that is ``None`` rules nothing out.
+    ``facts`` describe the whole model and sequence; sizes that are ``None`` are not checked.
 
     Raises:
         InvalidLayout: more stages than blocks; heads, feed-forward width or experts that do not divide; a sequence
@@ -295,7 +295,7 @@ def check_layout(layout: Layout, facts: ModelFacts) -> None:
 
 
 def _check_key_heads(layout: Layout, facts: ModelFacts) -> None:
-    """Key heads divide by the ranks, or the ranks by the key heads, which are then replicated."""
+    """Require that ranks divide the key heads, or key heads divide the ranks: the heads are then replicated."""
     heads = facts.kv_heads
     if heads is None or heads % layout.tp == 0 or layout.tp % heads == 0:
         return
@@ -317,7 +317,7 @@ def _check_divides(size: int | None, degree: int, given: str, what: str, name: s
 
 
 def _degrees(size: int) -> str:
-    """The degrees that divide a size, smallest first, those above one."""
+    """List the divisors of a size above 1, smallest first."""
     found = [str(each) for each in range(2, min(size, 4096) + 1) if size % each == 0]
     shown = ", ".join(found[:_MOST_DEGREES]) or "1 alone"
     return f"{shown}, …" if len(found) > _MOST_DEGREES else shown

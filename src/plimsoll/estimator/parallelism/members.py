@@ -1,4 +1,4 @@
-"""Finds the pipeline stage of every op, parameter and storage, and what crosses from stage to stage. No torch here."""
+"""Find the pipeline stage of every op, parameter and storage, and what crosses stage boundaries, without torch."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from plimsoll.errors import InvalidLayout
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """Who runs and holds what. ``op_stages`` is by tick, ``starts`` the first region call of every stage."""
+    """Assignment of ops, regions and storages to stages. ``op_stages`` is by tick, ``starts`` has each stage's first region."""
 
     starts: tuple[int, ...]
     stage_of: tuple[int, ...]
-    """Of every region call."""
+    """The stage of every region call."""
     op_stages: tuple[int, ...]
     static_stages: dict[int, frozenset[int]]
-    """Of every storage that was there before the step: the stages that hold it."""
+    """The stages that hold each storage that existed before the step."""
     parameter_stages: tuple[frozenset[int], ...]
-    """Of every parameter of the trace, in its order."""
+    """The stages that hold each parameter, in the order of the trace's parameters."""
 
     @property
     def stages(self) -> int:
@@ -35,12 +35,12 @@ class Membership:
 
 
 def assign(trace: Trace, counts: Sequence[int]) -> Membership:
-    """Give every op and every static storage to stages.
+    """Assign every op and every static storage to stages.
 
-    Forward is cut where the first region call of a stage starts: what lies between two stages' regions belongs to the
-    earlier one. Backward runs the other way round: what belongs to no region is of the stage whose region comes next, since
-    it made what that region's backward reads. ``counts`` says how many region calls each stage has; the trace is without an
-    optimizer step.
+    Forward is cut where the first region call of a stage starts: ops between the regions of two stages belong to the earlier
+    stage. In backward the order is reversed: an op outside all regions belongs to the stage of the next region, since it
+    makes what that region's backward reads. ``counts`` is the number of region calls of each stage; the trace must not
+    contain an optimizer step.
     """
     assert sum(counts) == len(trace.regions), "every region call belongs to one stage"
     assert all(op.phase is not Phase.OPTIMIZER for op in trace.ops), (
@@ -70,7 +70,7 @@ def assign(trace: Trace, counts: Sequence[int]) -> Membership:
 
 
 def even_counts(regions: int, stages: int) -> tuple[int, ...]:
-    """How many region calls each stage gets: as even as can be, the first and the last stage being the smaller ones.
+    """Divide region calls among stages as evenly as possible; the first and the last stage get the smaller numbers.
 
     Example:
         >>> even_counts(32, 4), even_counts(126, 16)
@@ -83,25 +83,26 @@ def even_counts(regions: int, stages: int) -> tuple[int, ...]:
 
 
 def stage_counts(trace: Trace, layout: Layout, facts: ModelFacts, costs: Callable[[], Costs]) -> tuple[int, ...]:
-    """How many region calls each stage gets by the layout's own numbers or rule.
+    """Return how many region calls each stage gets, by the layout's own numbers or its rule.
 
     Args:
         trace: the whole step.
-        layout: its stages, and how they are cut.
-        facts: sizes of the model, which nanotron's rule weighs.
-        costs: seconds of the ops, asked for where stages are cut by cost.
+        layout: its stages, and the rule that cuts them.
+        facts: sizes of the model, which nanotron's rule uses as weights.
+        costs: returns the seconds of the ops; called only if stages are cut by cost.
 
     Raises:
         InvalidLayout: the rule cannot cut the model.
+        InvalidLayout: the rule cannot cut the model.
 
     Source: nanotron's ``build_model`` and ``get_block_compute_costs``; Megatron-Core's ``get_num_layers_to_build``;
-    torchtitan's ``generate_llm_fqn_per_model_part``. Known weakness: nanotron may leave its last stages the head alone, where
-    a stage here has at least one block; a stage with what is recomputed may cost more than ``cost`` takes it to.
+    torchtitan's ``generate_llm_fqn_per_model_part``. Known weakness: nanotron may give its last stages only the head, while
+    a stage here has at least one block; recomputation may make a stage slower than ``cost`` assumes.
     """
     blocks, stages, cut = len(trace.regions), layout.stages, layout.cut
     if not isinstance(cut, StageRule):
         return cut
-    if cut is StageRule.BLOCKS or stages >= blocks:  # no rule has a choice then
+    if cut is StageRule.BLOCKS or stages >= blocks:  # with one block per stage, every rule gives the same
         return even_counts(blocks, stages)
     match cut:
         case StageRule.COST:
@@ -113,7 +114,10 @@ def stage_counts(trace: Trace, layout: Layout, facts: ModelFacts, costs: Callabl
 
 
 def _as_layers(blocks: int, stages: int, rule: StageRule) -> tuple[int, ...]:
-    """Embedding and head count as one block each, or not at all; what is left over goes to the first stages, or is refused."""
+    """Divide blocks evenly, counting embedding and head as one block each, or not at all (Megatron).
+
+    A remainder goes to the first stages for torchtitan, and is refused for Megatron.
+    """
     weight = 0 if rule is StageRule.MEGATRON else 1
     least, more = divmod(blocks + 2 * weight, stages)
     counts = [least + (stage < more) for stage in range(stages)]
@@ -130,7 +134,7 @@ def _as_layers(blocks: int, stages: int, rule: StageRule) -> tuple[int, ...]:
 
 
 def _as_nanotron(blocks: int, stages: int, facts: ModelFacts) -> tuple[int, ...]:
-    """Blocks go to a stage until the parameters that multiply pass its share; the head weighs its own."""
+    """Fill each stage with blocks until its multiplied parameters exceed its share; the head counts with its own parameters."""
     hidden, wide, words = facts.hidden, facts.intermediate, facts.vocabulary
     if hidden is None or wide is None or words is None:
         raise InvalidLayout(
@@ -152,7 +156,7 @@ def _as_nanotron(blocks: int, stages: int, facts: ModelFacts) -> tuple[int, ...]
 
 
 def _block_seconds(trace: Trace, costs: Costs) -> list[float]:
-    """Seconds of every block, the first with what precedes all of them, the last with the head and the loss."""
+    """Seconds of every block; the first includes what precedes all blocks, the last the head and the loss."""
     seconds = [0.0] * len(trace.regions)
     for op, block in zip(trace.ops, assign(trace, [1] * len(trace.regions)).op_stages, strict=True):
         seconds[block] += costs.seconds_of(op.cost_key)
@@ -160,9 +164,9 @@ def _block_seconds(trace: Trace, costs: Costs) -> list[float]:
 
 
 def _by_cost(seconds: Sequence[float], stages: int) -> tuple[int, ...]:
-    """Consecutive runs of which the slowest is as fast as can be."""
+    """Divide blocks into consecutive runs such that the slowest run is as fast as possible."""
     ends = [0.0, *itertools.accumulate(seconds)]
-    # For the first n blocks in so many stages: the slowest stage, and the counts.
+    # For the first n blocks divided into `stage` runs: the slowest run's seconds, and the counts.
     best: list[tuple[float, tuple[int, ...]]] = [(end, (n,)) for n, end in enumerate(ends)]
     for stage in range(2, stages + 1):
         best = [
@@ -177,7 +181,7 @@ def _by_cost(seconds: Sequence[float], stages: int) -> tuple[int, ...]:
 
 
 def _users(trace: Trace, op_stages: Sequence[int]) -> dict[str, set[int]]:
-    """The stages in which each module runs ops of forward."""
+    """The stages that run forward ops of each module."""
     users: dict[str, set[int]] = {}
     for tick, op in enumerate(trace.ops):
         if op.phase is Phase.FORWARD:
@@ -186,7 +190,7 @@ def _users(trace: Trace, op_stages: Sequence[int]) -> dict[str, set[int]]:
 
 
 def readers_of(trace: Trace, stage_of: Sequence[int]) -> dict[int, set[int]]:
-    """The stages whose regions read or save each storage; being passed in is not enough."""
+    """The stages whose regions read or save each storage; merely passing it through a region does not count."""
     readers: dict[int, set[int]] = {}
     for call in trace.regions:
         graph = call.graph
@@ -216,7 +220,7 @@ def _parameter_stages(
 
 
 def region_of(name: str, regions: Container[str]) -> str | None:
-    """The region that a parameter or buffer lies in, by its name."""
+    """Return the region that contains a parameter or buffer, by its name."""
     parts = name.split(".")
     prefixes = (".".join(parts[:depth]) for depth in range(len(parts)))
     return next((prefix for prefix in prefixes if prefix in regions), None)
@@ -248,16 +252,16 @@ def _static_stages(
 
 
 def tied_parameters(trace: Trace, members: Membership) -> tuple[TraceParameter, ...]:
-    """Parameters that more than one stage holds."""
+    """Return the parameters that more than one stage holds."""
     return tuple(p for p, stages in zip(trace.parameters, members.parameter_stages, strict=True) if len(stages) > 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Crossings:
-    """Storages at the boundaries, by stage.
+    """Storages that cross stage boundaries, by stage.
 
-    ``received``: made by an earlier stage, needed by this one or a later one. ``gradients``: (sent storage, its gradient
-    that a later stage made). ``made_anew``: by storage, the later stages that make it once more from the batch.
+    ``received``: made by an earlier stage, needed by this stage or a later one. ``gradients``: pairs of a sent storage and its
+    gradient, which a later stage made. ``made_anew``: by storage, the later stages that compute it again from the batch.
     """
 
     received: tuple[frozenset[int], ...]
@@ -266,7 +270,7 @@ class Crossings:
 
 
 def find_crossings(trace: Trace, members: Membership) -> Crossings:
-    """Find what every boundary carries; ``members`` is the stage of every op."""
+    """Find what every boundary carries; ``members`` has the stage of every op."""
     readers = readers_of(trace, members.stage_of)
     received: list[set[int]] = [set() for _ in range(members.stages)]
     made_anew: dict[int, frozenset[int]] = {}
@@ -291,7 +295,7 @@ def find_crossings(trace: Trace, members: Membership) -> Crossings:
 
 
 def _later_readers(trace: Trace, members: Membership, storage: Storage, readers: set[int]) -> set[int]:
-    """Stages after the one that made a storage of forward which read it; the head reads what dies while it runs."""
+    """Stages after the maker of a forward storage that read it; a storage that dies while the head runs is read by the head."""
     if storage.born < 0 or trace.ops[storage.born].phase is not Phase.FORWARD:
         return set()
     home, last = members.op_stages[storage.born], members.stages - 1
@@ -304,7 +308,7 @@ def _later_readers(trace: Trace, members: Membership, storage: Storage, readers:
 
 
 def _gradients(trace: Trace, members: Membership, stage: int, sent: set[int]) -> tuple[tuple[int, int], ...]:
-    """Pairs of what a stage sent and the gradient of it that is alive when its backward begins, matched by size."""
+    """Pair each storage that a stage sent with its gradient: alive when the stage's backward begins, and of equal size."""
     begins = next(
         (t for t, op in enumerate(trace.ops) if op.phase is Phase.BACKWARD and members.op_stages[t] == stage), -1
     )

@@ -1,18 +1,18 @@
-"""Adds up the seconds of one rank's micro-batch, with data-parallel collectives running beside its ops. No torch here.
+"""Add up the seconds of one rank's micro-batch, with data-parallel collectives overlapping its ops, without torch.
 
-Two streams: one computes (and runs the collectives of tensor, context and expert parallelism, which its ops wait for), one
-runs the data-parallel collectives, one after the other.
+There are two streams. One computes, and runs the collectives of tensor, context and expert parallelism, which its ops wait for.
+The other runs the data-parallel collectives, one after the other.
 
-    all_gather, forward    may start when the gather before it was copied out: the host is ahead by a block
-    all_gather, backward   may start where it stands, during the block before the one that needs it
-    either                 is waited for by the copy out that follows it
-    reduce_scatter         starts when its gradients were copied in; the next copy-in waits for it, and the end of backward
+    all_gather, forward    may start when the previous gather was copied out: the host is one block ahead
+    all_gather, backward   may start at its place in the trace, one block before the block that needs it
+    both                   the copy-out that follows waits for them
+    reduce_scatter         starts when its gradients were copied in; the next copy-in and the end of backward wait for it
     all_reduce             starts when its bucket is full; the end of the last backward waits
     all_gather, optimizer  follows the step; nothing hides it, or the next forward does (Megatron's overlap_param_gather)
 
-Source: FSDP2 and DDP of torch 2.13. Known weaknesses: collectives take nothing from the kernels beside them (in fact they
-occupy some multiprocessors and bandwidth), gathers and reductions share one stream here and have one each in FSDP2, and the
-host is never the one that is late.
+Source: FSDP2 and DDP of torch 2.13. Known weaknesses: collectives do not slow overlapping kernels (in fact they occupy some
+multiprocessors and bandwidth), gathers and reductions share one stream here but have one each in FSDP2, and the host is
+never late.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _REDUCE_SCATTER = "reduce_scatter"
 
 @dataclass(frozen=True, slots=True)
 class OverlappedSeconds:
-    """One rank's seconds: forward and backward of one micro-batch, and what comes once per step.
+    """One rank's seconds: forward and backward of one micro-batch, and the additional time per step.
 
     ``reduction_seconds`` is what the all-reduce of replicated gradients adds to the last micro-batch's backward,
-    ``optimizer_seconds`` the step with the gather that follows it. ``exposed_seconds`` are those of forward and backward in
-    which computing waited for data-parallel collectives, of ``communication_seconds`` that these took.
+    ``optimizer_seconds`` is the optimizer's step and the gather that follows it. Data-parallel collectives of forward and
+    backward take ``communication_seconds``; compute waits for them during ``exposed_seconds``.
     """
 
     forward_seconds: float
@@ -50,12 +50,12 @@ class OverlappedSeconds:
 
     @property
     def hidden_share(self) -> float:
-        """How much of the collectives of forward and backward is hidden; 1 where there are none."""
+        """Hidden share of the data-parallel collectives' time in forward and backward; 1 without such collectives."""
         return 1.0 - self.exposed_seconds / self.communication_seconds if self.communication_seconds else 1.0
 
 
 def overlapped_seconds(trace: Trace, costs: Costs, *, gathers_late: bool = False) -> OverlappedSeconds:
-    """Seconds of one rank with its data-parallel collectives beside its ops, with ``gathers_late`` the optimizer's too.
+    """Seconds of one rank with overlapping data-parallel collectives; ``gathers_late`` overlaps the optimizer's gather too.
 
     Example:
         >>> seconds = overlapped_seconds(trace, roofline_costs(trace, device, layout))  # doctest: +SKIP
@@ -90,7 +90,7 @@ def _is_shared(trace: Trace, cost_key: str) -> bool:
 
 
 class _Streams:
-    """Walks through a trace with two clocks. ``ends`` is the time at which each phase is over."""
+    """Walks through a trace with a clock per stream. ``ends`` is the time at which each phase ends."""
 
     def __init__(self, trace: Trace, costs: Costs, *, reduces: bool, gathers_late: bool) -> None:
         self.now = 0.0
@@ -136,7 +136,7 @@ class _Streams:
         if phase is Phase.OPTIMIZER:
             self.now = end
         elif name == HOST_COPY:
-            return  # what follows on the stream waits
+            return  # later collectives on the stream wait for it
         elif name == _ALL_GATHER:
             self.gathered.append(end)
         elif name == _REDUCE_SCATTER:
@@ -145,7 +145,7 @@ class _Streams:
             self.reduced = end
 
     def _leave(self, phase: Phase) -> None:
-        """What the end of a phase waits for."""
+        """End a phase; the end of backward waits for its reductions."""
         if phase is Phase.BACKWARD:
             self.now = max(self.now, self.scattered, self.reduced)
         self.ends[phase] = self.now
@@ -159,8 +159,8 @@ class RankSeconds:
     """Seconds of one micro-batch, without recomputation, data-parallel collectives and the optimizer's step.
 
     ``weight_gradient_seconds`` is the part of backward that makes gradients of parameters, ``communication_seconds`` the
-    part of forward and backward that collectives take, ``model_flops`` the arithmetic of both, ``product_seconds`` the
-    time of the ops that do it.
+    part of forward and backward in collectives. ``model_flops`` counts the arithmetic of both phases, ``product_seconds`` the
+    time of matrix products, convolutions and attention.
     """
 
     forward_seconds: float

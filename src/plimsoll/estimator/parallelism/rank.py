@@ -1,29 +1,29 @@
-"""Turns the trace of a stage into that of one rank: what ZeRO, data parallelism and the optimizer hold and run. No torch here.
+"""Turn a stage's trace into one rank's: memory and ops of ZeRO, data parallelism and the optimizer, without torch.
 
-What is added to the trace: ZeRO's shards and gathered copies, buffers of collectives and the collectives themselves as ops,
-gradients that last over micro-batches, optimizer state, master weights, and the optimizer's step as one op at the end. The
-trace stays that of one micro-batch; ``overlap`` says what happens once per step and what hides behind computing.
+Added to the trace are ZeRO's shards and gathered copies, collectives as ops with their buffers, gradients that last over
+micro-batches, optimizer state, master weights, and the optimizer's step as one op at the end. The trace stays that of one
+micro-batch; ``overlap`` says what happens once per step and what compute hides.
 
-ZeRO-3 is what FSDP2 does (torch 2.13, ``torch.distributed.fsdp._fully_shard``), with its defaults: ``fully_shard`` on every
+ZeRO-3 is modelled on FSDP2 (torch 2.13, ``torch.distributed.fsdp._fully_shard``) with its defaults: ``fully_shard`` on every
 block and on the model, resharding after forward (the root stays), implicit prefetch in forward, explicit in backward.
 
-    forward of a block    all_gather into one buffer, in which the rank's own shards were copied first; copy out into one
-                          tensor per parameter, freed when the block returns; the buffer goes when the next block's gather is
-                          done, the last one when forward ends
-    backward of a block   copy out of the buffer that was gathered during the block before, which is freed; gather the next
+    forward of a block    all_gather into one buffer, after the rank's own shards were copied into it; copy out into one
+                          tensor per parameter, freed when the block returns; the buffer is freed when the next block's gather
+                          is done, the last buffer when forward ends
+    backward of a block   copy out of the buffer that was gathered during the previous block, then free it; gather the next
                           block's; parameters are freed when the block's backward ends
-    its gradients         copied into one padded buffer and freed; reduce-scatter into the shards; the buffer goes when the
-                          next block's gradients are copied
+    its gradients         copied into one padded buffer and freed; reduce-scatter into the shards; the buffer is freed when
+                          the next block's gradients are copied
 
-ZeRO-2 reduces gradients in the same way, and holds the parameters whole: they are gathered again after the step.
+ZeRO-2 reduces gradients in the same way, and holds whole parameters: they are gathered again after the step.
 
-With several micro-batches gradients are there from the start; every backward makes new ones, adds them and frees them. DDP
-(torch's, ``gradient_as_bucket_view=True``, as Megatron's buffers are) keeps all gradients in buckets, which exist from the
-start as well: a new gradient is copied to its place and freed. A bucket is reduced as soon as its last gradient is there:
-25 MiB each, the first 1 MiB, in the order in which backward makes them (what DDP rebuilds them to after the first step).
+With several micro-batches gradients exist from the start; every backward makes new ones, adds them and frees them. DDP
+(torch's, ``gradient_as_bucket_view=True``; Megatron's buffers are alike) keeps all gradients in buckets, which exist from the
+start as well: a new gradient is copied to its place and freed. A bucket is reduced as soon as its last gradient exists.
+Buckets have 25 MiB, the first 1 MiB, and are filled as backward makes gradients (DDP's order after its first step).
 
-Source: torch/nn/parallel/distributed.py and torch/csrc/distributed/c10d/reducer.cpp, torch 2.13. Known weakness: the buffers
-are as the defaults have them; resharding to a smaller group is not modelled.
+Source: torch/nn/parallel/distributed.py and torch/csrc/distributed/c10d/reducer.cpp, torch 2.13. Known weakness: only the
+default buffers are modelled; resharding to a smaller group is not.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ from plimsoll.units import MIB
 _FIRST_BUCKET_BYTES = MIB
 _BUCKET_BYTES = 25 * MIB
 _TICKS_TO_ACCUMULATE = 2
-"""A new gradient is alive while it is made and while it is added to what is there."""
+"""How long a new gradient lives: while it is made, and while it is added to the accumulated one."""
 
 
 def accumulate(edit: Edit, gradients: Sequence[Gradients], held: HeldTypes) -> None:
-    """Let gradients be there from the start, and new ones only until they are added."""
+    """Make gradients exist from the start; new ones live only until they are added."""
     for each in gradients:
         times = each.unit.times(is_wide=held.gradients)
         for storage in each.storages:
@@ -67,13 +67,13 @@ def accumulate(edit: Edit, gradients: Sequence[Gradients], held: HeldTypes) -> N
 
 
 def step_early(edit: Edit, gradients: Sequence[Gradients], optimizer: OptimizerUse) -> None:
-    """Let every gradient go once it is there: its parameter is updated at once, beside what one step takes for it."""
-    spec = OpSpec(name="early_step", flops=0, moved_bytes=0, dtype="f32")  # its seconds are those of the whole step
+    """Free every gradient right after its parameter is updated; add what one such step allocates."""
+    spec = OpSpec(name="early_step", flops=0, moved_bytes=0, dtype="f32")  # the whole step's op carries the seconds
     makers = {storage.born for each in gradients for storage in each.storages}
     for each in gradients:
         for storage in each.storages:
             done = storage.born + 1
-            while done in makers:  # a weight's gradient and its bias's are one node of autograd, which ends first
+            while done in makers:  # one autograd node makes the gradients of weight and bias, and ends before the step
                 done += 1
             step = edit.op(min(done, edit.last_tick), optimizer.name, "early_step()", spec, Phase.BACKWARD)
             edit.change(storage.id, storage.born, step.done)
@@ -83,7 +83,7 @@ def step_early(edit: Edit, gradients: Sequence[Gradients], optimizer: OptimizerU
 
 
 def reduce_in_buckets(edit: Edit, gradients: Sequence[Gradients], held: HeldTypes) -> None:
-    """Keep gradients in buckets, and all-reduce each when it is full."""
+    """Keep gradients in buckets, and all-reduce each bucket when it is full."""
     for is_expert in (False, True):
         mine = [each for each in gradients if each.unit.is_expert is is_expert]
         storages = [storage for each in mine for storage in each.storages]
@@ -101,7 +101,7 @@ def reduce_in_buckets(edit: Edit, gradients: Sequence[Gradients], held: HeldType
 
 
 def _make_passing(edit: Edit, storage: Storage, held: HeldTypes) -> None:
-    """End a gradient when it is added to what is there; a chunked loss makes its own in forward."""
+    """End a new gradient's life when it is added to the accumulated one; a chunked loss makes its gradients in forward."""
     if held.own_gradients:
         edit.add(storage.bytes, Category.GRADIENT, f"own type of {storage.label}", -1, None)
     ops = edit.trace.ops
@@ -112,7 +112,7 @@ def _make_passing(edit: Edit, storage: Storage, held: HeldTypes) -> None:
 
 
 def _buckets(storages: Sequence[Storage]) -> list[list[Storage]]:
-    """Consecutive gradients, each bucket closed by the one that fills it."""
+    """Split gradients into consecutive buckets; the gradient that fills a bucket is its last."""
     found: list[list[Storage]] = []
     room = 0
     for storage in storages:
@@ -126,7 +126,7 @@ def _buckets(storages: Sequence[Storage]) -> list[list[Storage]]:
 
 @dataclass(slots=True)
 class Sharding:
-    """Puts the collectives and buffers of ZeRO-2 and -3 into an edit, in the order in which they happen."""
+    """Inserts the collectives and buffers of ZeRO-2 and -3 into an edit, in order of execution."""
 
     edit: Edit
     layout: Layout
@@ -134,13 +134,13 @@ class Sharding:
     held: HeldTypes = AS_COMPUTED
     is_stepping_early: bool = False
     _waiting: list[int] = field(default_factory=list)
-    """Gather buffers that the next gather in forward frees."""
+    """Gather buffers that the next gather in forward will free."""
     _prefetched: dict[str, list[tuple[ShardedUnit, int]]] = field(default_factory=dict)
     _last_input: int = -1
-    """The latest reduce-scatter's input buffer."""
+    """The input buffer of the latest reduce-scatter."""
 
     def shard_parameters(self) -> tuple[TraceParameter, ...]:
-        """Every parameter's shard as a storage of its own; the parameters as the rank holds them."""
+        """Add every parameter's shard as a storage; return the parameters as the rank holds them."""
         ranks = {p.name: unit.ranks for unit in self.units for p in unit.parameters}
         found = []
         for parameter in self.edit.trace.parameters:
@@ -155,7 +155,7 @@ class Sharding:
         return tuple(found)
 
     def gather_in_forward(self) -> None:
-        """The root first, for the whole step; then every block before it runs."""
+        """Gather the root first, for the whole step; then each block before it runs."""
         sharded = [unit for unit in self.units if unit.ranks > 1]
         roots = [unit for unit in sharded if not unit.calls]
         self._copy_out_in_forward(0, [(unit, self._gather(0, unit)) for unit in roots])
@@ -206,7 +206,7 @@ class Sharding:
                 self.edit.add(size, Category.PARAMETER, _unsharded(parameter), born, dies)
 
     def run_backward(self, gradients: Sequence[Gradients], *, is_gathering: bool) -> None:
-        """Blocks from the last to the first: gather (ZeRO-3), then reduce; the root's gradients at the end."""
+        """Insert gathers (ZeRO-3) and reductions from the last block to the first; the root's gradients come at the end."""
         trace = self.edit.trace
         calls = sorted((call for call in trace.regions if call.backward[0] >= 0), key=lambda call: call.backward[0])
         pending = list(gradients)
@@ -231,7 +231,7 @@ class Sharding:
         self._prefetched[call.name] = [(unit, self._gather(tick, unit)) for unit in mine]
 
     def _reduce(self, gradients: Gradients) -> None:
-        """Copy in, free, reduce-scatter; with several micro-batches add to the shards that are there."""
+        """Copy gradients into a buffer, free them and reduce-scatter; with several micro-batches add to existing shards."""
         unit, tick, edit = gradients.unit, gradients.whole, self.edit
         own_bytes, times = unit.padded_gradient_bytes, unit.times(is_wide=self.held.reduced)
         whole_bytes, dtype = times * own_bytes, "f32" if times > 1 else unit.dtype
@@ -252,11 +252,11 @@ class Sharding:
         self._keep_shard(unit, reduced, tick, (whole_bytes // unit.ranks, kept // unit.ranks))
 
     def _keep_shard(self, unit: ShardedUnit, reduced: Inserted, tick: int, sizes: tuple[int, int]) -> None:
-        """``sizes``: as reduced and as kept, which may be two types."""
+        """Keep the reduced shard; ``sizes`` are its bytes as reduced and as kept, which may differ in dtype."""
         edit, label = self.edit, f"gradient shards of {unit.label}"
         size, kept = sizes
         is_adding = self.layout.micro_batches > 1
-        if self.held.on_host:  # which adds it there
+        if self.held.on_host:  # the host adds it to its own copy
             sent = edit.host_op(tick, HOST_COPY, unit.label, size)
             edit.add(size, Category.COMMUNICATION, f"reduced gradients of {unit.label}", reduced, sent.done)
         elif is_adding or size != kept:
@@ -269,7 +269,7 @@ class Sharding:
             edit.add(kept, Category.GRADIENT, label, reduced, reduced.done if self.is_stepping_early else None)
 
     def gather_after_step(self) -> None:
-        """ZeRO-1 and -2: every rank sends the others what it has updated, in place."""
+        """ZeRO-1 and -2: gather the updated parts of all ranks, in place."""
         for unit in self.units:
             if unit.ranks > 1:
                 whole_bytes = sum(p.bytes for p in unit.parameters if p.is_trainable)
@@ -283,7 +283,7 @@ def _unsharded(parameter: TraceParameter) -> str:
 
 PARTLY_SHARDED = 2
 _PARAMETER_SHARDS = 3
-"""The stages of ZeRO that shard gradients, and parameters."""
+"""The first stages of ZeRO that shard gradients and parameters."""
 
 
 def rank_trace(
@@ -294,23 +294,24 @@ def rank_trace(
     *,
     is_stepping_early: bool = False,
 ) -> Trace:
-    """The step of one rank of a stage.
+    """Return the step of one rank of a stage.
 
-    The micro-batch is one without an optimizer step; ``optimizer`` is what ``rank_parameters(stage_trace, layout)`` need, or
-    ``None`` for no state and no step. ``held`` says what is in f32 although the model is not; with ``is_stepping_early`` the
-    optimizer updates each parameter as soon as its gradient is there. What ``tp`` and ``sp`` do is in the trace already.
+    The stage's trace is one micro-batch without an optimizer step. ``optimizer`` must be made for
+    ``rank_parameters(stage_trace, layout)``; ``None``: no state and no step. ``held`` says what is float32 although the model
+    is not. With ``is_stepping_early`` the optimizer updates each parameter once its gradient exists. The effects of ``tp``
+    and ``sp`` are already in the trace.
 
-    The rank is one with full shards. Its collectives over the data-parallel ranks are ops of the group ``shards``, their
-    buffers storages of the category COMMUNICATION, its parameters those that the rank updates.
+    The result describes a rank with full shards. Its collectives over the data-parallel ranks are ops of the group ``shards``,
+    their buffers have the category COMMUNICATION, and its parameters are those that the rank updates.
 
     Example:
         >>> trace = rank_trace(stage.trace, Layout(dp=8, zero=3), use)  # doctest: +SKIP
         >>> sum(p.bytes for p in trace.parameters)  # doctest: +SKIP
         2007565312
 
-    Source: Rajbhandari et al. 2020 (ZeRO), section 5; buffers and their order as in torch 2.13's FSDP2 and DDP (``zero``,
-    ``replicated``). ZeRO-1 and -2 cut every parameter along its first dimension, as FSDP2 does; DeepSpeed cuts the flattened
-    whole, ZeroRedundancyOptimizer gives whole parameters to ranks: the sums are the same up to rounding.
+    Source: Rajbhandari et al. 2020 (ZeRO), section 5; buffers and their order as in torch 2.13's FSDP2 and DDP. ZeRO-1 and -2
+    cut every parameter along its first dimension, as FSDP2 does; DeepSpeed cuts the flattened whole,
+    ZeroRedundancyOptimizer gives whole parameters to ranks: the sums are the same up to rounding.
     """
     edit = Edit(stage_trace)
     units = find_units(stage_trace, layout)
@@ -322,7 +323,7 @@ def rank_trace(
     if layout.zero == _PARAMETER_SHARDS:
         parameters = sharding.shard_parameters()
         sharding.gather_in_forward()
-    elif held.shards:  # beside what is gathered once a step
+    elif held.shards:  # float32 shards in addition to the parameters that are gathered once a step
         parameters = sharding.shard_parameters()
     if layout.zero >= PARTLY_SHARDED:
         sharding.run_backward(spread, is_gathering=layout.zero == _PARAMETER_SHARDS)
@@ -341,7 +342,7 @@ def rank_trace(
 
 
 def _step(edit: Edit, optimizer: OptimizerUse) -> None:
-    """State and master weights from the start; the step as one op, with what is alive together at its highest moment."""
+    """Add state and master weights from the start, and the step as one op with the temporaries of its peak."""
     for name, size in optimizer.state_bytes.items():
         edit.add(size, Category.OPTIMIZER_STATE, f"optimizer state:{name}", -1, None)
     for name, size in optimizer.master_bytes.items():
@@ -357,7 +358,7 @@ def _step(edit: Edit, optimizer: OptimizerUse) -> None:
 
 
 def sharding_notes(layout: Layout) -> tuple[str, ...]:
-    """How ZeRO and expert parallelism are taken to run where there is a choice, in words."""
+    """Notes on how ZeRO and expert parallelism are assumed to run where there is a choice."""
     notes = []
     if layout.zero == _PARAMETER_SHARDS and layout.shards > 1:
         notes.append(

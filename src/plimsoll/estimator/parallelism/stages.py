@@ -1,18 +1,20 @@
-"""Cuts a traced step into the stages of a pipeline, each with a trace of its own. No torch here.
+"""Cut a traced step into the stages of a pipeline, each with a trace of its own, without torch.
 
-The region calls are cut into consecutive runs, as even as can be: where they do not divide, the first and the last stage get
-the smaller runs, since they also hold embedding and head. What precedes the regions goes to the first stage, what follows
-them to the last, what lies between two stages' regions to the earlier one.
+The region calls are cut into consecutive runs, as even as possible: if they do not divide, the first and the last stage get
+the smaller runs, since they also hold embedding and head. Ops before the regions belong to the first stage, ops after them to
+the last, ops between the regions of two stages to the earlier one.
 
-At a boundary there is one new tensor on each side. What the stage before made and this one reads is *received*: there from
-the stage's first op to the end of its backward. The stage before holds what it *sent*, and then the gradient that it
-receives, to the end of its backward, too: the caller of backward has them (Megatron can let go of the data after sending).
-Made anew by every stage that reads it is what forward computes before the first region: positions, masks, rotary tables.
+At a boundary there is one new tensor on each side. A tensor that the previous stage made and this stage reads is *received*:
+it lives from this stage's first op to the end of its backward. The previous stage holds what it *sent* to the end of its
+backward too, and then also the gradient that it receives: the caller of backward has both (Megatron can free the sent data).
+Tensors that forward computes before the first region (positions, masks, rotary tables) are not sent: every stage that
+reads one computes it again.
 
-torch.distributed.pipelining allocates the buffers of both for all micro-batches at once and for good; that is not in here.
+torch.distributed.pipelining allocates receive buffers for all micro-batches in advance and never frees them; that is not
+modelled here.
 
-Known weakness: ops outside of regions do not say what they read. A value of an early stage that only the head reads is
-recognised by when it dies; gradients at a boundary by their size and life.
+Known weakness: ops outside regions do not say what they read. A value of an early stage that only the head reads is
+recognised by when it dies, a gradient at a boundary by its size and lifetime.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ from plimsoll.estimator.parallelism.members import (
 class StageTrace:
     """One stage of a pipeline: its own step as a trace, and what it exchanges with its neighbours per micro-batch.
 
-    ``regions`` are indices of the whole trace's region calls. ``received_bytes`` come from the stage before in forward, and
-    as many go back in backward for what has a gradient.
+    ``regions`` are indices of the whole trace's region calls. ``received_bytes`` come from the previous stage in forward; in
+    backward, as many bytes go back for tensors that have a gradient.
     """
 
     index: int
@@ -54,11 +56,12 @@ class StageTrace:
 def split_stages(
     trace: Trace, layout: Layout, *, counts: Sequence[int] | None = None, keeps_sent: bool = True
 ) -> tuple[StageTrace, ...]:
-    """The step of one micro-batch, stage by stage.
+    """Return the step of one micro-batch, stage by stage.
 
-    The trace has no optimizer step. ``counts`` are region calls per stage, by default as even as can be. The stages come in
-    the order of the model, each op in one of them; a single stage has the trace as it is. ``keeps_sent`` says whether a stage
-    holds what it sent until its backward, as torch's schedules do; Megatron-Core frees it (``deallocate_pipeline_outputs``).
+    The trace must not contain an optimizer step. ``counts`` are region calls per stage, by default as even as possible. Stages
+    are in the order of the model, and each op is in one of them; a single stage has the trace unchanged. ``keeps_sent`` says
+    whether a stage holds what it sent until its backward, as torch's schedules do; Megatron-Core frees it
+    (``deallocate_pipeline_outputs``).
 
     Raises:
         InvalidLayout: more stages than region calls, or counts that do not add up.
@@ -91,7 +94,7 @@ def split_stages(
 
 
 def _storages_of_stages(trace: Trace, members: Membership, crossings: Crossings) -> list[list[Storage]]:
-    """Per stage what it makes, holds from the start or receives, in the order of the trace."""
+    """Per stage, the storages that it makes, holds from the start or receives, in the order of the trace."""
     brought: dict[int, set[int]] = {}
     for index, received in enumerate(crossings.received):
         for number in received:
@@ -124,7 +127,7 @@ def _checked(trace: Trace, layout: Layout, counts: Sequence[int] | None) -> tupl
 
 
 class _Stage:
-    """Renumbers ticks, storages and regions of one stage."""
+    """Builds one stage's trace: renumbers its ticks, storages and regions."""
 
     def __init__(
         self, trace: Trace, members: Membership, crossings: Crossings, index: int, *, keeps_sent: bool
@@ -144,11 +147,11 @@ class _Stage:
         self.storages: list[Storage] = []
 
     def tick(self, tick: int) -> int:
-        """The stage's ops before a tick of the whole step; -1 stays -1."""
+        """Convert a tick of the whole step to the stage's own; -1 stays -1."""
         return tick if tick < 0 else self.before[min(tick, len(self.trace.ops))]
 
     def build(self, storages: Sequence[Storage]) -> Trace:
-        """The stage's own trace, of these storages."""
+        """Return the stage's own trace with these storages."""
         for storage in storages:
             self._add(storage)
         self._add_received_gradients()
@@ -209,7 +212,7 @@ class _Stage:
             )
 
     def _complete_gradients(self) -> None:
-        """A tied parameter has a gradient in every stage that holds it, though the whole step adds them up in one."""
+        """Give a tied parameter a gradient in every stage that holds it; the whole step adds them up in one."""
         tied = [p for p in tied_parameters(self.trace, self.members) if p.is_trainable and p.storage in self.ids]
         mine = [p for p, s in zip(self.trace.parameters, self.members.parameter_stages, strict=True) if self.index in s]
         wanted = Counter(p.bytes for p in mine if p.is_trainable)

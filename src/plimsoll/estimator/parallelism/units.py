@@ -1,7 +1,7 @@
-"""Groups the parameters of one stage into units, which are gathered and reduced together. No torch here.
+"""Group the parameters of one stage into units, which are gathered and reduced together, without torch.
 
 A unit is what ``fully_shard`` would be called on: every block (region) with its parameters, and the rest as the root. Under
-expert parallelism a block's experts are a unit of their own: expert-parallel ranks hold different experts, so that only
+expert parallelism a block's experts are a separate unit: expert-parallel ranks hold different experts, so only
 ``dp * cp / ep`` ranks hold the same ones.
 """
 
@@ -19,15 +19,15 @@ from plimsoll.artifacts.trace import Category, RegionCall, Storage, Trace, Trace
 from plimsoll.estimator.parallelism.members import region_of
 
 ROOT = ""
-"""The name of what belongs to no block."""
+"""The name of the unit for parameters outside all blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldTypes:
-    """What a rank holds in f32 although the model computes in 16 bits: shards, what is reduced, gradients that last.
+    """What a rank holds in float32 although the model computes in 16 bits: shards, reduced gradients, lasting gradients.
 
-    ``on_host``: shards and their gradients lie there (FSDP2's ``CPUOffloadPolicy``, ZeRO-Infinity). ``own_gradients``: those
-    in the model's type last as well (DeepSpeed's ``BF16_Optimizer`` sets them to zero and keeps them).
+    ``on_host``: shards and their gradients are on the host (FSDP2's ``CPUOffloadPolicy``, ZeRO-Infinity). ``own_gradients``:
+    gradients in the model's dtype last as well (DeepSpeed's ``BF16_Optimizer`` zeroes them and keeps them).
     """
 
     shards: bool = False
@@ -38,13 +38,13 @@ class HeldTypes:
 
 
 AS_COMPUTED = HeldTypes()
-"""Everything in the types of the trace."""
+"""Everything is held in the dtypes of the trace."""
 _WIDE_BYTES = 4
 _NARROW = ("bf16", "f16")
 
 
 def in_f32(parameter: TraceParameter) -> TraceParameter:
-    """A parameter of 16 bits as f32 holds it."""
+    """Return a 16-bit parameter with its float32 dtype and size; others are unchanged."""
     if parameter.dtype not in _NARROW:
         return parameter
     return replace(parameter, dtype="f32", bytes=math.prod(parameter.shape) * _WIDE_BYTES)
@@ -52,7 +52,7 @@ def in_f32(parameter: TraceParameter) -> TraceParameter:
 
 @dataclass(frozen=True, slots=True)
 class ShardedUnit:
-    """Parameters that are sharded over ``ranks`` ranks and move together; ``calls`` are the calls of its block."""
+    """Parameters that are sharded over ``ranks`` ranks and move together; ``calls`` are the calls of their block."""
 
     name: str
     is_expert: bool
@@ -62,7 +62,7 @@ class ShardedUnit:
 
     @property
     def label(self) -> str:
-        """The unit's name for people."""
+        """The unit's name in messages."""
         return (self.name or "the rest of the model") + (" experts" if self.is_expert else "")
 
     @property
@@ -71,22 +71,22 @@ class ShardedUnit:
         return self.parameters[0].dtype
 
     def times(self, *, is_wide: bool) -> int:
-        """How many times its own bytes it takes in f32."""
+        """Factor from its own bytes to its bytes in float32 (``is_wide``) or in its own dtype."""
         return 2 if is_wide and self.dtype in _NARROW else 1
 
     @property
     def padded_bytes(self) -> int:
-        """All of its parameters unsharded, each padded to a multiple of the ranks."""
+        """Bytes of all its parameters unsharded, each padded to a multiple of the ranks."""
         return sum(self.ranks * shard_bytes(p, self.ranks) for p in self.parameters)
 
     @property
     def padded_gradient_bytes(self) -> int:
-        """Like ``padded_bytes``, of those that are trained."""
+        """Like ``padded_bytes``, for trainable parameters only."""
         return sum(self.ranks * shard_bytes(p, self.ranks) for p in self.parameters if p.is_trainable)
 
 
 def find_units(trace: Trace, layout: Layout) -> tuple[ShardedUnit, ...]:
-    """The units of one stage, the root last."""
+    """Return the units of one stage, the root last."""
     names = dict.fromkeys(call.name for call in trace.regions)
     members: dict[tuple[str, bool], list[TraceParameter]] = {}
     for parameter in trace.parameters:
@@ -107,9 +107,9 @@ def find_units(trace: Trace, layout: Layout) -> tuple[ShardedUnit, ...]:
 
 
 def rank_parameters(trace: Trace, layout: Layout, held: HeldTypes = AS_COMPUTED) -> tuple[TraceParameter, ...]:
-    """The parameters as one rank updates them: with ZeRO its share of each, cut along the first dimension.
+    """Return the parameters that one rank updates: with ZeRO its share of each, cut along the first dimension.
 
-    What the optimizer needs follows from these. The rank is one with full shards: the last ranks may have less.
+    The optimizer's memory follows from these. They describe a rank with full shards: the last ranks may have less.
 
     Example:
         >>> rank_parameters(trace, Layout(dp=8, zero=3))[0].shape  # doctest: +SKIP
@@ -123,7 +123,7 @@ def rank_parameters(trace: Trace, layout: Layout, held: HeldTypes = AS_COMPUTED)
 
 
 def shard_bytes(parameter: TraceParameter, ranks: int) -> int:
-    """Bytes of one rank's shard, padding included: FSDP2 pads the first dimension to a multiple of the ranks.
+    """Bytes of one rank's shard, with padding: FSDP2 pads the first dimension to a multiple of the ranks.
 
     Example:
         >>> shard_bytes(TraceParameter(name="w", shape=(10, 3), dtype="f32", bytes=120, storage=0), 4)
@@ -133,12 +133,12 @@ def shard_bytes(parameter: TraceParameter, ranks: int) -> int:
 
 
 def is_expert(name: str) -> bool:
-    """Whether a parameter belongs to experts among which tokens are routed (shared experts see all tokens)."""
+    """Whether a parameter belongs to routed experts (shared experts, which see all tokens, do not count)."""
     return "experts" in name.split(".")
 
 
 def shard_of(parameter: TraceParameter, ranks: int) -> TraceParameter:
-    """The padded shard that one rank holds; what has no first dimension cannot be cut."""
+    """Return the padded shard that one rank holds; a parameter without dimensions cannot be cut."""
     if not parameter.shape or not parameter.bytes:
         return parameter
     first, *others = parameter.shape
@@ -149,7 +149,7 @@ def shard_of(parameter: TraceParameter, ranks: int) -> TraceParameter:
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """What backward makes for one unit, and the tick before which all of it is there."""
+    """The gradients that backward makes for one unit; all of them exist before tick ``whole``."""
 
     unit: ShardedUnit
     storages: tuple[Storage, ...]
@@ -157,10 +157,10 @@ class Gradients:
 
 
 def gradients_of(trace: Trace, units: Sequence[ShardedUnit]) -> tuple[Gradients, ...]:
-    """Every unit's gradients, in the order in which backward completes them.
+    """Return every unit's gradients, in the order that backward completes them.
 
-    A block's gradients are whole when its backward ends, those outside of blocks when backward ends. A block's experts are
-    told from the rest of it by their sizes.
+    A block's gradients are complete when its backward ends, the root's when the whole backward ends. Gradients of a block's
+    experts are distinguished from the others by their sizes.
     """
     pools: dict[str, list[Storage]] = {}
     for storage in trace.storages:
@@ -177,7 +177,7 @@ def gradients_of(trace: Trace, units: Sequence[ShardedUnit]) -> tuple[Gradients,
 
 
 def _take(pool: list[Storage], unit: ShardedUnit) -> list[Storage]:
-    """Take the gradients that have the sizes of the unit's parameters out of its block's."""
+    """Remove from a block's gradients those that have the sizes of the unit's parameters, and return them."""
     left = Counter(parameter.bytes for parameter in unit.parameters if parameter.is_trainable)
     mine = []
     for storage in tuple(pool):

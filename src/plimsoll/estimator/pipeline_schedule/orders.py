@@ -1,13 +1,13 @@
-"""The actions of every rank of a pipeline, in the order of its schedule. No torch here.
+"""The actions of every rank of a pipeline, in the order of its schedule, without torch.
 
-``F`` is the forward of one micro-batch in one stage, ``B`` its backward; the zero-bubble schedule runs backward in halves:
-``I`` makes the gradient of the stage's input, ``W`` those of its weights. Stage ``s`` lies on rank ``s % ranks``.
+``F`` is the forward of one micro-batch in one stage, ``B`` its backward. The zero-bubble schedule splits backward in two:
+``I`` makes the gradient of the stage's input, ``W`` the gradients of its weights. Stage ``s`` runs on rank ``s % ranks``.
 
 Sources: GPipe: Huang et al. 2019, section 2.3. 1F1B: Narayanan et al. 2019 (PipeDream), in its flushing form: Narayanan et
 al. 2021, section 2.2.1. Interleaved 1F1B: Narayanan et al. 2021, section 2.2.2. ZB-H1: Qi et al. 2023, section 2.1.
-torch.distributed.pipelining has tables of all four, with which these orders agree.
+torch.distributed.pipelining has tables of all four, which agree with these orders.
 
-Known weakness: PyTorch's interleaved 1F1B also takes numbers of micro-batches that the ranks do not divide; Megatron's and
+Known weakness: PyTorch's interleaved 1F1B also accepts numbers of micro-batches that the ranks do not divide; Megatron's and
 this one do not.
 """
 
@@ -24,7 +24,7 @@ from plimsoll.errors import InvalidLayout
 
 
 class ActionKind(enum.StrEnum):
-    """What an action computes."""
+    """The computation of an action."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -33,7 +33,7 @@ class ActionKind(enum.StrEnum):
 
 
 class Action(NamedTuple):
-    """One piece of work of one stage on one micro-batch; ``str`` is PyTorch's notation: ``3F0`` is stage, work, micro-batch."""
+    """One stage's work on one micro-batch; ``str`` is PyTorch's notation: ``3F0`` is stage, work, micro-batch."""
 
     stage: int
     work: ActionKind
@@ -44,16 +44,17 @@ class Action(NamedTuple):
 
 
 Orders = tuple[tuple[Action, ...], ...]
-"""The actions of every rank, in the order in which it runs them."""
+"""The actions of every rank, in order of execution."""
 
 
 def pipeline_orders(layout: Layout) -> Orders:
-    """The actions of every rank of a layout's pipeline.
+    """Return the actions of every rank of a layout's pipeline.
 
-    One tuple per rank. Every stage runs F and B (or I and W) once for every micro-batch; one stage is a pipeline, too.
+    The result has one tuple per rank. Every stage runs F and B (or I and W) once for every micro-batch; a single stage counts
+    as a pipeline too.
 
     Raises:
-        InvalidLayout: interleaved, and the ranks do not divide the micro-batches; stages per rank without interleaving.
+        InvalidLayout: interleaved while ranks do not divide the micro-batches, or several stages per rank without interleaving.
 
     Example:
         >>> orders = pipeline_orders(Layout(pp=2, micro_batches=3))
@@ -76,7 +77,7 @@ def pipeline_orders(layout: Layout) -> Orders:
 
 
 def check_rounds(layout: Layout) -> None:
-    """Refuse several stages per rank without interleaving, and interleaving of micro-batches that the ranks do not divide."""
+    """Refuse several stages per rank without interleaving, and interleaving if ranks do not divide the micro-batches."""
     is_interleaved = layout.schedule is PipelineSchedule.INTERLEAVED
     if layout.virtual_stages > 1 and not is_interleaved:
         raise InvalidLayout(
@@ -100,7 +101,7 @@ def _gpipe(rank: int, micro_batches: int) -> Iterator[Action]:
 
 
 def _one_f_one_b(rank: int, ranks: int, micro_batches: int, *, is_halved: bool = False) -> Iterator[Action]:
-    """1F1B; with backward in halves ZB-H1, where weight gradients wait behind as many input gradients as ``rank``."""
+    """1F1B; with backward split in two it is ZB-H1, where each weight gradient runs ``rank`` input gradients later."""
     ahead = min(ranks - 1 - rank, micro_batches)
     yield from (Action(rank, ActionKind.FORWARD, m) for m in range(ahead))
     for m in range(micro_batches):
@@ -114,7 +115,7 @@ def _one_f_one_b(rank: int, ranks: int, micro_batches: int, *, is_halved: bool =
 
 
 def _interleaved(rank: int, ranks: int, virtual: int, micro_batches: int) -> Iterator[Action]:
-    """Rounds of ``ranks`` micro-batches per stage; two more forwards ahead for every rank before the last one."""
+    """Rounds of ``ranks`` micro-batches per stage; each earlier rank runs two more forwards ahead than the next."""
     total = virtual * micro_batches
     ahead = min((virtual - 1) * ranks + 2 * (ranks - 1 - rank), total)
     forwards: dict[int, int] = defaultdict(int)
@@ -133,17 +134,17 @@ def _interleaved(rank: int, ranks: int, virtual: int, micro_batches: int) -> Ite
         yield following(step, backwards, ActionKind.BACKWARD)
 
 
-# What orders mean ---------------------------------------------------------------------------------------------------
+# Properties of orders -----------------------------------------------------------------------------------------------
 
 
 def in_flight(orders: Orders, stages: int) -> tuple[int, ...]:
-    """By stage: between forward and last backward action at most so many micro-batches; it follows from the order alone."""
+    """By stage: the most micro-batches between their forward and last backward action, which the order alone determines."""
     most = {stage: count for actions in orders for stage, count in most_in_flight(actions).items()}
     return tuple(most.get(stage, 0) for stage in range(stages))
 
 
 def most_in_flight(actions: Sequence[Action]) -> dict[int, int]:
-    """By stage of one rank: between forward and the last action of backward at most so many micro-batches.
+    """By stage of one rank: the most micro-batches that are between their forward and last backward action.
 
     Example:
         >>> most_in_flight(pipeline_orders(Layout(pp=4, micro_batches=8))[1])
@@ -158,7 +159,7 @@ def most_in_flight(actions: Sequence[Action]) -> dict[int, int]:
 
 
 def held_bytes(orders: Orders, bytes_by_stage: Sequence[int]) -> tuple[int, ...]:
-    """By rank: the most that its stages hold together between forward and backward.
+    """By rank: the most bytes that its stages hold together for micro-batches between forward and backward.
 
     ``bytes_by_stage`` is what one micro-batch holds in each stage.
 
@@ -171,7 +172,7 @@ def held_bytes(orders: Orders, bytes_by_stage: Sequence[int]) -> tuple[int, ...]
 
 
 def _holding(actions: Sequence[Action]) -> Iterator[tuple[int, int]]:
-    """One more micro-batch held (forward), or one less (the last action of its backward), stage by stage."""
+    """Yield stage and change: +1 when forward starts to hold a micro-batch, -1 at the last action of its backward."""
     for stage, work, _ in actions:
         if work is ActionKind.FORWARD:
             yield stage, 1
@@ -180,10 +181,10 @@ def _holding(actions: Sequence[Action]) -> Iterator[tuple[int, int]]:
 
 
 def check_orders(orders: Orders, stages: int) -> None:
-    """Refuse orders that are not one step of a pipeline.
+    """Refuse orders that do not form one step of a pipeline.
 
     Raises:
-        InvalidLayout: an action that is missing, doubled, of no stage, or on a rank other than its stage's.
+        InvalidLayout: an action is missing, runs twice, has an invalid stage, or runs on another rank than its stage.
     """
     seen: set[Action] = set()
     rank_of: dict[int, int] = {}

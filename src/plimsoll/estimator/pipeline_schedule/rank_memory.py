@@ -1,8 +1,8 @@
-"""Finds the peak memory of one rank of a pipeline, and the action in which it lies. No torch here.
+"""Find the peak memory of one rank of a pipeline, and the action during which it occurs, without torch.
 
-Between actions a rank holds what its stages hold for good, what every micro-batch in flight holds, and what finished ones
-leave until the step ends (outputs that are returned, tensors that were sent and not let go of). The peak lies in an action:
-what it takes itself comes on top of what waits beside it.
+Between actions a rank holds its stages' lasting bytes, the bytes of every micro-batch in flight, and what finished
+micro-batches leave until the step ends (returned outputs, sent tensors that were not freed). The peak occurs during an action:
+the action's own bytes are added to the bytes held meanwhile.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from plimsoll.estimator.pipeline_schedule.orders import Action, ActionKind
 class StageMemory:
     """Bytes of one stage under one plan.
 
-    ``lasting_bytes`` are there for good: parameters, gradients, buffers. One micro-batch takes ``forward_bytes`` while its
-    forward runs, ``held_bytes`` from then to its backward, ``backward_bytes`` while that runs; where backward runs in two
-    halves ``input_gradient_bytes`` while the first one runs and ``between_bytes`` from then to the end of the second; and
-    leaves ``left_bytes`` until the step ends. ``merged_bytes`` are the outputs of all micro-batches as one, made at the end
-    of the step.
+    ``lasting_bytes`` are held all the time: parameters, gradients, buffers. One micro-batch takes ``forward_bytes`` while its
+    forward runs, ``held_bytes`` between forward and backward, and ``backward_bytes`` while backward runs. If backward is split
+    in two, it takes ``input_gradient_bytes`` during the first half and ``between_bytes`` from then to the end of the second. It
+    leaves ``left_bytes`` until the step ends. ``merged_bytes`` are the outputs of all micro-batches merged at the end of the
+    step.
     """
 
     lasting_bytes: int
@@ -36,7 +36,7 @@ class StageMemory:
 
 @dataclass(frozen=True, slots=True)
 class RankPeak:
-    """The most that a rank holds, and in which action; ``None``: when the outputs are merged at the end."""
+    """The most that a rank holds, and during which action; ``None``: when outputs are merged at the end."""
 
     peak_bytes: int
     action: Action | None
@@ -58,9 +58,9 @@ _NAMES = {
 
 
 def rank_peak(actions: Sequence[Action], stages: Mapping[int, StageMemory], *, beside_bytes: int = 0) -> RankPeak:
-    """The peak of one rank over one step.
+    """Return the peak of one rank over one step.
 
-    ``beside_bytes`` are held all the time besides: buffers for what is received, optimizer state.
+    ``beside_bytes`` are additional bytes held all the time: receive buffers, optimizer state.
 
     Example:
         >>> from plimsoll.artifacts.job import Layout
@@ -83,7 +83,7 @@ def rank_peak(actions: Sequence[Action], stages: Mapping[int, StageMemory], *, b
 
 
 def _effect(work: ActionKind, stage: StageMemory) -> tuple[int, int, int]:
-    """What the micro-batch of an action holds before it, takes while it runs, and holds after it."""
+    """Bytes of an action's micro-batch: held before the action, used while it runs, and held after it."""
     match work:
         case ActionKind.FORWARD:
             return 0, stage.forward_bytes, stage.held_bytes

@@ -1,22 +1,22 @@
-"""Simulates one step of a pipeline: when each action runs, and where ranks idle. No torch here.
+"""Simulate one step of a pipeline: when each action runs, and where ranks idle, without torch.
 
-An event-driven simulation, linear in the number of actions. A rank runs its actions in their order, one at a time; an action
-starts when the rank is free and what it needs has arrived:
+The simulation is event-driven, linear in the number of actions. A rank runs its actions in order, one at a time; an action
+starts when the rank is free and its inputs have arrived:
 
     F(s, m) needs F(s-1, m);  B(s, m) and I(s, m) need F(s, m) and B or I of (s+1, m);  W(s, m) needs I(s, m)
 
-Between stages the result travels ``transfer_seconds``, during which both ranks compute. The data, tensor and context
-parallel ranks of one stage do the same at the same time, so that a pipeline of 16 stages stands for 16,384 ranks as well as
-for 16.
+Between stages the result travels for ``transfer_seconds``, during which both ranks compute. The data, tensor and context
+parallel ranks of one stage do the same at the same time, so a simulated pipeline of 16 stages represents 16,384 ranks as well
+as 16.
 
-Recomputation runs before the backward that needs it, either then (``ahead=0``) or, for up to ``ahead`` micro-batches, in
-seconds in which the rank would idle. It may be cut into pieces: it is a sequence of ops.
+Recomputation runs before the backward that needs it: right before it (``ahead=0``), or earlier, for up to ``ahead``
+micro-batches, while the rank would idle. It may be cut into pieces, because it is a sequence of ops.
 
 Recomputation lengthens every backward, and with it the bubble at both ends of the step: (p - 1) more recomputations for
-1F1B with equal stages, on top of the m that every rank runs. A rank that idles before its backward can use that time; the
-price is that what it rebuilds is held from then on, for as many micro-batches as it ran ahead of.
+1F1B with equal stages, in addition to the m that every rank runs. A rank that idles before its backward can use that time. In
+return it holds what it rebuilds from then on, for as many micro-batches as it ran ahead.
 
-Known weakness: the same seconds for every micro-batch; sends never wait for one another.
+Known weakness: every micro-batch takes the same seconds; sends never wait for one another.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from plimsoll.estimator.pipeline_schedule.orders import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActionSeconds:
-    """What one micro-batch takes in one stage.
+    """Seconds of one micro-batch in one stage.
 
-    ``transfer_seconds`` is the way of its input from the stage before, and of that input's gradient back.
-    ``recompute_seconds`` is what backward has to run again; a backward of halves does it before its first half.
+    ``transfer_seconds`` is the transfer of its input from the previous stage, and of that input's gradient back.
+    ``recompute_seconds`` is recomputation for backward; if backward is split, it runs before the first half.
     """
 
     forward_seconds: float
@@ -64,7 +64,7 @@ class ActionSeconds:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One action as it ran. The ``rebuild_seconds`` of recomputation that did not run ahead come right before ``start``."""
+    """One action as it ran. Recomputation that did not run ahead takes the ``rebuild_seconds`` right before ``start``."""
 
     rank: int
     action: Action
@@ -77,22 +77,22 @@ class Event:
 class PipelineTimeline:
     """One step of a pipeline.
 
-    ``in_flight`` is by stage: micro-batches between the start of their forward and the end of their last backward action,
-    when they are most. ``rebuilt_ahead`` is by rank: micro-batches whose values were rebuilt before their gradient came,
-    when they are most (0 without running ahead). ``hidden_seconds``: recomputation that ran where the rank would idle.
+    ``in_flight`` is by stage: the most micro-batches between the start of their forward and the end of their last backward
+    action. ``rebuilt_ahead`` is by rank: the most micro-batches whose values were rebuilt before their gradient arrived
+    (0 without running ahead). ``hidden_seconds``: recomputation that ran while the rank would idle.
     """
 
     events: tuple[Event, ...]
     step_seconds: float
     busy_seconds: tuple[float, ...]
-    """By rank: computing, recomputation included."""
+    """By rank: compute time, including recomputation."""
     in_flight: tuple[int, ...]
     hidden_seconds: tuple[float, ...]
     rebuilt_ahead: tuple[int, ...]
 
     @property
     def idle_seconds(self) -> tuple[float, ...]:
-        """By rank: the rest of the step."""
+        """By rank: the rest of the step, when it does not compute."""
         return tuple(self.step_seconds - busy for busy in self.busy_seconds)
 
     @property
@@ -102,18 +102,18 @@ class PipelineTimeline:
 
     @property
     def bubble_share(self) -> float:
-        """The mean over ranks."""
+        """The mean of ``bubble_shares`` over ranks."""
         return sum(self.bubble_shares) / len(self.bubble_shares)
 
 
 def simulate_pipeline(orders: Orders, stages: Sequence[ActionSeconds], *, ahead: int = 0) -> PipelineTimeline:
-    """Run one step of a pipeline on paper.
+    """Simulate one step of a pipeline.
 
-    ``ahead`` is how many micro-batches a rank may rebuild before their gradient has come, in seconds in which it would idle.
+    ``ahead`` is how many micro-batches a rank may rebuild before their gradient arrives, while it would idle.
     Events are sorted by start.
 
     Raises:
-        InvalidLayout: actions missing, run twice or on two ranks, or an order in which ranks wait for each other for ever.
+        InvalidLayout: actions are missing, run twice or on two ranks, or ranks wait for each other forever.
 
     Example:
         >>> from plimsoll.artifacts.job import Layout
@@ -143,13 +143,13 @@ def simulate_pipeline(orders: Orders, stages: Sequence[ActionSeconds], *, ahead:
 class _Rank:
     actions: tuple[Action, ...]
     backwards: deque[Action]
-    """Backwards that still need recomputation, in the order in which they will run."""
+    """Backwards that still need recomputation, in order of execution."""
     at: int = 0
     free_seconds: float = 0.0
     busy_seconds: float = 0.0
     hidden_seconds: float = 0.0
     rebuilt: dict[Action, float] = field(default_factory=dict)
-    """Seconds of recomputation done ahead, by the backward that they belong to."""
+    """Seconds of recomputation done ahead, by the backward that needs it."""
     most_rebuilt: int = 0
 
 
@@ -165,7 +165,7 @@ class _Machine:
         self.ranks = [_Rank(actions, deque(filter(self._rebuilds, actions))) for actions in orders]
 
     def run(self) -> None:
-        """Run every rank as far as it gets; who waits is woken by what it waits for."""
+        """Run every rank as far as possible; a waiting rank is resumed when the action that it waits for ends."""
         ready = deque(range(len(self.ranks)))
         while ready:
             rank = ready.popleft()
@@ -189,16 +189,16 @@ class _Machine:
             )
 
     def _rebuilds(self, action: Action) -> bool:
-        """Whether recomputation runs before an action: a whole backward, or the first half of one."""
+        """Whether recomputation runs before an action: before a whole backward, or before its first half."""
         is_first = action.work in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)
         return is_first and self.stages[action.stage].recompute_seconds != 0
 
     def _missing(self, action: Action) -> Action | None:
-        """The first of its needs that has not ended."""
+        """The first required action that has not ended."""
         return next((need for need, _ in self._needs(action) if need not in self.ends), None)
 
     def _needs(self, action: Action) -> list[tuple[Action, float]]:
-        """What has to end first, and how long its result travels."""
+        """Actions that must end first, each with the transfer time of its result."""
         stage, work, micro_batch = action
         if work is ActionKind.FORWARD:
             before = Action(stage - 1, work, micro_batch)
@@ -229,7 +229,7 @@ class _Machine:
         self.events.append(Event(rank, action, start, start + seconds, rebuild))
 
     def _rebuild_ahead(self, state: _Rank, until: float) -> None:
-        """Fill the seconds until then with recomputation for backwards to come, whose forwards are done."""
+        """Fill the time until then with recomputation for later backwards whose forwards are done."""
         while state.backwards and state.free_seconds < until:
             following = state.backwards[0]
             is_new = following not in state.rebuilt
@@ -251,7 +251,7 @@ class _Machine:
 
 @dataclass(frozen=True, slots=True)
 class BubbleGrowth:
-    """The same pipeline three times: no recomputation, recomputation inside backward, recomputation run ahead."""
+    """Timelines of one pipeline: without recomputation, with it inside backward, and with it run ahead."""
 
     without: PipelineTimeline
     inside: PipelineTimeline
@@ -259,20 +259,20 @@ class BubbleGrowth:
 
     @property
     def added_seconds(self) -> float:
-        """What recomputation inside backward adds to the step."""
+        """Seconds that recomputation inside backward adds to the step."""
         return self.inside.step_seconds - self.without.step_seconds
 
     @property
     def regained_seconds(self) -> float:
-        """What running ahead takes off again."""
+        """Seconds that running recomputation ahead saves."""
         return self.inside.step_seconds - self.ahead.step_seconds
 
 
 def bubble_growth(orders: Orders, stages: Sequence[ActionSeconds], *, ahead: int = 1) -> BubbleGrowth:
-    """What the stages' recomputation does to a pipeline.
+    """Simulate how the stages' recomputation lengthens a pipeline's step.
 
     Three timelines say for every rank how long it idles and how much it rebuilds ahead: at most ``ahead`` micro-batches
-    before their gradient has come.
+    before their gradient arrives.
 
     Raises:
         InvalidLayout: the orders are not one step of a pipeline.

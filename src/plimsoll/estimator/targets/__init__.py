@@ -1,1 +1,1 @@
-"""Builds a model and a batch from what a user names: a function, a config.json, a catalogue name."""
+"""Builds a model and a batch from a user's target: a function, a config.json, or a catalogue name."""

@@ -1,11 +1,11 @@
-"""Lets a model be fine-tuned by adapters while a block lasts: its own weights frozen, small matrices beside them trained.
+"""Temporarily fine-tune a model with adapters: its own weights are frozen, added small matrices are trained.
 
-LoRA (Hu et al. 2022) adds ``B A x`` to linear layers, QLoRA (Dettmers et al. 2023) also holds their weights in 4 bits and makes
-them whole for each product, in forward and once more in backward. Bottleneck adapters (Houlsby et al. 2019) follow the
-attention and the feed-forward module of every block. What autograd then saves is what a trace of that model shows.
+LoRA (Hu et al. 2022) adds ``B A x`` to linear layers. QLoRA (Dettmers et al. 2023) also holds their weights in 4 bits, and
+dequantizes them for each product, once in forward and again in backward. Bottleneck adapters (Houlsby et al. 2019) follow the
+attention and the feed-forward module of every block. A trace of the adapted model shows what autograd then saves.
 
-Known weaknesses: adapters are in the type of the weights that they stand beside, as torchtune has them and peft with
-``autocast_adapter_dtype=False``; no dropout; experts that are stacked in one tensor keep their weights and get no adapter.
+Known weaknesses: adapters have the dtype of the weights that they are added to, as in torchtune, and in peft with
+``autocast_adapter_dtype=False``; they do not have dropout; experts stacked in one tensor do not get adapters.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LAYERS = {
     "attention": re.compile(r"attn|attention", re.IGNORECASE),
     "all": re.compile(""),
 }
-"""By the value of ``lora-on``: names of linear layers within blocks."""
+"""By the value of ``lora-on``: which linear layers within blocks get adapters."""
 _AFTER = re.compile(r"\.\d+\.(\w*attn|\w*attention|mlp|ffn|feed_forward)$", re.IGNORECASE)
 _BLOCK_ELEMENTS = 64
 _NESTED_ELEMENTS = 256
@@ -36,10 +36,10 @@ _NESTED_ELEMENTS = 256
 
 @contextlib.contextmanager
 def adapted(model: nn.Module, how: Techniques) -> Iterator[tuple[str, ...]]:
-    """Let ``model`` train adapters alone while the block lasts; yields what is to be said about it.
+    """Make ``model`` train only adapters inside the ``with`` statement; yields notes about the change.
 
     Raises:
-        InvalidOption: it has no layer in which adapters could stand.
+        InvalidOption: the model does not have a layer for adapters.
 
     Example:
         >>> model = nn.ModuleList([nn.Sequential(nn.Linear(8, 8))])
@@ -114,7 +114,7 @@ def _swap(parent: nn.Module, name: str, child: nn.Module, undo: list[Callable[[]
 
 
 class _LowRank(nn.Module):
-    """A linear layer, and ``B A`` beside it."""
+    """A linear layer with a low-rank product ``B A`` added to its result."""
 
     def __init__(self, base: nn.Module, shape: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class _LowRank(nn.Module):
 
 
 class _Bottleneck(nn.Module):
-    """A module, and a narrow feed-forward network with a residual on what it returns."""
+    """A module followed by a narrow feed-forward network with a residual connection."""
 
     def __init__(self, base: nn.Module, features: int, width: int, like: torch.Tensor) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class _Bottleneck(nn.Module):
 
 
 class _FourBitLinear(nn.Module):
-    """A frozen linear layer in 4 bits per element, with a scale of 8 bits per 64 and one of 32 bits per 256 of these."""
+    """A frozen 4-bit linear layer, with an 8-bit scale per 64 elements and a 32-bit scale per 256 of these scales."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class _FourBitLinear(nn.Module):
 
 
 class _FourBitProduct(torch.autograd.Function):
-    """``x W^T``: the weight is made whole for the product and gone after it; backward makes it again."""
+    """``x W^T`` with a weight that is dequantized for the product and freed after it; backward dequantizes it again."""
 
     @staticmethod
     def forward(
@@ -185,7 +185,7 @@ class _FourBitProduct(torch.autograd.Function):
 
 
 def _whole(packed: torch.Tensor, scales: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """As many bytes read, made and let go as bitsandbytes' kernel: scales in f32, then the weight."""
+    """Read, allocate and free as many bytes as bitsandbytes' dequantization: scales in float32, then the weight."""
     wide = scales.float()
     whole = packed.unsqueeze(1).expand(-1, 2).to(dtype).view(-1)[: shape.numel()].view(shape)
     del wide

@@ -1,7 +1,7 @@
-"""Builds models of transformers, diffusers and timm with random weights, and random batches that train them.
+"""Build models of transformers, diffusers and timm with random weights, and random batches to train them.
 
-Nothing is downloaded. Batches are text, pictures, both, sound, or latents. Integers always have values, also for a model
-without memory: what a step computes from them (masks, positions) is then computed as it would be. Everything else has none on
+Models are never downloaded. Batches are text, images, both, sound, or latents. Integer tensors always have values, even for a
+model on the meta device, so that masks and positions computed from them are correct. All other tensors of such a batch are on
 the meta device.
 """
 
@@ -37,7 +37,7 @@ _AUTO_CLASSES = (
     "AutoModelForZeroShotImageClassification",
     "AutoModelForImageClassification",
 )
-"""Where a configuration names no class: the first of these that knows its type, a head with a loss."""
+"""If a configuration does not name a class: the first of these that knows its type; each has a loss."""
 _DENOISERS = {
     "UNet2DModel": 0,
     "DiTTransformer2DModel": 0,
@@ -46,13 +46,13 @@ _DENOISERS = {
     "SD3Transformer2DModel": 77 + 256,
     "FluxTransformer2DModel": 512,
 }
-"""Classes of diffusers for which batches are known, with the tokens of a prompt that their pipelines give them."""
+"""Classes of diffusers with known batches, and the number of prompt tokens that their pipelines use."""
 
 
 def build_model(recipe: Recipe, dtype: torch.dtype | None) -> torch.nn.Module:
     """Build the model on the current default device.
 
-    ``dtype`` is of the parameters, ``None`` for the configuration's own.
+    ``dtype`` is the parameters' dtype; ``None``: the configuration's own.
 
     Raises:
         InvalidTarget: transformers is missing, does not know the architecture, or refuses the configuration.
@@ -80,7 +80,7 @@ def build_model(recipe: Recipe, dtype: torch.dtype | None) -> torch.nn.Module:
 
 @contextlib.contextmanager
 def _offline() -> Iterator[None]:
-    """Whatever this thread builds finds no network: a configuration may name weights or code that libraries would fetch."""
+    """Refuse network access to this thread: a configuration may name weights or code that libraries would download."""
     from huggingface_hub import constants
 
     own, look_up, was_offline = threading.get_ident(), socket.getaddrinfo, constants.HF_HUB_OFFLINE
@@ -131,9 +131,9 @@ def quiet_transformers() -> None:
 
 
 class NoisePrediction(nn.Module):
-    """A denoiser with its loss: the mean squared error of the noise it predicts (Ho et al. 2020, equation 14).
+    """A denoiser with its loss: the mean squared error of the predicted noise (Ho et al. 2020, equation 14).
 
-    The latents of a batch are taken as noised already.
+    The latents of a batch are assumed to be noised already.
     """
 
     def __init__(self, denoiser: nn.Module) -> None:
@@ -141,27 +141,27 @@ class NoisePrediction(nn.Module):
         self.denoiser = denoiser
 
     def forward(self, noise: torch.Tensor, **inputs: Any) -> torch.Tensor:
-        """The loss: a scalar in float32.
+        """Return the loss: a scalar in float32.
 
         Args:
-            noise: the noise in the latents, of their shape.
-            inputs: noised latents, times, and what the picture shows, by the denoiser's own names.
+            noise: the noise in the latents, with their shape.
+            inputs: noised latents, timesteps, and conditions, by the denoiser's own argument names.
         """
         predicted = self.denoiser(**inputs).sample
-        if predicted.shape != noise.shape:  # the other half is a learned variance, which this loss leaves alone
+        if predicted.shape != noise.shape:  # the other half is a learned variance, which this loss does not use
             predicted = predicted.chunk(2, dim=1)[0]
         return nn.functional.mse_loss(predicted.float(), noise.float())
 
 
 class Classification(nn.Module):
-    """A classifier of images with its loss: the cross-entropy of its logits."""
+    """An image classifier with its loss: the cross-entropy of its logits."""
 
     def __init__(self, classifier: nn.Module) -> None:
         super().__init__()
         self.classifier = classifier
 
     def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The loss: a scalar in float32.
+        """Return the loss: a scalar in float32.
 
         Args:
             pixel_values: images ``[batch, channels, height, width]``.
@@ -171,10 +171,10 @@ class Classification(nn.Module):
 
 
 def build_classifier(recipe: Recipe, dtype: torch.dtype | None) -> Classification:
-    """Build a model of timm on the current default device.
+    """Build a timm model on the current default device.
 
     Raises:
-        InvalidTarget: timm is missing, does not know the name, or the model has no classes.
+        InvalidTarget: timm is missing, does not know the name, or the model does not have classes.
     """
     timm, name = _import("timm", "timm"), recipe.architecture
     if name not in timm.list_models() and name not in timm.list_models(pretrained=True):
@@ -203,7 +203,7 @@ def build_denoiser(recipe: Recipe, dtype: torch.dtype | None) -> NoisePrediction
     """Build a denoiser on the current default device.
 
     Raises:
-        InvalidTarget: diffusers is missing, refuses the configuration, or the class is not one that we have batches for.
+        InvalidTarget: diffusers is missing or refuses the configuration, or no batch is known for the class.
     """
     diffusers = _import("diffusers", "torch-plimsoll[diffusers]")
     if recipe.architecture not in _DENOISERS:
@@ -243,26 +243,26 @@ def _import(library: str, package: str) -> Any:
 
 
 BUILDERS = {"transformers": build_model, "diffusers": build_denoiser, "timm": build_classifier}
-"""What builds a recipe, by the library that knows its class."""
+"""The function that builds a recipe, by library."""
 
 _SEED = 0
 _TIMESTEPS = 1000
 _TIMES = 6
-"""Original size, crop and target size, which Stable Diffusion XL is told beside the prompt."""
+"""Original size, crop and target size: conditions of Stable Diffusion XL in addition to the prompt."""
 _LATENT_SIDE = 64
 _PICTURE_SIDE, _PIXELS_PER_TOKEN = 1024, 16
 _HOST = "cpu"
-"""Where integers are drawn, also those of a model without memory."""
+"""Device on which integers are drawn, even for a model on the meta device."""
 _FRAMES_PER_POSITION = 2
-"""Whisper's second convolution halves the frames of its spectrogram."""
+"""Whisper's second convolution halves the number of spectrogram frames."""
 _LEARNED_POSITIONS = re.compile(r"(^|\.)(wpe|position_embeddings?|embed_positions)\.weight$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSize:
-    """Samples, tokens of text per sample (``None``: where text has a length, the model's own default), and the place.
+    """Samples, text tokens per sample (``None``: the model's default, if samples are text), and the device of a batch.
 
-    With ``is_asked`` the user gave the sequence, so that it is refused where it means nothing.
+    With ``is_asked`` the user gave the sequence length, so a batch without a sequence must refuse it.
     """
 
     samples: int
@@ -273,10 +273,10 @@ class BatchSize:
 
 
 def refuse_too_large(what: str, needed_bytes: int, device: str) -> None:
-    """Refuse what alone is more than the device has: the system would end the process.
+    """Refuse tensors larger than the device's whole memory, because the operating system would kill the process.
 
     Raises:
-        InvalidTarget: names both sizes.
+        InvalidTarget: the message has both sizes.
     """
     device_bytes = device_memory_bytes(device)
     if device_bytes is not None and needed_bytes > device_bytes:
@@ -288,10 +288,10 @@ def refuse_too_large(what: str, needed_bytes: int, device: str) -> None:
 
 
 def make_batch(model: nn.Module, size: BatchSize) -> dict[str, Any]:
-    """A random batch with labels, as keywords of ``model``.
+    """Return a random batch with labels, as keyword arguments of ``model``.
 
     Raises:
-        InvalidTarget: no batch is known for the model; or a sequence that it cannot take.
+        InvalidTarget: no batch is known for the model, or it cannot take the sequence length.
     """
     maker = _Maker(model, size)
     if isinstance(model, NoisePrediction):
@@ -317,7 +317,7 @@ def make_batch(model: nn.Module, size: BatchSize) -> dict[str, Any]:
 
 
 class _Maker:
-    """Makes the tensors of one batch."""
+    """Makes the tensors of one batch, with a fixed seed."""
 
     def __init__(self, model: nn.Module, size: BatchSize) -> None:
         self._model = model
@@ -360,7 +360,7 @@ class _Maker:
         return {"pixel_values": pixels, "labels": self._integers(classifier.num_classes)}
 
     def latents(self, denoiser: nn.Module) -> dict[str, Any]:
-        """Latents as a denoiser's configuration says, or as large as Stable Diffusion's."""
+        """Latents of the size in the denoiser's configuration, or of Stable Diffusion's size."""
         self._refuse_sequence("its batch is latents, whose size the configuration decides")
         known: Any = denoiser.config
         if "axes_dims_rope" in known:
@@ -389,7 +389,7 @@ class _Maker:
         return batch | {"hidden_states" if "patch_size" in known else "sample": latents}
 
     def _packed_latents(self, known: Any) -> dict[str, Any]:
-        """Flux's: squares of 2 × 2 latents as tokens, of a picture of 1024 pixels, beside the words of its prompt."""
+        """Flux's inputs: 2 × 2 latents as one token, for an image of 1024 pixels, together with the tokens of a prompt."""
         tokens = (_PICTURE_SIDE // _PIXELS_PER_TOKEN) ** 2
         shape, words = (tokens, known["in_channels"]), _DENOISERS["FluxTransformer2DModel"]
         batch = {
@@ -422,7 +422,7 @@ class _Maker:
         return drawn.to(self._size.device)
 
     def _sequence(self, longest: int | None) -> int:
-        """Tokens per sample: as asked, or the default cut to what the model was made for."""
+        """Tokens per sample: the requested number, or the default limited to the model's longest."""
         sequence = self._size.sequence or longest or 1
         if not self._size.is_asked:
             return min(sequence, longest or sequence)

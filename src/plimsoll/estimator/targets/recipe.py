@@ -1,7 +1,6 @@
-"""Finds the configuration that a name or a ``config.json`` stands for, and what it says about the model.
+"""Find the configuration for a name or a ``config.json``, and read the model's sizes from it, without torch.
 
-Libraries name the same size differently (``n_embd``, ``d_model``, ``hidden_size``): the tables below say which names are one.
-No torch here.
+Libraries name the same size differently (``n_embd``, ``d_model``, ``hidden_size``): the tables below list equivalent names.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ _POSITIONS = ("max_position_embeddings", "n_positions")
 _FORMS = "package.module:function, a Hugging Face config.json, timm/NAME, diffusers/CLASS, or a name from the catalogue"
 _LIMITS = ReadLimits(most_bytes=16 * MIB, most_items=1_000_000)
 _IMPLEMENTATIONS = (None, "eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
-"""Of attention and experts, those that are in torch and transformers themselves; others are fetched as kernels."""
+"""Implementations of attention and experts within torch and transformers; others are downloaded as kernels."""
 _COUNT = re.compile(r"^(n|num|number)_.*(layers?|blocks?|stages?)$|^(depths?|n_layer)$|(?<!window)_layers$")
 _MOST_LAYERS = 4096
 _DIFFUSERS_CLASS = "_class_name"
 _OWN_NAMES = ("timm", "diffusers")
-"""Libraries whose own names are targets."""
+"""Libraries whose own model names are targets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """A model that is not built yet: the class that makes it, the fields of its configuration, the batch it is asked about.
+    """A model that is not built yet: its class, the fields of its configuration, and its default batch.
 
-    ``sequence`` is ``None`` where samples have no text. ``library`` is the one that knows the class.
+    ``sequence`` is ``None`` if samples are not text. ``library`` is the library that has the class.
     """
 
     name: str
@@ -54,10 +53,10 @@ class Recipe:
 
 
 def find_recipe(text: str) -> Recipe | None:
-    """The configuration that ``text`` names; ``None`` if it names a function (``package.module:function``).
+    """Return the configuration that ``text`` names; ``None`` if it names a function (``package.module:function``).
 
     Raises:
-        InvalidTarget: it names nothing; or the file cannot be read, or is no configuration of a model.
+        InvalidTarget: the name is unknown, the file cannot be read, or it does not hold a model's configuration.
 
     Example:
         >>> find_recipe("llama-3-8b").fields["num_hidden_layers"]
@@ -87,7 +86,9 @@ def find_recipe(text: str) -> Recipe | None:
 
 
 def _from_library(library: str, own_name: str) -> Recipe:
-    """What ``timm/NAME`` or ``diffusers/CLASS`` names: a model in the library's own sizes, of which that knows all names.
+    """Make a recipe for ``timm/NAME`` or ``diffusers/CLASS``: a model in its library's default sizes.
+
+    The name itself is not checked here; only the library knows all of its names.
 
     Raises:
         InvalidTarget: the library is not installed.
@@ -104,10 +105,10 @@ def _from_library(library: str, own_name: str) -> Recipe:
 
 
 def split_target(text: str) -> tuple[str, str]:
-    """Module and function of ``package.module:function``.
+    """Split ``package.module:function`` into module and function.
 
     Raises:
-        InvalidTarget: it does not read so.
+        InvalidTarget: the text does not have this form.
     """
     module_name, _, function_name = text.partition(":")
     if not all(name.isidentifier() for name in (*module_name.split("."), function_name)):
@@ -120,10 +121,10 @@ def split_target(text: str) -> tuple[str, str]:
 
 
 def check_target(text: str) -> None:
-    """Refuse words that no target can be made of, before torch is imported. Nothing of a package is run for it.
+    """Refuse text that cannot be a target, before torch is imported. Code of the named package is not run.
 
     Raises:
-        InvalidTarget: no name, no file, no configuration, or the package is not there.
+        InvalidTarget: the name, file or configuration is invalid, or the package does not exist.
     """
     if is_read_once(text) or find_recipe(text) is not None:
         return
@@ -134,7 +135,7 @@ def check_target(text: str) -> None:
 
 
 def explain_import(module_name: str, error: BaseException) -> InvalidTarget:
-    """What to say of a module that does not import."""
+    """Make the error for a module that does not import."""
     return InvalidTarget(
         f"{module_name} does not import.",
         why=f"{type(error).__name__}: {error}",
@@ -155,7 +156,7 @@ def _from_catalogue(known: CatalogueModel) -> Recipe:
 
 
 def _plain(value: Any) -> Any:
-    """The value with dicts and lists of its own, as JSON has them."""
+    """Copy the value with dicts and lists, as in JSON."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
@@ -202,10 +203,10 @@ def _from_file(path: Path) -> Recipe:
 
 
 def _harmless(node: Any, path: str, notes: list[str], place: str = "") -> Any:
-    """The fields without those that have a library fetch or run what is not in the file.
+    """Copy the fields without those that make a library download or run something that is not in the file.
 
     Raises:
-        InvalidTarget: more layers than any model has, which would be built one by one.
+        InvalidTarget: the number of layers is larger than in any model; each would be built.
     """
     if isinstance(node, list):
         return [_harmless(each, path, notes, f"{place}.") for each in node]
@@ -245,7 +246,7 @@ def _refuse_too_many(key: str, value: object, named: str, path: str) -> None:
 
 
 _LAYERS = (("num_hidden_layers",), ("n_layer",), ("encoder_layers", "decoder_layers"), ("num_layers",))
-"""The fields whose sum is the number of blocks; the first that are all there count."""
+"""Groups of fields whose sum is the number of blocks; the first group with all fields present counts."""
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _HEADS = ("num_attention_heads", "n_head", "encoder_attention_heads", "num_heads")
 _KV_HEADS = ("num_key_value_heads",)
@@ -255,13 +256,13 @@ _EXPERTS_PER_TOKEN = ("num_experts_per_tok",)
 _TOWERS = ("text_config", "vision_config")
 _NO_ATTENTION = ("mamba", "mamba2")
 _GPT_WIDENING = 4
-"""``n_inner`` of GPT-2's kind, where it is not given, as a multiple of the width."""
+"""Default of ``n_inner`` for models like GPT-2, as a multiple of the width."""
 
 
 def facts_of(recipe: Recipe, *, batch: int | None = None, sequence: int | None = None) -> ModelFacts:
-    """What the recipe's fields say; ``None`` where they do not.
+    """Return the sizes that the recipe's fields give; ``None`` for those that they do not give.
 
-    ``batch`` and ``sequence`` replace the recipe's own.
+    ``batch`` and ``sequence`` override the recipe's own.
 
     Example:
         >>> from plimsoll.estimator.targets.recipe import find_recipe

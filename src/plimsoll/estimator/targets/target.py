@@ -1,4 +1,4 @@
-"""Loads a model with its batch and loss from words: a function to call, a configuration, or a catalogue name."""
+"""Load a model with its batch and loss from text: a function to call, a configuration, or a catalogue name."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _SEED = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetOptions:
-    """How a target from a configuration is built; a function decides for itself.
+    """How to build a target from a configuration; a function decides for itself.
 
-    With ``is_meta`` the model's parameters take no memory: enough to plan for a device that is not here. ``precision`` is
-    ``None`` for the configuration's own types.
+    With ``is_meta`` the model is on the meta device: enough to plan for a device that is not here. ``precision`` is
+    ``None`` for the configuration's own dtypes.
     """
 
     batch: int | None = None
@@ -39,10 +39,10 @@ class TargetOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What a target stands for. ``batches`` is the stream whose first batch is ``batch``, where there is one.
+    """A loaded target: a model with its batch. ``batches`` is the stream that starts with ``batch``, if there is a stream.
 
-    With ``is_configured`` the model was built from a configuration, and ``batch`` is random. ``precision`` says under which
-    autocast its step runs; ``notes`` what the target does not show.
+    With ``is_configured`` the model was built from a configuration, and ``batch`` is random. ``precision`` chooses the
+    autocast of its step; ``notes`` say what the target does not show.
     """
 
     model: torch.nn.Module
@@ -55,7 +55,7 @@ class Target:
 
     @contextlib.contextmanager
     def autocast(self) -> Iterator[None]:
-        """The context of the forward pass: autocast where the precision is mixed, nothing otherwise."""
+        """Run the forward pass under autocast if the precision is mixed; otherwise do nothing."""
         import torch
 
         name = None if self.precision is None else self.precision.autocast_dtype
@@ -68,15 +68,15 @@ class Target:
 
 
 def load_target(text: str, options: TargetOptions) -> Target:
-    """Load what the command line names.
+    """Load the target that the command line names.
 
     Args:
         text: ``package.module:function`` (the working directory is importable), the path of a ``config.json``,
             ``timm/NAME``, ``diffusers/CLASS``, or a name from the catalogue.
-        options: batch size, sequence length, place and precision for the latter two.
+        options: batch size, sequence length, device and precision, for targets other than functions.
 
     Raises:
-        InvalidTarget: it does not import, does not exist, or does not return a model and a batch.
+        InvalidTarget: it cannot be imported, does not exist, or does not return a model and a batch.
     """
     recipe = find_recipe(text)
     if recipe is None:
@@ -86,7 +86,7 @@ def load_target(text: str, options: TargetOptions) -> Target:
 
 
 def _refuse_sizes(text: str, options: TargetOptions) -> None:
-    """A function decides about its batch and its place; what would be ignored is refused."""
+    """Refuse options that a function would ignore: it chooses its own batch and device."""
     ignored = [
         name
         for name, is_given in (
@@ -152,13 +152,13 @@ def _unpack(text: str, made: object) -> Target:
 
 
 def _with_stream(text: str, model: torch.nn.Module, batch: Any, loss: Callable[[Any], torch.Tensor] | None) -> Target:
-    """A batch, or a stream of them: a loader, a list, an iterator, whose first batch is what other commands work with."""
+    """Make a target of a batch, or of a stream (loader, list, iterator); other commands use the stream's first batch."""
     import torch
 
     if isinstance(batch, torch.Tensor | tuple | Mapping) or not isinstance(batch, Iterable):
         return Target(model=model, batch=batch, loss=loss)
     batches: Iterable[Any] = batch
-    if isinstance(batch, Iterator):  # it can be passed through only once
+    if isinstance(batch, Iterator):  # it can be iterated only once
         first = next(batch, None)
         batches = itertools.chain([first], batch)
     else:
@@ -187,12 +187,12 @@ def _importable_working_directory() -> Iterator[None]:
 
 
 def build(recipe: Recipe, options: TargetOptions) -> Target:
-    """Build a model from its configuration, with random weights, and a random batch that trains it.
+    """Build a model from its configuration, with random weights, and a random batch to train it.
 
-    ``options`` override the recipe's sizes, place and precision.
+    ``options`` override the recipe's sizes, device and precision.
 
     Raises:
-        InvalidTarget: a library is missing or refuses the configuration, there is no such device, or no batch is known.
+        InvalidTarget: a library is missing or refuses the configuration, the device does not exist, or no batch is known.
     """
     import torch
 
@@ -231,7 +231,7 @@ def _refuse_absent(device: str) -> None:
     import torch
 
     try:
-        torch.zeros(1, device=device).item()  # of tensors without memory there are no values
+        torch.zeros(1, device=device).item()  # `item` fails on the meta device, whose tensors do not have values
     except Exception as error:  # torch raises AssertionError, RuntimeError or NotImplementedError, by kind of device
         raise InvalidTarget(
             f"There is no device {device!r} here.",

@@ -1,6 +1,6 @@
-"""Traces one rank's step of a target with fake tensors, or takes the trace of an earlier run from the cache.
+"""Trace one rank's step of a target with fake tensors, or take an earlier trace from the cache.
 
-An answer from the cache loads neither torch nor transformers.
+An answer from the cache does not import torch or transformers.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _BALANCED = (
 
 _ANY_GPU = "GPU"
 """One trace serves all GPUs. Its attention is FlashAttention, as in the published runs that estimates are compared with. A
-technique may change that (Transformer Engine takes cuDNN's)."""
+technique may change that (Transformer Engine uses cuDNN's)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceRequest:
-    """What is asked of one rank's step.
+    """A request to trace one rank's step.
 
-    ``target`` is what the command line takes, or a loaded ``Target``: a model and its batch. ``batch`` is in samples,
+    ``target`` is text as on the command line, or a loaded ``Target``: a model and its batch. ``batch`` is in samples,
     ``sequence`` in tokens per sample as one rank sees it; ``None`` for the target's own. ``device_name`` chooses GPU or CPU
     kernels. ``tp``, ``ep`` and ``sequence_parallel`` say which part of the model the rank has.
     """
@@ -52,14 +52,14 @@ class TraceRequest:
     ep: int = 1
     sequence_parallel: bool = False
     how: Techniques = field(default_factory=Techniques)
-    """Of techniques those that change the model itself: adapters, kernels of experts."""
+    """Techniques; only those that change the model itself matter here: adapters, kernels of experts."""
 
 
 def target_facts(request: TraceRequest) -> ModelFacts | None:
-    """What a configuration says about the request, before anything is built; ``None`` where the target is a function.
+    """Return what a configuration says about the request, before a model is built; ``None`` if the target is a function.
 
     Raises:
-        InvalidTarget: the target names nothing.
+        InvalidTarget: the target's name is unknown.
     """
     recipe = find_recipe(request.target) if isinstance(request.target, str) else None
     return None if recipe is None else facts_of(recipe, batch=request.batch, sequence=request.sequence)
@@ -68,14 +68,14 @@ def target_facts(request: TraceRequest) -> ModelFacts | None:
 def trace_target(
     request: TraceRequest, *, cache: AnswerCache[TracedTarget] | None = None, progress: Progress = silent
 ) -> TracedTarget:
-    """Trace the step of one rank with fake tensors, or take the answer of an earlier run.
+    """Trace the step of one rank with fake tensors, or return the cached trace of an earlier run.
 
-    Only answers for configurations are kept in ``cache``; ``None`` traces anew. The facts are of the whole model.
+    Only traces of configurations are cached; with ``cache=None`` the step is always traced. Facts describe the whole model.
 
     Raises:
-        InvalidTarget: the target does not load, or a size means nothing for it.
-        InvalidLayout: the model cannot be divided as asked.
-        PlimsollError: whatever tracing refuses.
+        InvalidTarget: the target cannot be loaded, or a given size does not apply to it.
+        InvalidLayout: the model cannot be divided as requested.
+        PlimsollError: any error of tracing itself.
     """
     recipe = find_recipe(request.target) if isinstance(request.target, str) else None
     if cache is None or recipe is None:
@@ -90,7 +90,7 @@ def trace_target(
 
 
 def _question(request: TraceRequest, recipe: Recipe) -> dict[str, Any]:
-    """Everything that the answer depends on, but for versions."""
+    """Everything but versions that the answer depends on."""
     return {
         "name": recipe.name,
         "library": recipe.library,
@@ -138,7 +138,7 @@ def _load(request: TraceRequest, progress: Progress) -> Target:
 
 
 def _adapted(model: torch.nn.Module, request: TraceRequest) -> contextlib.AbstractContextManager[tuple[str, ...]]:
-    """The model with the adapters that are asked for."""
+    """Add the requested adapters to the model while the context is active."""
     if not request.how.is_adapting:
         return contextlib.nullcontext(())
     from plimsoll.estimator.targets.adapters import adapted
@@ -148,7 +148,7 @@ def _adapted(model: torch.nn.Module, request: TraceRequest) -> contextlib.Abstra
 
 @contextlib.contextmanager
 def _one_rank_of(model: torch.nn.Module, request: TraceRequest) -> Iterator[tuple[str, ...]]:
-    """Let the model be what one rank has of it; yields what is to be said about the division."""
+    """Reduce the model to one rank's part inside the ``with`` statement; yields notes about the division."""
     if request.tp == 1 and request.ep == 1 and not request.sequence_parallel and not request.how.moe:
         yield ()
         return
@@ -161,7 +161,7 @@ def _one_rank_of(model: torch.nn.Module, request: TraceRequest) -> Iterator[tupl
 
 
 def _facts(request: TraceRequest, recipe: Recipe | None, target: Target) -> ModelFacts:
-    """The configuration's facts with what only the built model knows: its parameters."""
+    """The configuration's facts, completed with the built model's number of parameters."""
     if recipe is None:
         facts = described(target)
     else:
@@ -171,9 +171,10 @@ def _facts(request: TraceRequest, recipe: Recipe | None, target: Target) -> Mode
 
 
 def count_parameters(model: torch.nn.Module, facts: ModelFacts) -> tuple[int, int | None]:
-    """All parameters, and those that one token passes (``None`` where the model has experts and does not say how many).
+    """Count all parameters, and those that one token passes through.
 
-    Stacked experts are recognised by their first dimension, which is the number of experts; tied parameters count once.
+    The second count is ``None`` if the model has experts but does not say how many a token uses. Stacked experts are
+    recognised by their first dimension, which equals the number of experts. Tied parameters count once.
     """
     total = active = 0
     for name, parameter in model.named_parameters():
@@ -187,7 +188,7 @@ def count_parameters(model: torch.nn.Module, facts: ModelFacts) -> tuple[int, in
 
 
 def described(target: Target) -> ModelFacts:
-    """Facts of a model that a function built: from its configuration if it carries one, from its batch otherwise."""
+    """Facts of a model that a function built: from its configuration if it has one, otherwise from its batch."""
     model = target.model
     name = type(model).__name__
     config: Any = getattr(model, "config", None)
@@ -200,7 +201,7 @@ def described(target: Target) -> ModelFacts:
 
 
 def _sizes(batch: Any) -> tuple[int | None, int | None]:
-    """Samples, and tokens of text per sample, as far as the batch shows them."""
+    """Samples, and text tokens per sample, as far as the batch shows them."""
     import torch
 
     if isinstance(batch, Mapping):
