@@ -1,4 +1,4 @@
-"""Fits PyTorch training under a memory budget in bytes, at the least cost in time, and proves that it did.
+"""Fits PyTorch training under a memory budget in bytes with the least extra time, and verifies the result.
 
 Example:
     >>> plan = plimsoll.plan(model, batch, budget="70GiB")  # doctest: +SKIP
