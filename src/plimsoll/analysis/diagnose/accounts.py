@@ -262,7 +262,7 @@ class _DeviceAccounts(_Accounts):
     def _phase_range(self, at_ns: int) -> int:
         """The innermost range with a phase that is open on the main thread at that moment, or -1.
 
-        Autograd's own thread has no named ranges. While it launches work, the main thread waits inside ``backward``.
+        Autograd's own thread does not open named ranges. While it launches work, the main thread waits inside ``backward``.
         """
         index = self.nesting.innermost(self.main_thread, at_ns)
         while index >= 0 and (self.nesting.spans[index].kind is not HostKind.RANGE or self.labels[index].phase is None):

@@ -51,7 +51,7 @@ def repeats_are_inferred(baseline: Ledger, plan: Ledger) -> bool:
 
 
 class _Rules:
-    """Assigns work to causes, from the baseline's median times and from what this pair of profiles can show."""
+    """Assigns work to causes. It uses the baseline's median times and the facts that both profiles record."""
 
     def __init__(self, baseline: Ledger, plan: Ledger) -> None:
         self._has_shapes = baseline.has_shapes == plan.has_shapes

@@ -62,7 +62,7 @@ def is_heavy(name: str) -> bool:
 
 
 class Gap(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One idle interval, split by what the host did in it."""
+    """One idle interval, split by the host's activity in it."""
 
     step: int
     waiting_ns: int
