@@ -1,4 +1,4 @@
-"""Fits PyTorch training under a memory budget in bytes with the least extra time, and verifies the result.
+"""Fits PyTorch training under a memory budget in bytes, at the least cost in time, and proves that it did.
 
 Example:
     >>> plan = plimsoll.plan(model, batch, budget="70GiB")  # doctest: +SKIP
