@@ -40,6 +40,7 @@ from plimsoll.tracing.recorder.untouched import private_copy, untouched
 from plimsoll.tracing.torch_internals import current_autograd_node, sequence_number
 
 _MARK = "_is_torch_compile"
+"""The attribute that torch.compile sets on a module."""
 _UNKNOWN = "Unknown"
 """The start of Dynamo's reason when it restarts a frame because of a function that the frame calls."""
 _IN_A_CALL = "step_unsupported"

@@ -24,9 +24,13 @@ LITTLE = 0.1
 _LARGE = 0.25
 """Remedies are listed for a group that holds at least this share of the peak."""
 _NOTHING = 0.005
+"""If recomputation can remove less than this share, the summary says that it cannot lower the peak."""
 _WORTH_CHUNKING = 0.05
+"""The chunked loss is listed as a remedy if it lowers the peak by more than this share."""
 _RANKS = 8
+"""The number of ranks in the example of sharding."""
 _CHUNKS = 8
+"""The number of chunks in the example of a chunked loss."""
 
 _PARAMETERS, _GRADIENTS, _OPTIMIZER = "parameters", "gradients", "optimizer state"
 _OTHER_STATE = "buffers and batch"

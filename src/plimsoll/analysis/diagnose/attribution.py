@@ -130,7 +130,7 @@ class _Autograd:
             elif span.kind is HostKind.OP:
                 if self._links:
                     self._by_start[span.thread, span.start_ns] = index
-                if span.sequence >= 0:  # the last, innermost op before the number moves on makes the node
+                if span.sequence >= 0:  # several ops have one number; the last, innermost one makes the node
                     self._by_sequence[is_nested, span.sequence] = index
                     if is_nested:
                         low, high = self.recomputed.get(parent, (span.start_ns, 0))

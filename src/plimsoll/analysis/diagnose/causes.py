@@ -30,6 +30,7 @@ _NS = 1e-9
 _DETAILS = 3
 _LEAST_DETAIL_NS = 1000.0
 _MORE_WORK = 1.02
+"""Recomputation is inferred only if the plan's step has more pieces of work than the baseline's by this factor."""
 
 Key = tuple[str, str]
 

@@ -34,6 +34,7 @@ _LIMITS = ReadLimits(most_bytes=1 * GIB, most_items=100_000_000)
 _MOST_US = 1e17
 """Three thousand years. Larger times are damage, since traces count from the machine's boot or from 1970."""
 _MOST_DIMENSIONS = 64
+"""The most dimensions that a tensor of torch has."""
 _MOST_INTEGER = 2**63
 _HOST = {
     "cpu_op": HostKind.OP,

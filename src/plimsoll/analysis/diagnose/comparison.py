@@ -38,7 +38,9 @@ _NOTABLE_GAP_SHARE = 0.05
 _LEAST_COMMON_SHARE = 0.9
 """Two profiles of the same model have at least this share of the baseline's forward ops in common."""
 _MOST_FACTOR = 1.1
+"""If forward ops run more often by more than this factor, the profiles differ in their number of steps or micro-batches."""
 _SAME_FACTOR, _MOST_KEYS, _FEW_KEYS = 0.02, 0.8, 8
+"""Ops agree on a factor within the first share; at least the second share of all ops, and at least the third number, must."""
 
 
 def compare_profiles(baseline: Profile, plan: Profile, *, origin: ProfileOrigin, bandwidth: Bandwidth) -> Finding:

@@ -35,10 +35,12 @@ from plimsoll.units import GIB, parse_bytes
 
 _LIMITS = ReadLimits(most_bytes=4 * GIB, most_items=100_000_000)
 _INSIDE = ("fragmentation", "workspaces of convolutions")
+"""Items of the allocator whose error does not widen the error bar of the peak allocated."""
 _PRODUCTS = re.compile(r"gemm|xmma|cutlass|matmul|nvjet|flash|fmha|attention|conv|cudnn", re.IGNORECASE)
 _COLLECTIVES = re.compile(r"nccl|rccl", re.IGNORECASE)
 _BYTES, _SECONDS, _RATE = "bytes", "seconds", "per second"
 _MOST_CORRECTION = 4.0
+"""A device that is faster or slower than its figures by more than this factor points to a run of another job."""
 _ROUNDED = 0.005
 """The least error bar, as a share: people write figures with three digits, so even an exact figure may differ by this."""
 

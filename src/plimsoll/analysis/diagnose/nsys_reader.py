@@ -46,6 +46,7 @@ _MOST_BYTES = 8 * GIB
 _MOST_TEXT = 16 * MIB
 _MOST_INTEGER = 2**63
 _DIGITS = 18
+"""Only this many digits of a sequence number are read, so that it fits in 63 bits."""
 
 
 def read_nsys(path: Path) -> Profile:
@@ -76,7 +77,7 @@ class _Export:
         until = time.monotonic() + _PATIENCE_SECONDS + file_bytes / _SLOWEST_BYTES_PER_SECOND
         database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MOST_TEXT)
         database.set_progress_handler(lambda: time.monotonic() > until, _STEPS)
-        database.execute("PRAGMA trusted_schema = OFF")
+        database.execute("PRAGMA trusted_schema = OFF")  # views of an unknown file must not call unsafe functions
         rows = database.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')").fetchall()
         self.tables = {str(name) for (name,) in rows}
         self.strings: dict[object, str] = {}

@@ -78,6 +78,7 @@ def profile_in_turns(
     with profile(activities=activities, record_shapes=True) as profiler:
         for turn in range(total):
             report("profiling in turns", turn / total)
+            # The order alternates, so that no variant always runs second.
             for name in names if turn % 2 == 0 else reversed(names):
                 prepare(name)
                 turns.append(_run(step, len(turns), name, turn, device))

@@ -36,6 +36,7 @@ from plimsoll.tracing.trace import trace as trace_step
 from plimsoll.tracing.trace import watch
 
 _REPLAYED, _MODELLED, _RUN_AGAIN, _PLANNED = "replayed", "modelled", "run again", "planned"
+"""How a change's peak was found (``Change.basis``)."""
 Choose = Callable[[StepIndex], Sequence[Choice]]
 _BOTH = " and "
 _CHUNK_LABEL = "one chunk of logits"
@@ -43,6 +44,7 @@ _OPTIMIZER_FORMS: dict[str, dict[str, object]] = {
     "foreach=False": {"foreach": False, "fused": None},
     "fused=True": {"foreach": None, "fused": True},
 }
+"""Options of torch's optimizers to try, with the arguments of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

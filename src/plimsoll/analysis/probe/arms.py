@@ -37,6 +37,7 @@ from plimsoll.tracing.recorder.untouched import KeptState, RandomState
 _COMPARED = 1
 """Index of the step within a chunk that compares gradients: the step after the plan's recording step."""
 _LEAST_STEPS_TO_MEASURE = 3
+"""The peak is measured only in chunks with a step after the recording step and the comparing step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,9 @@ STATISTICAL_RULES = 5
 """The number of rules that can be broken by chance; each gets an equal share of the allowed error."""
 
 _FIRST_LOOK = 40
+"""The rules are not tested before this many steps."""
 _HALVINGS = 4
+"""The rules are tested after 1/16, 1/8, 1/4 and 1/2 of the steps, and at the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,9 +33,11 @@ LEAST_SAMPLES = 3
 SPIKE = 3.0
 """A norm above this multiple of the running median is a spike."""
 _MOST_CORRELATION = 0.97
+"""Larger correlations are cut to this: the formula for the block length diverges at 1."""
 _LEAST_BLOCKS = 4
+"""A series is divided into at least this many blocks."""
 _LONGER = 2.0
-"""Factor on the block length: the length of least mean squared error gives too narrow intervals, twice that does not."""
+"""Factor on Andrews' block length. The length of least mean squared error gave intervals that missed too often."""
 _PERMUTATIONS = 999
 _MOST_RATIO = 1000.0
 _MOST_LOGARITHM = 50.0

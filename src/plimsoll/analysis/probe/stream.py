@@ -23,6 +23,7 @@ from plimsoll.tracing.recorder.untouched import RandomState
 
 MOST_SET_APART = 8
 _SHARE_SET_APART = 10
+"""By default one batch in this many is set apart for evaluation, at most ``MOST_SET_APART``."""
 
 
 @dataclass(frozen=True, slots=True)

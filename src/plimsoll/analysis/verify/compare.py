@@ -51,9 +51,11 @@ from plimsoll.units import check_count
 BASELINE = ""
 """The unmanaged step's name among the timings."""
 STRATEGIES = ("none", "full", "every:2", "sqrt", "selective:attention")
+"""Strategies to compare by default, for an eager model."""
 _BESIDE = "compared with the same model compiled under torch's default partition"
 _SHARES = ("0.7", "0.5", "0.3", "0")
 COMPILED_STRATEGIES = ("none", "full", *(f"{MEMORY_BUDGET}:{share}" for share in _SHARES), CHECKPOINT, SELECTIVE)
+"""Strategies to compare by default, for a compiled model."""
 
 
 @dataclass(frozen=True, slots=True)

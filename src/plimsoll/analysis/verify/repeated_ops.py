@@ -189,7 +189,7 @@ class RepeatedOps(TorchDispatchMode):
         )
 
     def faults(self) -> Iterator[Fault]:
-        """The first fault of every recomputation."""
+        """Yield the first fault of each recomputation, if it has one."""
         for episode in self._again:
             fault = self._first_fault(episode)
             if fault is not None:

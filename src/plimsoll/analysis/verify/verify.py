@@ -182,6 +182,7 @@ def _on_this_rank(
     def hold(held: Plan, depth: Depth, report: Progress) -> Receipt:
         with agreement.stepping():
             receipt = _hold_plan(step, task.model, held, steps=steps, depth=depth, report=report)
+        # Ranks decide together, because the steps below contain collectives: all ranks run them, or none does.
         is_equal = receipt.verdict is not ReceiptVerdict.GRADIENTS_DIFFER
         if not held.compiled or agreement.every("equal gradients", holds=is_equal):
             return receipt

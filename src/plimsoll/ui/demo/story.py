@@ -1,4 +1,4 @@
-"""Runs the demo and collects its evidence: plan, receipt, and the same training of a small Llama without and with the plan."""
+"""Runs the demo: plans and verifies a small Llama, then trains it without and with the plan and compares both."""
 
 from __future__ import annotations
 
@@ -219,6 +219,7 @@ def compare_training(setup: DemoSetup, ready: Preparation, on_plain_step: OnStep
     with plimsoll.apply(managed, ready.plan):
         for step in range(setup.steps):
             batch = batches.draw()
+            # The order alternates, so that neither training always runs second.
             lanes = (plain_lane, managed_lane) if step % 2 == 0 else (managed_lane, plain_lane)
             for model, optimizer, run, on_step in lanes:
                 take_step(model, optimizer, batch, run)

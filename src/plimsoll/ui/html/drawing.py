@@ -97,7 +97,7 @@ class Cells:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boxes:
-    """A box for every group: low whisker, lower quartile, median, upper quartile, high whisker."""
+    """One box per group. A box is low whisker, lower quartile, median, upper quartile, high whisker."""
 
     boxes: Sequence[Sequence[float | None]]
     colour: str
@@ -116,7 +116,7 @@ class Boxes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bars:
-    """A horizontal bar for every row: its length, its colour, half the width of its error bar, and a hint."""
+    """One horizontal bar per row, with length, colour, hint and half the width of its error bar (``spreads``)."""
 
     lengths: Numbers
     colours: Sequence[str]
@@ -125,7 +125,7 @@ class Bars:
 
     @property
     def xs(self) -> Numbers:
-        """Zero, and the ends of bars and of error bars."""
+        """Zero, and both ends of every error bar, or the ends of the bars if error bars are missing."""
         spreads = self.spreads or [0.0] * len(self.lengths)
         known = [(each, spread) for each, spread in zip(self.lengths, spreads, strict=True) if each is not None]
         return [0.0, *(each + end for each, spread in known for end in (-spread, spread))]
