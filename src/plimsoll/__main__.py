@@ -4,7 +4,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command line; Ctrl-C while it is imported ends it like any other."""
+    """Run the command line. Ctrl-C during the imports also ends with exit code 130, without a traceback."""
     try:
         from plimsoll.ui.cli.app import main as run
 

@@ -1,7 +1,8 @@
-"""Computes a linear head and its cross-entropy chunk by chunk, so that all logits are never alive together.
+"""Computes a linear head and its cross-entropy chunk by chunk, so that the full logits tensor never exists.
 
-The gradients are those of the plain loss, only the order of the sums differs. ``chunk_loss`` changes a causal language model of
-transformers, and gives a handle that undoes it; ``linear_cross_entropy`` is the loss itself, for models that compute their own.
+The gradients equal the plain loss's gradients up to the order of summation. ``chunk_loss`` changes a causal language model of
+transformers and returns a handle that undoes the change. ``linear_cross_entropy`` is the loss function itself, for models that
+compute their own loss.
 
 Example:
     >>> import torch
@@ -13,7 +14,7 @@ Example:
     >>> bool(torch.isclose(loss, torch.nn.functional.cross_entropy(hidden @ head.T, labels)))
     True
 
-    A causal language model of transformers needs no change of its code:
+    For a causal language model of transformers, ``chunk_loss`` replaces the loss without changing the model's code:
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from plimsoll.chunked import chunk_loss
@@ -22,7 +23,7 @@ Example:
     >>> with chunk_loss(model):
     ...     model(input_ids=ids, labels=ids).loss.backward()
 
-How it works: `plimsoll.engine.chunked_loss`.
+The implementation is in `plimsoll.engine.chunked_loss`.
 """
 
 from plimsoll.engine.chunked_loss.handle import ChunkHandle, chunk_loss

@@ -1,51 +1,51 @@
-"""Every error that Plimsoll raises at its users, in one tree, and the warning about a newer torch, ``UntriedTorch``.
+"""All errors that Plimsoll raises for users, as one tree, and ``UntriedTorch``, the warning about a newer torch.
 
 ::
 
     PlimsollError
-    ├── InvalidBudget          text without a clear unit, or nothing positive
+    ├── InvalidBudget          text without a clear unit, or an amount that is not positive
     ├── BudgetBelowFloor       no plan fits
     ├── BudgetAboveDevice      more than the device has
     ├── InvalidModel           no parameters, no regions, already checkpointed
-    ├── InvalidBatch           the model refuses it, or it lies on another device
+    ├── InvalidBatch           the model refuses it, or it is on another device
     ├── InvalidLoss            no scalar to call backward on
     ├── InvalidStrategy        no such strategy
     ├── InvalidRegions         a region pattern that matches nothing
-    ├── InvalidOption          an option whose value means nothing, or that has no effect here
+    ├── InvalidOption          an option with an invalid value, or an option without effect in this call
     ├── InvalidTarget          a command-line target that does not load
-    ├── InvalidLayout          degrees of parallelism that the model or each other rule out
+    ├── InvalidLayout          degrees of parallelism that contradict the model or each other
     ├── UnknownOptimizer       an optimizer that the catalogue does not have
     ├── UnknownDevice          a device profile that the catalogue does not have
     ├── PlanFileError          not a plan, truncated, or of a newer schema
     ├── PlanMismatch           a plan for another model, dtype or shape
-    ├── PlanNotUsable          a plan that has no decisions to apply
+    ├── PlanNotUsable          a plan without decisions to apply
     ├── TracingFailed          the step cannot be traced
-    ├── UnsupportedTorch       a torch that lacks what Plimsoll stands on
-    ├── UnsupportedFramework   a training framework of a version that was not tried
-    ├── InvalidReport          nothing to report, or not to that place
-    ├── InvalidCodec           a codec's name or parameters that are not known
-    ├── InvalidTrace           no profiler trace, or two that do not belong together
-    ├── InvalidProbe           steps, batches or held-out data that a probe cannot work with
-    ├── ProbeRunMismatch       a run directory that belongs to another probe, or data that has changed since
+    ├── UnsupportedTorch       a torch without a private name that Plimsoll uses
+    ├── UnsupportedFramework   a training framework in an untested version
+    ├── InvalidReport          nothing to report, or an output path that cannot be used
+    ├── InvalidCodec           an unknown codec, or unknown parameters of one
+    ├── InvalidTrace           not a profiler trace, or two traces of different steps
+    ├── InvalidProbe           steps, batches or held-out data that a probe cannot use
+    ├── ProbeRunMismatch       a run directory of another probe, or data that has changed since the run began
     ├── ProbeRunUnusable       a run directory that cannot be read or written
     ├── CompressionMismatch    the saved state of another gradient compression
     ├── RankError              something about other ranks
-    │   ├── RankMissing            one did not come to an exchange in time
-    │   ├── RankFailed             one failed in what all do together
+    │   ├── RankMissing            a rank did not join an exchange in time
+    │   ├── RankFailed             a rank failed during work that all ranks do together
     │   └── RanksDiffer            they have different models, batches, options, plans or versions
-    ├── CaptureRefused         a CUDA graph is being captured, and cannot repeat what is to be done
-    ├── OffloadFailed          a link cannot take or give back a tensor: disk full, host budget spent, I/O error
-    └── ReplayMismatch         backward was about to use a value that is not what forward made
-        └── SavedTensorModified    a value that backward needs was written in place
+    ├── CaptureRefused         a CUDA graph is being captured, and a replay would not repeat this work
+    ├── OffloadFailed          a link cannot store or return a tensor: disk full, host budget spent, I/O error
+    └── ReplayMismatch         backward was about to use a value that differs from the value of forward
+        └── SavedTensorModified    a value that backward needs was modified in place
 
-Each says what was found, why, and what to do next. Other warnings are plain ``UserWarning`` that begin with "plimsoll:".
+Each error says what was found, why, and what to do next. Other warnings are plain ``UserWarning`` that begin with "plimsoll:".
 """
 
 from __future__ import annotations
 
 
 class PlimsollError(Exception):
-    """The root of the tree: ``found`` is one sentence, ``why`` and ``next`` one line each."""
+    """The root of the tree. ``found`` is one sentence; ``why`` and ``next`` are one line each."""
 
     exit_code = 2
 
@@ -89,7 +89,7 @@ class InvalidBatch(PlimsollError):
 
 
 class InvalidLoss(PlimsollError):
-    """There is no scalar loss."""
+    """The step does not give a scalar loss."""
 
 
 class InvalidStrategy(PlimsollError):
@@ -101,15 +101,15 @@ class InvalidRegions(PlimsollError):
 
 
 class InvalidOption(PlimsollError):
-    """An option's value means nothing, or it has no effect here."""
+    """The value of an option is invalid, or the option has no effect in this call."""
 
 
 class InvalidLayout(PlimsollError):
-    """Degrees of parallelism that do not go with the model or with each other."""
+    """Degrees of parallelism contradict the model or each other."""
 
 
 class UnknownOptimizer(PlimsollError):
-    """An optimizer that the catalogue does not have."""
+    """The catalogue does not contain this optimizer."""
 
 
 class InvalidTarget(PlimsollError):
@@ -117,19 +117,19 @@ class InvalidTarget(PlimsollError):
 
 
 class UnknownDevice(PlimsollError):
-    """The catalogue has no device of this name."""
+    """The catalogue does not contain a device of this name."""
 
 
 class PlanFileError(PlimsollError):
-    """The file holds no plan that this version can read."""
+    """This version cannot read a plan from the file."""
 
 
 class PlanMismatch(PlimsollError):
-    """The plan was made for something else."""
+    """The plan was made for another model, batch, mode or kind of device."""
 
 
 class PlanNotUsable(PlimsollError):
-    """The plan has no decisions that could be applied."""
+    """The plan does not contain decisions that could be applied."""
 
 
 class TracingFailed(PlimsollError):
@@ -137,11 +137,11 @@ class TracingFailed(PlimsollError):
 
 
 class UnsupportedTorch(PlimsollError):
-    """This torch lacks a private name that Plimsoll stands on."""
+    """This torch lacks a private name that Plimsoll uses."""
 
 
 class UntriedTorch(UserWarning):
-    """This torch is of a newer minor version than those that the tests were run with.
+    """This torch has a newer minor version than any version that the tests ran with.
 
     Example:
         >>> import warnings
@@ -150,27 +150,27 @@ class UntriedTorch(UserWarning):
 
 
 class UnsupportedFramework(PlimsollError):
-    """A training framework whose version is outside of those that its integration was tried with."""
+    """The integration was not tested with this version of the training framework."""
 
 
 class InvalidReport(PlimsollError):
-    """No page, or no timeline, can be made of what was given."""
+    """A page or a timeline cannot be made from the given objects."""
 
 
 class InvalidCodec(PlimsollError):
-    """No codec goes by that name, or not with these parameters."""
+    """The codec is unknown, or it does not accept these parameters."""
 
 
 class InvalidTrace(PlimsollError):
-    """A profiler's trace that cannot be read, or two that cannot be compared."""
+    """A profiler's trace cannot be read, or two traces cannot be compared."""
 
 
 class InvalidProbe(PlimsollError):
-    """The probe is asked for something that it cannot do."""
+    """The probe cannot work with these steps, batches or held-out data."""
 
 
 class ProbeRunMismatch(PlimsollError):
-    """The run directory belongs to something else."""
+    """The run directory belongs to another probe, or the data has changed since the run began."""
 
 
 class ProbeRunUnusable(PlimsollError):
@@ -178,11 +178,11 @@ class ProbeRunUnusable(PlimsollError):
 
 
 class CompressionMismatch(PlimsollError):
-    """A saved state of gradient compression that belongs to another method, model, rank or number of ranks."""
+    """The saved state of gradient compression belongs to another method, model, rank or number of ranks."""
 
 
 class RankError(PlimsollError):
-    """Something about other ranks; ``ranks`` are those that it is about."""
+    """An error that concerns other ranks, which ``ranks`` lists."""
 
     def __init__(self, found: str, *, why: str, next: str, ranks: tuple[int, ...] = ()) -> None:  # noqa: A002 - as above
         super().__init__(found, why=why, next=next)
@@ -190,29 +190,29 @@ class RankError(PlimsollError):
 
 
 class RankMissing(RankError):
-    """A rank did not come in time to what all do together."""
+    """A rank did not join in time the work that all ranks do together."""
 
 
 class RankFailed(RankError):
-    """Another rank failed in what all do together."""
+    """Another rank failed during the work that all ranks do together."""
 
 
 class RanksDiffer(RankError):
-    """Ranks that should do the same have different models, batches, options, plans or versions."""
+    """Ranks that must agree have different models, batches, options, plans or versions."""
 
 
 class CaptureRefused(PlimsollError):
-    """A CUDA graph is being captured, and what a plan is to do now could not be repeated by it."""
+    """A CUDA graph is being captured, and a replay of the graph would not repeat the plan's work."""
 
 
 class OffloadFailed(PlimsollError):
-    """A link cannot take or give back a tensor; the step has changed nothing and can be run again."""
+    """A link cannot store or return a tensor. The step has changed nothing and can be run again."""
 
     exit_code = 3
 
 
 class ReplayMismatch(PlimsollError):
-    """A rebuilt value is not what forward made; the step must not reach the optimizer."""
+    """A rebuilt value differs from the value of forward. The optimizer must not use this step's gradients."""
 
     exit_code = 4
 

@@ -1,4 +1,4 @@
-"""Reads and writes amounts with units, and checks counts; the only file that knows 1024."""
+"""Parses and formats bytes, seconds and rates with units, and checks counts. 1024 appears in this file only."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _BYTES_PER_UNIT = {
     "TIB": 1024**4,
 }
 _MOST = 2**63 - 1
-"""Of anything: what torch and JSON take for a whole number."""
+"""The largest amount or count: torch and JSON take 64-bit signed integers."""
 _TEXT = re.compile(r"\s*([0-9][0-9_]{0,29}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(amount: int | str) -> int:
-    """Bytes from an int or from text with a binary or decimal unit.
+    """Parse an int, or text with a binary or decimal unit, into bytes.
 
     Args:
         amount: ``70 * 2**30``, ``"70GiB"``, ``"80GB"``.
 
     Raises:
-        InvalidBudget: no unit, an ambiguous one (``"24G"``), an unknown one, or nothing positive.
+        InvalidBudget: the unit is missing, ambiguous (``"24G"``) or unknown, or the amount is not positive.
 
     Example:
         >>> parse_bytes("1.5GiB")
@@ -86,7 +86,7 @@ def parse_bytes(amount: int | str) -> int:
 
 
 def format_bytes(bytes_: float) -> str:
-    """Bytes as people read them: ``7.3 GiB``, ``512.0 MiB``, ``17 B``."""
+    """Bytes as text for people: ``7.3 GiB``, ``512.0 MiB``, ``17 B``."""
     sign, size = ("-" if bytes_ < 0 else ""), abs(bytes_)
     for unit, scale in (("TiB", 1024**4), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if size >= scale:
@@ -95,7 +95,7 @@ def format_bytes(bytes_: float) -> str:
 
 
 def format_bytes_up(bytes_: int) -> str:
-    """Like ``format_bytes``, but never less than the amount, so that it can be used as a budget.
+    """Like ``format_bytes``, but rounded up, so that the text can serve as a budget.
 
     Example:
         >>> format_bytes_up(1024 * 1024 + 1)
@@ -109,7 +109,7 @@ def format_bytes_up(bytes_: int) -> str:
 
 
 def budget_text(bytes_: int) -> str:
-    """The amount as a budget to paste: no less than it, and no more than a thousandth above it.
+    """The amount as a ``budget=`` argument to paste, rounded up by at most a thousandth.
 
     Example:
         >>> budget_text(43_234_567)
@@ -125,7 +125,7 @@ def budget_text(bytes_: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Seconds as people read them: ``1.24 s``, ``14.0 ms``, ``0.8 µs``."""
+    """Seconds as text for people: ``1.24 s``, ``14.0 ms``, ``0.8 µs``."""
     size = abs(seconds)
     if size >= 1:
         return f"{seconds:.2f} s"
@@ -140,12 +140,12 @@ def format_share(share: float) -> str:
 
 
 def format_more(share: float) -> str:
-    """A share that comes on top, in words: ``3.1% more``, ``0.4% less``."""
+    """A relative change in words: ``3.1% more``, ``0.4% less``."""
     return f"{abs(share):.1%} {'more' if share >= 0 else 'less'}"
 
 
 def format_rate(bytes_per_second: float) -> str:
-    """A link's speed as people read it.
+    """A link's speed in bits per second, as text for people.
 
     Example:
         >>> format_rate(12.5e6)
@@ -161,7 +161,7 @@ def format_rate(bytes_per_second: float) -> str:
 
 
 def check_count(name: str, count: object, *, least: int) -> None:
-    """Refuse an option that counts steps or calls and is no whole number, or too small."""
+    """Raise InvalidOption unless ``count`` is a whole number from ``least`` to 2**63 - 1."""
     if isinstance(count, int) and not isinstance(count, bool) and least <= count <= _MOST:
         return
     raise InvalidOption(

@@ -1,4 +1,4 @@
-"""Shows the demo on a terminal: the plan, claims beside measurements, and what happened in three sentences."""
+"""Renders the demo on a terminal: the plan, claims and measurements, and a summary in three sentences."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _HELD = {True: "✓", False: "✗"}
 
 
 def render_introduction(setup: DemoSetup) -> RenderableType:
-    """What is about to happen."""
+    """Announce what the demo trains."""
     return Text.assemble(
         ("Plimsoll demo\n", "bold"),
         f"A Llama of {setup.layers} layers, hidden size {setup.hidden_size}, learns Python's standard library byte by ",
@@ -33,7 +33,7 @@ def render_introduction(setup: DemoSetup) -> RenderableType:
 
 
 def render_preparation(ready: Preparation) -> RenderableType:
-    """The plan before the training starts."""
+    """Show the plan before the training starts."""
     plan = ready.plan
     budget = name_budget(plan.budget_bytes)
     return Group(
@@ -47,7 +47,7 @@ def render_preparation(ready: Preparation) -> RenderableType:
 
 
 def render_story(story: Story) -> RenderableType:
-    """Both trainings side by side, and what happened in three sentences."""
+    """Show both trainings side by side, and a summary in three sentences."""
     plan, receipt = story.plan, story.receipt
     unmanaged, managed = story.unmanaged, story.managed
     table = Table(
@@ -90,7 +90,7 @@ def render_story(story: Story) -> RenderableType:
 
 
 def tell(story: Story) -> str:
-    """What happened, in three sentences."""
+    """Sum up the demo in three sentences."""
     plan, receipt = story.plan, story.receipt
     first = (
         f"Plain training needs {_bytes(receipt.measured_baseline_peak_bytes)} at its peak, "
@@ -110,7 +110,7 @@ def tell(story: Story) -> str:
 
 
 def draw_spark(numbers: list[float], *, width: int = 20) -> str:
-    """Numbers as a row of small bars."""
+    """Draw numbers as a row of small bars."""
     if not numbers:
         return ""
     shown = [numbers[index * len(numbers) // min(width, len(numbers))] for index in range(min(width, len(numbers)))]

@@ -1,7 +1,7 @@
-"""What an artifact has to say, before any terminal or page: a headline, sections of text, tables and charts.
+"""The content of an artifact, independent of its rendering: a headline, and sections of text, tables and charts.
 
-A view (``ui/views``) makes a document of an artifact; ``ui/terminal``, ``ui/plain`` and ``ui/html`` render documents. All of
-it is plain text and plain data: escaping, colours and columns are the renderers' work.
+A view (``ui/views``) makes a document from an artifact; ``ui/terminal``, ``ui/plain`` and ``ui/html`` render documents. A
+document is plain text and plain data. Renderers do the escaping, colours and columns.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from plimsoll.units import format_bytes
 
 T = TypeVar("T")
 UNKNOWN = "–"
-"""What stands in a cell of which nothing is known."""
+"""The text of a cell with an unknown value."""
 _MOST_ROOM = 2.0
-"""A budget that is more than so many times the peak is not drawn."""
+"""A budget above this multiple of the peak is not drawn."""
 
 
 class Tone(enum.StrEnum):
-    """How a word is set: what holds, what does not, what is in between."""
+    """How a word is highlighted: a success, a failure, or neither."""
 
     GOOD = "good"
     BAD = "bad"
@@ -36,7 +36,7 @@ class Tone(enum.StrEnum):
 
 
 class Place(enum.IntEnum):
-    """Where a section stands on a page of several artifacts: pictures of all come first, then evidence, then details."""
+    """The order of sections on a page of several artifacts: all pictures first, then evidence, then details."""
 
     PICTURE = 0
     EVIDENCE = 1
@@ -63,9 +63,9 @@ class NamedFigures:
 class Table:
     """Rows of text. A table without a header has names in its first column.
 
-    ``numbers`` are the columns that are flush right. ``bars`` has a share for every row, for renderers that draw bars.
-    ``marked`` is the row to look at, and ``tones`` says which cells are good or bad. Of ``most_rows`` rows renderers with
-    little room show no more, and count the rest.
+    ``numbers`` are the columns that are aligned right. ``bars`` has a share for every row, for renderers that draw bars.
+    ``marked`` is the highlighted row, and ``tones`` maps the text of a cell to its tone. Renderers with little room show only
+    the first ``most_rows`` rows and the number of the others.
     """
 
     kind: ClassVar[str] = "table"
@@ -79,10 +79,10 @@ class Table:
     most_rows: int | None = None
 
     def shown_rows(self, times: int = 1) -> Sequence[Sequence[str]]:
-        """The rows that are shown, of a long table the first ones and how many are left out.
+        """The rows to show. A long table ends with a row that counts the rows left out.
 
         Args:
-            times: how many times ``most_rows`` there is room for.
+            times: show up to this multiple of ``most_rows``.
         """
         most = len(self.rows) if self.most_rows is None else self.most_rows * times
         if len(self.rows) <= most:
@@ -97,7 +97,7 @@ def table_of_known(
     numbers: Sequence[int],
     tones: Mapping[str, Tone] | None = None,
 ) -> Table:
-    """A table without the columns of which nothing is known in any row."""
+    """Make a table, and leave out the columns that are unknown in every row."""
     known = [place for place in range(len(header)) if any(row[place] != UNKNOWN for row in rows)]
     return Table(
         header=[header[place] for place in known],
@@ -109,7 +109,7 @@ def table_of_known(
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line of a checklist; ``next`` is what to do about it, if anything."""
+    """One line of a checklist; ``next`` is the next step for the user, or empty."""
 
     tone: Tone
     mark: str
@@ -129,9 +129,9 @@ class Checks:
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """Elements that a page hides behind their title until it is clicked; on paper and in terminals they are open.
+    """Elements that a page hides until a click on their title. Paper and terminals show them.
 
-    ``is_detail`` is for what text leaves out unless an explanation is asked for.
+    Text output skips a fold with ``is_detail`` unless details are requested.
     """
 
     kind: ClassVar[str] = "fold"
@@ -150,14 +150,14 @@ class MemoryChart:
 
     @property
     def drawn_budget_bytes(self) -> int | None:
-        """The budget, unless it lies so far above the peak that a line for it would leave no room for the rest."""
+        """The budget; ``None`` if it is so far above the peak that its line would shrink the rest of the chart."""
         highest_bytes = max((point.bytes for point in self.points), default=0)
         return self.budget_bytes if (self.budget_bytes or 0) <= _MOST_ROOM * highest_bytes else None
 
 
 @dataclass(frozen=True, slots=True)
 class DecisionMap:
-    """What happens to every saved value of every region."""
+    """The decision for every saved value of every region."""
 
     name: ClassVar[str] = "map"
     regions: Sequence[RegionPlan]
@@ -165,7 +165,7 @@ class DecisionMap:
 
 @dataclass(frozen=True, slots=True)
 class FrontierChart:
-    """Step time against peak memory, as predicted by plans and as measured. All of a page are drawn as one."""
+    """Step time against peak memory, predicted by plans and measured. A page draws all its frontier charts as one."""
 
     name: ClassVar[str] = "frontier"
     plans: Sequence[Plan] = ()
@@ -174,7 +174,7 @@ class FrontierChart:
 
 @dataclass(frozen=True, slots=True)
 class CurvesChart:
-    """A number step by step, of the unmanaged run and of the plan's; ``None`` where it is not finite."""
+    """A number per step, for the unmanaged run and for the run with the plan; ``None`` if it is not finite."""
 
     name: ClassVar[str] = "curves"
     title: str
@@ -184,7 +184,7 @@ class CurvesChart:
 
 @dataclass(frozen=True, slots=True)
 class NormsChart:
-    """Distributions of the gradient's norm, block by block."""
+    """Distributions of the gradient's norm, per block."""
 
     name: ClassVar[str] = "norms"
     comparisons: Sequence[NormComparison]
@@ -192,7 +192,7 @@ class NormsChart:
 
 @dataclass(frozen=True, slots=True)
 class PartsChart:
-    """What the extra time of a step is made of."""
+    """The parts of a step's extra time."""
 
     name: ClassVar[str] = "overhead"
     parts: Sequence[OverheadPart]
@@ -200,7 +200,7 @@ class PartsChart:
 
 @dataclass(frozen=True, slots=True)
 class BytesChart:
-    """Bytes by name, each with half the width of its error bar, beside what the device has."""
+    """Bytes by name, each with half the width of its error bar, and the device's memory as the limit."""
 
     name: ClassVar[str] = "bytes"
     title: str
@@ -214,7 +214,7 @@ Element = Paragraph | NamedFigures | Table | Checks | Fold | Chart
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A part under a heading."""
+    """Elements under a heading."""
 
     title: str
     elements: Sequence[Element]
@@ -223,7 +223,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What a document is about, as far as its artifact says; it goes with documents about the same."""
+    """The model, batch and device of a document, if its artifact names them. A page combines documents of one subject."""
 
     model: str = ""
     fingerprint: str = ""
@@ -231,32 +231,35 @@ class Subject:
     device: str = ""
     budget_bytes: int | None = None
     label: str = ""
-    """What tells it apart from others of its kind."""
+    """A label that distinguishes the document from others of the same kind."""
     origins: Mapping[str, str] = field(default_factory=dict)
-    """Where its figures come from: versions, costs."""
+    """The sources of its figures: versions, costs."""
 
 
 _OF_SUBJECTS = ("model", "fingerprint", "signature", "device", "budget_bytes")
 
 
 def subject_of(artifact: Reportable, *, label: str = "", origins: Mapping[str, str] | None = None) -> Subject:
-    """What an artifact says that it is about; its figures come from the versions that it names, or from ``origins``."""
+    """Read an artifact's subject. The sources of its figures are ``origins``, or else the artifact's versions."""
     said = msgspec.structs.asdict(artifact)
     about = {name: said[name] for name in _OF_SUBJECTS if name in said}
     return Subject(**about, label=label, origins=said["versions"] if origins is None else origins)
 
 
 def tabulate(entries: Iterable[T], columns: Mapping[str, Callable[[T], str]], **table: Any) -> Table:
-    """A table with a row for each entry, from what stands in every column; ``table`` are other fields of the table."""
+    """Make a table with one row per entry. ``columns`` maps a header to a function that makes the cell of an entry.
+
+    ``table`` are further fields of the table.
+    """
     return Table(header=tuple(columns), rows=[[cell(each) for cell in columns.values()] for each in entries], **table)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """Everything that one artifact says, in order.
+    """The whole content of one artifact, in order.
 
-    ``source``, ``subject`` and ``word`` are the headline: ``Plan 'auto' for Net on cpu: OPTIMAL``. ``lines`` stand below it
-    in text. ``statement`` says in sentences what it comes to, for those who read nothing else; a page begins with it.
+    ``source``, ``subject`` and ``word`` make the headline: ``Plan 'auto' for Net on cpu: OPTIMAL``. Text output prints
+    ``lines`` below it. ``statement`` sums up the result in sentences; a page begins with it.
     """
 
     source: str
@@ -264,7 +267,7 @@ class Document:
     word: str
     tone: Tone
     about: Subject = field(default_factory=Subject)
-    """Asked for by pages alone."""
+    """Used by pages only."""
     lines: Sequence[str] = ()
     statement: str = ""
     sections: Sequence[Section]
@@ -272,29 +275,29 @@ class Document:
 
     @property
     def headline(self) -> str:
-        """What it is, what it is about, and what came of it."""
+        """Kind of artifact, subject and result in one line."""
         return f"{self.source} {self.subject}: {self.word}"
 
 
 def opened(elements: Sequence[Element], *, with_details: bool) -> Iterator[Element]:
-    """The elements of a text that is read from top to bottom: details are left out or opened with the rest."""
+    """The elements for text output: folds with details are either skipped or shown like the rest."""
     for element in elements:
         if with_details or not (isinstance(element, Fold) and element.is_detail):
             yield element
 
 
 def name_budget(budget_bytes: int | None) -> str:
-    """``budget 90.0 MiB``, or that there is none."""
+    """``budget 90.0 MiB``, or ``no budget``."""
     return "no budget" if budget_bytes is None else f"budget {format_bytes(budget_bytes)}"
 
 
 def format_budget(budget_bytes: int | None, without: str = "none") -> str:
-    """``90.0 MiB``, or the word for none."""
+    """``90.0 MiB``, or the text ``without``."""
     return without if budget_bytes is None else format_bytes(budget_bytes)
 
 
 def sentence(text: str) -> str:
-    """A text with the capital and the full stop of a sentence.
+    """A text with a capital letter and a full stop.
 
     Example:
         >>> sentence("every rule is clear")

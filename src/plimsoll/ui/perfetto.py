@@ -1,4 +1,4 @@
-"""Writes plans' memory timelines as a trace file for ui.perfetto.dev and chrome://tracing, the peak marked.
+"""Writes plans' memory timelines as a trace file for ui.perfetto.dev and chrome://tracing, with the peak marked.
 
 Source: the Trace Event Format (JSON): counter events ``C``, complete events ``X``, instant events ``i``, metadata ``M``.
 """
@@ -20,13 +20,13 @@ _HOLDERS_NAMED = 8
 
 
 def render_perfetto(plans: Sequence[Plan]) -> str:
-    """The timelines of one or several plans as JSON.
+    """Write the timelines of one or several plans as JSON.
 
-    Timestamps are microseconds of the unmanaged step's clock: each operation starts when it would start without a plan, so
-    time spent on replays and transfers is not shown. Plans that do not carry seconds count one microsecond per operation.
+    Timestamps are microseconds on the unmanaged step's clock: each operation starts when it would start without a plan, so
+    time spent on replays and transfers is not shown. Plans without seconds count one microsecond per operation.
 
     Raises:
-        InvalidReport: none of the plans has a timeline.
+        InvalidReport: no plan was given that has a timeline.
 
     Example:
         >>> render_perfetto([plan])  # doctest: +SKIP
@@ -88,7 +88,7 @@ def _phases(points: Sequence[TimelinePoint], starts: Sequence[float], process: i
 
 
 def _peak(plan: Plan, starts: Sequence[float], process: int) -> dict[str, Any]:
-    """The highest point, with those who hold it."""
+    """The highest point, with the largest holders of the peak."""
     at = max(range(len(starts)), key=lambda index: plan.timeline[index].bytes)
     point = plan.timeline[at]
     held = {holder.label: format_bytes(holder.bytes) for holder in plan.peak.holders[:_HOLDERS_NAMED]}

@@ -1,4 +1,4 @@
-"""Shows a document as plain text: what ``print(plan)`` writes. Lines are as long as they are, so that text can be searched."""
+"""Renders a document as plain text, as for ``print(plan)``. Lines are not wrapped, so that the text can be searched."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _INDENT = "  "
 
 
 def render_plain(document: Document, *, with_details: bool = False) -> str:
-    """The document as text.
+    """Render a document as text.
 
     Args:
-        document: what an artifact says.
-        with_details: with every decision and its reason, of a plan.
+        document: the content of an artifact.
+        with_details: also show details, such as every decision of a plan with its reason.
     """
     lines = [document.headline, *_indented(document.lines)]
     for section in document.sections:
@@ -26,11 +26,11 @@ def render_plain(document: Document, *, with_details: bool = False) -> str:
 
 
 def align(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> list[str]:
-    """Lines with all cells of a column equally wide.
+    """Pad the cells so that all cells of a column have the same width, and join them to lines.
 
     Args:
-        rows: the cells; rows may be shorter than others.
-        right: indices of columns that are flush right (numbers).
+        rows: the cells; rows may differ in length.
+        right: indices of the columns that are aligned right (numbers).
 
     Example:
         >>> align([["a", "1"], ["bb", "22"]], right=[1])
@@ -45,7 +45,7 @@ def align(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> list[s
 
 
 def _lines(elements: Sequence[Element], *, with_details: bool) -> Iterator[str]:
-    """The lines of elements, with an empty one before each that is more than a paragraph."""
+    """The lines of elements, with an empty line before each element that is not a paragraph."""
     is_first = True
     for element in opened(elements, with_details=with_details):
         title, body = _block(element, with_details=with_details)
@@ -58,7 +58,7 @@ def _lines(elements: Sequence[Element], *, with_details: bool) -> Iterator[str]:
 
 
 def _block(element: Element, *, with_details: bool) -> tuple[str, list[str]]:
-    """The title of an element and its lines; charts have none."""
+    """The title and the lines of an element; a chart gives none."""
     match element:
         case Paragraph():
             return "", [element.text]

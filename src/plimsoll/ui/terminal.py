@@ -1,4 +1,4 @@
-"""Shows a document on a terminal: colours for what holds and what does not, bars, and memory over the step as a picture."""
+"""Renders a document on a terminal: colours for success and failure, bars, and a picture of memory over the step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _MOST_COLUMNS = 96
 
 @dataclass(frozen=True, slots=True)
 class MemoryTimeline:
-    """A timeline that takes the width of the terminal that it is printed on."""
+    """A timeline that adapts to the width of the terminal."""
 
     chart: MemoryChart
 
@@ -51,7 +51,7 @@ class MemoryTimeline:
 def draw_timeline(
     points: Sequence[TimelinePoint], *, budget_bytes: int | None = None, width: int = 72, height: int = 8
 ) -> Text:
-    r"""Memory over the step as bars, each showing the highest point of its share of the step.
+    r"""Draw memory over the step as bars. Each bar shows the highest point of its part of the step.
 
     Args:
         points: the timeline of a plan, in order.
@@ -77,7 +77,7 @@ def draw_timeline(
 
 
 def _name_peak(peak: TimelinePoint, *, column: int, width: int) -> str:
-    """The marker under the peak and its name beside it, to the right where it fits, else to the left, else below."""
+    """The marker under the peak with the peak's name: to the right if it fits, else to the left, else below."""
     name = f"peak {format_bytes(peak.bytes)}, {peak.moment}"
     if column + 2 + len(name) <= _LABEL_WIDTH + 1 + width:
         return f"{' ' * column}▲ {name}"
@@ -94,7 +94,7 @@ def _split(points: Sequence[TimelinePoint], count: int) -> list[Sequence[Timelin
 def _draw_row(
     picture: Text, columns: Sequence[TimelinePoint], *, row: int, row_bytes: float, budget_bytes: int | None
 ) -> None:
-    """One row, from its upper edge in the label to the bars; the budget's row is filled with dashes."""
+    """Draw one row: a label with the bytes at its upper edge, then the bars. The budget's row is filled with dashes."""
     picture.append(f"{format_bytes(row_bytes * (row + 1)):>{_LABEL_WIDTH}} ", style="dim")
     is_budget_row = budget_bytes is not None and row_bytes * row < budget_bytes <= row_bytes * (row + 1)
     for point in columns:
@@ -116,16 +116,16 @@ def draw_bar(share: float, *, width: int = 24) -> str:
 
 _STYLES = {Tone.GOOD: "bold green", Tone.BAD: "bold red", Tone.NEUTRAL: "bold yellow"}
 _PIECE = re.compile(r"(?:[^\s./_,:|=]|\.(?=\d))*(?:[/_,:|=]|\.(?!\d))*\s*")
-"""What stays on one line: a word, or the part of a name up to a sign."""
+"""The pieces between which a line may break: a word, or a part of a name up to a sign."""
 _BAR_COLUMNS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class _Words:
-    """Text that breaks between words, and where it has to within a name, behind a dot or another sign; never elsewhere.
+    """Text that wraps between words, or inside a long name after a dot or another sign, but never elsewhere.
 
-    Lines after the first are indented by ``hang`` columns. With ``is_headline`` it stays on one line in a file or a pipe, where
-    programs look for it.
+    Lines after the first are indented by ``hang`` columns. With ``is_headline``, the text is not wrapped in a file or a pipe,
+    because programs search for it there.
     """
 
     text: Text
@@ -156,12 +156,12 @@ class _Words:
 
 
 def render_artifact(artifact: Artifact, *, with_details: bool = False) -> RenderableType:
-    """The artifact as people read it on a terminal."""
+    """Render an artifact for a terminal."""
     return render_document(view(artifact), with_details=with_details)
 
 
 def render_document(document: Document, *, with_details: bool = False) -> RenderableType:
-    """Headline, sections, notes."""
+    """Render the headline, the sections and the notes."""
     title = Text.assemble((document.source, "bold"), f" {document.subject}: ", (document.word, _STYLES[document.tone]))
     parts: list[RenderableType] = [
         _Words(title, hang=2, is_headline=True),
@@ -176,7 +176,10 @@ def render_document(document: Document, *, with_details: bool = False) -> Render
 
 
 def render_elements(elements: Sequence[Element], *, with_details: bool = False) -> list[RenderableType]:
-    """One below the other, with an empty line before each that is more than a paragraph; most charts need a page."""
+    """Render elements one below the other, with an empty line before each element that is not a paragraph.
+
+    Of the charts, only the memory chart is drawn.
+    """
     parts: list[RenderableType] = []
     for element in opened(elements, with_details=with_details):
         body = _render(element)
@@ -214,7 +217,7 @@ def _render(element: Element) -> RenderableType | None:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """A table that knows how much room there is when it is printed."""
+    """A table that adapts to the width at which it is printed."""
 
     table: Table
 
@@ -223,7 +226,7 @@ class _Rows:
 
 
 def _render_table(table: Table, room: int) -> Grid:
-    """Numbers whole and words folded, also where the terminal is narrow; headers break between words."""
+    """Lay out a table for ``room`` columns: numbers are never broken, words are wrapped, headers break between words."""
     rows = table.shown_rows()
     header = table.header or [""] * len(rows[0])
     bar_at = max(table.numbers, default=0) + 1 if table.bars else None
@@ -256,7 +259,7 @@ def _render_table(table: Table, room: int) -> Grid:
 
 
 def _bar(share: float) -> Text:
-    """What is saved is green."""
+    """A bar whose length is the share; a negative share, which is a saving, is green."""
     return Text(draw_bar(abs(share), width=_BAR_COLUMNS), style="cyan" if share >= 0 else "green") if share else Text()
 
 

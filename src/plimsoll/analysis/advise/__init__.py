@@ -1,1 +1,1 @@
-"""Recommends a method for a model, with its numbers, a checklist and known ways to fail."""
+"""Recommends a method to save memory for a model, with numbers, a checklist and known failure modes."""

@@ -1,4 +1,4 @@
-"""``plimsoll.advise``: traces a step, makes plans, asks the compiler, judges the evidence at hand, and recommends."""
+"""``plimsoll.advise``: traces a step, plans candidates, asks the compiler, checks the evidence, and recommends a method."""
 
 from __future__ import annotations
 
@@ -70,37 +70,38 @@ def advise(
     target: str = "TARGET",
     progress: Progress | None = None,
 ) -> Advice:
-    """Say whether memory is the bottleneck, which part of it, whether a plan helps, and which: with the numbers.
+    """Find out whether memory is the bottleneck, which part of it, and which plan helps; give the numbers for each.
 
     The step is traced and timed, candidate plans are made (and not run), and torch.compile's front end is asked once what
-    it captures. The checklist passes on evidence alone: the trace, a receipt, a verdict. Model, gradients, buffers,
-    optimizer and random state are left as they were; functions that torch.compile compiled before compile anew.
+    it captures. Items of the checklist pass only on evidence: the trace, a receipt, a verdict. Model, gradients, buffers,
+    optimizer and random state are restored. Functions that torch.compile compiled before will compile again.
 
     Args:
         model: as for ``plimsoll.plan``.
         batch: as for ``plimsoll.plan``.
-        budget: bytes, or text with a unit. ``None``: the device's memory less 8%; on a CPU no limit, and the knee of the
-            frontier is recommended.
+        budget: bytes, or text with a unit. ``None`` means the device's memory minus 8%; on a CPU it means no limit, and the
+            knee of the frontier is recommended.
         loss: as for ``plimsoll.plan``.
-        optimizer: as for ``plimsoll.plan``; without it its state and its step are not counted.
+        optimizer: as for ``plimsoll.plan``; without it, the optimizer's state and its step are not counted.
         regions: as for ``plimsoll.plan``.
-        device_profile: advise for a device that is not here; then only recomputation is planned, and nothing is run.
+        device_profile: advise for a device from the catalogue that is not in this machine. Then only recomputation is
+            planned, and nothing is run.
         allow: what plans may do.
         max_error: the relative error of the gradient that is tolerated (``0.01`` or ``"1%"``).
-        host_budget: bytes that offloaded values may take.
+        host_budget: bytes that offloaded values may occupy.
         link: ``host`` or ``disk``.
-        receipt: of this model and batch, or the file that holds it.
-        verdict: of this model, or the file that holds it.
-        compile_seconds: how long torch.compile's front end may take; 0 does not ask it.
-        target: how the commands in the advice name the step.
-        progress: told the stage and the share done.
+        receipt: a receipt of this model and batch, or the path of its file.
+        verdict: a verdict of this model, or the path of its file.
+        compile_seconds: time limit for torch.compile's front end; 0 skips it.
+        target: the step's name in the advice's commands.
+        progress: called with the stage and the share done.
 
     Returns:
-        Advice: printable, savable.
+        Advice, which can be printed and saved.
 
     Raises:
-        PlanMismatch: the receipt or the verdict is of another model or batch (both fingerprints are shown).
-        PlanFileError: the file holds something else. Others as for ``plimsoll.plan``.
+        PlanMismatch: the receipt or the verdict is of another model or batch. The message shows both fingerprints.
+        PlanFileError: the file contains another artifact. Further errors as for ``plimsoll.plan``.
 
     Example:
         >>> import torch, plimsoll
@@ -109,7 +110,7 @@ def advise(
         >>> found.recommendation.headline
         'do nothing: the step fits as it is'
 
-    Known weakness: candidates are predicted; what a receipt measured counts for more.
+    Known weakness: candidates are predicted, not measured. Trust a receipt's measurements more.
     """
     report = progress or silent
     refuse_several_ranks(model, "advise")
@@ -147,7 +148,7 @@ def advise(
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One traced step that is judged."""
+    """The traced step that the advice is about."""
 
     task: TrainingTask
     trace: Trace
@@ -210,7 +211,7 @@ class _Job:
         )
 
     def _ask(self, unmanaged: Plan, limit_seconds: float, report: Progress) -> Capture:
-        """What the compiler captures, where it can be asked: it runs the step as it is, so that has to fit."""
+        """Ask torch.compile what it captures. This runs the unmanaged step, so it is skipped if the step does not fit."""
         if self.trace.is_fake:
             return Capture(is_asked=False, failure="the step cannot run here: it was traced with fake tensors")
         if self.task.units:
@@ -229,7 +230,7 @@ class _Job:
 
 
 def _budget_bytes(budget: Budget, costs: Costs, trace: Trace) -> int | None:
-    """The budget; by default the memory of an accelerator, and nothing on a CPU, which shares its memory with everything."""
+    """The budget in bytes. By default an accelerator's memory; no limit on a CPU, whose memory other programs use too."""
     is_accelerator = not trace.device.lower().startswith("cpu")
     if budget == Budget() and is_accelerator and costs.memory_bytes is not None:
         budget = Budget(is_auto=True)
@@ -237,7 +238,7 @@ def _budget_bytes(budget: Budget, costs: Costs, trace: Trace) -> int | None:
 
 
 def _words(regions: Sequence[str] | None, host_budget: int | str | None, link: str | None) -> tuple[str, ...]:
-    """What the command line needs to plan under the same limits."""
+    """Options for the command line to plan under the same limits."""
     words = [f"--regions {shlex.quote(pattern)}" for pattern in regions or ()]
     if host_budget is not None:
         words.append(f"--host-budget {host_budget}{'B' if isinstance(host_budget, int) else ''}")
@@ -256,10 +257,10 @@ def _notes(trace: Trace, *, has_optimizer: bool) -> tuple[str, ...]:
 
 
 def _read(given: Measured | str | Path | None, type_: type[Measured]) -> Measured | None:
-    """What was handed in, read from its file if need be.
+    """Return the receipt or verdict, and load it if a path was passed.
 
     Raises:
-        PlanFileError: the file, or the object, is something else.
+        PlanFileError: the file or the object is another artifact.
     """
     found = load_any(given) if isinstance(given, str | Path) else given
     if found is None or isinstance(found, type_):
@@ -277,7 +278,7 @@ def _refuse_other(own: str, receipt: Receipt | None, verdict: Verdict | None) ->
     """Refuse evidence about another model.
 
     Raises:
-        PlanMismatch: both fingerprints are shown.
+        PlanMismatch: the fingerprints differ; the message shows both.
     """
     for kind, found in (("receipt", receipt), ("verdict", verdict)):
         if found is not None and found.fingerprint != own:
@@ -289,10 +290,10 @@ def _refuse_other(own: str, receipt: Receipt | None, verdict: Verdict | None) ->
 
 
 def _refuse_other_step(trace: Trace, receipt: Receipt | None) -> None:
-    """Refuse a receipt of another batch: its seconds and bytes would not be those of this step.
+    """Refuse a receipt of another batch, because its seconds and bytes do not apply to this step.
 
     Raises:
-        PlanMismatch: both signatures are shown.
+        PlanMismatch: the signatures differ; the message shows both.
     """
     if receipt is not None and receipt.signature != trace.signature:
         raise PlanMismatch(

@@ -1,4 +1,4 @@
-"""Makes the plans that are worth comparing for a traced and costed step. The planner predicts them; none is run."""
+"""Makes the plans to compare for a traced and costed step. The planner predicts their peak and time; plans are not run."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from plimsoll.units import format_bytes_up, parse_bytes
 _NAMED = ("full", "selective:attention", "selective:mlp", "selective:norm")
 _NAMED_COMPILED = ("full",)
 _SHARES = (0.25, 0.5, 0.75)
-"""Where no budget is given: points on the way from the unmanaged peak to the floor."""
+"""Without a budget: plans at these shares of the way from the unmanaged peak to the floor."""
 _LOSSY = "int8"
-"""The codec that people know, shown as it is where an error is tolerated."""
+"""A well-known lossy codec, which is shown as a candidate of its own if an error is tolerated."""
 _CHEAP = 0.01
-"""An overhead that is not worth weighing: the smallest peak within it is taken before any knee."""
+"""An overhead up to this share is negligible: the smallest peak within it is preferred to a knee with a larger peak."""
 _DECISIONS = {"compress": Decision.COMPRESS, "offload": Decision.OFFLOAD}
 
 
 class CandidateMaker:
-    """Makes the plans of one step: named strategies, recomputation, then other forms beside it.
+    """Makes the candidate plans of one step: named strategies, ``auto`` with recomputation, then also with other forms.
 
-    ``made`` holds them, the unmanaged one first; ``knee_bytes`` is set where no budget says how far to go.
+    ``made`` lists the plans, and starts with the unmanaged plan. ``knee_bytes`` is set only if the user gave no budget.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class CandidateMaker:
         self._planner = Planner(StepIndex(trace, costs, may_recompute=options.may_recompute))
 
     def make(self) -> None:
-        """Make all of them."""
+        """Make all candidate plans."""
         unmanaged = self._solve(self._planner, "none", None, ())
         self._add("none", unmanaged)
         named = _NAMED_COMPILED if self._task.units else _NAMED
@@ -75,7 +75,7 @@ class CandidateMaker:
             self._add_forms()
 
     def _walk_down(self, unmanaged: Plan) -> None:
-        """Plans at shares of what recomputation reaches; the knee of the whole frontier is the budget from here on."""
+        """Make plans at several shares of the reachable reduction, and set the budget to the knee of the frontier."""
         peak_bytes, room_bytes = unmanaged.baseline_peak_bytes, unmanaged.baseline_peak_bytes - unmanaged.floor_bytes
         knee = find_knee(unmanaged.frontier, unmanaged.baseline_seconds)
         if knee is None or room_bytes < LITTLE * peak_bytes:
@@ -89,7 +89,7 @@ class CandidateMaker:
         self.knee_bytes = self._budget_bytes = parse_bytes(self._budget_text)
 
     def _add_forms(self) -> None:
-        """Compression, offloading and both, beside recomputation, as far as they are allowed."""
+        """Make plans with compression, with offloading and with both, in addition to recomputation, as far as allowed."""
         self._report("trying codecs and links", 0.3)
         wanted = self._options
         if wanted.max_error:
@@ -98,11 +98,11 @@ class CandidateMaker:
         forms = sense_forms(self._task.step(), self._trace, self._costs, lowest, wanted).forms
         words = tuple(word for word in _DECISIONS if word in self._options.allow)
         used = [word for position, word in enumerate(words) if self._try_forms(forms, (word,), position / 3)]
-        if len(used) > 1:  # a form that is useless alone is useless beside another
+        if len(used) > 1:  # a form that no plan uses alone would not be used together with another form
             self._try_forms(forms, words, 2 / 3)
 
     def _try_forms(self, forms: Forms, words: tuple[str, ...], share: float) -> bool:
-        """Plan with the forms that ``words`` allow; whether the plan uses one."""
+        """Make a plan with the forms that ``words`` allow; return whether the plan uses one of them."""
         self._report(f"planning with {' and '.join(words)}", 0.4 + 0.6 * share)
         may_recompute = self._options.may_recompute
         allow = (*(("recompute",) if may_recompute else ()), *words)
@@ -115,7 +115,7 @@ class CandidateMaker:
         return _uses_forms(plan)
 
     def _add_auto(self, planner: Planner, allow: tuple[str, ...], offered: Forms | None = None) -> Plan:
-        """The best plan within the budget."""
+        """Add the best plan within the budget, and return it."""
         plan = self._solve(planner, "auto", self._budget_bytes, allow)
         refused = "" if offered is None else why_unused(offered, plan)
         limit = {"budget_bytes": self._budget_bytes, "budget_text": self._budget_text}
@@ -131,7 +131,7 @@ class CandidateMaker:
 
 
 def only(forms: Forms, words: Collection[str]) -> Forms:
-    """The forms of the kinds that ``words`` name; without offloading there is no link either."""
+    """The forms whose kind ``words`` name; without ``offload``, also without the link."""
     decisions = {_DECISIONS[word] for word in words}
     replace = msgspec.structs.replace
     regions = tuple(
@@ -148,9 +148,9 @@ def only(forms: Forms, words: Collection[str]) -> Forms:
 
 
 def why_unused(forms: Forms, plan: Plan) -> str:
-    """Why a plan took none of the forms that it was allowed: they cost time, or no value can take one.
+    """Why a plan did not use any of the allowed forms: they cost more time, or no value supports one.
 
-    Empty where it took some.
+    Empty if the plan used some.
     """
     if _uses_forms(plan):
         return ""
@@ -168,17 +168,17 @@ def _uses_forms(plan: Plan) -> bool:
 
 
 def find_knee(frontier: Sequence[FrontierPoint], baseline_seconds: float) -> FrontierPoint | None:
-    """The point farthest below the line between the ends of the frontier, both axes taken from 0 to 1.
+    """The frontier's knee: the point farthest below the line between both ends, with both axes scaled to 0 … 1.
 
-    Where a smaller peak costs no more than 1% of the step, that one. ``None``: nothing lies between two ends. No point of
-    ``frontier`` beats another in both peak and time.
+    If a point with a smaller peak costs at most 1% of the step, that point is returned instead. ``None`` for fewer than two
+    points. The frontier must be Pareto-optimal: no point may beat another in both peak and time.
 
     Example:
         >>> points = [FrontierPoint(peak_bytes=b, step_seconds=s) for b, s in ((10, 2.0), (20, 1.2), (40, 1.0))]
         >>> find_knee(points, 1.0).peak_bytes
         20
 
-    Source: Satopää et al. 2011, Finding a "Kneedle" in a Haystack; without its smoothing, as the curve is exact.
+    Source: Satopää et al. 2011, Finding a "Kneedle" in a Haystack; without its smoothing, because the curve is exact.
     """
     if len(frontier) < 2:
         return None

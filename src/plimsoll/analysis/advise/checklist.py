@@ -1,4 +1,4 @@
-"""The checklist, each item passed only by what was measured or counted on this step, and the failure modes that it shows."""
+"""The checklist, whose items pass only on measurements or counts of this step, and the failure modes."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from plimsoll.artifacts.verdict import Ruling, Verdict
 from plimsoll.units import format_bytes, format_seconds, format_share
 
 _ENOUGH_LOSSES = 100
-"""Steps with the optimizer that make a loss curve; fewer show the first differences at most."""
+"""Steps with the optimizer that a loss curve needs; fewer steps can only show early differences."""
 _NO_RECEIPT = "no receipt was given"
 _SAYS_NOTHING = (Ruling.UNDECIDED, Ruling.BASELINE_DIVERGED)
-"""Rulings that neither clear the plan nor blame it."""
+"""Rulings that neither clear nor blame the plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEvidence:
-    """Everything that the checklist and the failure modes are judged by: the trace made just now, and what the user gave.
+    """The evidence for the checklist and the failure modes: the trace that was just made, and the user's receipt and verdict.
 
-    ``items`` are the tokens or examples of one batch, ``items_name`` says which; ``target`` is how commands name the step.
-    ``receipt`` and ``verdict`` belong to this model and step, or are ``None``.
+    ``items`` is the number of tokens or examples in one batch, and ``items_name`` says which. ``target`` is the step's name in
+    commands. ``receipt`` and ``verdict`` belong to this model and step, or are ``None``.
     """
 
     trace: Trace
@@ -45,19 +45,19 @@ class StepEvidence:
 
     @property
     def chosen(self) -> Plan | None:
-        """The recommended plan."""
+        """The recommended plan, or ``None``."""
         pairs = zip(self.made, self.candidates, strict=True)
         return next((entry.plan for entry, candidate in pairs if candidate.is_chosen), None)
 
     @property
     def manages_nothing(self) -> bool:
-        """Whether no plan is recommended, or one that leaves everything as it is."""
+        """Whether the recommended plan keeps everything, or no plan is recommended."""
         plan = self.chosen
         return plan is None or all(region.is_untouched for region in plan.regions)
 
     @property
     def receipt_name(self) -> str:
-        """The run that the receipt is about: ``strategy auto at 300.0 MiB``."""
+        """The receipt's plan in words: ``strategy auto at 300.0 MiB``."""
         assert self.receipt is not None
         if self.receipt.strategy == OWN:
             return "the model's own method"
@@ -67,7 +67,7 @@ class StepEvidence:
 
     @property
     def receipt_seconds(self) -> tuple[float, float] | None:
-        """Seconds of the step without and with the plan, where the receipt has measured both."""
+        """Seconds of the step without and with the plan; ``None`` unless the receipt measured both."""
         receipt = self.receipt
         if receipt is None or not receipt.measured_baseline_seconds or not receipt.measured_seconds:
             return None
@@ -75,7 +75,7 @@ class StepEvidence:
 
     @property
     def verify_command(self) -> str:
-        """The command that writes the missing receipt; it takes the recommended plan, once that is saved."""
+        """The command that writes the missing receipt, for the recommended plan once that is saved as ``plan.json``."""
         again = f"plimsoll advise {self.target} --receipt receipt.json"
         return f"plimsoll verify {self.target}{self._with_plan} -o receipt.json, then {again}"
 
@@ -94,11 +94,11 @@ class StepEvidence:
 
 
 _Judged = tuple[CheckOutcome, str, str]
-"""How an item ends, by what evidence, and what to do next."""
+"""An item's outcome, its evidence, and what to do next."""
 
 
 def check_all(evidence: StepEvidence) -> tuple[CheckItem, ...]:
-    """The items in the order in which people go through them."""
+    """Judge all items, in the order of the checklist."""
     return tuple(
         CheckItem(name=name, title=title.format(items=evidence.items_name), outcome=outcome, evidence=found, next=next_)
         for name, title, check in _CHECKS
@@ -182,7 +182,7 @@ def _attention(evidence: StepEvidence) -> _Judged:
 
 
 def _fused_twice(plan: Plan | None) -> int:
-    """How many fused attention outputs a plan recomputes."""
+    """Count the fused attention outputs that a plan recomputes."""
     decisions = () if plan is None else (decision for region in plan.regions for decision in region.decisions)
     return sum(
         each.decision is Decision.RECOMPUTE and FUSED in each.value and each.value.endswith(".0") for each in decisions
@@ -242,9 +242,9 @@ _CHECKS: tuple[tuple[str, str, Callable[[StepEvidence], _Judged]], ...] = (
 
 
 COLLAPSE = 0.35
-"""More extra time than full recomputation is known to take (20% to 33% in theory, up to 38% seen): something else is slow."""
+"""More overhead than this has another cause: full recomputation costs 20% to 33% in theory, and up to 38% as measured."""
 _OFF_BY = 0.05
-"""A measured peak this much above the predicted one is not explained by the plan."""
+"""A measured peak that exceeds the predicted peak by more than this share is reported as a failure."""
 _WRONG = (
     ReceiptVerdict.GRADIENTS_DIFFER,
     ReceiptVerdict.BUFFERS_DIFFER,
@@ -253,11 +253,11 @@ _WRONG = (
     ReceiptVerdict.INTERMEDIATES_DIFFER,
 )
 _Shown = tuple[FailureSign, str, str]
-"""Whether a failure shows, by what evidence, and what to do next."""
+"""Whether the failure was found, the evidence, and what to do next."""
 
 
 def find_failures(evidence: StepEvidence) -> tuple[FailureMode, ...]:
-    """The five ways in which activation management goes wrong, those that cost most first, each with whether it shows."""
+    """Check the five failure modes of activation management, the most costly first."""
     return tuple(
         FailureMode(name=name, title=title, sign=sign, evidence=found, next=next_)
         for name, title, find in _MODES
@@ -301,7 +301,7 @@ def _bubbles(evidence: StepEvidence) -> _Shown:
 
 
 def _savings(evidence: StepEvidence) -> _Shown:
-    """Bytes no longer held between forward and backward against bytes off the peak, or the measured peak."""
+    """Compare the measured with the predicted peak, or else the bytes freed after forward with the bytes off the peak."""
     receipt, plan = evidence.receipt, evidence.chosen
     if receipt is not None:
         measured, predicted = receipt.measured_peak_bytes, receipt.predicted_peak_bytes

@@ -1,4 +1,4 @@
-"""Chooses among the plans of one step, says why each of the others lost, and puts the recommendation into words."""
+"""Chooses among the plans of one step, gives the reason against each other plan, and writes the recommendation."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.units import format_bytes, format_share
 
 _EQUAL = 0.01
-"""Steps that differ by less than this share of the unmanaged step are as fast as each other."""
+"""Plans whose step times differ by at most this share of the unmanaged step count as equally fast."""
 _NOTHING = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
-    """A plan that was made, and what it is called."""
+    """A candidate plan and its name."""
 
     name: str
     plan: Plan
     budget_bytes: int | None = None
     budget_text: str = ""
-    """The same as a command line takes it."""
+    """The budget as text for the command line."""
     refused: str = ""
-    """Why values did not take the forms that were allowed, where that is known."""
+    """Why the plan did not use the allowed forms, if known."""
     is_point: bool = False
-    """A point of the frontier, to be seen and not chosen."""
+    """Whether the plan is a point of the frontier, which is shown but cannot be chosen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """The user's limits: the budget (``None``: no budget) and the gradient error that a plan may cause."""
+    """The user's limits: the budget (``None`` for no budget) and the gradient error that a plan may cause."""
 
     budget_bytes: int | None
     budget_text: str
@@ -40,16 +40,16 @@ class Wish:
     target: str
     device_profile: str = ""
     options: tuple[str, ...] = ()
-    """Further words that ``plimsoll plan`` needs to make the same plans: regions, host budget, link."""
+    """Further options that ``plimsoll plan`` needs to make the same plans: regions, host budget, link."""
 
 
 def choose(made: Sequence[Made], wish: Wish, knee_bytes: int | None) -> tuple[Candidate, ...]:
-    """Mark the best plan and say of the others why they lost.
+    """Mark the best plan, and give the reason against each other plan.
 
-    A plan is eligible if it keeps to the budget (without one: to the knee of the frontier) and to the tolerated error. The
-    fastest eligible plan wins. Among plans within one percent of the step of it, the simplest wins: nothing, then
-    recomputation, then other forms. The first plan is the unmanaged step. ``knee_bytes`` is the knee's peak where there is
-    no budget.
+    A plan is eligible if it keeps to the budget (without a budget, to the knee of the frontier) and to the tolerated error.
+    The fastest eligible plan wins. Plans that are slower by at most 1% of the unmanaged step count as equally fast; among them
+    the simplest wins: nothing, then recomputation, then other forms. The first plan must be the unmanaged step. ``knee_bytes``
+    is the knee's peak, for a step without a budget.
     """
     limit_bytes = wish.budget_bytes if wish.budget_bytes is not None else knee_bytes
     eligible = [entry for entry in made if not entry.is_point and not _obstacle(entry.plan, limit_bytes, wish)]
@@ -76,7 +76,7 @@ def _obstacle(plan: Plan, limit_bytes: int | None, wish: Wish) -> str:
 
 
 def _complexity(plan: Plan) -> int:
-    """How much is done to values: nothing, recomputation, lossless codecs, links, lossy codecs."""
+    """Rank plans from simple to complex: nothing, recomputation, lossless codecs, offloading, lossy codecs."""
     decisions = {decision.decision for region in plan.regions for decision in region.decisions}
     if not plan.is_lossless:
         return 4
@@ -135,7 +135,7 @@ def _reason(entry: Made, chosen: Made | None, made: Sequence[Made], limit_bytes:
 
 
 def _is_worse(plan: Plan, other: Plan) -> bool:
-    """Whether the other plan takes no more of either memory or time, and less of one."""
+    """Whether ``other`` dominates ``plan``: not more memory and not more time, and less of at least one."""
     more_bytes = plan.predicted_peak_bytes - other.predicted_peak_bytes
     more_seconds = plan.predicted_seconds - other.predicted_seconds
     return more_bytes >= 0 and more_seconds >= 0 and (more_bytes > 0 or more_seconds > 0)
@@ -144,9 +144,10 @@ def _is_worse(plan: Plan, other: Plan) -> bool:
 def recommend(
     made: Sequence[Made], candidates: Sequence[Candidate], bottleneck: Bottleneck, wish: Wish, *, little: float
 ) -> Recommendation:
-    """What to do, in one line and a few reasons.
+    """Write the recommendation: one headline and a few reasons.
 
-    The first plan is the unmanaged one. Below the share ``little`` of the peak recomputation is not worth its trouble.
+    The first plan must be the unmanaged plan. Without a budget, the recommendation is to look elsewhere if recomputation can
+    remove less than the share ``little`` of the peak.
     """
     chosen = next((entry for entry, c in zip(made, candidates, strict=True) if c.is_chosen), None)
     unmanaged = made[0].plan
@@ -213,7 +214,7 @@ def _manage(chosen: Made, made: Sequence[Made], bottleneck: Bottleneck, wish: Wi
 
 
 def _alternatives(chosen: Made, made: Sequence[Made]) -> list[str]:
-    """How long the other plans for the same budget would take, or why they come to the same."""
+    """One line for each other plan with the same budget: its overhead, or that it is the same plan and why."""
     lines = []
     for entry in made:
         if entry is chosen or not entry.budget_text:

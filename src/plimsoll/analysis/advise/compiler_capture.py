@@ -1,12 +1,12 @@
-"""Asks Dynamo what ``torch.compile`` would capture of one training step, and at which lines it stops and why.
+"""Finds out what ``torch.compile`` would capture of one training step, at which lines the capture breaks, and why.
 
-The step runs once under a backend of ours that executes every graph that Dynamo hands over op by op and notes what ran in
-it. Nothing is compiled to kernels, and the model and Dynamo are left as they were. In backward an op counts as captured when
-its autograd node was made inside a graph: nodes are numbered in the order in which forward makes them.
+The step runs once under our own Dynamo backend, which executes every graph op by op and records the ops. Nothing is compiled
+to kernels, and the model and Dynamo's settings are restored. An op in backward counts as captured if its autograd node was made
+inside a graph: autograd numbers nodes in the order of forward, so a graph's nodes are a range of numbers.
 
-Known weakness: Dynamo's caches are emptied before and after (a frame that it once skipped would stay skipped), so functions
-that were compiled before are compiled again at their next call. The time limit is looked at between frames, graphs and ops;
-a single graph that takes longer to capture is finished first.
+Known weakness: Dynamo's caches are emptied before and after, because a frame that Dynamo once skipped would stay skipped. So
+functions that were compiled before are compiled again at their next call. The time limit is checked between frames, graphs and
+ops. The capture of a single graph is not interrupted.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ from plimsoll.tracing.recorder.untouched import private_copy, untouched
 from plimsoll.tracing.torch_internals import current_autograd_node, sequence_number
 
 _MARK = "_is_torch_compile"
+"""The attribute that torch.compile sets on a module."""
 _UNKNOWN = "Unknown"
-"""Dynamo's reasons start so where it restarts a frame because of a function that the frame calls."""
+"""The start of Dynamo's reason when it restarts a frame because of a function that the frame calls."""
 _IN_A_CALL = "step_unsupported"
-"""Dynamo's word for a line whose call met something that cannot be captured; that break is listed by itself."""
+"""Dynamo's reason for a line with a call that cannot be captured; the break inside the call is listed separately."""
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(?P<name>.+)_at_(?P<line>\d+)")
 _Place = tuple[str, str, int]
 """Reason, file and line."""
@@ -51,11 +52,11 @@ _FAILURES = (
     *(RuntimeError, TypeError, ValueError, LookupError, AttributeError),
     *(AssertionError, ArithmeticError, ImportError, OSError),
 )
-"""What a step or Dynamo may raise; such a step cannot be captured, which is a result."""
+"""Errors of the step or of Dynamo that mean that the step cannot be captured; this is a result, not an error here."""
 
 
 class _OutOfTimeError(BaseException):
-    """Not an ``Exception``, so that handlers inside Dynamo or the model cannot swallow it."""
+    """The time limit is over. Not an ``Exception``, so that handlers inside Dynamo or the model cannot swallow it."""
 
 
 def ask_compiler(
@@ -67,10 +68,10 @@ def ask_compiler(
     limit_seconds: float = 60.0,
     progress: Progress | None = None,
 ) -> Capture:
-    """Run one training step of ``model`` under Dynamo and note what it captures.
+    """Run one training step of ``model`` under Dynamo, and record what Dynamo captures.
 
-    What cannot be captured, or not within ``limit_seconds``, is a result that says so and no error. ``loss`` runs outside of
-    what is compiled.
+    If the step cannot be captured, or not within ``limit_seconds``, the result says so; no error is raised. ``loss`` runs
+    outside the compiled function.
 
     Example:
         >>> capture = ask_compiler(nn.Linear(4, 1), (torch.ones(2, 4),), {}, loss=torch.sum)
@@ -95,7 +96,7 @@ def ask_compiler(
 
 
 class _Job:
-    """One step under the backend that notes what it is given."""
+    """One step under the recording backend."""
 
     def __init__(self, loss: Loss | None, deadline_seconds: float, report: Progress) -> None:
         self.breaks = _BreakBook()
@@ -106,7 +107,7 @@ class _Job:
         self._forward: list[list[str]] = []
         self._backward: list[BackwardOp] = []
         self._nodes: list[tuple[int, int]] = []
-        """Half-open ranges of the numbers of the autograd nodes that captured graphs made, ascending."""
+        """Ascending half-open ranges of the sequence numbers of autograd nodes that captured graphs made."""
         self._is_captured = False
 
     def check_time(self, *_: object) -> None:
@@ -154,14 +155,14 @@ class _Job:
         self.check_time()
         node: Any = current_autograd_node()
         number = -1 if node is None else node._sequence_nr()
-        if 0 <= number < 2**63:  # accumulating into .grad belongs to what came before
+        if 0 <= number < 2**63:  # AccumulateGrad's number is larger; its ops count like the node before it
             place = bisect.bisect_right(self._nodes, (number, 2**63)) - 1
             self._is_captured = place >= 0 and number < self._nodes[place][1]
         self._backward.append(BackwardOp(cost_key=key, is_captured=self._is_captured))
 
 
 class _Watch(TorchDispatchMode):
-    """Tells the key of every op that runs, and runs it."""
+    """Passes the key of every op to ``note``, and runs the op."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         super().__init__()
@@ -180,7 +181,7 @@ class _Watch(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _unmarked(model: nn.Module) -> Iterator[None]:
-    """Take off the mark that torch.compile puts on a module, unless it was there before."""
+    """Remove the mark that torch.compile sets on a module, unless it was there before the block."""
     kept = {name: value for name, value in vars(model).items() if name == _MARK}
     try:
         yield
@@ -191,7 +192,10 @@ def _unmarked(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _fresh_dynamo(check_time: Callable[..., None]) -> Iterator[None]:
-    """Empty caches and default settings inside, empty caches and the user's settings, counters and callbacks after."""
+    """Empty Dynamo's caches before and after the block, and use default settings inside it.
+
+    Afterwards the user's settings, counters and callbacks are restored.
+    """
     callbacks = [*callback_handler.start_callbacks], [*callback_handler.end_callbacks]
     counted = {name: counter.copy() for name, counter in counters.items()}
     logger = logging.getLogger("torch._dynamo")
@@ -211,7 +215,7 @@ def _fresh_dynamo(check_time: Callable[..., None]) -> Iterator[None]:
 
 
 def _describe(error: BaseException) -> str:
-    """The class and the first line of what stopped the capture; of the backend's wrapper, what it wraps."""
+    """The class and the first line of the error that stopped the capture; a wrapper of the backend is unwrapped."""
     if isinstance(error, BackendCompilerFailed):
         error = error.inner_exception
     text = str(error).strip()
@@ -219,7 +223,7 @@ def _describe(error: BaseException) -> str:
 
 
 class _BreakBook:
-    """Collects breaks: those that end a graph, and those that made Dynamo leave a whole frame to Python."""
+    """Collects graph breaks, and failures that made Dynamo leave a whole frame to Python."""
 
     def __init__(self) -> None:
         self._found: Counter[_Place] = Counter()
@@ -227,7 +231,7 @@ class _BreakBook:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Frames that fail to be captured while the block runs are noted at its end, also after an error."""
+        """At the end of the block, record the frames that failed to be captured in it, also after an error."""
         self._started_microseconds = time.time_ns() // 1000
         try:
             yield
@@ -235,7 +239,7 @@ class _BreakBook:
             self._note_frames()
 
     def note(self, graph: GraphModule) -> None:
-        """Note why a graph ends where it does, unless the function simply returned."""
+        """Record why a graph ended, unless the function simply returned."""
         reason = getattr(graph, "compile_subgraph_reason", None)
         if reason is None or not reason.graph_break:
             return
@@ -260,7 +264,7 @@ class _BreakBook:
                 self._found[f"{reason}, in {name}", file, line] += 1
 
     def entries(self) -> tuple[GraphBreak, ...]:
-        """Every place once, those that were met most often first."""
+        """Every place once, the most frequent first."""
         return tuple(
             GraphBreak(
                 reason=reason,
@@ -274,7 +278,7 @@ class _BreakBook:
 
 
 def shorten(file: str) -> str:
-    """A path as its reader knows it: from the working directory, or from the top of the installed package."""
+    """Shorten a path: relative to the working directory, or from the top of the installed package, else the file's name."""
     _, found, inside = file.replace(os.sep, "/").rpartition("/site-packages/")
     if found:
         return inside
@@ -283,19 +287,19 @@ def shorten(file: str) -> str:
 
 
 def _code(file: str, line: int) -> str:
-    """The source line; empty for the head of a function, which says no more than its name."""
+    """The source line; empty for the head of a function, which does not say more than the function's name."""
     text = linecache.getline(file, line).strip() if file else ""
     return "" if text.startswith(("@", "def ")) else text
 
 
 def _readable(text: str) -> str:
-    """The first line of a reason; what follows it are hints for Dynamo's developers."""
+    """The first line of a reason; the other lines are hints for Dynamo's developers."""
     first = text.strip().splitlines()[0] if text.strip() else "no reason given"
     return "something in this call cannot be captured" if first == _IN_A_CALL else first
 
 
 def _frame(name: str | None) -> str:
-    """The function that Dynamo left to Python; the rest of one, after a break, goes by a made-up name."""
+    """The function that Dynamo left to Python. Dynamo's made-up name for the rest of a function is translated."""
     resumed = _RESUMED.fullmatch(name or "")
     if resumed is None:
         return name or "the function"

@@ -1,10 +1,11 @@
-"""Says which share of a step the compiler captured, what follows from that, and what a CUDA graph could not capture.
+"""Computes which share of a step the compiler captured, gives advice, and finds ops that a CUDA graph cannot capture.
 
-Both runs execute the same ops in the same order but for a few (a mask that is folded to a constant, heads that are not
-repeated). So captured ones are found by aligning the two sequences of op keys (``difflib``) and filling the holes.
+The eager run and the run under the compiler execute nearly the same ops in the same order; a few differ (a mask that is folded
+to a constant, heads that are not repeated). So captured ops are found by aligning the two sequences of op keys (``difflib``)
+and filling the holes.
 
-A CUDA graph replays kernels with fixed shapes and without the host. Ops whose result the host reads (``.item()``), and ops
-whose output shape depends on values (``nonzero``, indexing with a mask), cannot be in one; torch tags both kinds.
+A CUDA graph replays kernels with fixed shapes and without the host. So it cannot contain ops whose result the host reads
+(``.item()``), or ops whose output shape depends on values (``nonzero``, indexing with a mask). torch tags both kinds.
 """
 
 from __future__ import annotations
@@ -23,22 +24,25 @@ from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.trace import Phase, Trace, TraceOp
 
 RELY_ON_COMPILER = 0.9
-"""Above this share of the time the compiler's own recomputation has the whole step before it."""
+"""If more than this share of the time is captured, the compiler's own recomputation sees nearly the whole step."""
 _SHOWN = 4
 _MODEL = "the model itself"
 _LITTLE = 0.01
-"""Modules are named where what was missed takes at least this share of the time."""
+"""Uncaptured modules are named only if uncaptured ops take more than this share of the time."""
 _RANDOM = ("bernoulli", "native_dropout", "dropout", "rand", "normal")
 _FUSED = "scaled_dot_product"
 _DROPOUT = re.compile(r";0\.0*[1-9]")
-"""A positional number between 0 and 1 in the key of fused attention is its dropout; the scale goes by its name."""
+"""In the key of fused attention, a positional number between 0 and 1 is the dropout; the scale is a keyword."""
 _MASKED = ("index", "index_put", "index_put_", "_index_put_impl_")
-"""Indexing waits for values only where an index is a mask."""
+"""Ops that make the host wait for values only if an index is a mask."""
 _MASK_TYPES = ("b8[", "u8[")
 
 
 def judge_coverage(trace: Trace, costs: Costs, capture: Capture) -> CompilerCoverage:
-    """Shares and advice: ``trace`` is of the eager step, ``capture`` of the same step under the compiler."""
+    """Compute the captured shares and the advice.
+
+    ``trace`` is of the eager step, ``capture`` of the same step under the compiler.
+    """
     if not capture.is_asked:
         return CompilerCoverage(is_measured=False, note=capture.failure)
     ticks = [tick for tick, op in enumerate(trace.ops) if op.phase is not Phase.OPTIMIZER]
@@ -65,12 +69,12 @@ def judge_coverage(trace: Trace, costs: Costs, capture: Capture) -> CompilerCove
 
 
 def captured_ticks(trace: Trace, capture: Capture) -> set[int]:
-    """The ticks of forward and backward whose op ran, or came from, a captured graph."""
+    """The ticks of forward ops that ran in a captured graph, and of backward ops that came from one."""
     return _captured_forward(trace, capture) | _captured_backward(trace, capture)
 
 
 def _captured_forward(trace: Trace, capture: Capture) -> set[int]:
-    """Everything between the first and the last op of a graph belongs to it: graphs have no holes."""
+    """The captured ticks of forward. All ops from the first to the last op of a graph belong to it, without holes."""
     ticks = [tick for tick, op in enumerate(trace.ops) if op.phase is Phase.FORWARD]
     runs = [run for run, keys in enumerate(capture.forward) for _ in keys]
     spans: dict[int, tuple[int, int]] = {}
@@ -81,7 +85,7 @@ def _captured_forward(trace: Trace, capture: Capture) -> set[int]:
 
 
 def _captured_backward(trace: Trace, capture: Capture) -> set[int]:
-    """An op that is not matched is captured where its neighbours on both sides are."""
+    """The captured ticks of backward. An op without a match counts as captured if both matched neighbours are."""
     ticks = [tick for tick, op in enumerate(trace.ops) if op.phase is Phase.BACKWARD]
     pairs = _aligned(trace, ticks, [op.cost_key for op in capture.backward])
     found: set[int] = set()
@@ -93,7 +97,7 @@ def _captured_backward(trace: Trace, capture: Capture) -> set[int]:
 
 
 def _aligned(trace: Trace, ticks: Sequence[int], keys: Sequence[str]) -> list[tuple[int, int]]:
-    """Positions in ``ticks`` and in ``keys`` that are the same op, both ascending."""
+    """Pairs of positions in ``ticks`` and ``keys`` that are the same op, both ascending."""
     matcher = SequenceMatcher(None, [trace.ops[tick].cost_key for tick in ticks], keys, autojunk=False)
     return [
         (block.a + offset, block.b + offset) for block in matcher.get_matching_blocks() for offset in range(block.size)
@@ -109,7 +113,7 @@ def _note(capture: Capture) -> str:
 
 
 def _missed_regions(trace: Trace, captured: set[int]) -> list[str]:
-    """Regions whose forward was captured to less than ``RELY_ON_COMPILER``."""
+    """Regions with less than the share ``RELY_ON_COMPILER`` of their forward ops captured."""
     missed = []
     for call in trace.regions:
         ticks = range(*call.forward)
@@ -155,9 +159,10 @@ def _advice(found: CompilerCoverage, regions: Sequence[str], *, is_random: bool)
 
 
 def find_hazards(trace: Trace) -> tuple[CaptureHazard, ...]:
-    """The ops of the step that the host has to wait for, by kind and place, most frequent first.
+    """Find the ops that a CUDA graph cannot capture, because the host waits for them.
 
-    Fake tensors give values to no one, so a fake trace has only hazards of shape.
+    They are counted by kind and place, the most frequent first.
+    Fake tensors do not have values to read, so a fake trace only shows ops whose output shape depends on values.
     """
     found: Counter[tuple[str, str]] = Counter()
     for op in trace.ops:

@@ -1,8 +1,8 @@
-"""Says where the memory of the unmanaged peak is, what would help there, and how the attention keeps its matrix.
+"""Classifies the memory of the unmanaged peak, lists remedies, and finds out whether attention saves its matrix.
 
-A fused attention kernel (flash, memory-efficient, cuDNN) saves per-row sums and rebuilds the matrix in its own backward:
-recomputing its output in a plan runs the product a second time on top. Attention written out saves the softmax of every
-score: its bytes grow with the square of the sequence.
+A fused attention kernel (flash, memory-efficient, cuDNN) saves per-row sums and rebuilds the matrix in its own backward. So a
+plan that recomputes its output runs the product once more in addition. Attention that is written as separate ops saves the
+softmax of every score, whose bytes grow with the square of the sequence length.
 """
 
 from __future__ import annotations
@@ -20,13 +20,17 @@ from plimsoll.artifacts.trace import Category, Phase, Trace
 from plimsoll.units import format_bytes
 
 LITTLE = 0.1
-"""Where recomputation reaches less of the peak, activation management is not worth its trouble."""
+"""If recomputation can remove less than this share of the peak, activation management is not recommended."""
 _LARGE = 0.25
-"""A group that holds this share of the peak gets its remedies."""
+"""Remedies are listed for a group that holds at least this share of the peak."""
 _NOTHING = 0.005
+"""If recomputation can remove less than this share, the summary says that it cannot lower the peak."""
 _WORTH_CHUNKING = 0.05
+"""The chunked loss is listed as a remedy if it lowers the peak by more than this share."""
 _RANKS = 8
+"""The number of ranks in the example of sharding."""
 _CHUNKS = 8
+"""The number of chunks in the example of a chunked loss."""
 
 _PARAMETERS, _GRADIENTS, _OPTIMIZER = "parameters", "gradients", "optimizer state"
 _OTHER_STATE = "buffers and batch"
@@ -43,20 +47,20 @@ GROUPS = {
     _HEAD: _HEAD,
     _TEMPORARIES: _TEMPORARIES,
 }
-"""Which group every part of the peak belongs to."""
+"""The group of every part of the peak."""
 FUSED = "scaled_dot_product"
 _SOFTMAX = ("_softmax", "_safe_softmax", "softmax")
 _PRODUCTS = ("bmm", "mm", "matmul", "baddbmm", "addmm")
 _FURTHEST = 5
-"""Ops (dropout, casts, copies) that may stand between the softmax and the product with the values."""
+"""The most ops from the softmax to the product with the values, counting the product (dropout, casts, copies between)."""
 
 
 def find_bottleneck(trace: Trace, unmanaged: Plan, *, chunked_peak_bytes: int | None = None) -> Bottleneck:
-    """What holds the unmanaged peak.
+    """Split the unmanaged peak into parts, and name the largest group.
 
-    ``head and loss`` is what is made between the end of the last layer's forward and the start of the first layer's
-    backward: logits, the loss, and their gradients. ``unmanaged`` is the plan ``none``, whose floor is that of
-    recomputation; without ``chunked_peak_bytes`` no head was found whose loss could be computed in chunks.
+    ``head and loss`` are the tensors that are made between the end of the last layer's forward and the start of backward
+    through the layers: logits, the loss, and their gradients. ``unmanaged`` is the plan ``none``; its floor is the smallest
+    peak that recomputation reaches. ``chunked_peak_bytes`` is ``None`` if no head was found whose loss can be chunked.
     """
     peak = unmanaged.baseline_peak
     places = _places(trace)
@@ -97,7 +101,7 @@ def find_bottleneck(trace: Trace, unmanaged: Plan, *, chunked_peak_bytes: int | 
 
 
 def _group_bytes(parts: tuple[MemoryPart, ...]) -> dict[str, int]:
-    """Bytes of the groups state, activations, head and loss, temporaries."""
+    """Bytes per group: state, activations, head and loss, temporaries."""
     groups = dict.fromkeys(GROUPS.values(), 0)
     for part in parts:
         groups[GROUPS[part.name]] += part.bytes
@@ -110,11 +114,11 @@ _STATE_LABELS = {
     "optimizer state": _OPTIMIZER,
     "buffers": _OTHER_STATE,
 }
-"""Labels under which a peak names what stays for the whole step."""
+"""A peak's labels for memory that stays allocated during the whole step."""
 
 
 def _places(trace: Trace) -> dict[str, str]:
-    """The part that a holder's label belongs to, for everything that is named one by one."""
+    """The part of the peak for each label of a single storage."""
     start = max((call.forward[1] for call in trace.regions), default=0)
     ends = [call.backward[0] for call in trace.regions if call.backward[0] >= 0]
     end = min(ends, default=len(trace.ops))
@@ -133,7 +137,7 @@ def _places(trace: Trace) -> dict[str, str]:
 
 
 def _remedies(found: Bottleneck, groups: dict[str, int], chunked_peak_bytes: int | None) -> tuple[str, ...]:
-    """Remedies for the groups that activation management does not reach; their figures are replayed or computed."""
+    """Remedies for the groups that activation management does not reduce, with replayed or computed figures."""
     bytes_of = {part.name: part.bytes for part in found.parts}
     lines = []
     state, optimizer = groups[STATE], bytes_of[_OPTIMIZER]
@@ -170,9 +174,9 @@ def _remedies(found: Bottleneck, groups: dict[str, int], chunked_peak_bytes: int
 
 
 def measure_layers(trace: Trace, costs: Costs, unmanaged: Plan) -> tuple[LayerUse, ...]:
-    """What every region call saves for backward, and how long its forward and backward take.
+    """For every region call, the bytes that it saves for backward, and the seconds of its forward and backward.
 
-    ``unmanaged`` is the plan ``none``, which holds everything that autograd saves.
+    ``unmanaged`` is the plan ``none``, which keeps everything that autograd saves.
     """
     seconds: defaultdict[tuple[int, Phase], float] = defaultdict(float)
     for op in trace.ops:
@@ -191,7 +195,7 @@ def measure_layers(trace: Trace, costs: Costs, unmanaged: Plan) -> tuple[LayerUs
 
 @dataclass(frozen=True, slots=True)
 class AttentionUse:
-    """Fused calls in forward, and the matrices that autograd holds: how many, and their bytes."""
+    """How many fused attention calls forward makes, and how many attention matrices autograd saves, with their bytes."""
 
     fused_calls: int
     matrices: int
@@ -216,7 +220,7 @@ def find_attention(trace: Trace) -> AttentionUse:
 
 
 def _matrices(graph: RegionGraph) -> set[int]:
-    """Softmax results that go into a product, and what becomes of them on the way (dropout's output)."""
+    """Softmax results that reach a matrix product, and the large values on the way to it, such as dropout's output."""
     found: set[int] = set()
     for op in graph.ops:
         if op.name not in _SOFTMAX:

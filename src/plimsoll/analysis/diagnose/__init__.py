@@ -1,1 +1,1 @@
-"""Finds where the time of a training step goes, with a plan and without."""
+"""Splits the time that a plan adds to a training step into causes, from profiles without and with the plan."""

@@ -1,6 +1,6 @@
-"""Turns a profile into a ledger: who each instant of the steps belongs to, and what the host did while nothing ran.
+"""Turns a profile into a ledger: which work each instant of the steps belongs to, and what the host did in idle time.
 
-``_HostAccounts`` counts CPU ops, for traces without device activity; ``_DeviceAccounts`` counts what one device ran.
+``_HostAccounts`` counts CPU ops, for traces without device activity. ``_DeviceAccounts`` counts the work of one device.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ _MOVES_NOTHING = re.compile(
     r"|to|resize_|unflatten|flatten|contiguous|item|_local_scalar_dense|is_nonzero|movedim|diagonal|_reshape_alias"
     r"|lift_fresh|set_|view_as|expand_as|unfold|split_with_sizes|new_empty|new_empty_strided)"
 )
-"""Ops that only look at a tensor or make room for one."""
+"""Ops that only return a view, read metadata or allocate a tensor."""
 
 _Piece = tuple[int, int, int, int]
-"""Start, end, rank and owner: the index of the span that it is a part of."""
+"""Start, end, rank (see ``owned_ns``) and owner, the index of the span that the piece belongs to."""
 
 
 def keep_ledger(profile: Profile, unit: WorkUnit) -> Ledger:
-    """The accounts of a profile. CPU ops can be counted in a trace with device activity as well."""
+    """Make the ledger of a profile, in kernels or in CPU ops. CPU ops can also be counted if there is device activity."""
     return (_DeviceAccounts if unit is WorkUnit.KERNELS else _HostAccounts)(profile).close()
 
 
 class _Accounts(abc.ABC):
-    """Accounts of one profile; the common part: windows of the steps, and the host's launches and waits."""
+    """The common part of both kinds of accounts: the steps' windows, and the host's launches and waits."""
 
     unit: WorkUnit
     device: int | None = None
@@ -74,7 +74,7 @@ class _Accounts(abc.ABC):
         self.graph_launches = sum(self._is_inside(at_ns) for at_ns in graphs)
 
     def _windows(self) -> list[Interval]:
-        """Where the steps lie. Steps of a loop follow each other, so they are one window."""
+        """The intervals of the steps. Steps of a loop follow each other, so they are one window."""
         steps = self.profile.steps
         if not steps:
             self.notes.append(f"{self.profile.source} marks no steps: the whole trace counts as one.")
@@ -91,7 +91,7 @@ class _Accounts(abc.ABC):
         return max(0, bisect_right(self.step_starts, at_ns) - 1)
 
     def _wall_ns(self) -> tuple[int, ...]:
-        """The length of each step; the first and the last of a loop take what lies before and after them."""
+        """The length of each step. In a loop, the first step begins and the last step ends with the window."""
         if len(self.windows) > 1 or len(self.step_starts) == 1:
             return tuple(end - start for start, end in self.windows)
         start, end = self.windows[0]
@@ -104,7 +104,7 @@ class _Accounts(abc.ABC):
                 yield span.name, span.shape
 
     def close(self) -> Ledger:
-        """Give every busy instant to one piece of work; what is left of the steps is idle."""
+        """Assign every busy instant to one piece of work, and split the remaining idle time into gaps."""
         pieces = list(self._pieces())
         own_ns: Counter[int] = Counter()
         for (*_, owner), nanoseconds in zip(pieces, owned_ns([piece[:3] for piece in pieces]), strict=True):
@@ -142,7 +142,7 @@ class _Accounts(abc.ABC):
 
 
 class _HostAccounts(_Accounts):
-    """Accounts of CPU ops: each op's own time. What lies between ops is time of the host's Python and framework."""
+    """Accounts of CPU ops by their own time. Time between ops counts as idle: it is the host's Python and framework."""
 
     unit = WorkUnit.CPU_OPS
 
@@ -151,7 +151,7 @@ class _HostAccounts(_Accounts):
             span = self.nesting.spans[index]
             if span.kind is not HostKind.OP or self.labels[index].is_engine:
                 continue
-            if self._is_inside(span.start_ns):  # counts even if the ops that it calls take all of its time
+            if self._is_inside(span.start_ns):  # an empty piece, so that an op without own time is counted too
                 yield span.start_ns, span.start_ns, 0, index
             for segment in segments:
                 for start, end in clip(segment, self.windows):
@@ -169,13 +169,13 @@ class _HostAccounts(_Accounts):
             step=self._step_of(span.start_ns),
             own_ns=own_ns,
             is_counted=is_counted,
-            # Inputs are counted once, by the innermost op that reads them.
+            # Only the innermost op counts its input bytes, so that they are not counted twice.
             bytes=span.bytes if is_counted or span.bytes is None else 0,
         )
 
 
 class _DeviceAccounts(_Accounts):
-    """Accounts of one device: the one that is busy longest."""
+    """Accounts of the device that is busy longest."""
 
     unit = WorkUnit.KERNELS
 
@@ -202,7 +202,11 @@ class _DeviceAccounts(_Accounts):
             )
 
     def _windows(self) -> list[Interval]:
-        """Steps of a loop last from when earlier work has drained until their own has; steps apart stay as they are."""
+        """The intervals of the steps on the device.
+
+        A loop's window begins when earlier work has finished on the device, and ends when the steps' own work has finished.
+        Separate steps keep the host's intervals, because the host waited for the device after each step.
+        """
         windows = super()._windows()
         if not self.profile.steps or self.profile.are_steps_apart:
             return windows
@@ -212,7 +216,7 @@ class _DeviceAccounts(_Accounts):
             launch = self.launches.get(span.correlation)
             if launch is not None:
                 launched = self.nesting.spans[launch].start_ns
-            else:  # on a stream that has shown none of the steps' work, it was launched before the trace
+            else:  # launch not in the trace: launched before the trace if its stream has not yet run work of the steps
                 launched = first if span.stream in seen_streams else first - 1
             if launched < first < span.end_ns:
                 start = max(start, span.end_ns)
@@ -235,7 +239,7 @@ class _DeviceAccounts(_Accounts):
         if launch < 0:
             launch = asked
         if asked >= 0 and is_step(self.nesting.spans[asked]):
-            asked = -1  # a step says nothing about who asked
+            asked = -1  # the range of a step is not an op or a phase
         if launch >= 0 and asked < 0:
             asked = self._phase_range(self.nesting.spans[launch].start_ns)
         label = self.labels[asked] if asked >= 0 else Label()
@@ -256,9 +260,9 @@ class _DeviceAccounts(_Accounts):
         )
 
     def _phase_range(self, at_ns: int) -> int:
-        """The innermost range with a phase that is open on the thread that runs the steps.
+        """The innermost range with a phase that is open on the main thread at that moment, or -1.
 
-        Autograd's own thread names nothing. While it launches, the main thread waits inside ``backward``.
+        Autograd's own thread does not open named ranges. While it launches work, the main thread waits inside ``backward``.
         """
         index = self.nesting.innermost(self.main_thread, at_ns)
         while index >= 0 and (self.nesting.spans[index].kind is not HostKind.RANGE or self.labels[index].phase is None):
@@ -266,7 +270,7 @@ class _DeviceAccounts(_Accounts):
         return index
 
     def _gap(self, start: int, end: int, stalled_ns: int = 0) -> Gap:
-        """Stalled is what comes after the launch of the next work, if it is longer than a launch takes."""
+        """Count the part of a gap after the launch of the next work as stalled, if it is longer than a launch takes."""
         position = bisect_right(self.starts, end - 1)
         if position < len(self.spans) and self.starts[position] == end:
             launch = self.launches.get(self.spans[position].correlation, -1)
@@ -283,10 +287,10 @@ def _kind_of(span: DeviceSpan) -> WorkKind:
 
 
 def _computing_ops(nesting: Nesting) -> list[bool]:
-    """The innermost ops that compute something, rather than look at tensors or make room for them."""
+    """For each span, whether it is an innermost op that computes; ops that make views or allocate do not count."""
     is_computing = [False] * len(nesting.spans)
     has_computing = [False] * len(nesting.spans)
-    for index in range(len(nesting.spans) - 1, -1, -1):  # an op comes after the one that calls it
+    for index in range(len(nesting.spans) - 1, -1, -1):  # backwards: callees come after their callers
         span, parent = nesting.spans[index], nesting.parents[index]
         if span.kind is HostKind.OP and not has_computing[index]:
             is_computing[index] = not _MOVES_NOTHING.fullmatch(span.name)

@@ -1,10 +1,10 @@
-"""Says which phase of the step, which module and which layer a piece of work belongs to.
+"""Assigns pieces of work to a phase of the step, a module and a layer.
 
-A forward op carries autograd's sequence number, and the node that backward runs later carries the same: so backward work
-gets the module of its forward op. Ops that carry a number of their own *inside* a node of backward run with gradients
-enabled: that is somebody recomputing (``torch.utils.checkpoint``). Plimsoll's own recomputation is a range with a name.
+A forward op has autograd's sequence number, and the node that backward runs later has the same number. So backward work gets
+the module of its forward op. Ops *inside* a node of backward that have their own sequence number run with gradients enabled:
+they are recomputation (``torch.utils.checkpoint``). Plimsoll's own recomputation is a named range.
 
-Known weakness: a backward that builds a graph itself (``create_graph=True``) also numbers its ops, and looks recomputed.
+Known weakness: a backward that builds a graph itself (``create_graph=True``) also numbers its ops, so it looks recomputed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ _DIGITS = "0123456789"
 
 
 class Label(msgspec.Struct, frozen=True, gc=False):
-    """The phase and module of a span. ``is_in_node``: below a node of backward; ``is_engine``: part of autograd's machinery."""
+    """The phase and module of a span.
+
+    ``is_in_node`` is True inside a node of backward, ``is_engine`` for spans of autograd's engine itself.
+    """
 
     phase: WorkPhase | None = None
     module: str = ""
@@ -53,7 +56,7 @@ _NOTHING = Label()
 
 
 def label_spans(nesting: Nesting, profile: Profile) -> list[Label]:
-    """A label per span of ``nesting``, in its order."""
+    """Label every span of ``nesting``, in its order."""
     autograd = _Autograd(nesting, profile)
     labels: list[Label] = []
     previous_module: dict[str, str] = {}
@@ -63,7 +66,7 @@ def label_spans(nesting: Nesting, profile: Profile) -> list[Label]:
         label = _label(span, above, nesting.spans[parent] if parent >= 0 else None)
         if span.name.startswith(_NODE_PREFIX) or (span.node_thread > 0 and not above.is_in_node):
             module = autograd.module_of(span, labels, is_nested=above.is_in_node)
-            if not module and _ACCUMULATE in span.name:  # made by no op; it follows the node whose gradient it adds
+            if not module and _ACCUMULATE in span.name:  # not made by an op; it runs right after its gradient's node
                 module = previous_module.get(span.thread, "")
             previous_module[span.thread] = module
             label = Label(WorkPhase.BACKWARD, module, is_in_node=True, is_engine=True)
@@ -106,12 +109,12 @@ def _phase_of_range(name: str) -> WorkPhase | None:
 class _Autograd:
     """Facts about autograd: which forward op made a node, when backward starts, and what a node recomputes.
 
-    Numbers count per thread: what a recomputation numbers on backward's thread is kept apart from the forward pass.
+    Sequence numbers count per thread, so numbers of a recomputation on backward's thread are stored separately.
     """
 
     def __init__(self, nesting: Nesting, profile: Profile) -> None:
         self.recomputed: dict[int, tuple[int, int]] = {}
-        """By node of backward, from its first to its last child op that runs with gradients enabled."""
+        """Per node of backward, the interval from its first to its last child op that runs with gradients enabled."""
         self._links = profile.forward_links
         self._by_sequence: dict[tuple[bool, int], int] = {}
         self._by_start: dict[tuple[str, int], int] = {}
@@ -127,14 +130,14 @@ class _Autograd:
             elif span.kind is HostKind.OP:
                 if self._links:
                     self._by_start[span.thread, span.start_ns] = index
-                if span.sequence >= 0:  # the last, innermost op before the number moves on makes the node
+                if span.sequence >= 0:  # several ops have one number; the last, innermost one makes the node
                     self._by_sequence[is_nested, span.sequence] = index
                     if is_nested:
                         low, high = self.recomputed.get(parent, (span.start_ns, 0))
                         self.recomputed[parent] = (min(low, span.start_ns), max(high, nesting.ends[index]))
 
     def module_of(self, node: HostSpan, labels: list[Label], *, is_nested: bool) -> str:
-        """The module of the op that made the node; empty where the trace does not link them."""
+        """The module of the op that made the node; empty if the trace does not link them."""
         index = self._by_sequence.get((is_nested, node.sequence), -1) if node.sequence >= 0 else -1
         if index < 0:
             index = self._by_start.get(self._links.get((node.thread, node.start_ns), ("", -1)), -1)
@@ -149,7 +152,7 @@ class _Autograd:
 
 
 def find_layers(modules: Iterable[str]) -> dict[str, str]:
-    """The layer of each module path: its first part that is one of several numbered ones.
+    """The layer of each module path: its shortest prefix that has numbered siblings, or ``""``.
 
     Example:
         >>> find_layers(["model.norm", "model.layers.0.mlp", "model.layers.1"])
@@ -172,7 +175,7 @@ def _prefixes(path: str) -> list[str]:
 
 
 def tabulate_layers(baseline: Ledger, plan: Ledger) -> tuple[tuple[Layer, ...], bool]:
-    """Both sides by layer, and whether these are modules; by operation where the traces do not know modules."""
+    """Tabulate both sides by layer, or by operation if a trace lacks modules; also return whether rows are modules."""
     are_modules = baseline.has_modules and plan.has_modules
     layer_of = find_layers(work.module for each in (baseline, plan) for work in each.work) if are_modules else {}
     counts, busy_ns = [Counter[str](), Counter[str]()], [Counter[str](), Counter[str]()]

@@ -1,17 +1,17 @@
 """Splits the overhead between two ledgers into causes; the parts add up to it exactly.
 
-Every nanosecond of either side goes to one cause; a part is the difference of the two sides' sums per step. With m the
-baseline's median time of the same work (same name and, where both traces have them, same shape) in the same phase:
+Every nanosecond of either side is assigned to one cause. A part is the difference between the two sides' sums per step. Let m
+be the baseline's median time of the same work (same name and, if both traces have shapes, same shape) in the same phase:
 
-- recomputed work goes to RECOMPUTE with the m of its forward, and to MEMORY with what it took beyond m;
-- other work that both sides have goes to ADDED with m (so the part is the change in its count times m), and to MEMORY
-  with what it took beyond m; work of one side alone goes to ADDED as a whole;
+- recomputed work adds the m of its forward to RECOMPUTE, and its time minus m to MEMORY;
+- other work that both sides have adds m to ADDED (so the part is the change in its count times m), and its time minus m to
+  MEMORY; work that only one side has adds its whole time to ADDED;
 - copies and fills outside the recomputation go to COPIES;
-- where the plan runs fewer fused kernels than the baseline, these and the element-wise work that takes their place go to
+- if the plan runs fewer fused kernels than the baseline, the fused kernels and the element-wise work that replaces them go to
   FUSION;
-- idle time goes to SYNCHRONISATION while the host waits, to LAUNCH while it has not launched what runs next, and to
-  UNEXPLAINED where that was launched long before it ran;
-- what communication took beyond m goes to SYNCHRONISATION: ranks wait for each other inside it;
+- idle time goes to SYNCHRONISATION while the host waits, to LAUNCH while the host has not launched the next work, and to
+  UNEXPLAINED if the next work was launched long before it ran;
+- for communication, the time minus m goes to SYNCHRONISATION, because ranks wait for each other inside collectives;
 - whole CUDA graphs, whose kernels were not recorded, go to UNEXPLAINED.
 """
 
@@ -30,19 +30,20 @@ _NS = 1e-9
 _DETAILS = 3
 _LEAST_DETAIL_NS = 1000.0
 _MORE_WORK = 1.02
+"""Recomputation is inferred only if the plan's step has more pieces of work than the baseline's by this factor."""
 
 Key = tuple[str, str]
 
 
 def split_overhead(baseline: Ledger, plan: Ledger) -> tuple[OverheadPart, ...]:
-    """The overhead per step as one part per cause, in the order of ``OverheadCause``."""
+    """Split the overhead per step into one part per cause, in the order of ``OverheadCause``."""
     rules = _Rules(baseline, plan)
     before, after = _Account(baseline, rules), _Account(plan, rules)
     return tuple(_part(cause, before, after) for cause in OverheadCause)
 
 
 def repeats_are_inferred(baseline: Ledger, plan: Ledger) -> bool:
-    """Whether recomputation shows only as forward work that the plan runs more often."""
+    """Whether recomputation is not marked in the traces, and only shows as forward work that the plan runs more often."""
     if baseline.has_nodes and plan.has_nodes:
         return False
     if any(work.phase is WorkPhase.RECOMPUTE for work in plan.work):
@@ -51,7 +52,7 @@ def repeats_are_inferred(baseline: Ledger, plan: Ledger) -> bool:
 
 
 class _Rules:
-    """How long the baseline's work takes, and which causes this pair of profiles can show."""
+    """Assigns work to causes. It uses the baseline's median times and the facts that both profiles record."""
 
     def __init__(self, baseline: Ledger, plan: Ledger) -> None:
         self._has_shapes = baseline.has_shapes == plan.has_shapes
@@ -66,7 +67,7 @@ class _Rules:
         return (work.name, work.shape if self._has_shapes else "")
 
     def causes(self, work: WorkPiece) -> Iterable[tuple[OverheadCause, float]]:
-        """The causes that a piece of work goes to, and the nanoseconds of each."""
+        """The causes that a piece of work counts for, with the nanoseconds of each."""
         key = self.key(work)
         is_recomputed = work.phase is WorkPhase.RECOMPUTE
         if work.kind is WorkKind.GRAPH:
@@ -82,7 +83,10 @@ class _Rules:
         return ((self._cause_of(work, is_recomputed=is_again), reference), (slower, work.own_ns - reference))
 
     def _cause_of(self, work: WorkPiece, *, is_recomputed: bool) -> OverheadCause:
-        """The cause of running the work at all. Recomputed work without a counterpart may be a fused kernel taken apart."""
+        """The cause for running the work at all.
+
+        Recomputed work that the baseline does not have may be a part of a kernel that is fused in the baseline.
+        """
         if is_recomputed:
             return OverheadCause.RECOMPUTE
         if self._is_fusion_lost and (work.is_fused or work.is_element_wise):
@@ -97,7 +101,7 @@ class _Rules:
         return {place: statistics.median(each) for place, each in times.items()}
 
     def _repeats(self, baseline: Ledger, plan: Ledger) -> frozenset[Key]:
-        """Forward work that the plan runs more often; all work, where the baseline's phases are not known."""
+        """Keys of forward work that the plan runs more often (of all work, if the baseline's phases are unknown)."""
         has_forward = any(work.phase is WorkPhase.FORWARD for work in baseline.work)
         ours = Counter(self.key(work) for work in baseline.work if not has_forward or work.phase is WorkPhase.FORWARD)
         before = Counter(self.key(work) for work in baseline.work)
@@ -106,7 +110,7 @@ class _Rules:
 
 
 class _Account:
-    """One side's nanoseconds per cause and step, and per cause and work."""
+    """One side's nanoseconds per cause and step, and per cause and name of the work."""
 
     def __init__(self, ledger: Ledger, rules: _Rules) -> None:
         self.steps = ledger.steps
@@ -123,11 +127,11 @@ class _Account:
             self.by_step[OverheadCause.UNEXPLAINED][step] += gap.stalled_ns
 
     def mean_ns(self, cause: OverheadCause) -> float:
-        """Per step."""
+        """The mean nanoseconds per step of a cause."""
         return math.fsum(self.by_step[cause]) / self.steps
 
     def error_ns(self, cause: OverheadCause) -> float:
-        """The standard error of the mean."""
+        """The standard error of that mean; 0 for a single step."""
         return statistics.stdev(self.by_step[cause]) / math.sqrt(self.steps) if self.steps > 1 else 0.0
 
 

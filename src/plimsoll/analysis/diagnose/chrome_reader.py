@@ -1,9 +1,9 @@
 """Reads Chrome traces as ``torch.profiler`` writes them.
 
-Microseconds become integer nanoseconds. Of Python's call stack (``with_stack=True``) only modules are read. Events of
-other categories than those below (memory events, the device's copies of annotations, other vendors' rows) are left out.
+Microseconds become integer nanoseconds. From Python's call stack (``with_stack=True``) only modules are read. Events of
+categories that are not listed below are skipped (memory events, the device's copies of annotations, other vendors' rows).
 
-Source: the categories and arguments are those that libkineto writes, see ``output_json.cpp`` in pytorch/kineto.
+Source: libkineto writes these categories and arguments, see ``output_json.cpp`` in pytorch/kineto.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from plimsoll.units import GIB
 
 _NS_PER_US = 1000
 _LIMITS = ReadLimits(most_bytes=1 * GIB, most_items=100_000_000)
-"""A step of a large model has some hundred thousand events of about 400 bytes and 25 items."""
+"""For scale: a step of a large model has some hundred thousand events of about 400 bytes and 25 JSON items each."""
 _MOST_US = 1e17
-"""Three thousand years: traces count from the boot of a machine or from 1970."""
+"""Three thousand years. Larger times are damage, since traces count from the machine's boot or from 1970."""
 _MOST_DIMENSIONS = 64
+"""The most dimensions that a tensor of torch has."""
 _MOST_INTEGER = 2**63
 _HOST = {
     "cpu_op": HostKind.OP,
@@ -60,7 +61,7 @@ _BYTES_BY_TYPE = {
 
 
 class _Arguments(msgspec.Struct, gc=False):
-    """The arguments that matter; all others are skipped while decoding."""
+    """The arguments that are used; all others are skipped while decoding."""
 
     external: Any = msgspec.field(name="External id", default=None)
     old_external: Any = msgspec.field(name="external id", default=None)
@@ -100,10 +101,10 @@ class _Trace(msgspec.Struct):
 
 
 def read_chrome(path: Path) -> Profile:
-    """Read a trace, packed with gzip or not.
+    """Read a trace, which may be compressed with gzip.
 
     Raises:
-        InvalidTrace: unreadable, empty, cut off, or not a trace of ``torch.profiler``.
+        InvalidTrace: the file is unreadable, empty, truncated, or not a trace of ``torch.profiler``.
     """
     trace = _decode(_unpack(path), path)
     _check_times(trace, path)
@@ -228,7 +229,7 @@ def _device_spans(events: Iterable[_Event], origin_us: float) -> Iterable[Device
 
 
 def _forward_links(events: Iterable[_Event], origin_us: float) -> dict[tuple[str, int], tuple[str, int]]:
-    """The arrows from forward ops to their backward ops, by where they end."""
+    """The trace's arrows from forward ops to backward ops, as a map from the backward end to the forward end."""
     starts: dict[str, tuple[str, int]] = {}
     ends: dict[str, tuple[str, int]] = {}
     for event in events:
@@ -239,10 +240,10 @@ def _forward_links(events: Iterable[_Event], origin_us: float) -> dict[tuple[str
 
 
 def input_bytes(dims: object, types: object) -> int | None:
-    """Bytes of the tensors that an op was given. It reads at least so many if it reads each of them once.
+    """Bytes of an op's input tensors: the op reads at least this if it reads each tensor once.
 
-    ``dims`` has a list of sizes per argument, empty where it is no tensor; lists of tensors nest once more. ``None``: the
-    trace has no shapes, or a dtype (as C++ calls it) is not known.
+    ``dims`` has one list of sizes per argument, which is empty for an argument that is not a tensor. A list of tensors is one
+    level deeper. Returns ``None`` if the trace lacks shapes, or if a dtype (in its C++ name) is unknown.
 
     Example:
         >>> input_bytes([[2, 8], [8], []], ["float", "c10::BFloat16", "Scalar"])
@@ -267,7 +268,7 @@ def input_bytes(dims: object, types: object) -> int | None:
 
 
 def _is_shape(sizes: object) -> bool:
-    """Whether they are the sizes of a tensor that could be."""
+    """Whether the sizes could be the shape of a real tensor."""
     return (
         isinstance(sizes, list)
         and len(sizes) <= _MOST_DIMENSIONS
@@ -289,7 +290,7 @@ def _text(value: object) -> str:
 
 
 def _integer(value: object, default: int) -> int:
-    """A number, also as text; one that no counter reaches is none."""
+    """Convert to an int, also from text; ``default`` if that fails or the number exceeds 63 bits."""
     try:
         number = int(value) if isinstance(value, int | float | str) else default
     except (ValueError, OverflowError):  # no digits, too many of them, or not finite

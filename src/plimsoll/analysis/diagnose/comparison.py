@@ -1,4 +1,4 @@
-"""Compares two profiles of one step, without and with a plan: figures of both sides, causes, warning signs, and limits."""
+"""Compares two profiles of one step, without and with a plan: figures per side, causes, warning signs, and limits."""
 
 from __future__ import annotations
 
@@ -34,20 +34,22 @@ Bandwidth = Callable[[str], float | None]
 _NS = 1e-9
 _LONG_GAP_NS = LONG_GAP_SECONDS / _NS
 _NOTABLE_GAP_SHARE = 0.05
-"""Long gaps are a sign where they take more of the step than this."""
+"""Long gaps raise a warning sign if they take more than this share of the step."""
 _LEAST_COMMON_SHARE = 0.9
-"""Two runs of one model share at least so much of the baseline's forward pass."""
+"""Two profiles of the same model have at least this share of the baseline's forward ops in common."""
 _MOST_FACTOR = 1.1
+"""If forward ops run more often by more than this factor, the profiles differ in their number of steps or micro-batches."""
 _SAME_FACTOR, _MOST_KEYS, _FEW_KEYS = 0.02, 0.8, 8
+"""Ops agree on a factor within the first share; at least the second share of all ops, and at least the third number, must."""
 
 
 def compare_profiles(baseline: Profile, plan: Profile, *, origin: ProfileOrigin, bandwidth: Bandwidth) -> Finding:
-    """Explain the difference of two profiles.
+    """Split the difference between two profiles into causes.
 
-    ``bandwidth`` looks up a device's peak where the traces do not have it.
+    ``bandwidth`` looks up a device's peak bandwidth if the traces do not contain it.
 
     Raises:
-        InvalidTrace: they are not two runs of the same step.
+        InvalidTrace: the profiles are not of the same step.
     """
     unit = WorkUnit.KERNELS if baseline.device and plan.device else WorkUnit.CPU_OPS
     before, after = (_with_bandwidth(keep_ledger(each, unit), bandwidth) for each in (baseline, plan))
@@ -81,11 +83,11 @@ def _with_bandwidth(ledger: Ledger, bandwidth: Bandwidth) -> Ledger:
 def refuse_unlike(baseline: Ledger, plan: Ledger) -> None:
     """Refuse two profiles that cannot come from the same model, batch and number of steps.
 
-    Compared are the forward ops per step (kernels where no op is known), with their shapes where both traces note them. A
-    plan may add ops to the forward pass, but those of the baseline have to be there.
+    The forward ops per step are compared (kernels if ops are unknown), with their shapes if both traces record them. A plan
+    may add ops to the forward pass, but the baseline's ops must all be there.
 
     Raises:
-        InvalidTrace: says how much of the baseline's forward pass the other one has.
+        InvalidTrace: says which share of the baseline's forward pass the plan's profile has.
     """
     ours, theirs = _forward_counts(baseline, plan), _forward_counts(plan, baseline)
     total = sum(ours.values())
@@ -117,9 +119,9 @@ def refuse_unlike(baseline: Ledger, plan: Ledger) -> None:
 
 
 def _is_uniform(factors: list[float], factor: float, baseline: Ledger, plan: Ledger) -> bool:
-    """Whether nearly every operation runs more often by one factor: another number of steps, or of micro-batches.
+    """Whether nearly all operations run more often by the same factor, so that steps or micro-batches differ in number.
 
-    A few operations tell that only where the steps are not marked.
+    If both traces mark their steps, at least eight operations must agree on the factor; otherwise one is enough.
     """
     same = sum(1 for each in factors if abs(each - factor) <= _SAME_FACTOR * factor)
     least = _FEW_KEYS if baseline.are_steps_marked and plan.are_steps_marked else 1
@@ -127,9 +129,10 @@ def _is_uniform(factors: list[float], factor: float, baseline: Ledger, plan: Led
 
 
 def _forward_counts(ledger: Ledger, other: Ledger) -> Counter[str]:
-    """Forward work per step, by name and, where both traces have shapes, by shape.
+    """Count forward work per step, by name and, if both traces have shapes, by shape.
 
-    Where only one side is compiled, ops that fuse come and go: then only the heavy ones are compared, which stay.
+    If only one side is compiled, fusion removes and adds element-wise ops. Then only matrix products, convolutions and
+    attention are counted, which fusion does not change.
     """
     has_shapes = ledger.has_shapes and other.has_shapes
     is_compiled, is_other_compiled = (any(work.is_fused for work in each.work) for each in (ledger, other))
@@ -142,7 +145,7 @@ def _forward_counts(ledger: Ledger, other: Ledger) -> Counter[str]:
 
 
 def _forward_work(ledger: Ledger, *, has_ops: bool) -> Sequence[tuple[str, str]]:
-    """Ops, or kernels where one side knows no ops; all kernels where phases are not known."""
+    """Forward ops, or forward kernels if a side lacks ops, or all kernels if phases are unknown."""
     if has_ops:
         return ledger.forward_ops
     kernels = [work for work in ledger.work if work.kind in (WorkKind.COMPUTE, WorkKind.GRAPH)]
@@ -151,7 +154,7 @@ def _forward_work(ledger: Ledger, *, has_ops: bool) -> Sequence[tuple[str, str]]
 
 
 def _measure_side(ledger: Ledger, layer_counts: Sequence[float]) -> Side:
-    """All figures of one profile, per step; ``layer_counts`` are the kernels of each numbered layer."""
+    """All figures of one profile per step. ``layer_counts`` are the kernels per step of each numbered layer."""
     steps = ledger.steps
     busy_ns = sum(work.own_ns for work in ledger.work)
     long_gaps = [gap.length_ns for gap in ledger.idle if gap.length_ns > _LONG_GAP_NS]
@@ -201,7 +204,7 @@ def _phase_use(ledger: Ledger, phase: WorkPhase) -> PhaseUse:
 
 
 def _read_signs(baseline: Side, plan: Side, unit: WorkUnit) -> list[WarningSign]:
-    """Where the plan stands against each threshold."""
+    """Compare the plan's figures with each threshold, one warning sign per threshold."""
     where, before, after = "per step", baseline.count, plan.count
     if baseline.kernels_per_layer and plan.kernels_per_layer:
         where, before, after = "per layer", baseline.kernels_per_layer, plan.kernels_per_layer
@@ -249,7 +252,7 @@ def _bandwidth_sign(plan: Side) -> WarningSign:
 
 
 def _notes(baseline: Profile, plan: Profile, before: Ledger, after: Ledger) -> list[str]:
-    """Say what the traces lack, and what follows from that."""
+    """List what the traces lack, and what follows from that."""
     notes = [*before.notes, *after.notes]
     if before.unit is WorkUnit.CPU_OPS:
         lacking = [profile.source for profile in (baseline, plan) if not profile.device]

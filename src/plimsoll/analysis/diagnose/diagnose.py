@@ -1,4 +1,4 @@
-"""``plimsoll.diagnose``: profiles a step without and with a plan, or reads two traces, and says where the overhead goes."""
+"""``plimsoll.diagnose``: splits a plan's overhead into causes, from a profile without and with the plan or from two traces."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _IN_KERNELS = (
 )
 _SQLITE_MAGIC = b"SQLite format 3\x00"
 _WARMUPS = 2
-"""The first managed step records, the second one is as all that follow."""
+"""Steps to run before timing: the first managed step records, the second step is like all later steps."""
 
 
 @overload
@@ -73,38 +73,40 @@ def diagnose(
     keep_traces: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Finding:
-    """Say where the overhead of a plan goes: recomputation, memory, lost fusion, launches, waiting, copies.
+    """Split the overhead of a plan into causes: recomputation, memory, lost fusion, launches, waiting, copies.
 
-    A step is profiled without and with the plan, in turns, and the two traces are compared; or two traces are given, both
-    of ``torch.profiler`` or both exported from Nsight Systems. On a CPU it works on CPU ops. What the traces cannot tell is
-    in the finding's notes. Model, gradients, buffers and random state are left as they were; no optimizer steps.
+    Either a model is profiled alternately without and with the plan, and the two traces are compared; or two traces are
+    passed, both from ``torch.profiler`` or both exported from Nsight Systems. Without device activity, CPU ops are compared.
+    The finding's notes list what the traces do not show. Model, gradients, buffers and random state are restored; the
+    optimizer does not step.
 
     Args:
         subject: the model, or the trace of the step without the plan.
-        beside: the batch, or the trace of the step with it.
-        plan: the plan, where a model is given.
+        beside: the batch, or the trace of the step with the plan.
+        plan: the plan, if a model is passed.
         loss: as for ``plimsoll.plan``.
-        steps: profiled steps of each side, at least one. On a CPU twice as many are run, and the quieter half is used.
-        keep_traces: a directory for the two traces; without one they are deleted.
-        progress: told the stage and the share done.
+        steps: profiled steps per side, at least one. On a CPU twice as many are run, and the quieter half is used.
+        keep_traces: a directory for the two traces; without it they are deleted.
+        progress: called with the stage and the share done.
 
     Returns:
         A finding; its parts add up to the overhead of the profiled steps.
 
     Raises:
-        InvalidTrace: a trace that cannot be read, or two that do not belong together.
-        InvalidOption: traces are given, and an option that they have no use for.
-        InvalidModel: a plan is at work on it already, or it is on the meta device.
-        PlanMismatch: the plan was made for something else.
-        TracingFailed: a profiler runs already.
-        PlanFileError: the traces cannot be kept there.
+        InvalidTrace: a trace cannot be read, or the two traces are not of the same step.
+        InvalidOption: an option was passed together with traces, where it does not have an effect; or ``steps`` is not a
+            count.
+        InvalidModel: a plan is already applied to the model, or the model is on the meta device.
+        PlanMismatch: the plan was made for another model or batch.
+        TracingFailed: a profiler is already running.
+        PlanFileError: the traces cannot be written to ``keep_traces``.
 
     Example:
         >>> finding = plimsoll.diagnose(model, batch, plan)  # doctest: +SKIP
         >>> finding = plimsoll.diagnose("baseline.json.gz", "plan.json.gz")  # doctest: +SKIP
 
-    Source: docs/diagnose.md defines every part. Known weakness: a profiler costs time per op, so the overhead of steps of
-    many small ops is larger under it; the finding shows the plain step's beside it.
+    Source: docs/diagnose.md defines every part. Known weakness: a profiler costs time per op, so it inflates the overhead of
+    steps with many small ops. The finding also shows the overhead without a profiler.
     """
     report = progress or silent
     if isinstance(subject, str | Path):
@@ -141,10 +143,10 @@ def _of_traces(baseline: str | Path, plan: object, extra: object, report: Progre
 
 
 def read_profiles(baseline: Path, plan: Path) -> tuple[Profile, Profile, ProfileOrigin]:
-    """Read two traces of one kind.
+    """Read two traces of the same kind.
 
     Raises:
-        InvalidTrace: unreadable, not a trace, or one of each kind.
+        InvalidTrace: a file is unreadable or not a trace, or the two come from different profilers.
     """
     origins = [_origin(path) for path in (baseline, plan)]
     if origins[0] is not origins[1]:
@@ -218,7 +220,11 @@ def _of_model(
 def _run_both(
     step: TrainingStep, plan: Plan, steps: int, folder: Path, report: Progress
 ) -> tuple[dict[str, float], TurnTraces]:
-    """Median seconds of plain steps, and profiled ones: so many, with their traces in a folder."""
+    """Time ``steps`` steps per side without a profiler, then profile as many and write the traces into ``folder``.
+
+    Returns:
+        Median seconds per side without a profiler, and the traces.
+    """
     report("running the unmanaged step", 0.0)
     for _ in range(_WARMUPS):
         step.run()
@@ -238,6 +244,7 @@ def _run_both(
 
         with (
             named_calls(step.model, find_units(step.model)),
+            # With all threads, times vary too much on a busy machine: docs/design/seconds-on-one-thread.md.
             one_thread() if step.device.type == "cpu" else contextlib.nullcontext(),
         ):
             recording = profile_in_turns(
@@ -267,7 +274,7 @@ def _check(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _folder(keep_traces: str | Path | None) -> Iterator[Path]:
-    """A directory for the traces: the user's, or one that is deleted."""
+    """A directory for the traces: the user's, or a temporary one that is deleted afterwards."""
     if keep_traces is None:
         with tempfile.TemporaryDirectory(prefix="plimsoll-") as temporary:
             yield Path(temporary)

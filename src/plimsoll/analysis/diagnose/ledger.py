@@ -1,7 +1,7 @@
-"""The accounts of one profile: its work, each piece with phase, module and the time that is its own, and its idle time.
+"""The accounts of one profile: pieces of work with phase, module and own time, and the idle time.
 
-On a device a piece of work is a kernel, a copy, a fill or a whole graph; without device activity it is a CPU op's own
-time. Every busy instant belongs to one piece, so the pieces add up to the busy time, and busy and idle time to the steps.
+On a device, a piece of work is a kernel, a copy, a fill or a whole graph. Without device activity, it is a CPU op's own time.
+Every busy instant belongs to one piece, so the pieces add up to the busy time, and busy plus idle time add up to the steps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _HEAVY = re.compile(
 
 
 class WorkKind(enum.Enum):
-    """What a piece of work is. Where several run at once, the instant goes to the first of this order."""
+    """The kind of a piece of work. If several run at once, the instant is assigned to the kind that comes first here."""
 
     COMPUTE = 0
     COMMUNICATION = 1
@@ -31,7 +31,7 @@ class WorkKind(enum.Enum):
 
 
 class WorkPiece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One piece of work. ``own_ns`` is its share of the busy time; ``operation`` the op or range that asked for it."""
+    """One piece of work. ``own_ns`` is its share of the busy time; ``operation`` is the op or range that launched it."""
 
     name: str
     shape: str
@@ -42,7 +42,7 @@ class WorkPiece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     step: int
     own_ns: int
     is_counted: bool = True
-    """Whether it computes. A CPU op that only looks at tensors, or calls other ops, takes time but is not counted."""
+    """Whether the work computes. A CPU op that only makes views, or calls other ops, takes time but is not counted."""
     bytes: int | None = None
 
     @property
@@ -52,25 +52,25 @@ class WorkPiece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def is_element_wise(self) -> bool:
-        """Whether a compiler would fuse it into its neighbours: computation that is no product or convolution."""
+        """Whether a compiler could fuse the work: it computes, is not fused yet, and is not a product or convolution."""
         return self.kind is WorkKind.COMPUTE and not is_heavy(self.name) and not self.is_fused
 
 
 def is_heavy(name: str) -> bool:
-    """Whether the op or kernel is a matrix product, a convolution or attention: work that no fusion removes."""
+    """Whether the op or kernel is a matrix product, a convolution or attention, which fusion does not remove."""
     return bool(_HEAVY.search(name))
 
 
 class Gap(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One interval in which nothing runs, split into what the host did meanwhile."""
+    """One idle interval, split by the host's activity in it."""
 
     step: int
     waiting_ns: int
-    """The host waited for the device."""
+    """Time while the host waited for the device."""
     launching_ns: int
-    """The host had not yet launched what runs next."""
+    """Time before the host launched the next work."""
     stalled_ns: int
-    """What runs next was launched already, and did not start for longer than a launch takes."""
+    """Time after the launch of the next work, if the work started later than a launch takes."""
 
     @property
     def length_ns(self) -> int:
@@ -78,7 +78,7 @@ class Gap(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Ledger(msgspec.Struct, frozen=True, kw_only=True):
-    """A profile as accounts: ``work`` and ``idle`` together are the ``steps`` steps, ``wall_ns`` each."""
+    """The accounts of a profile. ``work`` and ``idle`` add up to the lengths of the steps, ``wall_ns``."""
 
     source: str
     unit: WorkUnit
@@ -95,7 +95,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     has_shapes: bool
     has_modules: bool
     has_nodes: bool
-    """Whether the trace shows autograd's nodes, so that recomputation inside them can be told from backward."""
+    """Whether the trace shows autograd's nodes, so that recomputation inside them can be distinguished from backward."""
     notes: tuple[str, ...]
 
     @property

@@ -1,13 +1,13 @@
-"""Sets what a real run measured beside an estimate of it, item by item, and names what differs.
+"""Compares the measurements of a real run with an estimate of it, item by item, and explains each difference.
 
 Figures come from a JSON file of numbers, from a snapshot of torch's allocator (``torch.cuda.memory._dump_snapshot``), from a
-trace of ``torch.profiler``, or from a JSON file that names the latter two. A snapshot is a pickle; only lists, dicts, texts
-and numbers are read from it, so that it can run nothing.
+trace of ``torch.profiler``, or from a JSON file that names a snapshot or a trace. A snapshot is a pickle. Only lists, dicts,
+texts and numbers are read from it, so that it cannot run code.
 
-torch counts the workspaces of cuBLAS and what blocks are rounded up to as allocated, so both are part of what is compared.
+torch counts the workspaces of cuBLAS, and the padding of rounded-up blocks, as allocated. So both are part of the comparison.
 
-Known weaknesses: a snapshot knows no categories, so that its peak is one figure; kernels are told apart by their names; where
-collectives run beside computing, the profile's kernel seconds hold what they slow down.
+Known weaknesses: a snapshot does not record categories, so its peak is one figure. Kernels are classified by their names. If
+collectives overlap with computation, the profile's kernel seconds include the slowdown that the collectives cause.
 """
 
 from __future__ import annotations
@@ -35,19 +35,22 @@ from plimsoll.units import GIB, parse_bytes
 
 _LIMITS = ReadLimits(most_bytes=4 * GIB, most_items=100_000_000)
 _INSIDE = ("fragmentation", "workspaces of convolutions")
+"""Items of the allocator whose error does not widen the error bar of the peak allocated."""
 _PRODUCTS = re.compile(r"gemm|xmma|cutlass|matmul|nvjet|flash|fmha|attention|conv|cudnn", re.IGNORECASE)
 _COLLECTIVES = re.compile(r"nccl|rccl", re.IGNORECASE)
 _BYTES, _SECONDS, _RATE = "bytes", "seconds", "per second"
 _MOST_CORRECTION = 4.0
+"""A device that is faster or slower than its figures by more than this factor points to a run of another job."""
 _ROUNDED = 0.005
-"""People write figures with three digits: what is counted exactly may differ by so much."""
+"""The least error bar, as a share: people write figures with three digits, so even an exact figure may differ by this."""
 
 
 class RunFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a file of numbers may say; bytes are numbers or texts with a unit. ``stage`` is the pipeline rank's.
+    """The keys that a file of numbers may have. Bytes are numbers, or text with a unit.
 
-    ``allocated`` and ``reserved`` are torch's peaks, ``device`` what the driver counts. ``snapshot`` and ``trace`` are files
-    beside this one. ``items`` are bytes by the estimate's own names.
+    ``allocated`` and ``reserved`` are torch's peaks; ``device`` is the use that the driver reports. ``snapshot`` and
+    ``trace`` name files in the same folder. ``items`` are bytes by the estimate's own item names. ``stage`` is the pipeline
+    stage of the rank that measured.
     """
 
     step_seconds: float | None = None
@@ -65,15 +68,15 @@ class RunFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def set_beside(estimate: Estimate, run: RunFigures, path: Path) -> Estimate:
-    """The estimate with the figures of a run beside its own.
+    """Add a run's measured figures to the estimate, next to the estimated figures.
 
     Args:
         estimate: of the job that was run.
-        run: what ``read_run`` found.
-        path: the file that it found it in.
+        run: the figures that ``read_run`` read.
+        path: the file that they come from.
 
     Raises:
-        InvalidOption: it names what the estimate does not have, or nothing.
+        InvalidOption: the run names a stage or an item that the estimate does not have, or it has no figures.
 
     Example:
         >>> beside = set_beside(estimate, read_run(path), path)  # doctest: +SKIP
@@ -90,11 +93,11 @@ def set_beside(estimate: Estimate, run: RunFigures, path: Path) -> Estimate:
 
 
 def read_run(path: Path) -> RunFigures:
-    """The figures of a file, of whatever kind.
+    """Read a run's figures from a file of numbers, a snapshot or a trace.
 
     Raises:
-        InvalidOption: it cannot be read, or is no file of figures.
-        InvalidTrace: it is a damaged trace.
+        InvalidOption: the file cannot be read, or does not contain figures.
+        InvalidTrace: the file is a damaged trace.
     """
     run = _read(path)
     for name in filter(None, (run.snapshot, run.trace)):
@@ -109,7 +112,7 @@ def read_run(path: Path) -> RunFigures:
 def _read(path: Path) -> RunFigures:
     try:
         content = read_file(path, _LIMITS)
-        if content[:1] == b"\x80":  # what every pickle begins with
+        if content[:1] == b"\x80":  # the first byte of every pickle since protocol 2
             return _of_snapshot(_unpickled(content), path)
         node = decode_json(content, _LIMITS)
         if isinstance(node, dict) and "traceEvents" in node:
@@ -122,10 +125,10 @@ def _read(path: Path) -> RunFigures:
 
 
 def _checked(run: RunFigures) -> RunFigures:
-    """The figures, of which each is above zero and each size has a unit that is known.
+    """Return the figures if each is above zero and each size has a known unit.
 
     Raises:
-        ValueError: one is not.
+        ValueError: a figure is not above zero, or a size cannot be parsed.
     """
     figures = {key: value for key, value in msgspec.structs.asdict(run).items() if key not in ("stage", "items")}
     for name, value in [*figures.items(), *run.items.items()]:
@@ -148,7 +151,7 @@ def _refused(path: Path, why: str, advice: str) -> InvalidOption:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Reads what is made of lists, dicts, tuples, texts and numbers."""
+    """Unpickles lists, dicts, tuples, texts and numbers, and refuses every class."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"it would make a {module}.{name}, which a snapshot of the allocator has none of")
@@ -162,7 +165,7 @@ def _unpickled(content: bytes) -> Mapping[str, Any]:
 
 
 def _of_snapshot(snapshot: Mapping[str, Any], path: Path) -> RunFigures:
-    """Peaks of the device that reserves most: from the recorded history, or as they were when it was taken."""
+    """Peaks of the device that reserves most: from the recorded history, else the state when the snapshot was taken."""
     try:
         by_device: dict[int, list[int]] = {}
         for segment in snapshot["segments"]:
@@ -184,7 +187,7 @@ def _of_snapshot(snapshot: Mapping[str, Any], path: Path) -> RunFigures:
 
 
 def _peak(at_end: int, events: Iterable[Mapping[str, Any]], adds: tuple[str, ...], takes: tuple[str, ...]) -> int:
-    """The most that there was on the way to what there is at the end."""
+    """The highest level of the recorded history. It is computed backwards from the level at the end."""
     changes = [
         int(event["size"]) * (1 if event["action"] in adds else -1)
         for event in events
@@ -195,7 +198,7 @@ def _peak(at_end: int, events: Iterable[Mapping[str, Any]], adds: tuple[str, ...
 
 
 def _of_profile(profile: Profile) -> RunFigures:
-    """Seconds of a step, and of its kernels by kind; of the device with most kernels."""
+    """Seconds per step, and seconds of kernels by kind on the device with the most kernels."""
     if not profile.steps:
         raise InvalidOption(
             f"{profile.source} marks no steps.",
@@ -274,7 +277,11 @@ _OTHERS_DIFFER = "all other kernels: what they reach of the bandwidth, and how m
 
 
 def _in_allocator(stage: StageEstimate) -> list[str]:
-    """Names of the items that the caching allocator holds."""
+    """Names of the estimate's items that the caching allocator holds.
+
+    The items of a stage have a fixed order: the allocator holds all items up to ``fragmentation``, and the cuBLAS workspaces,
+    which come later in the list.
+    """
     names = [item.name for item in stage.items]
     if "fragmentation" not in names:
         return names
@@ -307,7 +314,7 @@ def _speed(estimate: Estimate, stage: StageEstimate, run: RunFigures) -> Iterato
 def _figure(
     name: str, estimated: float | None, error: float, measured: float, note: str = "", unit: str = _BYTES
 ) -> MeasuredFigure:
-    """One row; the note is kept where the two differ by more than the bar."""
+    """Make one row. It gets the note only if measurement and estimate differ by more than the error bar."""
     error = max(error, _ROUNDED * (estimated or 0))
     made = MeasuredFigure(name=name, unit=unit, estimated=estimated, error=error, measured=measured)
     return made if made.is_inside else replace(made, note=note)
@@ -317,13 +324,13 @@ def _figure(
 
 
 def correct_device(estimate: Estimate) -> DeviceCorrection:
-    """How much faster the device runs than its figures say, by what a run measured.
+    """Compute how much faster the device runs than its catalogue figures say, from a measured run.
 
-    With a profile, products and all other kernels are corrected apart; otherwise the whole step by one factor, of which
-    nothing says whether arithmetic, memory, links or the host made it.
+    With a profile, matrix products and all other kernels get separate factors. Otherwise the whole step gets one factor,
+    because the step's time alone does not show whether arithmetic, memory, links or the host cause the difference.
 
     Raises:
-        InvalidOption: the run measured no time, or one that no correction of a device explains.
+        InvalidOption: the run did not measure time, or the factor is below 1/4 or above 4, so that it is another job.
     """
     by_name = {figure.name: figure for figure in estimate.measured if figure.estimated}
     factors = {name: (figure.estimated or 0) / figure.measured for name, figure in by_name.items() if figure.measured}
@@ -354,5 +361,5 @@ def correct_device(estimate: Estimate) -> DeviceCorrection:
 
 
 def save_correction(correction: DeviceCorrection, path: Path) -> None:
-    """Write it as JSON, which ``--device`` takes in the place of a name."""
+    """Write the correction as a JSON file, which ``--device`` accepts instead of a device name."""
     write_whole(msgspec.json.format(msgspec.json.encode(correction), indent=1) + b"\n", path)

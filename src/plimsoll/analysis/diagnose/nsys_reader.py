@@ -1,9 +1,9 @@
 """Reads SQLite exports of Nsight Systems.
 
-A table or column exists only where it has content, so both are looked up first. A kernel belongs to the NVTX
-range around its launch, which is found by the correlation id and the process. Where CUDA graphs were traced as a whole,
-each launch is one ``GRAPH`` span; kernels of single nodes are kernels. ``torch.autograd.profiler.emit_nvtx`` writes ops as
-ranges (``aten::mm, seq = 12``), which are read as ops again.
+An export omits empty tables and columns, so both are looked up first. A kernel belongs to the NVTX range around its launch,
+which is found by the correlation id and the process. If CUDA graphs were traced as a whole, each launch is one ``GRAPH`` span;
+if their nodes were traced, the nodes are kernels. ``torch.autograd.profiler.emit_nvtx`` writes ops as ranges
+(``aten::mm, seq = 12``), which are read as ops.
 
 Source: "SQLite Schema Reference" in NVIDIA's Nsight Systems user guide. Times are nanoseconds; a global thread id holds
 the process in its upper bits and the thread in its lower 24.
@@ -31,7 +31,7 @@ _CALLS = "CUPTI_ACTIVITY_KIND_RUNTIME"
 _RANGES = "NVTX_EVENTS"
 _OF_NSYS = (_KERNELS, _COPIES, _SETS, _GRAPHS, _CALLS, _RANGES, "META_DATA_EXPORT", "TARGET_INFO_GPU", "StringIds")
 _RANGE_TYPES = (59, 60, 70, 71)
-"""Push/pop and start/end ranges, of NVTX and of its extension."""
+"""Event types of push/pop and start/end ranges, of NVTX and of its extension."""
 _OP_NAME = re.compile(r"(?P<name>[^,]+), (?:op_id = -?\d+, |)(?:input_op_ids = .*?, |)seq = (?P<sequence>-?\d+)")
 _NODE_NAME = re.compile(r"autograd::engine::evaluate_function: |\w+Backward\d*$")
 _VERSION = re.compile(r"_v\d+$|_ptsz$|_ptds$")
@@ -39,20 +39,21 @@ _COPY_KINDS = {1: "HtoD", 2: "DtoH", 8: "DtoD", 9: "HtoH", 10: "PtoP"}
 _THREAD_BITS = 24
 _PATIENCE_SECONDS = 2.0
 _SLOWEST_BYTES_PER_SECOND = 1e6
-"""An export is read at twenty times that."""
+"""The time limit assumes this speed; an export is normally read twenty times as fast."""
 _STEPS = 100_000
-"""So many steps of SQLite's machine lie between two looks at the clock."""
+"""Instructions of SQLite's virtual machine between two checks of the time limit."""
 _MOST_BYTES = 8 * GIB
 _MOST_TEXT = 16 * MIB
 _MOST_INTEGER = 2**63
 _DIGITS = 18
+"""Only this many digits of a sequence number are read, so that it fits in 63 bits."""
 
 
 def read_nsys(path: Path) -> Profile:
     """Read an export that ``nsys export --type sqlite`` wrote.
 
     Raises:
-        InvalidTrace: no database, a damaged one, another program's, or one without a timeline.
+        InvalidTrace: the file is not a database, is damaged, comes from another program, or lacks a timeline.
     """
     try:
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as database:
@@ -76,7 +77,7 @@ class _Export:
         until = time.monotonic() + _PATIENCE_SECONDS + file_bytes / _SLOWEST_BYTES_PER_SECOND
         database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MOST_TEXT)
         database.set_progress_handler(lambda: time.monotonic() > until, _STEPS)
-        database.execute("PRAGMA trusted_schema = OFF")
+        database.execute("PRAGMA trusted_schema = OFF")  # views of an unknown file must not call unsafe functions
         rows = database.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')").fetchall()
         self.tables = {str(name) for (name,) in rows}
         self.strings: dict[object, str] = {}
@@ -84,7 +85,7 @@ class _Export:
             self.strings = {key: str(text) for key, text in self._counted("SELECT id, value FROM StringIds")}
 
     def rows(self, table: str, columns: tuple[str, ...]) -> Iterator[dict[str, object]]:
-        """The rows of a table; columns that it does not have are ``None``."""
+        """The rows of a table; missing columns are ``None``."""
         if table not in self.tables:
             return
         present = {str(row[1]) for row in self._database.execute(f'PRAGMA table_info("{table}")')}
@@ -93,7 +94,7 @@ class _Export:
             yield dict(zip(columns, row, strict=True))
 
     def _counted(self, query: str) -> Iterator[tuple[Any, ...]]:
-        """Rows, of which there are no more bytes than the file has: a view may make more of them than fit into memory."""
+        """Yield the rows of a query, and raise if they exceed the file's size: a view could make more than fit in memory."""
         for row in self._database.execute(query):
             self._left_bytes -= 1 + sum(len(value) for value in row if isinstance(value, str | bytes))
             if self._left_bytes < 0:
@@ -101,7 +102,7 @@ class _Export:
             yield row
 
     def text(self, key: object) -> str:
-        """A string by its id; old exports hold the string itself."""
+        """A string by its id; old exports contain the string itself instead of an id."""
         if key is None:
             return ""
         return key if isinstance(key, str) else self.strings.get(key, "")
@@ -210,7 +211,7 @@ def _device_span(row: dict[str, object], kind: DeviceKind, name: str, *, shape: 
 
 
 def _correlation(global_id: object, correlation: object) -> str:
-    """Correlation ids count per process."""
+    """Process and correlation id: ids are unique per process only."""
     return "" if correlation is None else f"{_number(global_id) >> _THREAD_BITS}/{correlation}"
 
 

@@ -1,7 +1,7 @@
-"""One trace in our own terms, whatever profiler wrote it: spans of the host and of the device, and the training steps.
+"""A profiler's trace in a common form: spans on the host and on the device, and the training steps.
 
-Times are integer nanoseconds from an origin of the file's own, so that sums of parts are exact. Below the spans comes the
-arithmetic on intervals, and the trees of spans that enclose each other on a thread.
+Times are integer nanoseconds from each file's own origin, so that sums of parts are exact. The file also has the arithmetic on
+intervals, and ``Nesting``, the trees of spans that enclose each other on a thread.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ Interval = tuple[int, int]
 
 
 class HostKind(enum.Enum):
-    """What a span on a thread of the host is."""
+    """The kind of a span on a host thread."""
 
     OP = "op"
     """An operation: ``aten::mm``, or a node of autograd's graph."""
     RANGE = "range"
-    """Something that a person or a library named: an annotation, an NVTX range, a module."""
+    """A named range: an annotation, an NVTX range, a module."""
     CALL = "call"
     """A call of the device's runtime or driver: a launch, a copy, a wait."""
 
 
 class DeviceKind(enum.Enum):
-    """What a span on a stream of the device is."""
+    """The kind of a span on a device stream."""
 
     KERNEL = "kernel"
     COPY = "copy"
@@ -42,8 +42,8 @@ class DeviceKind(enum.Enum):
 class HostSpan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One span on one thread.
 
-    ``sequence`` is autograd's sequence number, -1 where there is none; ``node_thread`` is positive for a node of
-    backward. ``bytes`` are those of the tensors that an op was given, ``None`` where the trace has no shapes.
+    ``sequence`` is autograd's sequence number, or -1. ``node_thread`` is positive for a node of backward. ``bytes`` is the size
+    of the op's input tensors, or ``None`` if the trace does not record shapes.
     """
 
     name: str
@@ -61,7 +61,7 @@ class HostSpan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class DeviceSpan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One span on one stream of a device. ``bytes`` are known of copies and sets."""
+    """One span on one stream of a device. ``bytes`` is set for copies and fills only."""
 
     name: str
     kind: DeviceKind
@@ -78,8 +78,8 @@ class DeviceSpan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """One trace.
 
-    ``steps`` are as the host ran them, empty where nothing marks them. ``forward_links`` lead from the start of a backward op
-    (thread, nanosecond) to that of the forward op that made it.
+    ``steps`` are the intervals of the steps on the host, empty if the trace does not mark steps. ``forward_links`` maps the
+    start of a backward op (thread, nanosecond) to the start of the forward op that created it.
     """
 
     source: str
@@ -87,7 +87,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     device: tuple[DeviceSpan, ...] = ()
     steps: tuple[Interval, ...] = ()
     are_steps_apart: bool = False
-    """Whether each step was waited for, and others ran in between; steps of a loop follow each other."""
+    """True if the host waited for the device after each step and other steps ran in between; False for steps of a loop."""
     device_names: dict[int, str] = {}
     bandwidth_bytes_per_second: dict[int, float] = {}
     forward_links: dict[tuple[str, int], tuple[str, int]] = {}
@@ -108,14 +108,15 @@ _STEP_NAME = re.compile(
 
 
 def is_step(span: HostSpan) -> bool:
-    """Whether a range marks a training step, which says nothing about what runs in it."""
+    """Whether a range marks a training step. Such a range does not tell the phase or module of the work inside."""
     return span.kind is HostKind.RANGE and _STEP_NAME.fullmatch(span.name) is not None
 
 
 def find_steps(host: tuple[HostSpan, ...]) -> tuple[tuple[Interval, ...], bool]:
-    """The ranges that mark training steps, in order, and whether they stand apart.
+    """Find the ranges that mark training steps, in order, and whether they are separate steps (``are_steps_apart``).
 
-    Where several families of names could be meant, the first of Plimsoll's own, the profiler's and other ones counts.
+    If ranges of several name families could be steps, Plimsoll's own names win, then the profiler's, then the most frequent
+    of the others.
     """
     families: dict[str, list[HostSpan]] = {}
     for span in host:
@@ -134,7 +135,7 @@ def find_steps(host: tuple[HostSpan, ...]) -> tuple[tuple[Interval, ...], bool]:
 
 
 def clip(interval: Interval, windows: Sequence[Interval]) -> list[Interval]:
-    """The parts of an interval that lie in disjoint, ordered windows.
+    """The parts of an interval that are inside disjoint, ordered windows.
 
     Example:
         >>> clip((1, 8), [(0, 2), (5, 6), (7, 20)])
@@ -152,7 +153,7 @@ def clip(interval: Interval, windows: Sequence[Interval]) -> list[Interval]:
 
 
 def covered_ns(interval: Interval, merged: Sequence[Interval]) -> int:
-    """How much of an interval disjoint, ordered intervals cover.
+    """How many nanoseconds of an interval are covered by disjoint, ordered intervals.
 
     Example:
         >>> covered_ns((0, 10), [(2, 3), (8, 20)])
@@ -162,10 +163,10 @@ def covered_ns(interval: Interval, merged: Sequence[Interval]) -> int:
 
 
 def owned_ns(pieces: Sequence[tuple[int, int, int]]) -> list[int]:
-    """Give every covered instant to one piece: that of the lowest rank, among equals the one that started first.
+    """Assign every covered instant to one piece: to the lowest rank, and among equal ranks to the earliest start.
 
-    Work that runs beside other work counts once that way, and the sum is the length of the union. Pieces are (start, end,
-    rank); the result is nanoseconds per piece, in the order given.
+    So work that overlaps counts once, and the results add up to the length of the union. Pieces are (start, end, rank). The
+    result is nanoseconds per piece, in the order of ``pieces``.
 
     Example:
         >>> owned_ns([(0, 10, 1), (4, 6, 0), (8, 12, 1)])
@@ -194,10 +195,10 @@ def owned_ns(pieces: Sequence[tuple[int, int, int]]) -> list[int]:
 
 
 class Nesting:
-    """The trees of spans, one per thread.
+    """The trees of nested spans, one tree per thread.
 
-    ``spans`` are ordered by start, an enclosing span before those inside it; ``parents`` holds the index of the innermost
-    enclosing span, -1 for none. Where clocks are coarse a span may end after the one that encloses it: it is cut there.
+    ``spans`` are sorted by start, and an enclosing span comes before the spans inside it. ``parents`` holds the index of each
+    span's innermost enclosing span, or -1. If a clock is coarse, a span may end after its parent; ``ends`` cuts it there.
     """
 
     def __init__(self, host: Sequence[HostSpan]) -> None:
@@ -217,7 +218,7 @@ class Nesting:
             self._on_thread.setdefault(span.thread, []).append(index)
 
     def innermost(self, thread: str, at_ns: int) -> int:
-        """The index of the innermost span that is open on a thread at a moment, -1 for none."""
+        """The index of the innermost span that is open on a thread at a moment, or -1."""
         indices = self._on_thread.get(thread, [])
         position = bisect_right(indices, at_ns, key=lambda index: self.spans[index].start_ns) - 1
         index = indices[position] if position >= 0 else -1
@@ -226,7 +227,7 @@ class Nesting:
         return index
 
     def own_segments(self) -> list[list[Interval]]:
-        """For each span the intervals in which none of its children runs; calls of the runtime count as their parent's."""
+        """For each span, the intervals without a running child. Time of runtime calls counts as the parent's own time."""
         segments: list[list[Interval]] = [[] for _ in self.spans]
         reached = [span.start_ns for span in self.spans]
         for index, span in enumerate(self.spans):

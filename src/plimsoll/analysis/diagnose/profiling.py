@@ -1,7 +1,7 @@
-"""Profiles a step in turns, without and with a plan, in one session of ``torch.profiler``, and names its modules.
+"""Profiles a step alternately without and with a plan, in one session of ``torch.profiler``, and labels its modules.
 
-There is one session for both, so that whatever drifts hits both; the trace is then cut at the steps. On a CPU the rounds that
-lost least time to other programs are kept, by the step's wall time less its CPU time.
+Both variants share one session, so that any drift affects both. Afterwards the trace is split by step. On a CPU, only the
+rounds that lost the least time to other programs are kept. Lost time is the step's wall time minus its CPU time.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from plimsoll.tracing.meters.timing import wait_for_device
 _STEP_PREFIX = "plimsoll.step: "
 _US = 1e6
 _RUN_PER_KEPT = 2
-"""On a CPU so many times the rounds are run as are kept."""
+"""Rounds to run per round that is kept, on a CPU."""
 _MARGIN_US = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One profiled step: its number in the session, its way of taking the step, its round, and the seconds it lost."""
+    """One profiled step: its number in the session, its variant ``name``, its round ``turn``, and its seconds."""
 
     number: int
     name: str
@@ -50,7 +50,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnTraces:
-    """The trace of each name; ``lost_share`` is the share of their steps' time that went to other programs, on a CPU."""
+    """One trace file per variant. ``lost_share`` is the share of the kept steps' time that other programs used (CPU only)."""
 
     traces: dict[str, Path]
     lost_share: float
@@ -66,10 +66,10 @@ def profile_in_turns(
     rounds: int,
     report: Progress,
 ) -> TurnTraces:
-    """Profile a step once per round and name, and write one trace per name.
+    """Profile one step per round and variant, and write one trace per variant.
 
-    ``prepare`` makes the next step go one of the ways in ``names`` and is not profiled; warm ``step`` up each way before.
-    The files are ``<name>.trace.json.gz`` in ``folder``, which exists.
+    ``prepare(name)`` switches to a variant before each step and is not part of the profiled step. Warm up ``step`` in every
+    variant before the call. The files are ``<name>.trace.json.gz`` in ``folder``, which must exist.
     """
     is_cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
@@ -78,6 +78,7 @@ def profile_in_turns(
     with profile(activities=activities, record_shapes=True) as profiler:
         for turn in range(total):
             report("profiling in turns", turn / total)
+            # The order alternates, so that no variant always runs second.
             for name in names if turn % 2 == 0 else reversed(names):
                 prepare(name)
                 turns.append(_run(step, len(turns), name, turn, device))
@@ -93,7 +94,7 @@ def profile_in_turns(
 
 
 def _run(step: Callable[[], object], number: int, name: str, turn: int, device: torch.device) -> Turn:
-    gc.collect()  # garbage of the step before must not be collected on this one's time
+    gc.collect()  # so that garbage of the previous step is not collected during this step
     start, start_of_process = time.perf_counter(), time.process_time()
     with record_function(f"{_STEP_PREFIX}{number}"):
         step()
@@ -103,7 +104,7 @@ def _run(step: Callable[[], object], number: int, name: str, turn: int, device: 
 
 
 def _quietest(turns: list[Turn], rounds: int) -> list[Turn]:
-    """The rounds that lost least. Whole rounds are kept, so that each step stays beside the one it is compared with."""
+    """Keep the rounds that lost the least time. Rounds are kept whole, so that each step keeps its counterpart."""
     lost: dict[int, float] = {}
     for turn in turns:
         lost[turn.turn] = max(lost.get(turn.turn, 0.0), turn.lost_seconds)
@@ -112,7 +113,7 @@ def _quietest(turns: list[Turn], rounds: int) -> list[Turn]:
 
 
 def _write(trace: dict[str, Any], turns: list[Turn], folder: Path, name: str) -> Path:
-    """The trace with the events of some steps alone."""
+    """Write a copy of the trace that has only the events of the given steps."""
     events = trace["traceEvents"]
     names = {f"{_STEP_PREFIX}{turn.number}" for turn in turns}
     ranges = sorted(
@@ -133,12 +134,11 @@ def _is_inside(at_us: float, ranges: list[tuple[float, float]]) -> bool:
 
 @contextlib.contextmanager
 def named_calls(model: nn.Module, units: Sequence[Unit] = ()) -> Iterator[None]:
-    """Make every forward call of a module a named range of the profiler, recomputed calls included, inside the block.
+    """Mark every forward call of a module as a named profiler range inside the block, including recomputed calls.
 
-    Not of modules that torch.compile compiles, ``units``: a hook would have them compiled anew.
+    Modules inside ``units``, which torch.compile compiles, are not marked: a hook would trigger a recompilation.
 
-    Ranges are closed in the order in which they were opened even if a forward raises, as recomputation that stops early
-    does.
+    Ranges stay nested even if a forward raises, as recomputation with early stop does.
     """
     opened: list[record_function] = []
     handles: list[RemovableHandle] = []

@@ -1,1 +1,1 @@
-"""Says why a step's peak is what it is, and what would lower it."""
+"""Explains what holds memory at a step's peak, and which changes would lower the peak."""

@@ -1,4 +1,4 @@
-"""Tries single changes to a step and ranks what they do to its peak: by replaying its events, never by a rule."""
+"""Tries single changes to a step and ranks them by the resulting peak, which comes from a replay of the step's events."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ from plimsoll.tracing.trace import trace as trace_step
 from plimsoll.tracing.trace import watch
 
 _REPLAYED, _MODELLED, _RUN_AGAIN, _PLANNED = "replayed", "modelled", "run again", "planned"
+"""How a change's peak was found (``Change.basis``)."""
 Choose = Callable[[StepIndex], Sequence[Choice]]
 _BOTH = " and "
 _CHUNK_LABEL = "one chunk of logits"
@@ -43,20 +44,21 @@ _OPTIMIZER_FORMS: dict[str, dict[str, object]] = {
     "foreach=False": {"foreach": False, "fused": None},
     "fused=True": {"foreach": None, "fused": True},
 }
+"""Options of torch's optimizers to try, with the arguments of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainedStep:
-    """The user's step, which is run, traced and replayed as often as explaining its peak takes."""
+    """The user's step, to run, trace and replay for the explanation of its peak."""
 
     task: TrainingTask
     regions: tuple[str, ...] | None
     device: Device | None
-    """A device from the catalogue that is not here; ``None``: the one that the model is on."""
+    """A device from the catalogue that is not in this machine; ``None`` for the model's own device."""
     context: Context
 
     def watch(self, batch: Any) -> WatchedStep:
-        """Run the step with whatever the model does by itself to save memory; op by op, where torch.compile fuses ops."""
+        """Run the step with the model's own way to save memory; compiled parts run uncompiled, op by op."""
         with in_place(self.task.units, lambda _: None):
             return watch(self.task.model, batch, context=self.context, **self._options())
 
@@ -66,7 +68,7 @@ class ExplainedStep:
             return self.watch(self.task.batch)
 
     def trace(self, batch: Any) -> Trace:
-        """The plain step with its regions, whatever the model does by itself; compiled parts as their kernels."""
+        """Trace the plain step with its regions, without the model's own memory saving; compiled parts as kernels."""
         with switched_off():
             if self.task.units:
                 task = dataclasses.replace(self.task, batch=batch)
@@ -78,24 +80,24 @@ class ExplainedStep:
         return {"loss": task.loss, "optimizer": task.optimizer, "regions": self.regions, "device_name": name}
 
     def index(self, trace: Trace) -> StepIndex:
-        """The events of a trace in order. Bytes do not depend on seconds; a roofline's are enough to order them."""
+        """The events of a trace in order. Peaks do not depend on exact seconds, so costs from a roofline are enough."""
         return StepIndex(trace, roofline_costs(trace, self.device or find_device("CPU")))
 
 
 @dataclass(frozen=True, slots=True)
 class PeakSubject:
-    """The step whose peak is to be lowered: its trace, what the engine does in it, and how it ran unmanaged."""
+    """The step whose peak is to be lowered: its trace, the engine's choices in it, and its unmanaged run."""
 
     trace: Trace
     watched: WatchedStep
     is_managed: bool
-    """Whether anything, of the model's own or of the engine, saves memory in it."""
+    """Whether the model itself or the engine saves memory in the step."""
     choose: Choose | None = None
-    """``None``: the engine does nothing, and the trace is that of ``watched``."""
+    """Makes the engine's choices for a trace. ``None``: the engine does nothing, and ``trace`` is ``watched.trace``."""
 
 
 class Changes:
-    """All changes to one step."""
+    """Tries all changes to one step, and collects their predicted peaks."""
 
     def __init__(self, step: ExplainedStep, subject: PeakSubject) -> None:
         self._step = step
@@ -105,7 +107,7 @@ class Changes:
         self._unsupported: list[Unsupported] = []
 
     def ranked(self) -> tuple[tuple[Change, ...], tuple[Unsupported, ...]]:
-        """The changes, those that lower the peak most first, and those whose effect cannot be told."""
+        """The changes, largest reduction of the peak first, and the changes whose effect cannot be predicted."""
         self._chunked_loss()
         self._freed_output()
         self._gradients_set_to_none()
@@ -116,7 +118,7 @@ class Changes:
         return tuple(self._found), tuple(self._unsupported)
 
     def _rank(self, change: Change) -> tuple[int, bool, int, str]:
-        """Changes that lower the peak most come first; of equal ones, a single change before two together."""
+        """Sort key: the largest reduction first; among equal reductions, a single change before a pair of changes."""
         step_bytes = max(LEAST_SHARE * self._peak_bytes, 1.0)
         return -round(change.lowers_bytes / step_bytes), _BOTH in change.name, -change.lowers_bytes, change.name
 
@@ -134,7 +136,7 @@ class Changes:
         )
 
     def _peak(self, trace: Trace) -> Peak:
-        """The peak of the step with other events, under the same choices."""
+        """The peak of a changed trace under the same strategy."""
         index = self._step.index(trace)
         choose = self._subject.choose
         return describe_peak(run_choices(index, choose_none(index, "") if choose is None else choose(index)))
@@ -152,7 +154,7 @@ class Changes:
 
     @property
     def _how_to_chunk(self) -> str:
-        """One line where that is enough; else what to call where the model computes its loss."""
+        """``chunk_loss(model)`` if the model supports it, else the loss function to call where the model computes its loss."""
         name = (
             "chunk_loss(model)" if can_chunk(self._step.task.model) else "linear_cross_entropy(hidden, weight, labels)"
         )
@@ -176,11 +178,11 @@ class Changes:
             self._add("gradients set to None", how, peak, _REPLAYED)
 
     def _in_subject(self, ticks: dict[int, int]) -> dict[int, int]:
-        """The same storages in the subject's trace, told by when they are made, how large they are and their label."""
+        """Map ticks of watched storages to the subject's trace; equal birth tick, size and label identify a storage."""
         trace, watched = self._subject.trace, self._subject.watched.trace
         if watched is trace:
             return ticks
-        if self._step.task.units:  # kernels have other ticks, and the loss may be one of them
+        if self._step.task.units:  # kernels have other ticks than ops, and the loss may be inside a kernel
             return {}
         ids = {(s.born, s.bytes, s.label): s.id for s in trace.storages}
         ours = {(s.born, s.bytes, s.label): ticks[s.id] for s in watched.storages if s.id in ticks}
@@ -221,7 +223,7 @@ class Changes:
         self._add("half the micro-batch", "half the batch, twice the accumulation steps", self._peak(trace), _RUN_AGAIN)
 
     def _strategies(self) -> None:
-        """Try Plimsoll's engine in place of what is done now, with and without the chunked loss."""
+        """Try Plimsoll's strategies instead of the present set-up, and the lowest plan also with the chunked loss."""
         try:
             trace = self._subject.trace if self._subject.choose is not None else self._step.trace(self._step.task.batch)
         except PlimsollError as error:
@@ -250,7 +252,7 @@ class Changes:
 
 
 def half_of(batch: Any) -> Any:
-    """The first half of a batch along its first dimension; ``None`` where there is none to halve.
+    """The first half of a batch along its first dimension; ``None`` if that dimension is missing or smaller than two.
 
     Example:
         >>> half_of({"x": torch.zeros(4, 3), "scale": torch.zeros(3)})["x"].shape
@@ -264,18 +266,18 @@ def half_of(batch: Any) -> Any:
 
 
 EIGHT_BIT_SHARE = (1 + 4 / 256) / 4
-"""Of float32 state: eight bits a number, and one float32 scale for 256 of them."""
+"""Share of the bytes of float32 state: eight bits per number, and one float32 scale per 256 numbers."""
 _LEAST_STATE_BYTES = 4096 * 4
-"""Optimizers of eight bits leave smaller tensors alone."""
+"""8-bit optimizers keep smaller tensors in float32."""
 
 
 def with_storages(trace: Trace, change: Callable[[Storage], Storage]) -> Trace:
-    """The step with every storage changed by a function."""
+    """A copy of the trace with ``change`` applied to every storage."""
     return replace(trace, storages=tuple(map(change, trace.storages)))
 
 
 def with_eight_bit_state(trace: Trace) -> Trace:
-    """The optimizer's state in eight bits per number instead of 32, as 8-bit optimizers hold it."""
+    """A copy of the trace with the optimizer's state in 8 bits per number instead of 32, as 8-bit optimizers hold it."""
 
     def change(storage: Storage) -> Storage:
         if storage.category is not Category.OPTIMIZER_STATE or storage.bytes < _LEAST_STATE_BYTES:

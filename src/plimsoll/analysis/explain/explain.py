@@ -1,6 +1,6 @@
-"""``plimsoll.explain``: runs a step as it is, or simulates it under a strategy, and explains its peak.
+"""``plimsoll.explain``: runs a step unchanged, or simulates it under a strategy, and explains its peak.
 
-Who holds memory is summed up by place; one paragraph says where the peak lies and why it did or did not move.
+Memory is summed up by module. One paragraph says when the peak occurs and why it did or did not move.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _BETWEEN = "::"
 """Separates module and op in a label."""
 _NOWHERE = "outside of modules"
 _MOVED = 0.5
-"""A peak that falls by less than this share of what the set-up frees after forward has hardly moved."""
+"""If the peak falls by less than this share of the bytes that the set-up frees after forward, it has hardly moved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakView:
-    """One way to run the step: its peak, and what stays resident between forward and backward."""
+    """The memory of one way to run the step: its peak, and the bytes that stay resident between forward and backward."""
 
     peak: Peak
     classes: dict[str, int]
@@ -63,7 +63,7 @@ class PeakView:
 
 
 def place_of(label: str, regions: Sequence[str]) -> str:
-    """The region that a label lies in, else its module, else the label itself.
+    """The region that contains the label, else the label's module, else the label itself.
 
     Example:
         >>> place_of("model.layers.0.mlp::mul#0", ["model.layers.0"])
@@ -75,7 +75,7 @@ def place_of(label: str, regions: Sequence[str]) -> str:
 
 
 def by_place(holders: Iterable[Holder], regions: Sequence[str]) -> tuple[Holder, ...]:
-    """The bytes of holders summed by place, largest first."""
+    """Sum the holders' bytes by place, and sort the places by size, the largest first."""
     bytes_of: Counter[str] = Counter()
     for holder in holders:
         bytes_of[place_of(holder.label, regions)] += holder.bytes
@@ -84,7 +84,7 @@ def by_place(holders: Iterable[Holder], regions: Sequence[str]) -> tuple[Holder,
 
 
 def recomputed_by_place(step: WatchedStep) -> tuple[RecomputedPart, ...]:
-    """Memory and ops of forward work that ran again in backward, by place: the most that was alive at once."""
+    """For each place, the ops that ran again in backward, and the most bytes of their results that were alive at once."""
     again = set(step.recomputed)
     ops: Counter[str] = Counter()
     for tick in step.recomputed:
@@ -111,7 +111,7 @@ def _most_at_once(storages: Iterable[Storage]) -> int:
 
 
 def judge(setup: str, seen: PeakView, plain: PeakView | None, changes: Sequence[Change]) -> str:
-    """What the set-up does to the peak, where the peak lies, and the change that lowers it most."""
+    """Say in words what the set-up does to the peak, when the peak occurs, and which change lowers it most."""
     peak = seen.peak
     holders = name_largest(group_holders(peak.holders))
     sentences = []
@@ -171,35 +171,35 @@ def explain(
     context: Context = contextlib.nullcontext,
     progress: Progress | None = None,
 ) -> Explanation:
-    """Say where the peak of a training step is, who holds it, and what would lower it, by how much.
+    """Find the peak of a training step, the tensors that hold it, and the changes that would lower it, with bytes.
 
-    Without a ``strategy`` the step is run once as it is, with whatever it does to save memory (``torch.utils.checkpoint``,
-    selective checkpointing, offloading contexts, nothing), and once with that switched off. With one, the step is traced
-    and the strategy simulated. What would lower the peak is found by replaying the step's events with the change, not by
-    a rule. Model, gradients, buffers, optimizer and random state are left as they were.
+    Without a ``strategy``, the step is run once with the model's own way to save memory (``torch.utils.checkpoint``,
+    selective checkpointing, offloading contexts), and once with that switched off. With a ``strategy``, the step is traced
+    and the strategy is simulated. The effect of a change on the peak comes from a replay of the step's events with the change,
+    not from a rule. Model, gradients, buffers, optimizer and random state are restored.
 
     Args:
-        model: any PyTorch model, on its device (or on the meta device), in the mode in which it trains: eager, or compiled
-            by torch.compile, whose parts are explained as kernels, beside the same step op by op.
+        model: any PyTorch model, on its device (or on the meta device), in its training mode. It may be eager, or compiled
+            by torch.compile; then its compiled parts are explained as kernels, compared with the same step op by op.
         batch: a tensor (one argument), a tuple (positional) or a dict (keywords).
         strategy: ``none``, ``full``, ``every:k``, ``sqrt``, ``input-only``, ``selective:…``, or a plan for this model that
-            keeps and recomputes.
+            only keeps and recomputes.
         loss: from the model's output to a scalar; by default ``output.loss``, or the output itself if it is a scalar.
-        optimizer: with it its state and its step belong to the step.
-        regions: module paths by which memory is summed up; by default the repeated blocks.
-        device_profile: explain for a device that is not here, from the catalogue (``"H100-SXM"``).
+        optimizer: if passed, its state and its update are part of the step.
+        regions: module paths; memory is summed up per region. By default the repeated blocks.
+        device_profile: explain for a device from the catalogue (``"H100-SXM"``) that is not in this machine.
         context: called before every step for a context to run it in, such as ``torch.autograd.graph.save_on_cpu``.
-        progress: told the stage and the share done.
+        progress: called with the stage and the share done.
 
     Returns:
-        An explanation: printable, savable; its ``changes`` are ranked by what they take off the peak.
+        An explanation that can be printed and saved. Its ``changes`` are ranked by the bytes that they take off the peak.
 
     Raises:
-        InvalidStrategy: no such strategy, or one that compresses or offloads.
-        InvalidOption: ``context`` is a context itself, not what makes one.
+        InvalidStrategy: the strategy is unknown, or it compresses or offloads.
+        InvalidOption: ``context`` is a context itself, not a function that makes one.
         PlanMismatch: the plan is for another model.
-        PlimsollError: what was passed makes no step (InvalidModel, InvalidBatch, InvalidLoss, InvalidRegions, UnknownDevice,
-            TracingFailed).
+        PlimsollError: the arguments do not make a step (InvalidModel, InvalidBatch, InvalidLoss, InvalidRegions,
+            UnknownDevice, TracingFailed).
 
     Example:
         >>> model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(4)])
@@ -207,7 +207,7 @@ def explain(
         >>> explanation.peak.bytes > explanation.resident_bytes
         True
 
-    Known weakness: memory that libraries take past torch's allocator is not seen.
+    Known weakness: memory that libraries allocate without torch's allocator is not counted.
     """
     refuse_several_ranks(model, "explain")
     _check_kind(strategy)
@@ -225,7 +225,7 @@ def explain(
 
 
 def _as_it_is(step: ExplainedStep, report: Progress) -> Explanation:
-    """Explain what the model does by itself."""
+    """Explain the step with the model's own way to save memory."""
     report("running the step as it is", 0.0)
     with watched(lambda pack, unpack: (pack, unpack)) as used:
         seen = step.watch(step.task.batch)
@@ -250,7 +250,10 @@ def _as_it_is(step: ExplainedStep, report: Progress) -> Explanation:
 
 
 def _under(asked: str | Plan | None, step: ExplainedStep, report: Progress) -> Explanation:
-    """Explain a strategy or a plan of Plimsoll's engine; a compiled step also as it is, beside what it would be op by op."""
+    """Explain a strategy or a plan of Plimsoll's engine.
+
+    For a compiled model without a strategy (``asked`` is None), explain the compiled step against the same step op by op.
+    """
     strategy = "none" if asked is None else asked
     name = strategy.strategy if isinstance(strategy, Plan) else strategy
     _refuse_forms(strategy)
@@ -258,7 +261,7 @@ def _under(asked: str | Plan | None, step: ExplainedStep, report: Progress) -> E
         refuse_other_model(step.task.model, strategy)
 
     def choose(index: StepIndex) -> Sequence[Choice]:
-        """Choices of the strategy in any trace of this step."""
+        """The strategy's choices for a trace of this step, which may be changed."""
         return choices_of(index, strategy.regions) if isinstance(strategy, Plan) else strategy_choices(index, strategy)
 
     report("tracing the step", 0.0)

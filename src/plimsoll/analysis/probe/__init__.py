@@ -1,1 +1,1 @@
-"""Trains with and without a plan and judges what the plan does to gradients, loss and speed."""
+"""Trains with and without a plan, and judges the plan's effect on gradients, loss and speed."""

@@ -1,8 +1,8 @@
-"""Trains both arms of a probe in turns, a chunk of steps at a time, on one model object, and logs them.
+"""Trains both arms of a probe alternately, a chunk of steps at a time, on one model object, and logs them.
 
-After every chunk an arm's state is written to the run directory and the other arm's is read, so the two never hold memory at
-the same time, and a run that was interrupted goes on from the last whole chunk. What happens in a chunk depends on the
-state at its start, the batches and the seed alone: an interrupted run gives the same numbers as one that was not.
+After every chunk, the arm's state is written to the run directory and the other arm's state is read. So only one arm's state
+is in memory at a time, and an interrupted run continues after its last whole chunk. The result of a chunk depends only on the
+state at its start, the batches and the seed. So an interrupted run gives the same numbers as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ from plimsoll.session.manage import manage
 from plimsoll.tracing.recorder.untouched import KeptState, RandomState
 
 _COMPARED = 1
-"""The step of a chunk in which gradients are compared: the one after the plan's recording step."""
+"""Index of the step within a chunk that compares gradients: the step after the plan's recording step."""
 _LEAST_STEPS_TO_MEASURE = 3
+"""The peak is measured only in chunks with a step after the recording step and the comparing step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Everything that a probe works with."""
+    """The inputs of a probe: model and trainer, plan, data, settings, run directory and progress report."""
 
     trainer: Trainer
     plan: Plan
@@ -54,10 +55,10 @@ class Job:
 
 
 class Arms:
-    """Both arms, and how far they are: taken up where an interrupted run left them.
+    """Both arms and their progress. Continues an interrupted run from its run directory.
 
     Args:
-        job: what is to be done.
+        job: the inputs of the probe.
         original: the weights that both arms start from.
     """
 
@@ -89,16 +90,16 @@ class Arms:
 
     @property
     def is_finite(self) -> bool:
-        """Whether neither arm has gone to NaN or infinity."""
+        """Whether losses and gradients of both arms are finite so far."""
         return all(log.is_finite for log in self._logs.values())
 
     @property
     def logs(self) -> tuple[ArmLog, ArmLog]:
-        """The baseline's and the plan's."""
+        """The logs of the baseline and of the plan."""
         return self._logs[BASELINE], self._logs[PLAN]
 
     def advance(self) -> None:
-        """Both arms take the next chunk (an arm that has taken it before an interruption does not)."""
+        """Run the next chunk in both arms. Skip an arm that had finished this chunk before an interruption."""
         settings = self._job.settings
         start = self.steps
         calls = self._job.stream.draw(min(settings.chunk_steps, settings.steps - start))
@@ -108,7 +109,7 @@ class Arms:
         self._check_data()
 
     def _check_data(self) -> None:
-        """Refuse data that is not what an arm was trained on before."""
+        """Raise if the data differs from the data that an arm was trained on before the interruption."""
         stream = self._job.stream
         for arm in ARMS:
             known = self._checksums.get((arm, stream.drawn))
@@ -148,7 +149,7 @@ class Arms:
             data_checksum=job.stream.checksum,
         )
         job.directory.save(arm, state)
-        self._logs[arm] = log  # only now: an interrupted chunk is taken again as a whole
+        self._logs[arm] = log  # only after saving: an interrupted chunk is repeated as a whole
         for parameter in model.parameters():
             parameter.grad = None
 
@@ -161,9 +162,9 @@ class Arms:
         managed: Handle | None,
         chunk: tuple[int, int],
     ) -> StepRecord:
-        """One step of a chunk: the first records, the second is compared.
+        """Run one step of a chunk. The plan records in the first step, and gradients are compared in the second.
 
-        The peak is measured in the last step of the first chunk and of the last one: on a CPU that takes seconds.
+        The peak is measured only in the last step of the first and of the last chunk, because on a CPU that takes seconds.
         """
         start, count = chunk
         trainer, offset = self._job.trainer, step - start
@@ -181,11 +182,11 @@ class Arms:
             record = trainer.step(step, call, optimizer, watch)
         else:
             record = trainer.step(step, call, optimizer)
-        # The first step of a chunk records, which is no step's usual time.
+        # The first step of a chunk records, so its time is not typical and is dropped, for both arms alike.
         return record if offset else msgspec.structs.replace(record, seconds=None)
 
     def _reference(self, call: Call, managed: Handle) -> list[list[torch.Tensor | None]]:
-        """The unmanaged gradients at the parameters of now, which stay as they are."""
+        """The unmanaged gradients at the present parameters; model state and random state are restored afterwards."""
         trainer = self._job.trainer
         random, state = RandomState(), KeptState(trainer.model)
         with managed.paused():
@@ -196,7 +197,7 @@ class Arms:
         return gradients
 
     def _enter(self, arm: str) -> torch.optim.Optimizer:
-        """Put the arm's state into the model; its optimizer."""
+        """Load the arm's state into the model, and return the arm's optimizer."""
         model = self._job.trainer.model
         state = self._job.directory.load(arm) if self._steps_of(arm) else None
         put_weights(model, state or self._original)

@@ -1,6 +1,6 @@
-"""What the two arms of a probe write down, and the series and comparisons that the rules and the verdict are made from.
+"""The log records of a probe's two arms, and the series and comparisons that the rules and the verdict use.
 
-Numbers that are not finite are ``None`` in the records, so that the log is valid JSON. No torch in here.
+Numbers that are not finite are ``None`` in the records, so that the log is valid JSON. This file does not import torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ ARMS = (BASELINE, PLAN)
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One training step. ``seconds`` are left out where the step records or is measured, ``peak_bytes`` where it is not."""
+    """One training step.
+
+    ``seconds`` is ``None`` if the step records or its peak is measured. ``peak_bytes`` is ``None`` unless the peak is measured.
+    """
 
     step: int
     loss: float | None
@@ -31,7 +34,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_finite(self) -> bool:
-        """Whether loss and gradient are numbers."""
+        """Whether the loss and the gradient are finite."""
         return self.loss is not None and self.gradient_norm is not None
 
     def is_same(self, other: StepRecord) -> bool:
@@ -41,7 +44,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GradientRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The plan's gradient beside the unmanaged one, block by block: their product and both squared lengths."""
+    """The plan's gradient against the unmanaged gradient, per block: their inner product and both squared norms."""
 
     step: int
     products: tuple[float, ...]
@@ -54,14 +57,14 @@ class GradientRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HeldOutRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The loss of every held-out batch after so many steps."""
+    """The loss of every held-out batch after ``steps`` steps."""
 
     steps: int
     losses: tuple[float | None, ...]
 
 
 class ArmLog(msgspec.Struct, kw_only=True):
-    """Everything that one arm wrote down."""
+    """Everything that one arm logged."""
 
     steps: list[StepRecord] = []
     gradients: list[GradientRecord] = []
@@ -69,7 +72,7 @@ class ArmLog(msgspec.Struct, kw_only=True):
 
     @property
     def is_finite(self) -> bool:
-        """Whether no step went to NaN or infinity (an arm ends at the first one that does)."""
+        """Whether all steps are finite. An arm ends at its first step that is not, so the last step decides."""
         return not self.steps or self.steps[-1].is_finite
 
     def lines(self) -> list[bytes]:
@@ -102,11 +105,11 @@ class GradientSamples:
 
 
 class ProbeEvidence:
-    """What two arms wrote down.
+    """The logs of both arms as series.
 
     Args:
         baseline: the unmanaged arm's log.
-        plan: the managed arm's log, as long unless one of them went to NaN.
+        plan: the managed arm's log; it has the same length unless an arm went to NaN.
         blocks: names of the blocks, in the order of the records' norms.
     """
 
@@ -120,12 +123,12 @@ class ProbeEvidence:
 
     @property
     def is_finite(self) -> bool:
-        """Whether neither arm has gone to NaN or infinity."""
+        """Whether losses and gradients of both arms are finite."""
         return self.baseline_log.is_finite and self.plan_log.is_finite
 
     @property
     def identical_steps(self) -> int:
-        """How many steps, from the first one on, have the same bits in both arms."""
+        """The number of steps, from the first, that have the same bits in both arms."""
         pairs = zip(self.baseline_log.steps, self.plan_log.steps, strict=False)
         return next((i for i, (one, other) in enumerate(pairs) if not one.is_same(other)), self.steps)
 
@@ -135,8 +138,8 @@ class ProbeEvidence:
         return 0 < self.steps == self.identical_steps and len(self.baseline_log.steps) == len(self.plan_log.steps)
 
     def gradients(self, block: str) -> GradientSamples | None:
-        """The comparisons of one block's gradients; ``None`` where there is none."""
-        index = self.blocks.index(block) - 1  # the whole model, which is not among the records' blocks, comes first
+        """The comparisons of one block's gradients; ``None`` without a usable comparison."""
+        index = self.blocks.index(block) - 1  # -1 is the whole model, which the records do not list as a block
         sums = [
             [math.fsum(column) if index < 0 else column[index] for column in record.columns]
             for record in self.plan_log.gradients
@@ -151,11 +154,11 @@ class ProbeEvidence:
         return GradientSamples(errors, np.minimum(cosines, 1.0), products / ones)
 
     def norm_change(self, block: str) -> statistics.Mean | None:
-        """The mean logarithm of how much the plan changes the block's norm."""
+        """The mean log-ratio of the block's norm with the plan to its norm without."""
         return statistics.mean_of_steps(statistics.log_ratios(self.baseline.norms[block], self.plan.norms[block]))
 
     def held_out(self) -> tuple[Series, Series] | None:
-        """Losses of the held-out batches in both arms, at the latest look that both had."""
+        """Losses of the held-out batches in both arms, at the latest look that both arms reached."""
         ours = {record.steps: record.losses for record in self.plan_log.held_out}
         for record in reversed(self.baseline_log.held_out):
             if record.steps in ours:
@@ -178,7 +181,7 @@ def _floats(numbers: tuple[float | None, ...]) -> Series:
 
 
 def compare_norms(evidence: ProbeEvidence, error: float) -> tuple[NormComparison, ...]:
-    """Every block's norms in both arms, with intervals that are wrong with a probability of ``error``."""
+    """Compare every block's norms in both arms, with intervals that are wrong with probability ``error``."""
     made, p_values = [], []
     for block in evidence.blocks:
         one, other = evidence.baseline.norms[block], evidence.plan.norms[block]
@@ -197,7 +200,7 @@ def compare_norms(evidence: ProbeEvidence, error: float) -> tuple[NormComparison
 
 
 def _summarise(norms: Series) -> NormSummary:
-    """One arm's norms of one block."""
+    """Summarise one arm's norms of one block."""
     if not len(norms):
         return NormSummary(median=0.0, percentile_95=0.0, largest=0.0, spikes=0, kurtosis=None, quantiles=())
     return NormSummary(
@@ -211,7 +214,7 @@ def _summarise(norms: Series) -> NormSummary:
 
 
 def compare_gradients(evidence: ProbeEvidence, error: float) -> tuple[GradientComparison, ...]:
-    """Every block's gradients at equal parameters, with intervals that are wrong with a probability of ``error``."""
+    """Compare every block's gradients at equal parameters, with intervals that are wrong with probability ``error``."""
     made = []
     for block in evidence.blocks:
         samples = evidence.gradients(block)

@@ -1,7 +1,7 @@
-"""Keeps what a probe has to put back or take up again: weights and random state in memory, both arms in a run directory.
+"""Stores what a probe must restore or resume: weights and random state in memory, and both arms in a run directory.
 
-Files in the directory appear whole or not at all. An arm's state carries its whole log, so the log beside it (JSON lines, for
-people and scripts) is written again from there when a run is taken up: what a killed process left half-written does not matter.
+Files in the directory are written whole or not at all. An arm's state contains its whole log. The separate log file (JSON
+lines, for people and scripts) is written again from that state when a run resumes, so a half-written log does no harm.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LIMITS = ReadLimits(most_bytes=128 * MIB)
 
 
 def seed_everything(seed: int) -> None:
-    """Start all generators from one number."""
+    """Seed the generators of Python, NumPy and torch."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -43,7 +43,7 @@ def seed_everything(seed: int) -> None:
 
 @contextlib.contextmanager
 def own_randomness() -> Iterator[None]:
-    """Whatever is drawn inside changes nothing outside."""
+    """Restore the random state when the block ends."""
     before = RandomState()
     try:
         yield
@@ -52,14 +52,14 @@ def own_randomness() -> Iterator[None]:
 
 
 class Weights(msgspec.Struct, kw_only=True):
-    """Parameters (of sharded ones this rank's shards) and buffers on the host."""
+    """Copies of parameters and buffers on the host; of a sharded parameter, this rank's shard."""
 
     parameters: list[torch.Tensor]
     buffers: list[torch.Tensor]
 
 
 def take_weights(model: nn.Module) -> Weights:
-    """A copy of all parameters and buffers."""
+    """Copy all parameters and buffers to the host."""
     return Weights(
         parameters=[parameter.detach().to("cpu", copy=True) for parameter in _parameters(model)],
         buffers=[buffer.detach().to("cpu", copy=True) for buffer in model.buffers()],
@@ -67,7 +67,10 @@ def take_weights(model: nn.Module) -> Weights:
 
 
 def put_weights(model: nn.Module, weights: Weights, parameters: Sequence[torch.Tensor] | None = None) -> None:
-    """Write parameters and buffers into the model's own tensors (or into these ``parameters``, where it has others now)."""
+    """Write the weights into the model's own tensors, in place.
+
+    ``parameters`` are the tensors to write to, if the model may have replaced its own since the weights were taken.
+    """
     with torch.no_grad():
         for parameter, value in zip(parameters or _parameters(model), weights.parameters, strict=True):
             parameter.copy_(value)
@@ -77,11 +80,11 @@ def put_weights(model: nn.Module, weights: Weights, parameters: Sequence[torch.T
 
 @contextlib.contextmanager
 def trainable_copy(model: nn.Module) -> Iterator[Weights]:
-    """Let the block train the model; afterwards everything is as it was, the version counters of its tensors as well.
+    """Let the block train the model, and restore everything afterwards, including the version counters of its tensors.
 
-    What the model held is kept on the host, so that the device has room for one set of weights only.
+    The original weights are stored on the host, so that the device holds only one set of weights.
     """
-    # Now, while all are there: a step of a sharded model that fails may leave gathered ones in their places.
+    # Collected before training: a failing step of a sharded model may leave gathered parameters in place of the shards.
     parameters = _parameters(model)
     tensors = [*parameters, *model.buffers()]
     with own_randomness(), preserving_versions(tuple(tensors)), untouched(model):
@@ -97,7 +100,7 @@ def _parameters(model: nn.Module) -> list[torch.Tensor]:
 
 
 class ArmState(Weights, kw_only=True):
-    """Where one arm stands: tensors on the host, the optimizer's state, the log so far, and what it has seen of the data."""
+    """One arm's state: weights on the host, the optimizer's state, the log, and the checksum of the batches drawn so far."""
 
     optimizer: dict[str, Any]
     log: ArmLog
@@ -105,24 +108,24 @@ class ArmState(Weights, kw_only=True):
 
 
 class RunDirectory:
-    """Keeps a run.
+    """The directory that stores a run.
 
     Args:
-        path: made if it is not there.
+        path: the directory, which is created if necessary.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def claim(self, identity: Mapping[str, str]) -> None:
-        """Begin a run here, or go on with the one that is here.
+        """Begin a run in this directory, or continue the run that it contains.
 
         Args:
-            identity: everything that decides what the run gives, each part with its fingerprint.
+            identity: everything that determines the run's result, each part with its fingerprint.
 
         Raises:
-            ProbeRunMismatch: the directory holds another run, or something else.
-            ProbeRunUnusable: it cannot be read or written.
+            ProbeRunMismatch: the directory contains another run, or other files.
+            ProbeRunUnusable: the directory cannot be read or written.
         """
         wanted = dict(identity)
         with self._explained():
@@ -154,10 +157,10 @@ class RunDirectory:
             )
 
     def load(self, arm: str) -> ArmState | None:
-        """An arm's state after its last whole chunk; ``None`` before the first.
+        """Load an arm's state after its last whole chunk; ``None`` before the first chunk.
 
         Raises:
-            ProbeRunUnusable: it is there, but cannot be read.
+            ProbeRunUnusable: the file exists but cannot be read.
         """
         place = self.path / f"{arm}.pt"
         with self._explained():
@@ -169,11 +172,11 @@ class RunDirectory:
             held = torch.load(place, map_location="cpu", weights_only=True)
             log = msgspec.json.decode(held.pop("log"), type=ArmLog)
             return ArmState(log=log, **held)
-        except Exception as error:  # torch and pickle raise whatever a damaged file makes them run into
+        except Exception as error:  # for a damaged file, torch and pickle raise many kinds of errors
             raise self._damaged(place.name, error) from error
 
     def save(self, arm: str, state: ArmState) -> None:
-        """Keep an arm's state and log."""
+        """Write an arm's state and log."""
         held = msgspec.structs.asdict(state) | {"log": msgspec.json.encode(state.log)}
         with self._explained():
             self._write(f"{arm}.pt", lambda file: torch.save(held, file))
@@ -185,10 +188,10 @@ class RunDirectory:
             self._write(f"{arm}.jsonl", lambda file: file.write(b"".join(line + b"\n" for line in log.lines())))
 
     def verdict(self) -> Verdict | None:
-        """The verdict of a finished run.
+        """The verdict of a finished run; ``None`` if the run is not finished.
 
         Raises:
-            ProbeRunUnusable: something else is in its place.
+            ProbeRunUnusable: the verdict's file contains another artifact.
         """
         place = self.path / _VERDICT
         with self._explained():
@@ -205,7 +208,7 @@ class RunDirectory:
         return found
 
     def finish(self, verdict: Verdict) -> None:
-        """Keep the verdict; the arms' weights are not needed any more."""
+        """Write the verdict, and delete the arms' states, which are not needed any more."""
         with self._explained():
             self._write(_VERDICT, lambda file: file.write(to_json(verdict).encode()))
             for arm in (BASELINE, PLAN):

@@ -1,4 +1,4 @@
-"""Trains with a plan beside training without it, and puts together the verdict on what the plan does to training."""
+"""``plimsoll.probe``: trains with and without a plan, and makes the verdict whether the plan harms training."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from plimsoll.tracing.recorder.fingerprint import fingerprint, signature
 from plimsoll.units import check_count
 
 _MOST_EXPONENT = 700.0
-"""The exponential of more is no floating-point number."""
+"""Above about this exponent, ``math.exp`` overflows."""
 
 
 def probe(
@@ -57,41 +57,43 @@ def probe(
     data: str = "",
     progress: Progress | None = None,
 ) -> Verdict:
-    """Train with and without the plan, and say whether the plan harms training.
+    """Train with and without the plan, and judge whether the plan harms training.
 
-    Both arms start from the model's weights as they are and see the same batches with the same random numbers. They take
-    turns on the one model object, a chunk of steps at a time; their states wait in the run directory. The model, its
-    gradients and buffers and the random state are left as they were, also after an error or Ctrl-C.
+    Both arms, ``baseline`` and ``plan``, start from the model's present weights and see the same batches with the same random
+    numbers. They use the same model object alternately, a chunk of steps at a time. The state of the inactive arm is stored
+    in the run directory. The model, its gradients and buffers and the random state are restored, also after an error or
+    Ctrl-C.
 
     Args:
-        model: on its device, in the mode in which it trains.
-        batches: anything that yields batches (a loader, a list) and can be passed through again; or one batch (a tensor, a
-            tuple, a dict), which both arms then overfit.
+        model: on its device, in its training mode.
+        batches: an iterable of batches (a loader, a list) that can be iterated again; or one batch (a tensor, a tuple, a
+            dict), which both arms then overfit.
         plan: the plan to judge.
-        steps: that each arm takes, at least one.
+        steps: steps that each arm takes, at least one.
         loss: as for ``plimsoll.plan``.
-        optimizer: makes the optimizer of each arm from an iterable of parameters; AdamW by default.
-        held_out: batches for evaluation, or how many batches at the end of each pass through ``batches`` are set apart; by
-            default a tenth of them, at most 8, where their number is known.
-        target_loss: the loss to which steps and seconds are counted; by default the baseline's own final one.
+        optimizer: makes each arm's optimizer from an iterable of parameters; AdamW by default.
+        held_out: batches for evaluation, or the number of batches at the end of each pass through ``batches`` to set apart.
+            By default a tenth of the batches, at most 8, if their number is known.
+        target_loss: steps and seconds until this loss are reported; by default the baseline's own final loss.
         seed: of everything random.
-        run: a directory in which the run is kept: the same call goes on there after an interruption, and gives what an
-            uninterrupted one would. By default a temporary one.
-        chunk_steps: steps that one arm takes before the other one's turn.
+        run: a directory that stores the run. After an interruption, the same call continues there and returns the result of
+            an uninterrupted run. By default a temporary directory.
+        chunk_steps: steps that one arm takes before the other arm continues.
         early: stop as soon as the answer is clear.
-        data: what the batches are, in words, for the verdict.
-        progress: told the losses of both arms and the share done.
+        data: a description of the batches, for the verdict.
+        progress: called with the losses of both arms and the share done.
 
     Returns:
-        A verdict with the rule that decided it and the figures behind it; its exit code is 0 where training may rely on
-        the plan.
+        A verdict with the rule that decided it and the figures behind it. Its exit code is 0 if training may rely on the
+        plan.
 
     Raises:
-        InvalidOption: no steps, or a seed that is none.
-        InvalidProbe: no batches, fewer than are to be held out, or a target loss that is not finite.
+        InvalidOption: ``steps``, ``chunk_steps`` or ``seed`` is not a valid count.
+        InvalidProbe: ``batches`` is empty or too short to hold some out, or the target loss is not finite.
         ProbeRunMismatch: the run directory belongs to another probe, or the data has changed.
         ProbeRunUnusable: the run directory cannot be read or written.
         PlanMismatch: the plan was made for another model or step.
+        PlanNotUsable: the plan cannot be applied; its status says why.
 
     Example:
         >>> import torch, plimsoll
@@ -102,8 +104,8 @@ def probe(
         >>> plimsoll.probe(model, batches, plan, steps=4, loss=loss).ruling
         <Ruling.IDENTICAL: 'IDENTICAL'>
 
-    Source: docs/probe.md defines every figure and rule. Known weakness: two runs show one trajectory each; how far runs
-    from other seeds would lie apart is not known here.
+    Source: docs/probe.md defines every figure and rule. Known weakness: each arm is one run with one seed, so the spread
+    between seeds is not known.
     """
     report = progress or silent
     check_model(model)
@@ -157,7 +159,7 @@ def _settings(steps: int, chunk_steps: int, seed: int, target_loss: float | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _About:
-    """What a verdict says about the run besides its figures. ``items`` are counted per batch in ``items_per_step``."""
+    """A verdict's description of the run. ``items`` is the unit, such as tokens, that ``items_per_step`` counts per batch."""
 
     signature: str
     optimizer: str
@@ -199,7 +201,7 @@ def _about(
 
 
 def _identity(job: Job, about: _About) -> dict[str, str]:
-    """Everything that decides what a run gives, part by part; long parts as checksums."""
+    """Everything that determines a run's result, part by part; long parts are checksums."""
     model, plan = job.trainer.model, job.plan
     weights = 0
     for tensor in (*model.parameters(), *model.buffers()):
@@ -225,7 +227,7 @@ def _identity(job: Job, about: _About) -> dict[str, str]:
 
 
 def _run(job: Job) -> tuple[ProbeEvidence, Findings]:
-    """Train both arms in turns until the rules are clear or the steps are taken."""
+    """Train both arms alternately until the rules give a clear answer or all steps are taken."""
     settings = job.settings
     with trainable_copy(job.trainer.model) as original:
         arms = Arms(job, original)

@@ -1,8 +1,9 @@
-"""The rules that a plan is judged by, how each stands, and the ruling that follows. Each rule's definition is in docs/probe.md.
+"""The rules that judge a plan, the outcome of each, and the resulting ruling. docs/probe.md defines each rule.
 
-A rule is broken where an interval lies wholly outside of what is allowed, clear where one lies wholly inside, and open
-otherwise. Intervals that break are wider than those that clear: any rule, block and look can break the verdict by chance, so
-they share the error; to clear it all have to be clear, and no share is needed between them.
+A rule is broken if an interval is entirely outside the allowed range, clear if an interval is entirely inside, and open
+otherwise. The intervals that break a rule are wider than the intervals that clear it. The reason: any single rule, block or
+look can break the verdict by chance, so they share the allowed error. To clear the verdict, all rules must be clear, so they do
+not need to share the error.
 """
 
 from __future__ import annotations
@@ -18,26 +19,28 @@ from plimsoll.analysis.probe.evidence import ProbeEvidence, compare_gradients, c
 from plimsoll.artifacts.verdict import GradientComparison, IntervalEstimate, NormComparison, Outcome, Rule, Ruling
 
 MOST_SHIFT = 0.10
-"""How much a norm, or the gradient's length along the right direction, may change."""
+"""The largest allowed relative change of a norm, or of the gradient's length along the right direction."""
 LEAST_COSINE = 0.90
-"""Of the angle between the plan's gradient and the unmanaged one."""
+"""The smallest allowed cosine of the angle between the plan's gradient and the unmanaged gradient."""
 MOST_DELAY = 1.10
-"""How many times as many steps the plan may need for the same loss."""
+"""The plan may need at most this multiple of the baseline's steps for the same loss."""
 LEAST_HELD_OUT_MARGIN = 0.01
-"""A held-out loss that is worse by a smaller share than this is not called worse."""
+"""A held-out loss that is higher by a smaller share than this does not count as worse."""
 STATISTICAL_RULES = 5
-"""Rules that can be broken by chance: each gets its share of the error allowed."""
+"""The number of rules that can be broken by chance; each gets an equal share of the allowed error."""
 
 _FIRST_LOOK = 40
+"""The rules are not tested before this many steps."""
 _HALVINGS = 4
+"""The rules are tested after 1/16, 1/8, 1/4 and 1/2 of the steps, and at the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeSettings:
     """How both arms are run.
 
-    ``chunk_steps`` are taken by one arm before it makes way for the other; ``identical_steps`` are enough to call two arms
-    identical; ``error`` is allowed for the whole verdict (0.05: wrong once in twenty).
+    ``chunk_steps`` is how many steps one arm takes before the other arm continues. After ``identical_steps`` equal steps, the
+    arms count as identical. ``error`` is the allowed error probability of the whole verdict (0.05: wrong once in twenty).
     """
 
     steps: int = 1000
@@ -50,7 +53,7 @@ class ProbeSettings:
 
     @property
     def looks(self) -> tuple[int, ...]:
-        """Steps after which the rules are held against what was logged: whole chunks, each about twice the one before."""
+        """Steps after which the rules are tested. They are ends of chunks, each about twice the previous one."""
         found = {self.steps}
         for halving in range(1, _HALVINGS + 1):
             whole = -(-self.steps // (2**halving * self.chunk_steps)) * self.chunk_steps
@@ -60,26 +63,26 @@ class ProbeSettings:
 
     @property
     def error_to_clear(self) -> float:
-        """Two-sided error of the intervals that clear a rule: every look has an equal share.
+        """Two-sided error of the intervals that clear a rule: every look gets an equal share.
 
-        All rules have to be clear, so an error in any one of them does no harm beside the others.
+        The rules do not divide it further: all must be clear, so the verdict is wrongly good only if every rule is clear.
         """
         return self.error / self._decisions
 
     @property
     def error_to_break(self) -> float:
-        """Two-sided error of the intervals that break a rule: any rule at any look can do it, so they share the error."""
+        """Two-sided error of the intervals that break a rule. Any rule at any look can break, so all of them share it."""
         return self.error / (self._decisions * STATISTICAL_RULES)
 
     @property
     def _decisions(self) -> int:
-        """How often the rules decide: at every look, or at the end alone."""
+        """How often the rules decide: at every look, or only at the end."""
         return len(self.looks) if self.is_early else 1
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """The rules as they stand after so many steps, and the figures behind them."""
+    """The outcomes of the rules after some number of steps, and the figures behind them."""
 
     ruling: Ruling
     decided_by: str
@@ -91,12 +94,12 @@ class Findings:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """What open rules lack."""
+        """What each open rule still needs."""
         return tuple(f"{rule.name}: {rule.missing}" for rule in self.rules if rule.outcome is Outcome.OPEN)
 
     @property
     def reason(self) -> str:
-        """What was found by the rule that decided."""
+        """The finding of the rule that decided, with its limits."""
         deciding = [rule for rule in self.rules if rule.name == self.decided_by]
         if deciding:
             return f"{deciding[0].name}: {deciding[0].found}; allowed: {deciding[0].allowed}"
@@ -104,11 +107,11 @@ class Findings:
 
 
 def judge(evidence: ProbeEvidence, settings: ProbeSettings) -> Findings:
-    """Hold the rules against what was logged.
+    """Test all rules on the logged steps.
 
     Args:
         evidence: both arms, at least one step each.
-        settings: limits of the error.
+        settings: the allowed error and the looks.
     """
     rules = [_finite(evidence), _identical(evidence)]
     comparisons: tuple[NormComparison, ...] = ()
@@ -131,10 +134,10 @@ def judge(evidence: ProbeEvidence, settings: ProbeSettings) -> Findings:
 
 
 def stop_here(evidence: ProbeEvidence, settings: ProbeSettings) -> Findings | None:
-    """The findings if they are clear enough to stop before all steps are taken.
+    """Return the findings if they justify to stop before all steps are taken, else ``None``.
 
-    Between looks only NaN, infinity and bit-equality count, which chance cannot fake. What is bad may be said at any look,
-    that a plan is good from half of the steps on.
+    Between looks, only NaN, infinity and bit-equality count, because they cannot occur by chance. A bad ruling may stop the
+    run at any look; the ruling that the plan is good only after half of the steps.
     """
     steps = evidence.steps
     if not evidence.is_finite:
@@ -153,8 +156,8 @@ def stop_here(evidence: ProbeEvidence, settings: ProbeSettings) -> Findings | No
 
 
 def _decide(rules: Sequence[Rule]) -> tuple[Ruling, str]:
-    """The ruling, and the name of the rule that decided (or why none did)."""
-    order = list(Ruling)  # the first one that applies
+    """The ruling, and the name of the rule that decided, or a sentence if no single rule decided."""
+    order = list(Ruling)  # sorted by priority: the first ruling that applies wins
     broken = [rule for rule in rules if rule.outcome is Outcome.BROKEN]
     if broken:
         first = min(broken, key=lambda rule: order.index(rule.ruling))
@@ -168,7 +171,7 @@ def _decide(rules: Sequence[Rule]) -> tuple[Ruling, str]:
 
 
 def _finite(evidence: ProbeEvidence) -> Rule:
-    """Loss and gradient are numbers."""
+    """Rule: losses and gradients of both arms are finite."""
     found, ruling = "all losses and gradients are finite", Ruling.DIVERGED
     for name, log, its_ruling in (
         ("baseline", evidence.baseline_log, Ruling.BASELINE_DIVERGED),
@@ -182,7 +185,7 @@ def _finite(evidence: ProbeEvidence) -> Rule:
 
 
 def _identical(evidence: ProbeEvidence) -> Rule:
-    """Loss and norms are equal bit for bit; where they are not, the other rules decide."""
+    """Rule: losses and norms are equal bit for bit. If they are not, the other rules decide."""
     same = evidence.identical_steps
     outcome, found = Outcome.NOT_MEASURED, f"equal in the first {same} steps only"
     if evidence.is_identical:
@@ -197,7 +200,7 @@ def _identical(evidence: ProbeEvidence) -> Rule:
 
 
 def _spikes(whole: NormComparison, settings: ProbeSettings) -> Rule:
-    """The plan's gradients spike at most twice as often."""
+    """Rule: the plan's gradient norms spike less than twice as often as the baseline's."""
     one, other = whole.baseline.spikes, whole.plan.spikes
     p_value = statistics.more_spikes_p_value(one, other)
     outcome = Outcome.CLEAR
@@ -215,7 +218,7 @@ def _spikes(whole: NormComparison, settings: ProbeSettings) -> Rule:
 
 @dataclass(frozen=True, slots=True)
 class _Bounded:
-    """A figure with the interval that could break its rule, the one that could clear it, and what is allowed."""
+    """A figure with two intervals, ``wide`` to break its rule and ``narrow`` to clear it, and the allowed range."""
 
     label: str
     wide: IntervalEstimate
@@ -231,12 +234,12 @@ class _Bounded:
 
     @property
     def excess(self) -> float:
-        """How far outside of what is allowed the figure could lie (negative: how far inside it is for sure)."""
+        """How far the figure could be outside the allowed range; if negative, how far it is inside for sure."""
         return max(self.narrow.high - self.high, self.low - self.narrow.low)
 
     @property
     def certain_excess(self) -> float:
-        """How far outside of what is allowed the figure lies for sure."""
+        """How far the figure is outside the allowed range for sure."""
         return max(self.wide.low - self.high, self.low - self.wide.high)
 
 
@@ -247,14 +250,14 @@ def _bounded(
     allowed: tuple[float, float],
     scale: Callable[[float], float] = float,
 ) -> list[_Bounded]:
-    """The figure with its intervals, the one that breaks first; nothing where there are too few numbers for a mean.
+    """Make the figure with its two intervals; return ``[]`` if there were too few numbers for a mean.
 
     Args:
-        label: names the figure.
-        mean: of what was logged.
-        errors: allowed to the intervals that break and that clear.
-        allowed: the least and the most.
-        scale: makes the figure from the mean.
+        label: the figure's name.
+        mean: of the logged numbers.
+        errors: the errors of the interval that breaks and of the interval that clears.
+        allowed: the smallest and the largest allowed value.
+        scale: converts the mean into the figure.
     """
     if mean is None:
         return []
@@ -263,7 +266,7 @@ def _bounded(
 
 
 def _judged(name: str, ruling: Ruling, allowed: str, figures: Sequence[_Bounded], missing: str) -> Rule:
-    """A rule over several figures: broken by any one of them, clear if all are."""
+    """Make a rule from several figures: any broken figure breaks it, and it is clear if all figures are clear."""
     outcome, found = Outcome.OPEN, "too few steps"
     if figures:
         outcomes = {figure.outcome for figure in figures}
@@ -283,7 +286,7 @@ def _judged(name: str, ruling: Ruling, allowed: str, figures: Sequence[_Bounded]
 
 
 def _shift(evidence: ProbeEvidence, settings: ProbeSettings) -> Rule:
-    """No block's norm moves by more than a tenth."""
+    """Rule: no block's gradient norm changes by more than a tenth."""
     errors = (settings.error_to_break / len(evidence.blocks), settings.error_to_clear)
     figures = []
     for block in evidence.blocks:
@@ -294,7 +297,7 @@ def _shift(evidence: ProbeEvidence, settings: ProbeSettings) -> Rule:
 
 
 def _gradient(evidence: ProbeEvidence, settings: ProbeSettings) -> Rule:
-    """At equal parameters, the gradient keeps its direction, and its length along it, in every block."""
+    """Rule: at equal parameters, every block's gradient keeps its direction, and its length along the right direction."""
     errors = (settings.error_to_break / (2 * len(evidence.blocks)), settings.error_to_clear)
     gains, cosines = (1 - MOST_SHIFT, 1 + MOST_SHIFT), (LEAST_COSINE, math.inf)
     figures = []
@@ -309,7 +312,7 @@ def _gradient(evidence: ProbeEvidence, settings: ProbeSettings) -> Rule:
 
 
 def _delay(evidence: ProbeEvidence, settings: ProbeSettings) -> tuple[Rule, IntervalEstimate | None]:
-    """The plan needs at most a tenth more steps for the same loss."""
+    """Rule: the plan needs at most a tenth more steps for the same loss."""
     losses, window = evidence.baseline.losses, window_of(evidence.steps)
     figures = _bounded(
         "steps ×",
@@ -325,12 +328,12 @@ def _delay(evidence: ProbeEvidence, settings: ProbeSettings) -> tuple[Rule, Inte
 
 
 def window_of(steps: int) -> int:
-    """Steps over which losses are averaged: a fifth of the run, at least 16 where there are as many."""
+    """The number of steps over which losses are averaged: a fifth of the run, but at least 16 if the run has as many."""
     return min(steps, max(statistics.LEAST_STEPS, steps // 5))
 
 
 def _held_out(evidence: ProbeEvidence, settings: ProbeSettings) -> tuple[Rule, IntervalEstimate | None]:
-    """The plan's held-out loss is worse by no more than a tenth of the steps is worth, or by 1%."""
+    """Rule: the plan's held-out loss is higher by at most 1%, or by at most the gain of a tenth more steps."""
     pair = evidence.held_out()
     allowed = f"worse by no more than {MOST_DELAY - 1:.0%} of the steps gained, or {LEAST_HELD_OUT_MARGIN:.0%}"
     if pair is None or len(pair[0]) < statistics.LEAST_SAMPLES or not np.isfinite(pair[0]).all():

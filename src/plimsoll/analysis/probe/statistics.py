@@ -1,14 +1,14 @@
-"""Intervals, p-values, spikes and delays of the series that two arms log. Plain arrays: no torch in here.
+"""Intervals, p-values, spikes and delays of the series that two arms log. It uses NumPy arrays and does not import torch.
 
-Both arms see the same batch at the same step, so differences are taken step by step. They are not independent from one step
-to the next. The standard error of a mean is therefore that of the moving-block bootstrap (here in closed form, which is what
-infinitely many resamples give, with the correction for overlapping batch means), with blocks as long as the
-autocorrelation asks for, and the interval is Student's with one degree of freedom less than there are blocks.
+Both arms see the same batch at the same step, so differences are taken step by step. Consecutive differences are not
+independent. So the standard error of a mean comes from the moving-block bootstrap, in the closed form for infinitely many
+resamples, with the correction for overlapping batch means. The autocorrelation determines the block length. The interval is
+Student's, with one degree of freedom less than the number of blocks.
 
 Source: Künsch, "The jackknife and the bootstrap for general stationary observations", Annals of Statistics 17 (1989);
 Meketon and Schmeiser, "Overlapping batch means", Winter Simulation Conference 1984 (the correction); Andrews,
 "Heteroskedasticity and autocorrelation consistent covariance matrix estimation", Econometrica 59 (1991), equations 6.2 and
-6.4 (the length). Known weakness: with fewer than about ten blocks intervals are wide, and a drift over the whole series
+6.4 (the block length). Known weakness: with fewer than about ten blocks, intervals are wide and a drift over the whole series
 looks like noise.
 """
 
@@ -28,43 +28,45 @@ from plimsoll.artifacts.verdict import IntervalEstimate
 Series = NDArray[np.float64]
 
 LEAST_STEPS = 16
-"""Fewer give no interval."""
+"""The smallest number of steps that gives an interval."""
 LEAST_SAMPLES = 3
 SPIKE = 3.0
-"""A norm that is so many times the running median is a spike."""
+"""A norm above this multiple of the running median is a spike."""
 _MOST_CORRELATION = 0.97
+"""Larger correlations are cut to this: the formula for the block length diverges at 1."""
 _LEAST_BLOCKS = 4
+"""A series is divided into at least this many blocks."""
 _LONGER = 2.0
-"""Lengths of the least mean squared error give intervals that are too narrow; twice as long ones hold their error."""
+"""Factor on Andrews' block length. The length of least mean squared error gave intervals that missed too often."""
 _PERMUTATIONS = 999
 _MOST_RATIO = 1000.0
 _MOST_LOGARITHM = 50.0
-"""Beyond it a ratio is infinite for all that matters."""
+"""Larger logarithms are cut to this: a ratio of exp(50) is as good as infinite."""
 _RUNNING_WINDOW = 50
 _LEAST_WINDOW = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A mean with its standard error and degrees of freedom, from which intervals of any confidence follow."""
+    """A mean with its standard error and degrees of freedom, for intervals of any confidence."""
 
     value: float
     standard_error: float
     freedom: float
 
     def interval(self, error: float) -> tuple[float, float]:
-        """Where the mean lies, wrong with a probability of ``error`` (both sides together)."""
+        """The two-sided interval for the mean, which is wrong with probability ``error``."""
         reach = float(stats.t.isf(error / 2, self.freedom)) * self.standard_error
         return self.value - reach, self.value + reach
 
     def estimate(self, error: float, scale: Callable[[float], float] = float) -> IntervalEstimate:
-        """The mean with its interval, all three put through ``scale``."""
+        """The mean and both ends of its interval, each transformed by ``scale``."""
         low, high = self.interval(error)
         return IntervalEstimate(value=scale(self.value), low=scale(low), high=scale(high))
 
 
 def block_length(series: Series) -> int:
-    """How many consecutive numbers belong together, from the correlation of neighbours.
+    """The block length of the bootstrap, from the correlation of neighbouring numbers.
 
     Example:
         >>> block_length(np.random.default_rng(0).normal(size=1000))
@@ -103,7 +105,7 @@ def mean_of_samples(samples: Series) -> Mean | None:
 
 
 def log_ratios(baseline: Series, plan: Series) -> Series:
-    """The logarithm of the plan's norm by the baseline's, step by step; ratios beyond a thousand count as a thousand."""
+    """The logarithm of the plan's norm divided by the baseline's, per step; ratios are clipped to 1/1000 … 1000."""
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = np.log(plan) - np.log(baseline)
     ratios[(plan == 0) & (baseline == 0)] = 0.0
@@ -112,15 +114,15 @@ def log_ratios(baseline: Series, plan: Series) -> Series:
 
 
 def share_grown(logarithm: float) -> float:
-    """By which share something grows whose logarithm grows by so much."""
+    """Convert an increase of the logarithm into a relative increase."""
     return math.expm1(min(logarithm, _MOST_LOGARITHM))
 
 
 def swapped_p_value(baseline: Series, plan: Series) -> float | None:
-    """How likely the two samples would lie as far apart as they do if the arms were exchangeable.
+    """The p-value of a permutation test: the chance of this distance between the samples if the arms were exchangeable.
 
-    The distance is Kolmogorov and Smirnov's; arms are swapped by whole blocks of steps, as long as the autocorrelation of
-    the log-ratio asks for. ``None`` for too few steps.
+    The distance is Kolmogorov and Smirnov's. Arms are swapped in whole blocks of steps, whose length follows from the
+    autocorrelation of the log-ratio. ``None`` for fewer than ``LEAST_STEPS`` steps.
     """
     if len(baseline) < LEAST_STEPS:
         return None
@@ -138,13 +140,16 @@ def swapped_p_value(baseline: Series, plan: Series) -> float | None:
 
 
 def _distances(signs: Series, is_last_of_equals: NDArray[np.bool_]) -> Series:
-    """The Kolmogorov-Smirnov distance of every row, whose entries say to which sample the sorted values belong."""
+    """The Kolmogorov-Smirnov distance of every row, times the sample size.
+
+    The entries of a row are the sorted values' samples: 1 for the first sample, -1 for the second.
+    """
     steps = np.abs(np.cumsum(signs, axis=1))[:, is_last_of_equals]
     return np.asarray(steps.max(axis=1), dtype=np.float64)
 
 
 def adjusted(p_values: Sequence[float]) -> list[float]:
-    """P-values corrected for their number (Holm, Scandinavian Journal of Statistics 6, 1979).
+    """P-values corrected for multiple tests (Holm, Scandinavian Journal of Statistics 6, 1979).
 
     Example:
         >>> adjusted([0.01, 0.04, 0.03])
@@ -159,7 +164,10 @@ def adjusted(p_values: Sequence[float]) -> list[float]:
 
 
 def count_spikes(norms: Series) -> int:
-    """How often the norm rises above three times the median of the 50 steps before; steps in a row count once."""
+    """Count the times that the norm rises above three times the median of the previous 50 steps.
+
+    Consecutive steps above count once. The first 10 steps are not tested.
+    """
     if len(norms) <= _LEAST_WINDOW:
         return 0
     medians = [np.median(norms[max(0, i - _RUNNING_WINDOW) : i]) for i in range(_LEAST_WINDOW, len(norms))]
@@ -168,7 +176,9 @@ def count_spikes(norms: Series) -> int:
 
 
 def more_spikes_p_value(baseline: int, plan: int) -> float:
-    """How likely so many of all spikes would fall to the plan if both arms had them equally often (a binomial test).
+    """The p-value of a binomial test: the chance that the plan has at least this share of the spikes by luck.
+
+    Under the null hypothesis, both arms have spikes equally often.
 
     Example:
         >>> more_spikes_p_value(0, 4)
@@ -180,7 +190,7 @@ def more_spikes_p_value(baseline: int, plan: int) -> float:
 
 
 def kurtosis(series: Series) -> float | None:
-    """The excess kurtosis; ``None`` where all numbers are equal."""
+    """The excess kurtosis; ``None`` for fewer than four numbers, or if all are equal."""
     if len(series) < 4 or np.ptp(series) <= 1e-12 * abs(float(series[0])):
         return None
     found: Any = stats.kurtosis(series, bias=False)
@@ -188,13 +198,13 @@ def kurtosis(series: Series) -> float | None:
 
 
 def trailing_means(series: Series, window: int) -> Series:
-    """The mean of each number and those before it, ``window`` in all; the first one is that of the first ``window``."""
+    """The mean of every ``window`` consecutive numbers; the first result is the mean of the first ``window`` numbers."""
     sums = np.concatenate(([0.0], np.cumsum(series)))
     return np.asarray((sums[window:] - sums[:-window]) / window, dtype=np.float64)
 
 
 def first_step_at(series: Series, target: float, window: int) -> int | None:
-    """After how many steps the trailing mean is at most ``target``; ``None`` if it never is."""
+    """The number of steps until the trailing mean is at most ``target``; ``None`` if it never is."""
     if len(series) < window:
         return None
     reached = np.flatnonzero(trailing_means(series, window) <= target)
@@ -202,14 +212,14 @@ def first_step_at(series: Series, target: float, window: int) -> int | None:
 
 
 def delay(losses: Series, excess: float, window: int) -> float:
-    """How many times as many steps are needed when the final loss is higher by ``excess``: 1 where it is not.
+    """The factor on the number of steps that corresponds to a final loss which is higher by ``excess``; 1 if it is not.
 
-    The baseline had that loss earlier; the ratio is that of the middles of the windows that end there and where it first
-    was as low as it is in the end.
+    The baseline had that higher loss at an earlier step. The result is a ratio of steps: the step at which the baseline
+    first reached its final loss, divided by that earlier step. Each step is the middle of the averaging window.
 
     Args:
         losses: the baseline's, per step.
-        excess: how much higher the plan's mean over the last ``window`` steps is.
+        excess: the plan's mean loss over the last ``window`` steps, minus the baseline's.
         window: steps over which losses are averaged.
     """
     means = np.minimum.accumulate(trailing_means(losses, window))
@@ -219,7 +229,7 @@ def delay(losses: Series, excess: float, window: int) -> float:
 
 
 def loss_of_delay(losses: Series, ratio: float, window: int) -> float:
-    """How much higher the loss was when so many times fewer steps had been taken: ``delay`` the other way round."""
+    """How much higher the baseline's loss was after ``1 / ratio`` of its steps: the inverse of ``delay``."""
     means = np.minimum.accumulate(trailing_means(losses, window))
     middle = (window + 1) / 2
     place = max(0.0, (_place(means, float(means[-1])) + middle) / ratio - middle)
@@ -227,7 +237,7 @@ def loss_of_delay(losses: Series, ratio: float, window: int) -> float:
 
 
 def _place(falling: Series, level: float) -> float:
-    """Where a falling series first is as low as ``level``, between its entries."""
+    """The position, interpolated between entries, at which a falling series first reaches ``level``."""
     reached = int(np.searchsorted(-falling, -level, side="left"))
     if reached == 0:
         return 0.0

@@ -1,4 +1,4 @@
-"""Takes one training step of a probe, and records its loss, gradient norms, seconds and peak."""
+"""Runs one training step of a probe, and records its loss, gradient norms, seconds and peak."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from plimsoll.tracing.recorder.calling import Loss, output_tensors, own_loss, sc
 from plimsoll.tracing.recorder.untouched import private_copy
 
 ELSEWHERE = "elsewhere"
-"""The block of parameters that lie in no region."""
+"""The name of the block of all parameters outside the plan's regions."""
 
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Blocks:
-    """Which parameters belong to which block: the regions of the plan, and what lies in none of them."""
+    """Trainable parameters grouped into blocks: one block per region of the plan, and one for all other parameters."""
 
     def __init__(self, model: nn.Module, regions: Sequence[str]) -> None:
         names = sorted(dict.fromkeys(regions), key=len, reverse=True)
@@ -47,7 +47,7 @@ class Blocks:
         return tuple(self.members)
 
     def norms(self) -> tuple[float | None, tuple[float | None, ...]]:
-        """The norm of the whole gradient, and that of every block. Waits for the device once."""
+        """The norm of the whole gradient, and the norm per block. Synchronises with the device only once."""
         squares = []
         for parameters in self.members.values():
             gradients = [densified(parameter.grad) for parameter in parameters if parameter.grad is not None]
@@ -61,14 +61,14 @@ class Blocks:
         return finite(whole), tuple(finite(math.sqrt(each)) if math.isfinite(each) else None for each in found)
 
     def take_gradients(self) -> list[list[torch.Tensor | None]]:
-        """All gradients, copied to the host, so that two steps are never on the device together."""
+        """Copy all gradients to the host, so that the gradients of two steps are never on the device together."""
         return [
             [None if p.grad is None else densified(p.grad).to("cpu", copy=True) for p in parameters]
             for parameters in self.members.values()
         ]
 
     def compare(self, step: int, baseline: list[list[torch.Tensor | None]]) -> GradientRecord | None:
-        """The gradients of now beside those of an unmanaged step; ``None`` where any is not finite."""
+        """Compare the present gradients with an unmanaged step's gradients; ``None`` if any value is not finite."""
         columns: tuple[list[float], list[float], list[float]] = ([], [], [])
         for parameters, theirs in zip(self.members.values(), baseline, strict=True):
             sums = [0.0, 0.0, 0.0]
@@ -87,7 +87,7 @@ class Blocks:
 
 
 class Trainer:
-    """Takes training steps on one model."""
+    """Runs training steps on one model."""
 
     def __init__(self, model: nn.Module, loss: Loss | None, blocks: Blocks) -> None:
         self.model = model
@@ -96,7 +96,7 @@ class Trainer:
         self.blocks = blocks
 
     def backward(self, call: Call) -> float:
-        """Forward, loss and backward; the loss."""
+        """Run forward, loss and backward, and return the loss."""
         for parameter in self.model.parameters():
             parameter.grad = None
         output = self.model(*call.args, **call.kwargs)
@@ -107,16 +107,16 @@ class Trainer:
     def step(
         self, number: int, call: Call, optimizer: torch.optim.Optimizer, watch: Callable[[], None] | None = None
     ) -> StepRecord:
-        """One step, timed. A step whose loss or gradient is not finite leaves the parameters alone.
+        """Run and time one step. If the loss or the gradient is not finite, the optimizer does not step.
 
         Args:
             number: of the step, from 0.
             call: the batch.
             optimizer: over the model's parameters.
-            watch: called between backward and the optimizer's step.
+            watch: called between backward and the optimizer's step; its time is not counted.
         """
         call = self.own(call)
-        # Several threads add up more CPU time than passes: where torch computes on several, it is the time that passes.
+        # CPU time ignores other programs, but it adds up over threads. So with several threads, wall time is measured.
         clock = Marks(self.device, time.process_time if torch.get_num_threads() == 1 else time.perf_counter)
         record = self._step(number, call, optimizer, functools.partial(_running, clock), watch)
         at = [0.0, *clock.seconds()]
@@ -124,7 +124,7 @@ class Trainer:
         return msgspec.structs.replace(record, seconds=seconds)
 
     def measured_step(self, number: int, call: Call, optimizer: torch.optim.Optimizer) -> StepRecord:
-        """One step with its peak: everything on the device that the step needs or makes."""
+        """Run one step and measure its peak, including parameters, buffers, batch and optimizer state."""
         call = self.own(call)
         for parameter in self.model.parameters():
             parameter.grad = None
@@ -154,7 +154,7 @@ class Trainer:
         return StepRecord(step=number, loss=finite(loss), gradient_norm=norm, block_norms=block_norms)
 
     def evaluate(self, calls: Sequence[Call]) -> tuple[float | None, ...]:
-        """The loss of every batch in evaluation mode."""
+        """The loss of every batch, in evaluation mode and without gradients."""
         flags = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
@@ -172,17 +172,17 @@ class Trainer:
         return float(output if own is None else own)
 
     def own(self, call: Call) -> Call:
-        """The batch on the model's device and on storages of its own: a model may write to its inputs."""
+        """Copy the batch to the model's device, into new storages, because a model may write to its inputs."""
         args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), (call.args, call.kwargs))
         args, kwargs = private_copy((args, kwargs))
         return Call(args, kwargs)
 
 
 def check_trainable(model: nn.Module) -> None:
-    """Refuse a model whose training could not be undone, or not be run.
+    """Raise if the model cannot be trained here.
 
     Raises:
-        InvalidModel: it has no parameters to train, or they are on the meta device.
+        InvalidModel: the model does not have trainable parameters, or its parameters are on the meta device.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained or any(parameter.is_meta for parameter in model.parameters()):
@@ -196,7 +196,11 @@ def check_trainable(model: nn.Module) -> None:
 
 
 def describe_optimizer(model: nn.Module, optimizer: MakeOptimizer) -> str:
-    """``AdamW(lr=0.001, weight_decay=0.01)``: its class, and its defaults that are numbers."""
+    """The optimizer's class and its numeric defaults as text: ``AdamW(lr=0.001, weight_decay=0.01)``.
+
+    Raises:
+        InvalidProbe: ``optimizer`` does not make a ``torch.optim.Optimizer``.
+    """
     made = optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
     if not isinstance(made, torch.optim.Optimizer):
         raise InvalidProbe(

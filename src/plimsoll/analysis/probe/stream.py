@@ -1,8 +1,8 @@
-"""Draws the batches that both arms of a probe train on: the same ones every time, as many as are asked for.
+"""Draws the batches that both arms of a probe train on, the same sequence every time.
 
-A stream is passed through again when it is exhausted. Every pass starts from the same random state, so that a loader that
-shuffles gives every pass in the same order, and the batches at its end can be set apart. What was drawn is summed up in a
-checksum: a run that is taken up again must meet the same data.
+An exhausted stream is iterated again. Every pass starts from the same random state. So a loader that shuffles gives the same
+order in every pass, and the batches at its end can be set apart. A checksum covers all drawn batches, so that a resumed run can
+check that the data is the same.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from plimsoll.tracing.recorder.untouched import RandomState
 
 MOST_SET_APART = 8
 _SHARE_SET_APART = 10
+"""By default one batch in this many is set apart for evaluation, at most ``MOST_SET_APART``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One batch as the arguments of a call."""
+    """One batch as arguments for the model's call."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -38,12 +39,12 @@ class Stream:
 
     Args:
         source: a batch (tensor, tuple, mapping), or an iterable of batches.
-        set_apart: how many batches at the end of each pass are kept for evaluation; ``None``: a tenth, at most 8, where the
-            length of the stream is known.
-        seed: of the random state in which each pass starts.
+        set_apart: how many batches at the end of each pass are reserved for evaluation; ``None`` for a tenth, at most 8, if
+            the length of the stream is known.
+        seed: of the random state at the start of each pass.
 
     Raises:
-        InvalidProbe: no batches, fewer than are to be set apart, or none left to train on.
+        InvalidProbe: ``set_apart`` is negative, the stream's length is unknown, or no batches would remain for training.
     """
 
     def __init__(self, source: Any, *, set_apart: int | None, seed: int) -> None:
@@ -60,14 +61,14 @@ class Stream:
 
     @property
     def description(self) -> str:
-        """Where the batches come from, in words."""
+        """A short description of the stream, for the verdict."""
         if self.is_fixed:
             return "one fixed batch"
         length = "" if self._length is None else f" of {self._length} batches"
         return f"a stream{length}"
 
     def held_out(self) -> list[Call]:
-        """The batches that are set apart."""
+        """The batches that are set apart for evaluation."""
         if not self.set_apart or self._length is None:
             return []
         if isinstance(self._source, Sequence):
@@ -77,20 +78,20 @@ class Stream:
             return [_as_call(batch) for batch in itertools.islice(self._source, self._length - self.set_apart, None)]
 
     def first(self) -> Call:
-        """The batch that will be drawn first (before any is drawn).
+        """Look at the next batch without drawing it; ``draw`` still returns it.
 
         Raises:
-            InvalidProbe: there is none.
+            InvalidProbe: the stream does not yield a batch.
         """
         if self._first is None:
             self._first = self._next_call()
         return self._first
 
     def draw(self, count: int) -> list[Call]:
-        """The next batches.
+        """Return the next ``count`` batches.
 
         Raises:
-            InvalidProbe: there are none, or the stream can be passed through only once and has ended.
+            InvalidProbe: the stream does not yield batches, or it is an iterator that has ended.
         """
         calls = []
         for _ in range(count):
@@ -102,7 +103,7 @@ class Stream:
         return calls
 
     def skip(self, count: int) -> None:
-        """Pass over batches that were drawn before an interruption."""
+        """Draw and discard the batches that were used before an interruption."""
         for _ in range(count):
             self.draw(1)
 
@@ -115,7 +116,7 @@ class Stream:
         return call
 
     def _passes(self) -> Iterator[Any]:
-        """The batches of one pass after the other, without those that are set apart."""
+        """Yield the batches of pass after pass, without the batches that are set apart."""
         if self.is_fixed:
             yield from itertools.repeat(self._source)
         while True:
@@ -182,10 +183,10 @@ def is_batch(source: Any) -> bool:
 
 
 def held_out_calls(source: Iterable[Any]) -> list[Call]:
-    """Batches for evaluation.
+    """Read the batches for evaluation.
 
     Raises:
-        InvalidProbe: there are none.
+        InvalidProbe: ``source`` does not yield batches.
     """
     calls = [_as_call(batch) for batch in ([source] if is_batch(source) else source)]
     if not calls:
@@ -198,7 +199,7 @@ def held_out_calls(source: Iterable[Any]) -> list[Call]:
 
 
 def checksum(call: Call, start: int = 0) -> int:
-    """A number that differs where a bit of the tensors does."""
+    """A CRC-32 of the batch's tensors and other values, continued from ``start``."""
     code = start
     for leaf in tree_leaves((call.args, {name: call.kwargs[name] for name in sorted(call.kwargs)})):
         if isinstance(leaf, torch.Tensor):
@@ -215,7 +216,7 @@ def _as_call(batch: Any) -> Call:
 
 
 def read_data(batches: Any, held_out: Iterable[Any] | int | None, seed: int) -> tuple[Stream, list[Call]]:
-    """The stream to train on, and the batches for evaluation."""
+    """Make the stream to train on, and the list of batches for evaluation."""
     if held_out is None or isinstance(held_out, int):
         stream = Stream(batches, set_apart=held_out, seed=seed)
         return stream, stream.held_out()

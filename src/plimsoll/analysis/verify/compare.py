@@ -51,14 +51,16 @@ from plimsoll.units import check_count
 BASELINE = ""
 """The unmanaged step's name among the timings."""
 STRATEGIES = ("none", "full", "every:2", "sqrt", "selective:attention")
+"""Strategies to compare by default, for an eager model."""
 _BESIDE = "compared with the same model compiled under torch's default partition"
 _SHARES = ("0.7", "0.5", "0.3", "0")
 COMPILED_STRATEGIES = ("none", "full", *(f"{MEMORY_BUDGET}:{share}" for share in _SHARES), CHECKPOINT, SELECTIVE)
+"""Strategies to compare by default, for a compiled model."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanMeasurement:
-    """What one plan took, and whether it changed anything."""
+    """One strategy's measured peak, and how far its gradients and buffers are from the unmanaged step's."""
 
     peak_bytes: int
     apart: Apart
@@ -84,37 +86,37 @@ def compare(
     timeout_seconds: float = TIMEOUT_SECONDS,
     progress: Progress | None = None,
 ) -> Comparison:
-    """Measure strategies side by side on one model and batch: peak, paired step time, gradients.
+    """Measure the peak, the paired step time and the gradients of several strategies on one model and batch.
 
     Args:
         model: as for ``plimsoll.plan``.
         batch: as for ``plimsoll.plan``.
-        strategies: names as in ``plimsoll.plan``; for a compiled model also what torch has: ``memory-budget:SHARE``, its own
-            budget of so much of the bytes that each graph saves (``memory-budget:0.5``); ``checkpoint``, every compiled
-            region in ``torch.utils.checkpoint``; and ``checkpoint:selective``, where that saves what products, convolutions
-            and attention return. By default the usual ones, and ``auto`` where there is a budget.
-        budget: goes to ``auto``; the others run as they are.
+        strategies: names as in ``plimsoll.plan``. For a compiled model also torch's own methods: ``memory-budget:SHARE``,
+            where each graph may save that share of its bytes (``memory-budget:0.5``); ``checkpoint``, which puts every
+            compiled region in ``torch.utils.checkpoint``; and ``checkpoint:selective``, which also saves the results of
+            matrix products, convolutions and attention. By default a fixed set, and ``auto`` if there is a budget.
+        budget: for ``auto``; other strategies do not use it.
         loss: as for ``plimsoll.plan``.
         optimizer: as for ``plimsoll.plan``.
         regions: as for ``plimsoll.plan``.
-        steps: timed rounds; in each, every strategy runs once.
-        allow: what ``auto`` may do, as for ``plimsoll.plan``, and so for ``max_error``, ``host_budget``, ``overrides`` and
-            ``link``.
+        steps: timed rounds; every strategy runs once per round.
+        allow: what ``auto`` may do. This, ``max_error``, ``host_budget``, ``overrides`` and ``link`` are as for
+            ``plimsoll.plan``.
         max_error: the relative error of the gradient that ``auto`` may cause.
-        host_budget: bytes at the other end of the link.
+        host_budget: bytes that offloaded values may occupy.
         overrides: decisions by pattern.
         link: ``host`` or ``disk``.
-        compile: compare inside of torch.compile, as for ``plimsoll.plan``.
+        compile: compare inside torch.compile, as for ``plimsoll.plan``.
         ranks: as for ``plimsoll.plan``; all ranks get the same comparison, with the largest peaks and the slowest times.
         timeout_seconds: as for ``plimsoll.plan``.
-        progress: told the stage and the share done.
+        progress: called with the stage and the share done.
 
     Returns:
-        A comparison with one row per strategy; a strategy that does not fit is a row with its status. A compiled model is
-        compared with what torch.compile's default partition makes of it.
+        A comparison with one row per strategy. A strategy that does not fit has a row with its status. For a compiled model,
+        the baseline is the same model compiled under torch.compile's default partition.
 
     Raises:
-        InvalidStrategy: no such strategy. Others as for ``plimsoll.plan``.
+        InvalidStrategy: a strategy is unknown. Further errors as for ``plimsoll.plan``.
     """
     report = progress or silent
     with agreement_for(model, "compare", ranks=ranks, timeout_seconds=timeout_seconds) as agreement:
@@ -158,14 +160,14 @@ def compare(
 
 
 def _named(strategies: Sequence[str] | str | None, task: TrainingTask, *, has_budget: bool) -> tuple[str, ...]:
-    """The strategies that were asked for, each once; the usual ones by default."""
+    """The requested strategies without duplicates; by default a fixed set, and ``auto`` if there is a budget."""
     if strategies is None:
         strategies = (*(COMPILED_STRATEGIES if task.units else STRATEGIES), *(["auto"] if has_budget else []))
     return (strategies,) if isinstance(strategies, str) else tuple(dict.fromkeys(strategies))
 
 
 def _plan_all(planner: StepPlanner, step: TrainingStep, report: Progress) -> dict[str, Plan]:
-    """One plan per strategy; the budget goes to ``auto``."""
+    """Make one plan per strategy; only ``auto`` gets the budget."""
     planner.try_forms(lambda: step, report)
     plans: dict[str, Plan] = {}
     for name in planner.options.strategies:
@@ -177,18 +179,18 @@ def _plan_all(planner: StepPlanner, step: TrainingStep, report: Progress) -> dic
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Measured:
-    """Everything that was run: the unmanaged step's peak, what was seen of each strategy, and the seconds of all."""
+    """All measurements: the unmanaged step's peak, each strategy's peak and gradients, and the seconds of all."""
 
     baseline_peak_bytes: int
     by_name: dict[str, PlanMeasurement]
     refused: dict[str, str]
-    """Why torch compiles nothing of a strategy of its own."""
+    """Strategies of torch's own that torch cannot compile for this model, with the reason."""
     timings: dict[str, Timing]
     rounding: float
-    """The relative error of the gradient that other fusions may make; 0: the same kernels run."""
+    """The relative gradient error that other fusions may cause; 0 for an eager model, where the same kernels run."""
 
     def row(self, name: str, plan: Plan | None) -> ComparisonRow:
-        """What a strategy's plan predicts, if there is one, beside what was measured."""
+        """One row of the comparison: the plan's predictions, if there is a plan, and the measurements."""
         row = ComparisonRow(strategy=name, note=self.refused.get(name, "")) if plan is None else _predicted(name, plan)
         measured = self.by_name.get(name)
         if measured is None:
@@ -227,7 +229,7 @@ def _measure(
     rounds: int,
     report: Progress,
 ) -> _Measured:
-    """Run every strategy that can be applied, then time all of them and the unmanaged step in turns."""
+    """Run every strategy that can be applied, then time all of them and the unmanaged step in interleaved rounds."""
     step = task.step(written=written)
     usable = {name: each for name, each in managers.items() if not isinstance(each, Plan) or each.status.is_usable}
     plans = [each for each in managers.values() if isinstance(each, Plan)]
@@ -247,11 +249,11 @@ def _measure(
             stack.callback(handle.remove)
             if task.units:
                 try:
-                    step.run()  # what the compiler takes is not the step's
+                    step.run()  # compile now: memory that the compiler allocates must not count in the step's peak
                 except torch._dynamo.exc.TorchDynamoException as error:
                     if not isinstance(manager, TorchsOwn):
                         raise
-                    # Such as checkpoints in what DDP's reducer cuts into pieces.
+                    # For example, checkpoints inside a graph that DDP's reducer cuts into pieces.
                     refused[name] = f"torch cannot compile it: {str(error).strip().partition(chr(10))[0]}"
                     handle.remove()
                     continue
@@ -268,7 +270,7 @@ def _measure(
 
 
 def _run_twice(step: TrainingStep, evidence: Evidence, absent_bytes: int) -> PlanMeasurement:
-    """The larger peak of the recording run and a steady one, and what is further off of their gradients and buffers."""
+    """Run the recording step and a steady step; return the larger peak and the larger difference of each tensor."""
     recording_bytes = step.measure_peak().peak_bytes
     apart = compare_with(evidence, step)
     steady_bytes = step.measure_peak().peak_bytes
@@ -276,7 +278,10 @@ def _run_twice(step: TrainingStep, evidence: Evidence, absent_bytes: int) -> Pla
 
 
 def _merged(agreement: Agreement, comparison: Comparison) -> Comparison:
-    """The largest peak, the slowest rank's seconds and the largest error of every strategy; equal where it is on all ranks."""
+    """Merge the ranks' comparisons: the largest peak, the slowest rank's seconds and the largest error of each strategy.
+
+    A strategy counts as bit-equal only if it is bit-equal on all ranks that measured it.
+    """
     if agreement.size == 1:
         return comparison
     told = of_all_ranks(agreement, "comparisons", comparison)
@@ -304,10 +309,10 @@ def _merged_row(rows: Sequence[ComparisonRow]) -> ComparisonRow:
 
 
 def _read_own(strategies: Iterable[str]) -> dict[str, Callable[[TrainingTask, tuple[str, ...] | None], TorchsOwn]]:
-    """What torch has itself, by strategy; others are left to the planner.
+    """The strategies that torch itself implements, each with a function that sets it up; the planner makes the others.
 
     Raises:
-        InvalidStrategy: no share from 0 to 1.
+        InvalidStrategy: the memory budget's share is not a number from 0 to 1.
     """
     found: dict[str, Callable[..., TorchsOwn]] = {}
     for strategy in filter(is_torchs_own, strategies):
@@ -328,32 +333,32 @@ def _read_own(strategies: Iterable[str]) -> dict[str, Callable[[TrainingTask, tu
 
 
 class TorchsOwn:
-    """Compiled units with what torch itself has to save memory, from ``resume`` until ``pause``."""
+    """Compiled units that save memory by one of torch's own methods, from ``resume`` until ``pause``."""
 
     def __init__(
         self, calls: Mapping[Unit, Callable[..., Any]], forwards: Mapping[nn.Module, Callable[..., Any]]
     ) -> None:
-        """``calls`` take the units' place; ``forwards`` are other forwards of modules inside of them."""
+        """``calls`` replace the units' compiled calls; ``forwards`` replace the forward of modules inside the units."""
         self._calls, self._forwards = calls, forwards
         self._put_back: list[Callable[[], None]] = []
 
     def resumed(self) -> TorchsOwn:
-        """Itself, at work."""
+        """Resume, and return self."""
         self.resume()
         return self
 
     def resume(self) -> None:
-        """Put it to work."""
+        """Install the replaced calls and forwards."""
         self._put_back = [install(unit, call) for unit, call in self._calls.items()]
         for module, forward in self._forwards.items():
             self._put_back.append(_with_forward(module, forward))
 
     def remove(self) -> None:
-        """End it."""
+        """Same as ``pause``."""
         self.pause()
 
     def pause(self) -> None:
-        """Put back what the user's torch.compile made."""
+        """Put back the calls that the user's torch.compile made, and the modules' forwards."""
         while self._put_back:
             self._put_back.pop()()
 
@@ -371,17 +376,17 @@ def _with_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[]
 
 
 def _budgeted(task: TrainingTask, _: tuple[str, ...] | None, *, share: float) -> TorchsOwn:
-    """Every unit under torch's memory budget; nothing of the process is configured.
+    """Compile every unit under torch's memory budget, without changing the process-wide setting.
 
-    Private to torch, seen in torch 2.9 to 2.15: ``torch._functorch.config.activation_memory_budget``, which is read when a
-    graph is partitioned.
+    Private to torch, seen in torch 2.9 to 2.15: ``torch._functorch.config.activation_memory_budget``, which torch reads when
+    it partitions a graph.
     """
     compiled = {unit.call.key: unit.call.compile(backend=_backend(unit.call.options, share)) for unit in task.units}
     return TorchsOwn({unit: functools.partial(compiled[unit.call.key], unit.module) for unit in task.units}, {})
 
 
 def _backend(options: Any, share: float) -> Callable[..., Any]:
-    """Compile by inductor with a budget of its own. Caches know nothing of it, so none is read."""
+    """An inductor backend with its own memory budget. The autograd cache is off, because its key ignores this budget."""
     from torch._inductor.compile_fx import compile_fx  # takes seconds to import
 
     def backend(graph: Any, inputs: Sequence[Any]) -> Any:
@@ -393,7 +398,7 @@ def _backend(options: Any, share: float) -> Callable[..., Any]:
 
 
 def _checkpointed(task: TrainingTask, patterns: tuple[str, ...] | None, *, is_selective: bool) -> TorchsOwn:
-    """Every compiled region in ``torch.utils.checkpoint``, compiled with it; equal blocks share a compilation."""
+    """Put every region in ``torch.utils.checkpoint`` inside its compiled unit. Equal blocks share one compilation."""
     from plimsoll.engine.compiled.partitioner import with_seeds_saved  # imports inductor, which takes seconds
 
     contexts = functools.partial(create_selective_checkpoint_contexts, _saves_products)
@@ -412,7 +417,7 @@ def _checkpointed(task: TrainingTask, patterns: tuple[str, ...] | None, *, is_se
 
 
 class _Checkpointed(nn.Module):
-    """A module that is checkpointed as a whole, with its hooks."""
+    """A module whose whole call, including its hooks, is checkpointed."""
 
     def __init__(self, module: nn.Module, words: Mapping[str, Any]) -> None:
         super().__init__()

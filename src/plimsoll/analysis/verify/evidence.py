@@ -1,13 +1,13 @@
-"""What is seen of a training step without a plan, and how far another run of it is from that.
+"""Records a training step without a plan as reference, and measures how far other runs of the step are from it.
 
-Gradients and buffers are compared after one step, losses over consecutive ones, and a curve of losses with the optimizer. The
-gradient can also be held against the loss itself. The gradient ``g`` claims that the loss at ``θ + h·g/‖g‖`` grows by
-``h·‖g‖``; losses at shifted parameters, under the same random numbers, show whether it does. A gradient made with another
-dropout mask than the loss's own fails this by its very size. It judges one direction only, and only where the loss is smooth
-and precise enough at that scale: below float32 rounding alone is more than the slope's change.
+Gradients and buffers are compared after one step, losses over consecutive steps, and a curve of losses over steps with the
+optimizer. The gradient can also be compared with the loss itself: the gradient ``g`` claims that the loss at ``θ + h·g/‖g‖``
+grows by ``h·‖g‖``. Losses at shifted parameters, with the same random numbers, show whether it does. A gradient that was made
+with another dropout mask than its loss fails this check, because its norm is wrong. The check covers one direction only. It
+needs a loss that is smooth and precise enough at that scale: below float32, rounding alone exceeds the change of the loss.
 
-Source: for the slope, the central difference with one Richardson step; its error is judged by the difference of two step
-lengths, and by the precision of the parameters.
+Source: for the slope, the central difference with one Richardson step. Its error is estimated from the difference of two step
+lengths, and from the precision of the parameters.
 """
 
 from __future__ import annotations
@@ -43,32 +43,32 @@ from plimsoll.tracing.recorder.calling import Loss
 T = TypeVar("T", Receipt, Comparison)
 
 _RATE = 1e-2
-"""Of plain gradient descent, for those who name no optimizer: its steps have length rate · ‖gradient‖."""
+"""The learning rate of plain gradient descent, which is used when no optimizer is passed."""
 _FUSIONS = 10.0
-"""So many times what fusing at all does to a gradient, fusing otherwise may do."""
+"""The tolerance for other fusions, as a multiple of the gradient error of the compiled against the uncompiled step."""
 _LAST_DIGITS = 4.0
-"""Where fusing does nothing, the relative error that fusing otherwise may cause, in units of the precision."""
+"""The least tolerance for other fusions, in units of the machine epsilon: it applies if compiling changes no gradient."""
 _CASTS = 4.0
-"""So many times what rounding at every op does to a gradient, another choice of where to round may do."""
+"""The tolerance for rounding at other places, as a multiple of the gradient's change when every op rounds."""
 _LENGTHS = (0.02, 0.01)
-"""Step lengths as shares of the loss that the gradient claims them to change."""
+"""Step lengths of the slope check: by the gradient, each changes the loss by this share of the loss."""
 
 
 class Pausable(Protocol):
-    """What saves memory from ``resume`` until ``pause``, such as a plan's handle."""
+    """An object that saves memory from ``resume`` until ``pause``, such as a plan's handle."""
 
     def resume(self) -> None:
-        """Put it to work."""
+        """Start to save memory."""
 
     def pause(self) -> None:
-        """Stop it."""
+        """Stop to save memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Depth:
-    """What is compared besides gradients, buffers, peak and seconds.
+    """Which further comparisons to make, in addition to gradients, buffers, peak and seconds.
 
-    ``intermediates`` are patterns of module names; ``curve_steps`` training steps with the optimizer are compared.
+    ``intermediates`` are patterns of module names. ``curve_steps`` is how many training steps the compared loss curves have.
     """
 
     intermediates: Sequence[str] = ()
@@ -78,7 +78,10 @@ class Depth:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What was seen of the unmanaged model: its gradients and buffers after one step, and how far it is from itself."""
+    """The reference: the unmanaged model's loss, gradients and buffers after one step, and its spread between two runs.
+
+    ``spread`` holds the largest absolute difference of each tensor that differed between the two runs.
+    """
 
     loss: float
     gradients: dict[str, torch.Tensor | None]
@@ -94,7 +97,7 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """How far the step that was just run is from the evidence."""
+    """The difference between the last run and the evidence, tensor by tensor; ``error`` is the gradient's relative error."""
 
     gradients: tuple[Mismatch, ...]
     buffers: tuple[Mismatch, ...]
@@ -102,11 +105,11 @@ class Apart:
 
     @property
     def is_within_spread(self) -> bool:
-        """Whether the unmanaged model differs from itself by as much, tensor by tensor."""
+        """Whether every tensor differs by no more than it did between two unmanaged runs."""
         return all(mismatch.is_within_spread for mismatch in (*self.gradients, *self.buffers))
 
     def worst(self, other: Apart) -> Apart:
-        """Of two runs, the one in which each tensor was further off."""
+        """Combine two runs: keep the larger difference of each tensor."""
         return Apart(
             _merged(self.gradients, other.gradients),
             _merged(self.buffers, other.buffers),
@@ -116,7 +119,7 @@ class Apart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """What was seen of the step that saves memory: with a plan at work, or with the model's own checkpointing."""
+    """Measurements of the step that saves memory, with a plan applied or with the model's own checkpointing."""
 
     peak_bytes: int
     apart: Apart
@@ -135,10 +138,10 @@ def read_measurable(
     *,
     compile: bool | Mapping[str, Any] | None,  # noqa: A002 - torch's word
 ) -> TrainingTask:
-    """The task of a step that is to be measured.
+    """Read the training task, and raise if its step cannot be measured.
 
     Raises:
-        InvalidModel: the model is on the meta device. Others as for ``TrainingTask.read``.
+        InvalidModel: the model is on the meta device. Further errors as for ``TrainingTask.read``.
     """
     task = TrainingTask.read(model, batch, loss=loss, optimizer=optimizer, compile=compile)
     if any(parameter.is_meta for parameter in model.parameters()):
@@ -151,7 +154,7 @@ def read_measurable(
 
 
 def collect_evidence(step: TrainingStep, depth: Depth) -> Evidence:
-    """Run the unmanaged step twice from the same state; a third time where intermediates are asked for."""
+    """Run the unmanaged step twice from the same state, and once more if intermediates are requested."""
     loss = step.run()
     gradients, buffers = copies(step.gradients()), copies(step.buffers())
     step.run()
@@ -161,7 +164,7 @@ def collect_evidence(step: TrainingStep, depth: Depth) -> Evidence:
 
 
 def compare_with(evidence: Evidence, step: TrainingStep) -> Apart:
-    """Hold the gradients and buffers of the step's last run against the evidence."""
+    """Compare the gradients and buffers of the step's last run with the evidence."""
     return Apart(
         mismatches(evidence.gradients, step.gradients(), evidence.spread),
         mismatches(evidence.buffers, step.buffers(), evidence.spread),
@@ -170,9 +173,11 @@ def compare_with(evidence: Evidence, step: TrainingStep) -> Apart:
 
 
 def compiled_rounding(step: TrainingStep, units: Sequence[Unit], gradients: Mapping[str, torch.Tensor | None]) -> float:
-    """The relative error of the gradient that other fusions may make: ten times what lies between the compiled step, whose
-    ``gradients`` these are, and the uncompiled one, or a few units of the last digit where that is nothing. Never more than
-    half the digits, which is taken where the two draw other random numbers.
+    """The relative gradient error that is tolerated because torch.compile may fuse ops differently.
+
+    It is ten times the error of the compiled step, whose ``gradients`` are given, against the uncompiled step, but at least
+    four times the machine epsilon and at most the square root of the epsilon. The upper bound applies where the compiled and
+    the uncompiled step draw different random numbers.
     """
     with in_place(units, lambda _: None):
         step.run()
@@ -182,23 +187,24 @@ def compiled_rounding(step: TrainingStep, units: Sequence[Unit], gradients: Mapp
 
 @dataclass(frozen=True, slots=True)
 class KeptCasts:
-    """What is left of a difference once all values of half precision are rounded where an op leaves them.
+    """The gradient difference that remains when every op rounds its half-precision result.
 
-    Inductor computes these in 32 bits and rounds them where they go through memory. So what a kernel reads is rounded or
-    not by where the graph is cut and which ops are fused, as under autocast a saved ``tanh`` and one that is made again.
-    With ``emulate_precision_casts`` neither matters.
+    Inductor computes half-precision values in 32 bits and rounds them only when it writes them to memory. So the place where
+    the graph is cut, and the ops that are fused, decide whether a kernel reads a rounded value. For example, under autocast a
+    saved ``tanh`` is rounded and a recomputed ``tanh`` is not. With ``emulate_precision_casts`` every op rounds, so cuts and
+    fusions do not matter.
     """
 
     error: float
-    """The relative error of the managed gradient."""
+    """The relative error of the managed gradient against the unmanaged gradient, both with the casts kept."""
     tolerance: float
-    """That error which other fusions may make still."""
+    """The error that other fusions may still cause with the casts kept."""
     moved: float
-    """How far keeping the casts moves the gradient of the unmanaged step."""
+    """The relative change of the unmanaged gradient when the casts are kept."""
 
     @property
     def note(self) -> str:
-        """What was found, and what is allowed for it."""
+        """The result and the tolerance that follows from it, as a note of the receipt."""
         apart = f"{self.error:.1e} apart" if self.error else "equal bit for bit"
         return (
             f"with each value rounded to 16 bits where an op leaves it (emulate_precision_casts), both gradients are {apart}: "
@@ -208,14 +214,14 @@ class KeptCasts:
 
     @property
     def allowed(self) -> float:
-        """The error that where kernels round may make; 0: it does not explain what differs."""
+        """The gradient error to tolerate because kernels round at other places; 0 if rounding does not explain the error."""
         return _CASTS * self.moved if self.error <= self.tolerance else 0.0
 
 
 def keep_casts(
     step: TrainingStep, units: Sequence[Unit], managed: Callable[[], AbstractContextManager[object]]
 ) -> KeptCasts:
-    """Compile the unmanaged and the managed step anew with their casts kept, and compare their gradients."""
+    """Compile the unmanaged and the managed step again with their casts kept, and compare their gradients."""
 
     def kept(unit: Unit) -> Callable[..., Any]:
         call = dataclasses.replace(unit.call, options={**unit.call.options, "emulate_precision_casts": True})
@@ -236,10 +242,10 @@ def keep_casts(
 def torch_errs(
     step: TrainingStep, units: Sequence[Unit], managed: Callable[[], AbstractContextManager[object]]
 ) -> float:
-    """The relative error of torch's default partition beside the uncompiled step, where the managed gradient has none but
-    rounding; else 0.
+    """Return the gradient error of torch's own compiled step if that step is wrong and the managed step is right, else 0.
 
-    Its backward may read a buffer that forward has changed since; that of the uncompiled step reads what was saved.
+    Both are compared with the uncompiled step; right means an error of at most half the digits. Backward of the compiled step
+    may read a buffer that forward has changed in the meantime. Backward of the uncompiled step reads the saved value.
     """
     with in_place(units, lambda _: None):
         step.run()
@@ -253,7 +259,7 @@ def torch_errs(
 
 
 def run_intermediates(step: TrainingStep, depth: Depth) -> Found:
-    """What the named modules make in one run of the step; nothing where none are named."""
+    """Run the step once and return the outputs of the named modules; without names, run nothing and return ``{}``."""
     if not depth.intermediates:
         return {}
     with collect_intermediates(step.model, depth.intermediates) as found:
@@ -262,7 +268,7 @@ def run_intermediates(step: TrainingStep, depth: Depth) -> Found:
 
 
 def managed_run(step: TrainingStep, handle: Pausable) -> Callable[[], None]:
-    """The step under a plan that is paused before and after it."""
+    """A function that runs the step with the plan resumed, and pauses the plan afterwards."""
 
     def run() -> None:
         handle.resume()
@@ -275,7 +281,7 @@ def managed_run(step: TrainingStep, handle: Pausable) -> Callable[[], None]:
 
 
 def consecutive_losses(step: TrainingStep, count: int) -> tuple[float | None, ...]:
-    """The losses of consecutive runs: the random state goes on, so dropout draws anew each time."""
+    """The losses of consecutive runs. The random state is not reset in between, so each run draws other dropout masks."""
     step.rewind()
     return tuple(finite(step.go_on()) for _ in range(count))
 
@@ -283,7 +289,7 @@ def consecutive_losses(step: TrainingStep, count: int) -> tuple[float | None, ..
 def time_both(
     step: TrainingStep, plain: Callable[[], AbstractContextManager[object]], rounds: int
 ) -> tuple[Timing, Timing]:
-    """Paired, interleaved seconds of the step under ``plain``, and of the step as it is."""
+    """Time the step under ``plain`` and the step without it, in interleaved pairs."""
 
     def run_plain() -> None:
         with plain():
@@ -294,7 +300,7 @@ def time_both(
 
 
 def of_all_ranks(agreement: Agreement, what: str, mine: T) -> list[T]:
-    """What every rank measured, in the order of the ranks."""
+    """Collect every rank's receipt or comparison, in the order of the ranks."""
     texts = zip(agreement.all_of(what, to_json(mine), str), agreement.ranks, strict=True)
     return [cast("T", from_json(text, source=f"{what} of rank {rank}")) for text, rank in texts]
 
@@ -302,13 +308,13 @@ def of_all_ranks(agreement: Agreement, what: str, mine: T) -> list[T]:
 def make_receipt(
     step: TrainingStep, evidence: Evidence, seen: Observed, timings: tuple[Timing, Timing], **claims: Any
 ) -> Receipt:
-    """The receipt for what was observed beside the evidence.
+    """Make the receipt that compares the observed step with the evidence.
 
     Args:
-        step: that was run.
-        evidence: of the step without what is verified.
-        seen: of the step with it.
-        timings: of both, the unmanaged one first.
+        step: the step that was run.
+        evidence: of the unmanaged step.
+        seen: of the step that saves memory.
+        timings: of both, the unmanaged step first.
         claims: the receipt's other fields: what was verified, and what it claims.
     """
     baseline, ours = timings
@@ -337,13 +343,16 @@ def make_receipt(
 
 
 def half_the_digits(model: nn.Module) -> float:
-    """Half the digits of the least precise parameter: what kernels compiled anew may do to a gradient by rounding."""
+    """The square root of the least precise parameter's machine epsilon.
+
+    It bounds the relative gradient error that recompiled kernels may cause by rounding.
+    """
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.dtype.is_floating_point}
     return math.sqrt(max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0))
 
 
 def versions() -> dict[str, str]:
-    """What the figures were measured with."""
+    """Versions of Python and torch, the machine and the GPU, as a receipt names them."""
     found = {"python": platform.python_version(), "torch": str(torch.__version__), "machine": platform.machine()}
     if torch.cuda.is_available():
         found["device"] = torch.cuda.get_device_name()
@@ -351,7 +360,7 @@ def versions() -> dict[str, str]:
 
 
 def _merged(first: tuple[Mismatch, ...], second: tuple[Mismatch, ...]) -> tuple[Mismatch, ...]:
-    """Each tensor once, with the run in which it was further off."""
+    """Each tensor once, with its larger difference of the two runs."""
     worst: dict[str, Mismatch] = {}
     for mismatch in (*first, *second):
         known = worst.get(mismatch.name)
@@ -361,16 +370,16 @@ def _merged(first: tuple[Mismatch, ...], second: tuple[Mismatch, ...]) -> tuple[
 
 
 def _distance(mismatch: Mismatch) -> float:
-    """How far off a tensor is; one that is missing, or not finite, is further off than any other."""
+    """The tensor's largest absolute difference; infinite if the tensor is missing or the difference is not finite."""
     return math.inf if mismatch.max_absolute_difference is None else mismatch.max_absolute_difference
 
 
 def run_curve(step: TrainingStep, depth: Depth) -> tuple[float | None, ...]:
-    """Losses of consecutive training steps on the step's batch; nothing where no curve is asked for.
+    """Losses of consecutive training steps on the step's batch; empty if no curve is requested.
 
-    The curve begins at the step's random state and buffers; random numbers go on from step to step. Without an optimizer it is
-    gradient descent at a rate of 0.01. Parameters (the optimizer's own, of a loss, too), the optimizer's state and its
-    settings are bit for bit what they were when it returns.
+    The curve begins at the step's random state and buffers. The random state is not reset between its steps. Without an
+    optimizer, plain gradient descent at a rate of 0.01 is used. Afterwards the parameters, the optimizer's other parameters
+    (a loss may have some), its state and its settings are restored bit for bit.
     """
     if depth.curve_steps <= 0:
         return ()
@@ -387,7 +396,7 @@ def run_curve(step: TrainingStep, depth: Depth) -> tuple[float | None, ...]:
 
 @contextlib.contextmanager
 def _restored(*things: Any) -> Iterator[None]:
-    """Tensors, and what lies in containers, may be written inside; afterwards they are bit for bit what they were."""
+    """Restore tensors and the contents of containers bit for bit when the block ends."""
     kept = KeptContents(things)
     try:
         yield
@@ -397,11 +406,11 @@ def _restored(*things: Any) -> Iterator[None]:
 
 
 def measure_slope(step: TrainingStep, gradients: Mapping[str, torch.Tensor | None]) -> Slope | None:
-    """Slope of the loss along the gradient; ``None`` where the gradient is nothing, or no number.
+    """Measure the slope of the loss along the gradient; ``None`` if the gradient is zero, or anything is not finite.
 
     Args:
-        step: run forward four times; its parameters are put back bit for bit.
-        gradients: by parameter name, each of its parameter's shape.
+        step: run forward five times; its parameters are restored bit for bit.
+        gradients: by parameter name, each in its parameter's shape.
     """
     norm = math.sqrt(sum(float(g.detach().double().square().sum()) for g in gradients.values() if g is not None))
     if not math.isfinite(norm) or norm == 0.0:
@@ -411,7 +420,7 @@ def measure_slope(step: TrainingStep, gradients: Mapping[str, torch.Tensor | Non
     if not all(map(math.isfinite, slopes)):
         return None
     coarse, fine = slopes
-    # The least precise dtype rounds by this share: two equally rounded slopes would look exact.
+    # Two slopes that are rounded equally would look exact, so the least precise dtype's rounding bounds the error from below.
     precision = max(torch.finfo(g.dtype).eps for g in gradients.values() if g is not None)
     rounding = norm * precision / _LENGTHS[-1]
     return Slope(expected=norm, measured=fine + (fine - coarse) / 3, measured_error=max(abs(fine - coarse), rounding))
@@ -429,7 +438,7 @@ def _central_difference(
 
 @contextlib.contextmanager
 def _shifted(step: TrainingStep, gradients: Mapping[str, torch.Tensor | None], factor: float) -> Iterator[None]:
-    """Parameters moved along the gradient, and put back bit for bit."""
+    """Move the parameters along the gradient inside the block, and restore them bit for bit."""
     named = step.model.named_parameters()
     moved = {parameter: found for name, parameter in named if (found := gradients.get(name)) is not None}
     with _restored(*moved):

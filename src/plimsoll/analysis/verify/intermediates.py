@@ -1,4 +1,4 @@
-"""Compares tensors of two runs: gradients and buffers by name, and what named modules make inside the step."""
+"""Compares tensors of two runs: gradients and buffers by name, and outputs of named modules with their gradients."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from plimsoll.tracing.recorder.storages import same_contents
 from plimsoll.tracing.torch_internals import current_graph_task, without_torch_function
 
 Key = tuple[str, int, bool]
-"""Module, which of its calls, and whether it is the gradient."""
+"""Name of the module, number of its call, and whether the tensor is the gradient of the output."""
 Found = dict[Key, torch.Tensor | None]
-"""Copies; ``None`` stands for a gradient that cannot be seen, since the module ran without autograd."""
+"""Copies of the tensors; ``None`` for a gradient that cannot be observed because the module ran without autograd."""
 
 
 def mismatches(
@@ -28,7 +28,10 @@ def mismatches(
     found: Mapping[str, torch.Tensor | None],
     spread: Mapping[str, float | None],
 ) -> tuple[Mismatch, ...]:
-    """Tensors of ``found`` that are not ``expected``'s bits, with how far they are and how far the model is from itself."""
+    """List the tensors of ``found`` whose bits differ from ``expected``.
+
+    Each entry holds the difference, and the difference of the same tensor between two unmanaged runs (``spread``).
+    """
     differing: list[Mismatch] = []
     for name, reference in expected.items():
         other = found.get(name)
@@ -49,7 +52,7 @@ def mismatches(
 
 
 def _difference(first: torch.Tensor | None, second: torch.Tensor | None) -> tuple[float | None, float | None]:
-    """Largest absolute difference, and that as a share of the largest magnitude; ``None`` where it is no number."""
+    """Largest absolute difference, and its ratio to the largest magnitude; ``None`` where it is not a finite number."""
     if first is None or second is None or first.shape != second.shape:
         return None, None
     apart = (first.double() - second.double()).abs().max() if first.numel() else torch.tensor(0.0)
@@ -60,14 +63,16 @@ def _difference(first: torch.Tensor | None, second: torch.Tensor | None) -> tupl
 
 @contextlib.contextmanager
 def collect_intermediates(model: nn.Module, patterns: Sequence[str]) -> Iterator[Found]:
-    """What named modules make in a step: filled in while the block runs. A recomputation in backward is no further call.
+    """Collect the outputs of named modules, and their gradients, while the block runs.
+
+    A recomputation in backward does not count as another call of the module.
 
     Args:
         model: the model.
-        patterns: of module names, as in ``model.layers.*.mlp``.
+        patterns: patterns of module names, such as ``model.layers.*.mlp``.
 
     Raises:
-        InvalidRegions: a pattern that matches no module.
+        InvalidRegions: a pattern does not match any module.
     """
     modules = {name: module for name, module in model.named_modules() if name}
     for pattern in patterns:
@@ -95,20 +100,20 @@ def _copying_hook(name: str, found: Found) -> Callable[[nn.Module, Any, Any], No
         if current_graph_task() != -1 or not tensors:
             return
         call, tensor = next(calls), tensors[0]
-        with without_torch_function():  # a region under a plan would take it for a call of its own
+        with without_torch_function():  # else a region under a plan would record this as a call of its own
             found[name, call, False] = tensor.detach().clone()
         if tensor.requires_grad:
             tensor.register_hook(lambda gradient: found.__setitem__((name, call, True), gradient.detach().clone()))
-        elif not torch.is_grad_enabled():  # re-entrant checkpointing
+        elif not torch.is_grad_enabled():  # re-entrant checkpointing runs forward without autograd
             found[name, call, True] = None
 
     return look
 
 
 def compare_intermediates(expected: Found, found: Found) -> tuple[Intermediate, ...]:
-    """Both runs, tensor by tensor, in the order of the first; one that is missing in either differs.
+    """Compare the intermediates of two runs tensor by tensor, in the order of the first run.
 
-    A gradient that cannot be seen in one of the runs is left out.
+    A tensor that is missing in one run counts as different. A gradient that one run cannot observe is skipped.
     """
     hidden = {key for seen in (expected, found) for key, tensor in seen.items() if tensor is None}
     rows = []

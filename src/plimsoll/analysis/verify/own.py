@@ -1,8 +1,9 @@
-"""Verifies a model that saves memory by itself against the same model with that switched off.
+"""Verifies a model that saves memory by its own means, against the same model with these means switched off.
 
-What it can do by itself: ``torch.utils.checkpoint`` in both forms, selective checkpointing, offloading contexts and any other
-saved-tensor hooks; torch.compile under an ``activation_memory_budget`` below 1. The reference is the same code with the hooks
-left out, or compiled under a budget of 1.
+Such means are ``torch.utils.checkpoint`` in both forms, selective checkpointing, offloading contexts and any other saved-tensor
+hooks, and torch.compile under an ``activation_memory_budget`` below 1. The reference is the same code without the hooks, or
+compiled under a budget of 1, because the user has one model and its wrappers and contexts must run in both steps
+(docs/design/a-reference-by-switching-off.md).
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _MOST_FAULTS = 50
 
 @dataclass(frozen=True, slots=True)
 class CompilerBudget:
-    """The ``activation_memory_budget`` of torch.compile, which can be switched off besides hooks."""
+    """The ``activation_memory_budget`` of torch.compile; a value below 1 is switched off for the reference step."""
 
     share: float
 
@@ -57,17 +58,17 @@ class CompilerBudget:
         return self.share < 1.0
 
     def tolerance(self, model: nn.Module) -> float:
-        """What kernels compiled anew may do to a gradient by rounding."""
+        """The relative gradient error that recompiled kernels may cause by rounding; 0 without a budget below 1."""
         return half_the_digits(model) if self.is_compiled else 0.0
 
     @contextlib.contextmanager
     def plain(self) -> Iterator[None]:
-        """The same step with everything kept."""
+        """Run the block with everything kept: without saved-tensor hooks, and compiled under a budget of 1."""
         with switched_off():
             if not self.is_compiled:
                 yield
                 return
-            torch._dynamo.reset()  # what was compiled under another budget is compiled anew, here and afterwards
+            torch._dynamo.reset()  # so that code is compiled again under the other budget, here and after the block
             try:
                 with torch._functorch.config.patch(activation_memory_budget=1.0):
                     yield
@@ -78,18 +79,18 @@ class CompilerBudget:
 def verify_own(
     step: TrainingStep, signature: str, *, max_error: float, steps: int, depth: Depth, report: Progress
 ) -> Receipt:
-    """Compare a step that saves memory by itself with the same step keeping everything.
+    """Compare a step that saves memory by its own means with the same step when everything is kept.
 
     Args:
-        step: the training step, with no plan at work.
+        step: the training step, without a plan.
         signature: of the step, for the receipt.
-        max_error: the relative error of the gradient that is fine with the user.
-        steps: timed runs of each side; the losses of as many consecutive steps are compared.
-        depth: what is compared besides.
-        report: told the stage and how far it is.
+        max_error: the relative error of the gradient that the user accepts.
+        steps: timed runs of each side. The losses of the same number of consecutive steps are compared.
+        depth: further comparisons.
+        report: called with the stage and the share done.
 
     Raises:
-        InvalidModel: nothing is at work that could be switched off.
+        InvalidModel: the step does not save memory by any means that could be switched off, or the step fails.
     """
     budget = CompilerBudget(float(torch._functorch.config.activation_memory_budget))
     report("running the step with everything kept, twice", 0.0)
@@ -134,7 +135,11 @@ def verify_own(
 
 
 def _own_slope(step: TrainingStep, budget: CompilerBudget, evidence: Evidence) -> tuple[Slope | None, tuple[str, ...]]:
-    """The slope, and a note instead of it where the step with everything kept disagrees with its loss as well."""
+    """Check the gradient against the loss's slope.
+
+    If the step with everything kept fails this check too, the check says nothing about checkpointing. Then return a note
+    instead of the slope.
+    """
     slope = measure_slope(step, copies(step.gradients()))
     if slope is None or not slope.disagrees:
         return slope, ()
@@ -152,9 +157,9 @@ def _own_slope(step: TrainingStep, budget: CompilerBudget, evidence: Evidence) -
 def _observe(
     step: TrainingStep, budget: CompilerBudget, evidence: Evidence, steps: int, depth: Depth
 ) -> tuple[Observed, Counter[str]]:
-    """What is seen of the step as it is, and how often it entered which hooks."""
+    """Run and measure the step with its own memory saving; also count how often it entered each kind of hooks."""
     watch = SavedTensorWatch(step.model)
-    # Hooks on modules would make the compiler compile something else: there the places have no names.
+    # Module hooks would change what torch.compile compiles. So for compiled models, faults do not name modules.
     with watched(watch.wrap) as used, contextlib.nullcontext() if budget.is_compiled else watch.watch_modules():
         try:
             step.run()
@@ -194,7 +199,7 @@ def _nothing_at_work(model: nn.Module) -> InvalidModel:
 
 
 def _broken(step: TrainingStep, error: Exception, faults: Sequence[Fault]) -> InvalidModel:
-    """The step runs with everything kept, and fails as it is: say so, and why, as far as its ops show it."""
+    """Make the error for a step that runs with everything kept but fails with its own memory saving; name the first fault."""
     found = _explained(step, faults)
     return InvalidModel(
         f"The step of {type(step.model).__name__} fails as it is: {type(error).__name__}: {error}",
@@ -205,10 +210,11 @@ def _broken(step: TrainingStep, error: Exception, faults: Sequence[Fault]) -> In
 
 
 def _explained(step: TrainingStep, faults: Sequence[Fault]) -> tuple[Fault, ...]:
-    """Run the step once more with every op watched, which says more than saved tensors do.
+    """Run the step once more and watch every op, which finds causes that saved tensors alone do not show.
 
     Returns:
-        The ops that gave something else; if all agree, those of ``faults`` that are about memory that ops have written.
+        The ops whose recomputation gave another result. If all ops agree, ``faults`` without the tensors whose memory no op
+        has written.
     """
     stack = ModuleStack()
     ops = RepeatedOps(step.model, stack)
@@ -218,7 +224,7 @@ def _explained(step: TrainingStep, faults: Sequence[Fault]) -> tuple[Fault, ...]
         return watch.wrap(*ops.wrap(pack, unpack))
 
     with (
-        contextlib.suppress(Exception),  # a step that fails has shown its ops by then
+        contextlib.suppress(Exception),  # ops were recorded before a failing step raises, and they suffice
         torch.compiler.set_stance("force_eager"),
         watched(wrap),
         watch.watch_modules(),
@@ -230,7 +236,7 @@ def _explained(step: TrainingStep, faults: Sequence[Fault]) -> tuple[Fault, ...]
 
 
 def _blame_randomness(step: TrainingStep, budget: CompilerBudget) -> tuple[Fault, ...]:
-    """A difference of a step that draws random numbers, and that is gone in evaluation mode, is one of random numbers."""
+    """Blame random numbers if the step draws some, and its gradients agree in evaluation mode; else return nothing."""
     if not step.draws_random_numbers():
         return ()
     random = [name for name, module in step.model.named_modules() if "dropout" in type(module).__name__.lower()]
@@ -269,7 +275,7 @@ def _describe(used: Counter[str], budget: CompilerBudget) -> str:
 
 
 def _time(step: TrainingStep, budget: CompilerBudget, rounds: int) -> tuple[Timing, Timing]:
-    """Paired, in turns; compiled code, which compiles anew at every change, one after the other."""
+    """Time both steps in interleaved pairs, or one after the other if compiled code would recompile at every switch."""
     if not budget.is_compiled:
         return time_both(step, budget.plain, rounds)
     with budget.plain():

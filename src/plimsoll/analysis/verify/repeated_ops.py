@@ -1,13 +1,13 @@
-"""Finds the first op that gives something else when backward runs it again, and says why.
+"""Finds the first op whose result differs when backward runs the op again, and says why.
 
-Every op of forward is noted with checksums of what it read and made. Ops that run in backward with autograd
-on, or in a module while a saved tensor is unpacked, are a recomputation: they are laid beside the forward ops that they
-repeat. The first one that reads the same and makes something else is where things go wrong; if it reads something else, then
-that was changed.
+Every forward op is recorded with checksums of its inputs and outputs. An op in backward counts as recomputation if autograd is
+enabled, or if it runs in a module while a saved tensor is unpacked. Each recomputed op is matched with the forward op that it
+repeats. The first match with different outputs is the fault. If its inputs are equal, the op itself gave another result; if an
+input differs, that input was changed in between.
 
-Memory that no op has written says nothing, and is not compared: what ``empty`` returns, and outputs that an op leaves unset
-next to good ones (the seed and offset of fused attention without dropout). Which these are is found as the engine finds it: the
-op runs twice (``unset_outputs``).
+Memory that no op has written is not compared: results of ``empty``, and outputs that an op leaves unset next to valid ones (the
+seed and offset of fused attention without dropout). Such outputs are found as in the engine: the op runs twice
+(``unset_outputs``).
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from plimsoll.tracing.recorder.storages import Geometry, content_fingerprint, is
 from plimsoll.tracing.torch_internals import below_autograd, current_graph_task, without_modes
 
 _UNSET = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
-"""Ops whose results are not defined."""
+"""Ops that return uninitialised memory."""
 _UNNOTED = {*_UNSET, "detach", "alias"}
-"""Ops that compute nothing; checkpointing runs some of its own."""
+"""Ops that compute nothing. They are not recorded, because checkpointing runs some itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """One op that ran: where, on what, under which setting, and what it made."""
+    """One op that ran: its module, inputs, outputs, and the settings that it ran under."""
 
     module: str
     name: str
@@ -47,12 +47,12 @@ class _Entry:
     constants: tuple[str, ...]
     inputs: tuple[int | None, ...]
     outputs: tuple[int | None, ...]
-    """Checksums of its inputs and outputs; ``None`` for memory that no op has written."""
+    """Checksums of inputs and outputs; ``None`` for memory that no op has written."""
     shapes: tuple[tuple[Any, ...], ...]
     setting: dict[str, object]
-    """What the op ran under besides its arguments, by what it is called in a fault."""
+    """Settings outside the arguments that affect the op, keyed by their name in a fault."""
     sources: tuple[str, ...]
-    """Names of parameters and buffers among the inputs (``""`` for others)."""
+    """For each input, the name of its parameter or buffer, or ``""``."""
 
     @property
     def place(self) -> tuple[str, str]:
@@ -60,11 +60,11 @@ class _Entry:
 
 
 class RepeatedOps(TorchDispatchMode):
-    """Notes every op of a step, forward and recomputation.
+    """Records every op of a step, in forward and in recomputation.
 
     Args:
         root: the model.
-        stack: knows the running module.
+        stack: tracks the running module.
     """
 
     def __init__(self, root: nn.Module, stack: ModuleStack) -> None:
@@ -82,7 +82,7 @@ class RepeatedOps(TorchDispatchMode):
         self._proofs = 0
 
     def wrap(self, pack: Hook, unpack: Hook) -> tuple[Hook, Hook]:
-        """Saved-tensor hooks whose unpacking is known to be a recomputation."""
+        """The same hooks, with ops that run during unpacking marked as recomputation."""
 
         def watched_unpack(packed: Any) -> Any:
             self._unpacking += 1
@@ -97,7 +97,7 @@ class RepeatedOps(TorchDispatchMode):
         kwargs = kwargs or {}
         task = current_graph_task()
         if task != -1 and not torch.is_grad_enabled() and not (self._unpacking and self._stack.path):
-            self._task = -1  # backward's own ops stand between one recomputation and the next
+            self._task = -1  # an op of backward itself ends the recomputation: the next recomputed op starts a new list
             return func(*args, **kwargs)
         read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and is_plain(leaf)]
         inputs = self._checksums(read)
@@ -125,7 +125,7 @@ class RepeatedOps(TorchDispatchMode):
         return tuple(None if self.is_unset(tensor) else content_fingerprint(tensor) for tensor in tensors)
 
     def _note_unset(self, func: Any, args: Any, kwargs: Any, out: Any, states: Sequence[torch.Tensor]) -> None:
-        """Keep account of memory that no op has written yet."""
+        """Update the record of memory that no op has written yet."""
         unset: Iterable[torch.Tensor] = ()
         if _name_of(func) in _UNSET:
             unset = (out,)
@@ -141,7 +141,10 @@ class RepeatedOps(TorchDispatchMode):
     def _left_unset(
         self, func: Any, args: Any, kwargs: Any, out: Any, states: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Outputs that the op has not written. It runs again, on copies, as it may write to its inputs undeclared."""
+        """Find outputs that the op has not written, by running it again after filling free memory with another byte.
+
+        The second run reads copies of the inputs, because an op may write to its inputs without declaring it.
+        """
         made = dict(enumerate(flat_tensors(out)))
         is_asked = len(made) > 1 and all(map(is_plain, made.values()))
         if not is_asked or all(map(torch.is_floating_point, made.values())) or _returns_views(func):
@@ -186,7 +189,7 @@ class RepeatedOps(TorchDispatchMode):
         )
 
     def faults(self) -> Iterator[Fault]:
-        """The first fault of every recomputation."""
+        """Yield the first fault of each recomputation, if it has one."""
         for episode in self._again:
             fault = self._first_fault(episode)
             if fault is not None:
@@ -208,7 +211,10 @@ class RepeatedOps(TorchDispatchMode):
         return None
 
     def _start(self, episode: Sequence[_Entry]) -> int:
-        """Where in forward the recomputation begins: where most of its first ops are found one after the other."""
+        """Find the forward op where the recomputation begins.
+
+        It is the start from which most of the following ops match with equal inputs, then from which most match at all.
+        """
         starts = [index for index, entry in enumerate(self._forward) if entry.place == episode[0].place]
 
         def agreement(start: int) -> tuple[int, int]:
@@ -223,7 +229,7 @@ class RepeatedOps(TorchDispatchMode):
         return max(starts, key=agreement, default=0)
 
     def _next(self, position: int, entry: _Entry) -> int | None:
-        """The next forward op that ``entry`` can be a repetition of; those between were not needed again."""
+        """The next forward op that ``entry`` can repeat. Forward ops in between were not needed again."""
         for index in range(position, len(self._forward)):
             if self._forward[index].place == entry.place:
                 return index
@@ -236,7 +242,7 @@ def _name_of(func: Any) -> str:
 
 
 def _differ(first: int | None, again: int | None) -> bool:
-    """Whether two checksums differ. Memory that no op has written equals everything."""
+    """Whether two checksums differ. Memory that no op has written (``None``) equals everything."""
     return first != again and first is not None and again is not None
 
 
@@ -245,18 +251,18 @@ def _returns_views(func: Any) -> bool:
 
 
 def _copied(value: Any) -> Any:
-    """The same tensor on a copy of its memory."""
+    """A tensor of the same geometry on a copy of its storage; other values unchanged."""
     if not isinstance(value, torch.Tensor) or not is_plain(value):
         return value
     return Geometry.of(value).view_on(whole_storage(value, value.untyped_storage().clone()))
 
 
 def _why(first: _Entry, again: _Entry, skipped: _Entry | None) -> tuple[Cause, str]:
-    """The cause; ``skipped`` is a forward op before this one that was not run again."""
+    """The cause and its details. ``skipped`` is an earlier forward op that was not run again."""
     if first.setting != again.setting:
         return Cause.CHANGED_CONTEXT, _describe_change(first.setting, again.setting)
     dtypes = [dtype for _, dtype in first.shapes], [dtype for _, dtype in again.shapes]
-    if dtypes[0] != dtypes[1]:  # autocast itself cannot be seen below autograd, but what it does can
+    if dtypes[0] != dtypes[1]:  # below autograd the autocast setting is not visible, but the dtypes that it causes are
         return Cause.CHANGED_CONTEXT, f"{dtypes[0]} became {dtypes[1]}: autocast, or a default dtype, was another one"
     if first.constants != again.constants:
         changed = [f"{a} became {b}" for a, b in zip(first.constants, again.constants, strict=False) if a != b]

@@ -1,7 +1,7 @@
-"""Confirms on its device a plan that was made without it: says what was off, and solves the plan again.
+"""Confirms a plan on its device if it was made without the device, and solves it again if the plan was off.
 
-The roofline that such a plan was made with is replaced: the step is traced and timed on the device, and where the given plan's
-peak or time is off, the plan is solved again with these costs, run until it keeps to its budget, and verified like any other.
+Such a plan was made with costs from a roofline. Here the step is traced and timed on the device. If the plan's peak or time is
+off, the plan is solved again with the measured costs, run until it keeps to its budget, and verified like any other plan.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from plimsoll.units import format_bytes
 
 
 def needs_confirmation(plan: Plan) -> bool:
-    """Whether a plan was made with the costs of a roofline: nobody has measured its device yet."""
+    """Whether a plan's costs come from a roofline, so that they were not measured on its device."""
     return plan.cost_source is CostSource.ROOFLINE
 
 
 @dataclass(frozen=True, slots=True)
 class Reviser:
-    """One step on the device, for the plan that was made for it elsewhere. ``verify`` gives the receipt of a revised plan."""
+    """Confirms and revises, on the device, a plan that was made elsewhere. ``verify`` makes the receipt of a revised plan."""
 
     task: TrainingTask
     step: TrainingStep
@@ -44,11 +44,11 @@ class Reviser:
     verify: Callable[[Plan], Receipt]
 
     def confirm(self, plan: Plan, receipt: Receipt) -> Receipt:
-        """The receipt with what the device says; where the plan is off, with a plan solved again and verified.
+        """Add the confirmation to the receipt, and a revised plan if the given plan is off.
 
         Args:
-            plan: as it was made.
-            receipt: of this plan, from this device.
+            plan: the plan from elsewhere.
+            receipt: of this plan, measured on this device.
         """
         self.report("timing every op on the device", 0.0)
         with self.agreement.stepping():
@@ -80,7 +80,7 @@ class Reviser:
         return msgspec.structs.replace(receipt, confirmation=found, revised_plan=revised)
 
     def _solve(self, plan: Plan, traced: Trace, costs: Costs) -> Plan:
-        """The plan again, with measured costs, run until it keeps to its budget."""
+        """Solve the plan again with measured costs, and run it until it keeps to its budget."""
         options = PlanOptions.read(strategies=plan.strategy, allow=plan.allow)
         planner = planner_for(self.agreement, (traced, costs), options, plan.budget_bytes)
         planner.try_forms(lambda: self.step)
@@ -88,7 +88,7 @@ class Reviser:
         return planner.plan(plan.strategy, lambda: self.step, part_of(self.report, 0.5, 0.7))
 
     def _obstacle(self, plan: Plan) -> str:
-        """Why the plan cannot be solved again as it was made."""
+        """Why the plan cannot be solved again under the same conditions; empty if it can."""
         state_bytes = plan.classes.get(Category.OPTIMIZER_STATE, 0)
         if state_bytes and self.task.optimizer is None:
             return (
@@ -99,12 +99,15 @@ class Reviser:
 
 
 def _roofline_optimizer_seconds(plan: Plan, traced: Trace) -> float:
-    """What the plan's roofline gave the optimizer's step; nothing where the plan was made without one."""
+    """Seconds of the optimizer's step that the plan's roofline predicted; 0 if the plan was made without an optimizer.
+
+    Verification does not run the optimizer, so these seconds are subtracted before times are compared.
+    """
     if not plan.classes.get(Category.OPTIMIZER_STATE, 0) and Phase.OPTIMIZER not in {p.phase for p in plan.timeline}:
         return 0.0
     try:
         device = find_device(plan.cost_device)
-    except UnknownDevice:  # a profile that this version no longer has: its own timeline says where the optimizer starts
+    except UnknownDevice:  # this version lacks that profile: the plan's timeline says where the optimizer starts
         starts = [p.unmanaged_seconds for p in plan.timeline if p.phase == Phase.OPTIMIZER]
         return plan.baseline_seconds - starts[0] if starts and starts[0] is not None else 0.0
     return optimizer_seconds(traced, roofline_costs(traced, device))

@@ -1,8 +1,8 @@
-"""Switches other people's saved-tensor hooks off, or watches them, and finds tensors that come back as something else.
+"""Switches off saved-tensor hooks that are not Plimsoll's, or watches them and finds tensors that unpack to other contents.
 
-``torch.utils.checkpoint``, selective checkpointing, ``save_on_cpu`` and the offloading contexts of trainers all enter a
-``torch.autograd.graph.saved_tensors_hooks``; the re-entrant form of checkpointing is an autograd function of its own. Both
-are patched for as long as a block runs, and put back at its end. Below torch.compile no hook runs, and nothing is seen.
+``torch.utils.checkpoint``, selective checkpointing, ``save_on_cpu`` and the offloading contexts of trainers all enter
+``torch.autograd.graph.saved_tensors_hooks``. The re-entrant form of checkpointing is an autograd function instead. Both are
+patched while a block runs and restored at its end. Inside torch.compile hooks do not run, so nothing can be watched there.
 
 A checksum of each tensor is taken when it is packed and compared when it is unpacked, so watching needs hardly any memory.
 """
@@ -39,7 +39,7 @@ REENTRANT = "torch.utils.checkpoint (re-entrant)"
 
 @contextlib.contextmanager
 def switched_off() -> Iterator[None]:
-    """No hook is entered and nothing is checkpointed: autograd keeps every tensor, as in the plain model."""
+    """Disable saved-tensor hooks and checkpointing inside the block: autograd keeps every tensor, as in the plain model."""
 
     class Plain:
         @staticmethod
@@ -52,7 +52,7 @@ def switched_off() -> Iterator[None]:
 
 @contextlib.contextmanager
 def watched(wrap: Wrap) -> Iterator[Counter[str]]:
-    """Every pair of hooks that is entered is wrapped; the counter says what was entered, and how often."""
+    """Wrap every pair of hooks that is entered inside the block; the counter says what was entered how often."""
     found: Counter[str] = Counter()
     original = checkpointing.CheckpointFunction
 
@@ -97,7 +97,7 @@ def _patched(enter: Callable[..., None], leave: Callable[..., None], function: t
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """What one saved tensor was."""
+    """Place, shape, dtype, checksum and storage of one tensor when it was saved."""
 
     module: str
     index: int
@@ -108,22 +108,22 @@ class _Note:
 
     @property
     def value(self) -> str:
-        """What a fault calls it."""
+        """The tensor's name in a fault."""
         return f"saved tensor {self.index} of {self.shape}"
 
 
 class SavedTensorWatch:
-    """Compares what hooks give back with what they were given.
+    """Compares each tensor that hooks unpack with the tensor that they packed.
 
     Args:
-        root: the model; its modules name the places.
-        is_unset: whether no op has written the memory of a tensor.
+        root: the model; faults name its modules.
+        is_unset: returns True if no op has written the memory of a tensor.
     """
 
     def __init__(self, root: nn.Module, is_unset: Callable[[torch.Tensor], bool] = lambda tensor: False) -> None:
         self.faults: list[Fault] = []
         self.unset: set[tuple[str, str]] = set()
-        """Tensors that say nothing, by region and value, as faults name them."""
+        """Tensors whose memory no op has written, so that a difference says nothing; by region and value, as in faults."""
         self._is_unset = is_unset
         self.compared = 0
         self.stack = ModuleStack()
@@ -131,11 +131,11 @@ class SavedTensorWatch:
         self._counts: dict[str, int] = {}
 
     def watch_modules(self) -> Any:
-        """A context in which the running module is known."""
+        """A context that tracks the running module."""
         return self.stack.watch(self._root)
 
     def wrap(self, pack: Hook, unpack: Hook) -> tuple[Hook, Hook]:
-        """The same pair of hooks, watched."""
+        """The same pair of hooks, with a comparison around them."""
 
         def watching_pack(tensor: torch.Tensor) -> tuple[Any, _Note | None]:
             note = self._note(tensor)
@@ -155,7 +155,7 @@ class SavedTensorWatch:
             return None
         path = self.stack.path
         index = self._counts[path] = self._counts.get(path, -1) + 1
-        with without_modes():  # selective checkpointing would cache the checksum's ops
+        with without_modes():  # else selective checkpointing would cache the checksum's ops
             checksum = content_fingerprint(tensor)
             storage = StorageWeakRef(tensor.untyped_storage())
         note = _Note(path, index, tuple(tensor.shape), tensor.dtype, checksum, storage)

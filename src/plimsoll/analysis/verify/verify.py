@@ -1,4 +1,4 @@
-"""Holds a plan's claims against evidence: the verb ``verify``, which also checks what a model does by itself."""
+"""Checks a plan's claims by running the step: the verb ``verify``. It also checks a model's own checkpointing."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ from plimsoll.tracing.recorder.untouched import untouched
 from plimsoll.units import check_count, format_bytes, format_seconds
 
 _STATE_NOISE = 0.01
-"""State that differs by less than this share is the same state."""
+"""Optimizer state whose size differs from the plan's by less than this share counts as the planned state."""
 _SEVERITY = {verdict: index for index, verdict in enumerate(ReceiptVerdict)}
-"""The worst verdict first, in the order in which a receipt comes to one."""
+"""Rank of each verdict, worst first: ``ReceiptVerdict`` lists them in the order that a receipt tests."""
 
 
 def verify(
@@ -70,55 +70,55 @@ def verify(
     timeout_seconds: float = TIMEOUT_SECONDS,
     progress: Progress | None = None,
 ) -> Receipt:
-    """Hold a plan's claims against evidence: gradients bit for bit, peak and seconds predicted and measured.
+    """Check a plan by running the step: compare gradients bit for bit, and peak and seconds with the predictions.
 
-    The unmanaged step runs first, twice from the same random state: a model that differs from itself is compared within
-    that spread, and the receipt says so. Then the managed step: its gradients and buffers, its peak, and, tensor by tensor,
-    whether what comes back in backward is what forward saved; where it is not, the receipt names the region, the value,
-    the op and the likely cause.
+    The unmanaged step runs first, twice from the same random state. If the two runs differ, the plan is compared within that
+    spread, and the receipt says so. Then the managed step runs. Its gradients, buffers and peak are compared, and every tensor
+    that backward unpacks is compared with the tensor that forward saved. Where one differs, the receipt names the region, the
+    value, the op and the likely cause.
 
-    A plan that was made without the device (``device_profile=``) is confirmed here: ops are timed, and where the peak is above
-    the budget, or peak or time were predicted wrong, the plan is solved again with measured costs and verified. The receipt
-    says what was off (``confirmation``) and carries the new plan (``revised_plan``).
+    A plan that was made without the device (``device_profile=``) is confirmed here: ops are timed. If the peak is above the
+    budget, or if peak or time were predicted wrong, the plan is solved again with measured costs and verified. The receipt's
+    ``confirmation`` says what was off, and its ``revised_plan`` is the new plan.
 
-    Without a plan, what the model does by itself is verified: ``torch.utils.checkpoint``, selective checkpointing,
+    Without a plan, the model's own way to save memory is verified: ``torch.utils.checkpoint``, selective checkpointing,
     offloading contexts, any saved-tensor hooks, and torch.compile under an ``activation_memory_budget`` below 1. The
-    reference is the same step with that switched off. There the gradient is also held against the loss itself: the slope
-    that it claims, against losses at shifted parameters.
+    reference is the same step with all of that switched off. In this case the gradient is also compared with the loss: the
+    slope that the gradient claims must agree with losses at shifted parameters.
 
-    Model, gradients, buffers, random state and the optimizer are left as they were. On several ranks all verify the same plan
-    together, and all get the receipt of the rank where it came off worst.
+    Model, gradients, buffers, random state and the optimizer are restored. Several ranks verify the same plan together, and
+    every rank gets the receipt of the rank with the worst result.
 
     Args:
         model: as for ``plimsoll.plan``.
         batch: as for ``plimsoll.plan``.
-        plan: the plan to check; ``None``: what the model does by itself.
+        plan: the plan to check; ``None`` checks the model's own way to save memory.
         loss: as for ``plimsoll.plan``.
         optimizer: as for ``plimsoll.plan``.
-        steps: timed runs of each side, interleaved; as many consecutive losses are compared.
-        intermediates: patterns of module names, such as ``model.layers.*.mlp``: their outputs, and the gradients of
-            those, are compared in both runs.
-        curve_steps: so many training steps, on this batch with ``optimizer`` (else with gradient descent), are compared
-            by their losses.
-        context: without a plan: makes a context to run a step in, such as ``torch.autograd.graph.save_on_cpu``; it is
-            called anew for every step.
-        max_error: without a plan: the relative error of the gradient that is fine with you (hooks that compress).
+        steps: timed runs of each side, interleaved. The losses of the same number of consecutive steps are compared.
+        intermediates: patterns of module names, such as ``model.layers.*.mlp``. The modules' outputs, and the gradients
+            with respect to these outputs, are compared in both runs.
+        curve_steps: number of training steps whose losses are compared, on this batch, with ``optimizer`` or else plain
+            gradient descent.
+        context: without a plan: makes the context that a step runs in, such as ``torch.autograd.graph.save_on_cpu``; it is
+            called once per step.
+        max_error: without a plan: the relative error of the gradient that you accept (hooks that compress).
         ranks: as for ``plimsoll.plan``.
         timeout_seconds: as for ``plimsoll.plan``.
-        progress: told the stage and the share done.
+        progress: called with the stage and the share done.
 
     Returns:
         A receipt with a verdict and an exit code.
 
     Raises:
         PlanMismatch: the plan was made for another model, batch shape, dtype or mode, or for another kind of device.
-        PlanNotUsable: there is nothing to apply.
-        InvalidModel: a plan is at work on it, or it is on the meta device: nothing could be measured; or, without a plan,
-            it does nothing by itself.
-        InvalidRegions: a pattern of intermediates that matches no module.
-        InvalidBudget: ``max_error`` is no share.
-        InvalidOption: ``context`` makes none, or has no effect; ``steps`` or ``curve_steps`` is no count; a pattern is no
-            text; or, without a plan, there are several ranks.
+        PlanNotUsable: the plan does not contain decisions to apply.
+        InvalidModel: a plan is already applied to the model; or the model is on the meta device, where nothing can be
+            measured; or, without a plan, the model does not save memory by itself.
+        InvalidRegions: a pattern of intermediates does not match any module.
+        InvalidBudget: ``max_error`` is not a share.
+        InvalidOption: ``context`` does not make a context, or ``context`` or ``max_error`` is passed with a plan; ``steps`` or
+            ``curve_steps`` is not a count; a pattern is not text; or, without a plan, there are several ranks.
         RanksDiffer, RankFailed, RankMissing: as for ``plimsoll.plan``.
 
     Example:
@@ -173,11 +173,16 @@ def _on_this_rank(
     depth: Depth,
     report: Progress,
 ) -> Receipt:
-    """This rank's receipt; where the plan was made without the device, with what the device says."""
+    """Make this rank's receipt. For a plan that was made without the device, add the confirmation on the device.
+
+    If a compiled plan's gradient differs, two causes that do not blame the plan are tested one after the other: kernels that
+    round at other places, then a wrong gradient of torch's own compiled step.
+    """
 
     def hold(held: Plan, depth: Depth, report: Progress) -> Receipt:
         with agreement.stepping():
             receipt = _hold_plan(step, task.model, held, steps=steps, depth=depth, report=report)
+        # Ranks decide together, because the steps below contain collectives: all ranks run them, or none does.
         is_equal = receipt.verdict is not ReceiptVerdict.GRADIENTS_DIFFER
         if not held.compiled or agreement.every("equal gradients", holds=is_equal):
             return receipt
@@ -200,7 +205,7 @@ def _on_this_rank(
 
 
 def _refuse_own_of_ranks(agreement: Agreement) -> None:
-    """What a model does by itself is verified on one rank: the loss's slope and the search for a cause are not shared."""
+    """Raise if several ranks verify a model's own checkpointing: the slope check and the search for causes run on one."""
     if agreement.size > 1:
         raise InvalidOption(
             f"Without a plan, {agreement.size} ranks cannot verify together.",
@@ -210,7 +215,7 @@ def _refuse_own_of_ranks(agreement: Agreement) -> None:
 
 
 def _refuse_without_effect(context: Context | None, max_error: float) -> None:
-    """A plan says itself what it is allowed; what would be ignored is refused."""
+    """Raise if ``context`` or ``max_error`` is passed with a plan, which has its own limits: both would be ignored."""
     if context is not None or max_error:
         name = "max_error=" if context is None else "context="
         raise InvalidOption(
@@ -241,16 +246,17 @@ def _hold_plan(
     report: Progress,
     error_of_torch: float = 0.0,
 ) -> Receipt:
-    """Compare the managed step with the unmanaged one.
+    """Compare the managed step with the unmanaged step.
 
     Args:
         step: the training step, on the unmanaged model.
-        model: to which the plan is applied (the step's own may lie in a wrapper).
+        model: the model that the plan is applied to (``step.model`` may be a wrapper around it).
         plan: the plan to check.
-        steps: timed runs of each side; the losses of as many consecutive steps are compared.
-        depth: what is compared besides.
-        report: told the stage and how far it is.
-        error_of_torch: that of the compiled step without a plan; then the uncompiled one is compared with.
+        steps: timed runs of each side. The losses of the same number of consecutive steps are compared.
+        depth: further comparisons.
+        report: called with the stage and the share done.
+        error_of_torch: the gradient error of the compiled step without a plan. If it is not 0, the reference is the
+            uncompiled step.
     """
     report("running the unmanaged step twice", 0.0)
     units = find_units(model)
@@ -260,7 +266,7 @@ def _hold_plan(
     report("running the managed step", 0.3)
     with manage(model, plan) as handle:
         if plan.compiled:
-            step.run()  # what the compiler takes is not the step's
+            step.run()  # compile now: memory that the compiler allocates must not count in the step's peak
             handle.forget()
         recording_peak_bytes, steady_peak_bytes, apart = _recording_and_steady(step, evidence, report)
         outcomes = handle.outcomes()
@@ -297,14 +303,15 @@ def _hold_plan(
         baseline_losses=baseline_losses,
         measured_baseline_peak_bytes=baseline_peak_bytes + absent_bytes,
         measured_peak_bytes=steady_peak_bytes + absent_bytes,
-        measured_recording_peak_bytes=recording_peak_bytes,  # the first step records, and has no state yet
+        # Without absent_bytes: in training, the recording step runs before the optimizer has made its state.
+        measured_recording_peak_bytes=recording_peak_bytes,
         regions=outcomes,
         notes=(*_notes(step, plan, absent_bytes), *_notes_of_compiled(plan, rounding, error_of_torch)),
     )
 
 
 def _recording_and_steady(step: TrainingStep, evidence: Evidence, report: Progress) -> tuple[int, int, Apart]:
-    """The peaks of the step that records and of a steady one, and how far either is from the evidence at most."""
+    """Peaks of the recording step and of a steady step, and the larger of their distances from the evidence."""
     recording_peak_bytes = step.measure_peak().peak_bytes
     apart = compare_with(evidence, step)
     step.run()
@@ -314,7 +321,10 @@ def _recording_and_steady(step: TrainingStep, evidence: Evidence, report: Progre
 
 
 def _with_casts_kept(step: TrainingStep, model: nn.Module, plan: Plan, receipt: Receipt) -> Receipt:
-    """The receipt of a compiled plan whose gradient differs, with what is allowed for where kernels round, if it is that."""
+    """Raise the receipt's rounding tolerance if the places where kernels round explain the gradient difference.
+
+    Otherwise return the receipt unchanged.
+    """
     found = keep_casts(step, find_units(model), lambda: manage(model, plan))
     step.clear_gradients()
     if not found.allowed:
@@ -324,7 +334,7 @@ def _with_casts_kept(step: TrainingStep, model: nn.Module, plan: Plan, receipt: 
 
 
 def _claims(plan: Plan) -> dict[str, Any]:
-    """What a receipt repeats of its plan."""
+    """The plan's fields that its receipt repeats."""
     return {
         "model": plan.model,
         "fingerprint": plan.fingerprint,
@@ -379,7 +389,10 @@ def _notes(step: TrainingStep, plan: Plan, absent_bytes: int) -> tuple[str, ...]
 
 
 def _worst_receipt(agreement: Agreement, receipt: Receipt, plan: Plan) -> Receipt:
-    """The receipt of the rank with the worst verdict, of those the one nearest to its budget, with a note on all ranks."""
+    """Return the receipt of the rank with the worst verdict, and add a note about all ranks.
+
+    Among ranks with the same verdict, the rank with the least room below its budget counts.
+    """
     if agreement.size == 1:
         return receipt
     if str(agreement.rank) in plan.budget_bytes_of_ranks:

@@ -1,4 +1,4 @@
-"""``plimsoll advise TARGET``: is memory the bottleneck, what helps, what the compiler captures, what is still unchecked."""
+"""``plimsoll advise TARGET``: finds out whether memory is the bottleneck, what helps, and what the compiler captures."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def advise(
 
 
 def _words(target: str, building: options.Building, compiled: options.Compiled | None) -> str:
-    """The target as the next command has to name it, so that it means the same step."""
+    """The target and its options as the next command must name them to get the same step."""
     import shlex
 
     words = [shlex.quote(target)]

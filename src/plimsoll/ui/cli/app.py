@@ -1,4 +1,4 @@
-"""The command line: every subcommand is registered here, and lies in the file of its verb or of the verb next to it."""
+"""The command line. Every subcommand is registered here; its code is in the file of its verb or of a related verb."""
 
 from __future__ import annotations
 
@@ -67,6 +67,6 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that is not UTF-8 gets question marks
-    # While memory is measured on a CPU, torch's allocator warns once a second about releases that its log lacks.
+    # While memory is measured on a CPU, torch warns once a second about freed memory that its profiler did not record.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     app(prog_name="plimsoll")

@@ -1,6 +1,7 @@
-"""What commands have in common: options in groups, a help in sections, and refusals before anything is loaded.
+"""The common parts of commands: groups of options, help in sections, and checks of the options before anything is loaded.
 
-A section is the ``rich_help_panel`` of a command or an option. Typer's own panels cut words off where a terminal is narrow.
+A section is the ``rich_help_panel`` of a command or an option. Sections are written here, because Typer's own panels cut off
+words on a narrow terminal.
 """
 
 from __future__ import annotations
@@ -39,27 +40,27 @@ _OTHERS = "Options"
 
 
 class Command(TyperCommand):
-    """A command whose options stand in sections."""
+    """A command that lists its options in sections."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """The arguments by their names; newer versions of Typer put those that are needed into braces."""
+        """Override: list the arguments without the braces that newer versions of Typer put around required ones."""
         return [re.sub("[{}]", "", piece) for piece in super().collect_usage_pieces(ctx)]
 
     def format_help_text(self, ctx: Any, formatter: Any) -> None:
-        """The help's paragraphs; its example is one line, to be copied."""
+        """Override: write the paragraphs of the help, with the example on one line that can be copied."""
         self.help = (self.help or "").replace("\n\nExample: ", "\n\n\b\nExample: ")
         super().format_help_text(ctx, formatter)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Arguments, then the options of each section."""
+        """Override: write the arguments, then the options of each section."""
         _write_sections(formatter, _options(self, ctx))
 
 
 class Commands(TyperGroup):
-    """The commands in sections, then the options, the first steps and the exit codes."""
+    """The group of all commands; its help has commands in sections, options, first steps and exit codes."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command; what is wrong with the words on the line is JSON where ``--json`` is one of them."""
+        """Override: run a command, and print usage errors as JSON if ``--json`` was typed."""
         is_json = "--json" in (*ctx._protected_args, *ctx.args)
         try:
             return super().invoke(ctx)
@@ -74,7 +75,7 @@ class Commands(TyperGroup):
                 raise wrong from error
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Every command with the first sentence of its help; options after them."""
+        """Override: write every command with the first sentence of its help, then the options."""
         commands = [self.get_command(ctx, name) for name in self.list_commands(ctx)]
         rows: list[tuple[Any, tuple[str, str]]] = [
             (command.rich_help_panel, (str(command.name), command.get_short_help_str(limit=1000)))
@@ -84,13 +85,13 @@ class Commands(TyperGroup):
         _write_sections(formatter, [*rows, *_options(self, ctx)])
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        """What to type first, and what exit codes mean."""
+        """Override: write the first steps and the exit codes."""
         _write_sections(formatter, [("First steps", row) for row in FIRST_STEPS.items()])
         _write_sections(formatter, [("Exit codes", row) for row in EXIT_CODES.items()])
 
 
 def _options(command: Any, ctx: Any) -> list[tuple[Any, tuple[str, str]]]:
-    """Every argument and option with the section that it names."""
+    """Every argument and option with its section."""
     rows: list[tuple[Any, tuple[str, str]]] = []
     for parameter in command.get_params(ctx):
         record = parameter.get_help_record(ctx)
@@ -104,7 +105,7 @@ def _options(command: Any, ctx: Any) -> list[tuple[Any, tuple[str, str]]]:
 
 
 def _write_sections(formatter: Any, rows: Iterable[tuple[Any, tuple[str, str]]]) -> None:
-    """Rows under their titles, in the order in which titles come first; other options last."""
+    """Write the rows under their titles, in the order of the titles' first rows; other options come last."""
     sections: dict[str, list[tuple[str, str]]] = {}
     for title, row in rows:
         sections.setdefault(title, []).append(row)
@@ -114,13 +115,13 @@ def _write_sections(formatter: Any, rows: Iterable[tuple[Any, tuple[str, str]]])
 
 
 def command(function: Callable[..., R], *, plans_if_asked: bool = False) -> Callable[..., R]:
-    """Let a command take groups of options: Typer is shown every option of a group by itself.
+    """Let a command take groups of options (dataclasses) as parameters; Typer sees each option separately.
 
-    A parameter of the command stands for the option of that name in its groups.
+    If the command has a parameter with the name of a group's option, the parameter replaces that option.
 
     Args:
         function: the command.
-        plans_if_asked: whether it makes a plan only for a budget, a strategy or an override.
+        plans_if_asked: whether the command makes a plan only if a budget, a strategy or an override is given.
 
     Example:
         >>> list(inspect.signature(command(lambda **groups: None)).parameters)
@@ -166,10 +167,10 @@ _FOLDERS = ("plans", "run", "keep_traces")
 
 
 def _refuse_early(typed: Mapping[str, Any], *, plans_if_asked: bool) -> None:
-    """Refuse what no model can change, before one is loaded: no number, no place to write to, no target, an unclear budget.
+    """Check everything that does not depend on the model before it is loaded: numbers, files, target, planning options.
 
     Raises:
-        PlimsollError: what the public verb would raise later.
+        PlimsollError: the same error that the public verb would raise later.
     """
     _refuse_numbers(typed)
     _refuse_files(typed)
@@ -180,14 +181,14 @@ def _refuse_early(typed: Mapping[str, Any], *, plans_if_asked: bool) -> None:
     from plimsoll.session.options import Budget, PlanOptions, read_error
 
     asked = "auto" if typed.get("strategy") in (None, []) else typed["strategy"]
-    # Of several, beside --compile, some may be torch's own.
+    # compare --compile takes several strategies, and some of them may be torch's own, which PlanOptions would refuse.
     strategies = (
         [asked] if isinstance(asked, str) else [s for s in asked if not (typed["compiled"] and is_torchs_own(s))]
     )
     is_asked = typed.get("budget") or asked != "auto" or typed.get("override")
     is_planned = typed.get("plan") is None and (is_asked or not plans_if_asked)
     budget, device = Budget.read(typed.get("budget")), typed.get("device_profile")
-    max_error = read_error(typed.get("max_error", "0"))  # of a model's own checkpointing, too
+    max_error = read_error(typed.get("max_error", "0"))  # also checked without a plan
     PlanOptions.read(
         strategies=strategies,
         regions=typed.get("regions") or None,
@@ -218,7 +219,11 @@ def _refuse_numbers(typed: Mapping[str, Any]) -> None:
 
 
 def _refuse_files(typed: Mapping[str, Any]) -> None:
-    """Places are tried, and what is read is read, unless that takes it away. Ranks agree on what one of them misses."""
+    """Check that output files can be written, and that the target and the saved plan can be read.
+
+    A plan that can be read only once, such as a pipe, is not read here. Under torchrun nothing is read here either: the ranks
+    agree later on errors of one rank.
+    """
     from plimsoll.artifacts.files import check_folder, check_place, is_read_once
 
     for names, check in ((_FILES, check_place), (_FOLDERS, check_folder)):

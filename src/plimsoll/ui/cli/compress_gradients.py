@@ -1,4 +1,4 @@
-"""``plimsoll compress-gradients TARGET``: does sending fewer bytes of gradients pay here? Under torchrun, on every rank."""
+"""``plimsoll compress-gradients TARGET``: finds out whether gradient compression saves time here. Run it with torchrun."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _bytes_of(bucket: str | None) -> int | None:
 
 
 def _at_home(loaded: Loaded) -> Loaded:
-    """Make the target's GPU this process's own: collectives without a tensor of theirs run there."""
+    """Set the target's GPU as the current device, because collectives without a tensor argument run on the current device."""
     import torch
 
     home = next((parameter.device for parameter in loaded.target.model.parameters()), None)

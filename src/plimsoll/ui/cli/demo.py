@@ -51,7 +51,7 @@ def demo(*, budget: DemoBudgetOption = BUDGET, steps: DemoStepsOption = 30, seed
 
 @contextlib.contextmanager
 def _show_steps(console: Console, names: tuple[str, ...], steps: int) -> Iterator[tuple[OnStep, ...]]:
-    """One bar per training with loss and step time; without a terminal a few lines per training instead."""
+    """Show one bar per training with loss and step time; outside a terminal, print a few lines per training."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     if not console.is_terminal:

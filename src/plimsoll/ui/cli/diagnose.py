@@ -1,4 +1,4 @@
-"""``plimsoll diagnose TARGET`` or ``plimsoll diagnose BASELINE PLAN``: where the overhead of a plan goes."""
+"""``plimsoll diagnose TARGET`` or ``plimsoll diagnose BASELINE PLAN``: splits the overhead of a plan into causes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KeepOption = Annotated[
     typer.Option("--keep-traces", metavar="DIR", help="Keep the two Chrome traces there.", file_okay=False),
 ]
 _OF_TRACES = ("--output", "--json")
-"""The options that mean something beside two traces."""
+"""The only options that have an effect together with two traces."""
 _TRACE_ENDINGS = (".json.gz", ".sqlite", ".sqlite3", ".db", ".nsys-rep", ".qdrep")
 
 
@@ -81,7 +81,7 @@ def diagnose(
 
 
 def _refuse_ignored(context: typer.Context) -> None:
-    """Two traces are compared as they are."""
+    """Refuse options that would not have an effect on two traces."""
     ignored = [name for name in options.given(context) if name not in _OF_TRACES]
     if ignored:
         raise InvalidTrace(

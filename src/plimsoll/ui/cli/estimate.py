@@ -1,4 +1,4 @@
-"""``plimsoll estimate`` and ``plimsoll fit``: memory and speed of a job, and the batch and plan with most throughput."""
+"""``plimsoll estimate`` and ``plimsoll fit``: memory and speed of a job; the batch and plan with the highest throughput."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def estimate(
 
 
 def _read_run(run: Path | None, device: Path | None) -> RunFigures:
-    """The figures of a run, before the work; none without a file of them."""
+    """Read the figures of a run, before the long work starts; empty figures if no file was given."""
     from plimsoll.analysis.diagnose.measured_run import RunFigures, read_run
 
     if run is None and device is not None:
@@ -211,7 +211,7 @@ def _read_run(run: Path | None, device: Path | None) -> RunFigures:
 
 
 def _refuse_without_plans(budget: str | None, strategy: str | None) -> None:
-    """Refuse ``--plans`` where nothing is planned."""
+    """Refuse ``--plans`` if the command will not make plans."""
     if budget is None or strategy not in (None, "auto"):
         raise InvalidOption(
             "There are no plans to save.",
@@ -221,7 +221,7 @@ def _refuse_without_plans(budget: str | None, strategy: str | None) -> None:
 
 
 def _save_plans(found: Estimate, directory: Path, to: options.Output) -> None:
-    """One file per plan, named by pipeline rank and stage; an existing file is replaced."""
+    """Save one file per plan, named by pipeline rank and stage. An existing file is replaced."""
     plans = {f"rank-{s.stage}-stage-{n}.json": plan for s in found.stages for n, plan in enumerate(s.plans)}
     if plans:
         make_folder(directory)
@@ -239,7 +239,7 @@ def _save_plans(found: Estimate, directory: Path, to: options.Output) -> None:
 def _fit_layout(
     target: str, budget: str, layout: str, to: options.Output, save_plan: Path | None, **sizes: Any
 ) -> None:
-    """The fastest layout with its micro-batch; each of its stages has a plan of its own."""
+    """Search the fastest layout and its micro-batch, and print the estimate. Each stage has its own plan."""
     import plimsoll
     from plimsoll.errors import BudgetBelowFloor
 

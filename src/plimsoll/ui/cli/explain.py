@@ -1,4 +1,4 @@
-"""``plimsoll explain TARGET|PLAN``: where the peak of a step is, who holds it, and what would lower it, by how much."""
+"""``plimsoll explain TARGET|PLAN``: shows a step's peak, the tensors that hold it, and the changes that would lower it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PlanOption = Annotated[
     Path | None, options.of_plan("--plan", "-p", metavar="FILE", help="Explain the step under a saved plan.")
 ]
 _OF_A_PLAN = ("--json", "--output")
-"""Options that mean something where a saved plan is explained by itself."""
+"""The only options that have an effect if a saved plan is explained without a target."""
 
 
 @commands.command
@@ -75,7 +75,7 @@ def explain(
 
 
 def _is_saved(target: str) -> bool:
-    """Whether the argument is a file that Plimsoll wrote, not a configuration."""
+    """Whether the argument is a JSON file that Plimsoll wrote, and not a model configuration."""
     path = Path(target)
     if path.suffix != ".json" or not path.is_file():
         return False

@@ -1,4 +1,4 @@
-"""The options that several commands share, each with its one help text."""
+"""The options that several commands share, each with one help text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class OptimizerName(enum.StrEnum):
 
 
 class Compiled(enum.StrEnum):
-    """What torch.compile compiles of a model."""
+    """Which part of a model torch.compile compiles."""
 
     WHOLE = "whole"
     BLOCKS = "blocks"
@@ -31,7 +31,7 @@ class Compiled(enum.StrEnum):
 of_plan = functools.partial(typer.Option, rich_help_panel="What the plan may do")
 of_target = functools.partial(typer.Option, rich_help_panel="The model and its batch")
 of_result = functools.partial(typer.Option, rich_help_panel="The result")
-"""Options in the sections of a command's help."""
+"""Functions that make an option in a section of a command's help."""
 
 TargetArgument = Annotated[
     str,
@@ -128,7 +128,7 @@ class Building:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planning:
-    """What the command line asks of a plan."""
+    """The options that decide how a plan is made."""
 
     budget: BudgetOption = None
     strategy: StrategyOption = "auto"
@@ -140,7 +140,7 @@ class Planning:
     link: LinkOption = None
 
     def words(self) -> dict[str, Any]:
-        """All but the strategy, as the public verbs call it."""
+        """All options except the strategy, as keyword arguments of the public verbs."""
         return {
             "budget": self.budget,
             "regions": self.regions or None,
@@ -154,18 +154,18 @@ class Planning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """Where the result goes."""
+    """Where and how to write the result."""
 
     output: OutputOption = None
     json: JsonOption = False
 
 
 _OF_PLANNING = tuple(f"--{field.name.replace('_', '-')}" for field in fields(Planning))
-"""What decides how a plan is made."""
+"""The names of the options that decide how a plan is made."""
 
 
 def given(context: typer.Context) -> list[str]:
-    """The options that stand on the command line, by their long names."""
+    """The long names of the options that the user typed."""
     return [
         parameter.opts[0]
         for parameter in context.command.params
@@ -176,10 +176,10 @@ def given(context: typer.Context) -> list[str]:
 
 
 def refuse_beside_plan(context: typer.Context) -> None:
-    """Refuse options that decide how a plan is made where a saved one is used.
+    """Refuse planning options together with ``--plan``, because a saved plan ignores them.
 
     Raises:
-        InvalidStrategy: names them.
+        InvalidStrategy: both were given; the message names the options.
     """
     options = given(context)
     ignored = [name for name in options if name in _OF_PLANNING]
@@ -192,10 +192,10 @@ def refuse_beside_plan(context: typer.Context) -> None:
 
 
 def refuse_without_plan(context: typer.Context) -> None:
-    """Refuse options that decide how a plan is made where there is none; an allowed error stands for itself.
+    """Refuse planning options if no plan is made; ``--max-error`` is allowed, since it also applies without a plan.
 
     Raises:
-        InvalidStrategy: names them.
+        InvalidStrategy: some were given; the message names them.
     """
     ignored = [name for name in given(context) if name in _OF_PLANNING and name != "--max-error"]
     if ignored:

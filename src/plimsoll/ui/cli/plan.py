@@ -1,4 +1,4 @@
-"""``plimsoll plan TARGET``: trace one step, decide what to keep, recompute, compress and offload, show it, save it."""
+"""``plimsoll plan TARGET``: traces a step, decides what to keep, recompute, compress and offload, shows and saves the plan."""
 
 from __future__ import annotations
 

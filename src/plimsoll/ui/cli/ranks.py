@@ -1,10 +1,11 @@
-"""Makes a command that torchrun has started on several ranks speak once and end with one exit code.
+"""Lets a command that torchrun started on several ranks print once and end with one exit code.
 
-The ranks join a process group once the target is loaded, unless the target has made one itself. One rank prints and writes
-files: the first. An error is printed by the first rank whose own it is. In the end all wait for each other, so that nobody
-is stopped by torchrun before the error is out; for a rank that is missing already they do not wait.
+The ranks join a process group after they have loaded the target, unless the target has made a group itself. Only the first
+rank prints results and writes files. An error is printed by the first rank that raised it itself. At the end, all ranks wait
+for each other, so that torchrun does not stop a rank before the error is printed. They do not wait for ranks that are already
+missing.
 
-A command that is work of one process says so on the first rank, before it loads anything; the others say nothing.
+A command for a single process raises an error on the first rank, before it loads anything. The other ranks exit silently.
 """
 
 from __future__ import annotations
@@ -31,25 +32,25 @@ if TYPE_CHECKING:
     from plimsoll.ui.cli.work import Loaded
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What torchrun tells every process."""
+"""The environment variables that torchrun sets for every process."""
 _RUN = "TORCHELASTIC_RUN_ID"
-"""By this torch knows a process that torchrun started; other launchers set some of the above for whole machines."""
+"""torch recognises a process of torchrun by this variable; other launchers set some of ``_VARIABLES`` for whole machines."""
 _LOADING_SECONDS = 600.0
-"""Ranks may build the same model at very different speeds; they wait so long for each other to have done it."""
+"""How long ranks wait for each other to load the target; they may build the same model at very different speeds."""
 _PARTING_SECONDS = 30.0
 _LOADED = "loaded"
-"""Below it a rank notes in torchrun's store that it has loaded the target, or failed to."""
+"""Prefix of the key in torchrun's store that says that a rank has loaded the target, or failed to load it."""
 
 
 class _Farewell(msgspec.Struct, frozen=True, kw_only=True):
-    """How a command ended on one rank."""
+    """The message of one rank at the end of a command."""
 
     has_own_error: bool
 
 
 @dataclass(slots=True)
 class Crew:
-    """The ranks of one command, as one of them sees it; without torchrun, this process alone."""
+    """The ranks of one command, seen from this rank; without torchrun, only this process."""
 
     is_several: bool
     has_joined: bool = False
@@ -61,15 +62,15 @@ class Crew:
         return not self.is_several or os.environ["RANK"] == "0"
 
     def device(self, name: str) -> str:
-        """The device of this rank: ``cuda`` is one GPU for each process of a machine."""
+        """The device of this rank: ``cuda`` becomes this process's own GPU, ``cuda:LOCAL_RANK``."""
         own = os.environ.get("LOCAL_RANK")
         return f"cuda:{own}" if self.is_several and name == "cuda" and own is not None else name
 
     def load(self, load: Callable[[], Loaded]) -> Loaded:
-        """Load the target on every rank and join the others; all go on, or none does.
+        """Load the target on every rank and join the process group. If one rank fails, all ranks raise.
 
         Args:
-            load: makes the target, and refuses options; it may make the process group.
+            load: checks options and makes the target; it may also make the process group.
         """
         if not self.is_several:
             return load()
@@ -96,7 +97,11 @@ class Crew:
         return loaded
 
     def part(self, error: PlimsollError | None) -> bool:
-        """Wait for the others at the end; whether this rank is to print the error, if there is one."""
+        """Wait for the other ranks at the end of the command.
+
+        Returns:
+            Whether this rank has to print the error.
+        """
         if not self.is_several:
             return True
         from plimsoll.session.rendezvous.exchange import exchange
@@ -108,7 +113,7 @@ class Crew:
         topic = "end"
         if isinstance(error, RankMissing):
             if world.rank in error.ranks:
-                return False  # those that missed this rank have said so
+                return False  # the ranks that waited for this one report it
             topic = f"end without {', '.join(map(str, error.ranks))}"
             world = replace(world, ranks=tuple(rank for rank in world.ranks if rank not in error.ranks))
         own = _Farewell(has_own_error=error is not None and not isinstance(error, RankError))
@@ -124,7 +129,7 @@ class Crew:
         return world.rank == (failed[0] if failed else world.ranks[0])
 
     def leave(self) -> None:
-        """Leave the process group that ``load`` has joined."""
+        """Destroy the process group if ``load`` made it."""
         if self.has_joined:
             import torch.distributed as dist
 
@@ -157,7 +162,7 @@ class Crew:
         self.has_joined = True
 
     def _not_loaded(self) -> RankMissing:
-        """Names who is missing, where torchrun's own store knows it."""
+        """Make the error that names the missing ranks, if torchrun's store knows them."""
         count, missing = os.environ["WORLD_SIZE"], tuple[int, ...]()
         if self._launched is not None:
             ranks, store = self._launched.ranks, self._launched.store
@@ -174,13 +179,13 @@ class Crew:
 
 @contextlib.contextmanager
 def exit_codes(*, is_json: bool = False) -> Iterator[Crew]:
-    """As ``terminal.exit_codes``, for a command that may run on several ranks.
+    """Like ``terminal.exit_codes``, for a command that may run on several ranks: one rank prints, and all wait at the end.
 
     Args:
         is_json: write the error as JSON to stdout instead of text to stderr.
 
     Raises:
-        typer.Exit: with the code of the error, on every rank.
+        typer.Exit: with the error's code, on every rank.
     """
     is_told = all(name in os.environ for name in _VARIABLES)
     crew = Crew(is_told and os.environ["WORLD_SIZE"] != "1")
@@ -203,17 +208,17 @@ def exit_codes(*, is_json: bool = False) -> Iterator[Crew]:
 
 @contextlib.contextmanager
 def one_process(command: str, *, is_json: bool = False) -> Iterator[None]:
-    """As ``terminal.exit_codes``, for a command that several ranks have no use for.
+    """Like ``terminal.exit_codes``, for a command of a single process: raise an error if torchrun started several.
 
-    The ranks need not meet for that: the others end without an error, and wait for nothing, so torchrun ends when the first
-    has said what is wrong, with its error.
+    The ranks do not communicate for that. Ranks other than the first exit at once without an error. So torchrun ends with the
+    first rank's error, after that rank has printed it.
 
     Args:
-        command: its name, as typed.
+        command: the command's name, as typed.
         is_json: write the error as JSON to stdout instead of text to stderr.
 
     Raises:
-        typer.Exit: with the code of the error; on ranks other than the first under torchrun, with 0.
+        typer.Exit: with the error's code; under torchrun, with 0 on ranks other than the first.
     """
     ranks = os.environ.get("WORLD_SIZE", "1") if _RUN in os.environ else "1"
     with terminal.exit_codes(is_json=is_json):

@@ -1,4 +1,4 @@
-"""``plimsoll show`` and ``plimsoll report``: print a saved artifact, or make an HTML page of several. Neither needs torch."""
+"""``plimsoll show`` and ``plimsoll report``: print a saved artifact, or make an HTML page from several, without torch."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def report(files: FilesArgument, *, output: PageOption = None, timeline: Timelin
 
 
 def _check_places(files: list[Path], output: Path | None, timeline: Path | None) -> None:
-    """Refuse to write nothing, to write over what is read, or to write two things to one place."""
+    """Refuse a report without an output, an output that would overwrite an input, and two outputs with one path."""
     places = [place for place in (output, timeline) if place is not None]
     if not places:
         raise InvalidReport(

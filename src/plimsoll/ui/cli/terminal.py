@@ -1,8 +1,8 @@
-"""Writes what commands say, for people or as JSON: consoles, progress, artifacts, errors and exit codes in one place.
+"""Writes the output of commands, for people or as JSON: consoles, progress, artifacts, errors and exit codes.
 
-Progress is a live bar on stderr; without a terminal, a line now and then.
+Progress is a live bar on stderr, or an occasional line if stderr is not a terminal.
 
-What exit codes mean stands in ``commands.EXIT_CODES``.
+``commands.EXIT_CODES`` explains the exit codes.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from plimsoll.errors import InvalidTarget, PlanFileError, PlimsollError
 
 
 class _Console(Console):
-    """Goes on in silence where its reader has gone (``| head``): work comes to its end, with its own exit code."""
+    """A console that goes silent when its reader closes the pipe (``| head``), so that the command ends normally."""
 
     def on_broken_pipe(self) -> None:
         _write_nowhere(2 if self.stderr else 1)
 
 
 def _write_nowhere(descriptor: int) -> None:
-    """What is left in the buffer has to go somewhere, at the latest at exit."""
+    """Redirect a descriptor to the null device, because Python flushes its buffer at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
 def stdout() -> Console:
-    """The console for results. Made anew so that it follows a redirected stream."""
+    """The console for results. It is made at each call, so that it follows a redirected stream."""
     return _guarded(_Console(highlight=False, soft_wrap=False))
 
 
@@ -52,11 +52,11 @@ def stderr() -> Console:
 
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""What a terminal obeys instead of showing it: escapes, and marks that turn the direction of text."""
+"""Characters that control a terminal: escapes, marks that change the direction of text, and lone surrogates."""
 
 
 class _Shown(RenderHook):
-    """Shows control characters of names and files as signs; those of the console itself, colours among them, stay."""
+    """Replaces control characters in names and file contents by visible signs. The console's own codes are kept."""
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
         return [_Signs(each) for each in renderables]
@@ -72,7 +72,7 @@ class _Signs:
 
 
 def _sign(found: re.Match[str]) -> str:
-    """The picture of an old control character, for others the sign of what cannot be shown."""
+    """The Unicode picture of an ASCII control character, or U+FFFD for other characters."""
     code = ord(found[0])
     return chr(0x2400 + code) if code < 0x20 else "\ufffd"
 
@@ -83,11 +83,11 @@ def _guarded(console: Console) -> Console:
 
 
 def write_json(text: str) -> None:
-    """Write JSON to stdout at once, with escapes for what a terminal would obey."""
+    """Write JSON to stdout and flush, with JSON escapes for control characters."""
     try:
         sys.stdout.write(_CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n")
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader has seen enough
+    except BrokenPipeError:  # the reader has closed the pipe
         _write_nowhere(1)
 
 
@@ -99,16 +99,15 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 _QUIET_SECONDS = 2.0
-"""What is over sooner needs no progress in a log."""
+"""Least time between two progress lines in a log."""
 
 
 @contextlib.contextmanager
 def show_progress(console: Console | None = None) -> Iterator[Report]:
-    """Show the stages that are reported until the block ends; the bar then disappears.
+    """Show the reported stages until the block ends; then remove the bar.
 
     Args:
-        console: one that writes to stderr, so that what is piped stays clean. By default that of the first rank: the
-            others show nothing.
+        console: a console on stderr, so that piped output stays clean. By default, only the first rank shows progress.
 
     Example:
         >>> with show_progress(Console(stderr=True)) as report:
@@ -120,11 +119,11 @@ def show_progress(console: Console | None = None) -> Iterator[Report]:
 
 @contextlib.contextmanager
 def _solver_output_on_stderr() -> Iterator[None]:
-    """Libraries in C++ print to the process's stdout, where results go; send them to its stderr."""
+    """Redirect stdout to stderr inside the block, because C++ libraries print to stdout, which is for results."""
     sys.stdout.flush()
     try:
         kept = os.dup(1)
-    except OSError:  # no stdout at all
+    except OSError:  # stdout is closed
         yield
         return
     os.dup2(2, 1)
@@ -152,7 +151,7 @@ def _show(console: Console) -> Iterator[Report]:
 
 
 def _line_reporter(console: Console) -> Report:
-    """Write a line when a stage goes on for a while, at most one every two seconds."""
+    """Write a progress line at most every two seconds."""
     last_seconds = time.monotonic()
 
     def report(stage: str, share: float) -> None:
@@ -166,7 +165,7 @@ def _line_reporter(console: Console) -> Report:
 
 
 def render_error_json(error: PlimsollError) -> str:
-    """The error's kind, its three parts and its exit code.
+    """An error as JSON: its class, its three parts and its exit code.
 
     Example:
         >>> print(render_error_json(PlimsollError("a", why="b", next="c")))  # doctest: +ELLIPSIS
@@ -196,14 +195,14 @@ def print_error(error: PlimsollError) -> None:
 
 @contextlib.contextmanager
 def exit_codes(*, is_json: bool = False, speaks: bool = True) -> Iterator[None]:
-    """Turn errors for users into a message and their exit code; errors of our own keep their traceback.
+    """Turn a ``PlimsollError`` into a message and its exit code. Other errors keep their traceback.
 
     Args:
         is_json: write the error as JSON to stdout instead of text to stderr.
-        speaks: write it at all: of several ranks with one error, one does.
+        speaks: whether to write the error. If several ranks have the same error, only one writes it.
 
     Raises:
-        typer.Exit: with the code of the error, see ``commands.EXIT_CODES``.
+        typer.Exit: with the error's code, see ``commands.EXIT_CODES``.
     """
     try:
         with _writable_stdout(), no_exits():
@@ -221,7 +220,7 @@ def exit_codes(*, is_json: bool = False, speaks: bool = True) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_exits() -> Iterator[None]:
-    """Code of the user that calls ``sys.exit`` has not done its work, whatever code it gives."""
+    """Raise InvalidTarget if the user's code calls ``sys.exit``, because the result is then missing, whatever the exit code."""
     try:
         yield
     except SystemExit as error:
@@ -234,7 +233,7 @@ def no_exits() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _writable_stdout() -> Iterator[None]:
-    """A full disk behind stdout is an error for users."""
+    """If stdout cannot be written, such as on a full disk, print an error without a traceback and exit."""
     try:
         yield
     except OSError as error:
@@ -251,19 +250,22 @@ def _writable_stdout() -> Iterator[None]:
 
 
 def say(text: str) -> None:
-    """Write one line as it is."""
+    """Write one line to stdout, without markup or wrapping."""
     stdout().print(text, markup=False, soft_wrap=True)
 
 
 def hand_over(artifact: Artifact, to: Output, *, explain: bool = False) -> None:
-    """Save an artifact where asked, and write it for a machine or a person, to whom it may ``explain`` every decision."""
+    """Save an artifact to ``to.output`` if given, and write it to stdout as JSON or as text.
+
+    With ``explain``, the text contains every decision with its reason.
+    """
     from plimsoll.ui.terminal import render_artifact
 
     failure: PlanFileError | None = None
     if to.output is not None:
         try:
             artifact.save(to.output)
-        except PlanFileError as error:  # the result may have taken hours: it is shown first
+        except PlanFileError as error:  # show the result before the error: it may have taken hours
             failure = error
     if to.json:
         write_json(to_json(artifact))
@@ -277,7 +279,7 @@ def hand_over(artifact: Artifact, to: Output, *, explain: bool = False) -> None:
 
 
 def save_beside(plan: Plan | None, name: str, file: Path, to: Output) -> None:
-    """Save the plan that a result carries, if it carries one, and tell people where."""
+    """Save the plan that a result contains, if any, and print where it was saved (unless the output is JSON)."""
     if plan is not None:
         plan.save(file)
     if not to.json:
@@ -285,6 +287,6 @@ def save_beside(plan: Plan | None, name: str, file: Path, to: Output) -> None:
 
 
 def end(exit_code: int) -> None:
-    """Leave with the exit code, unless all is well."""
+    """Exit with the code, unless it is 0."""
     if exit_code:
         raise typer.Exit(exit_code)

@@ -110,7 +110,7 @@ def verify(
 
 
 def _saved(context: typer.Context, plan: Path | None, revised_plan: Path | None, *, is_own: bool) -> Plan | None:
-    """The plan that ``--plan`` names, if it names one, once options that would have no effect are refused."""
+    """Refuse options that would not have an effect, then load the plan of ``--plan``, if given."""
     from plimsoll.ui.cli.work import load_saved
 
     options.refuse_beside_plan(context)
@@ -122,10 +122,10 @@ def _saved(context: typer.Context, plan: Path | None, revised_plan: Path | None,
 
 
 def _check_revised(file: Path | None, plan: Plan | None) -> None:
-    """Refuse a place for a revised plan where there can be none, or where something is already.
+    """Check ``--revised-plan``.
 
     Raises:
-        InvalidOption: says which.
+        InvalidOption: the plan cannot be revised, because its costs were measured; or the file already exists.
     """
     if file is None:
         return

@@ -1,8 +1,8 @@
-"""What several commands do: load a target with its optimizer and data, plan it, and judge whether the plan is usable.
+"""Work that several commands share: load a target with its optimizer and data, plan it, and check that the plan is usable.
 
-A target built from a configuration is probed with real data: language models get the source of Python's standard library, a
-byte per token; image classifiers get scikit-learn's digits where that is installed. Both are pieces that do not overlap, in an
-order drawn once.
+A target built from a configuration is probed with real data. Language models get the source of Python's standard library, one
+byte per token; image classifiers get scikit-learn's digits if scikit-learn is installed. Examples do not overlap, and their
+order is drawn once.
 """
 
 from __future__ import annotations
@@ -36,33 +36,33 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """A target with the optimizer that trains it, and the saved plan that is asked about, if one is."""
+    """A target with its optimizer, and the saved plan that the command is about, if any."""
 
     target: Target
     optimizer: torch.optim.Optimizer | None
     saved: Plan | None = None
 
     def ask(self, verb: Callable[..., R], *args: object, **options: object) -> R:
-        """Call a public verb for the target's step, and show how far it is."""
+        """Call a public verb for the target's step, and show its progress."""
         step = {"loss": self.target.loss, "optimizer": self.optimizer}
         with show_progress() as report:
             return verb(self.target.model, self.target.batch, *args, **step, progress=report, **options)
 
 
 def load(text: str, building: Building, *, is_meta: bool = False, compiled: Compiled | None = None) -> Loaded:
-    """Load a target, say what it does not show, and make the optimizer that is planned for.
+    """Load a target, print its notes, and make its optimizer.
 
     Args:
         text: the target, as typed.
-        building: what the target is made with.
-        is_meta: without memory for its weights, for a device that is not present.
-        compiled: what torch.compile compiles of it.
+        building: the options for building the target.
+        is_meta: build it on the meta device, without memory for weights, for a device that is not present.
+        compiled: which part of the model torch.compile compiles.
     """
     how = TargetOptions(batch=building.batch, sequence=building.seq, device=building.device, is_meta=is_meta)
     with show_progress() as report:
         report(f"loading {text}", 0.0)
         target = load_target(text, how)
-        if compiled is not None:  # the model as a whole, or its repeated blocks one by one
+        if compiled is not None:  # compile the whole model, or each repeated block separately
             for module in [target.model] if compiled is Compiled.WHOLE else find_regions(target.model).values():
                 module.compile()
     for note in target.notes if os.environ.get("RANK", "0") == "0" else ():
@@ -73,10 +73,10 @@ def load(text: str, building: Building, *, is_meta: bool = False, compiled: Comp
 
 
 def optimizer_factory(name: OptimizerName) -> MakeOptimizer:
-    """What makes the named optimizer of parameters.
+    """A function that makes the named optimizer from parameters.
 
     Raises:
-        InvalidProbe: without an optimizer there is no training.
+        InvalidProbe: the name is ``none``, but a probe must train.
     """
     import torch
 
@@ -91,17 +91,17 @@ def optimizer_factory(name: OptimizerName) -> MakeOptimizer:
 
 
 def load_saved(file: Path | None) -> Plan | None:
-    """The plan that ``--plan`` names, if it names one."""
+    """Load the plan of ``--plan``; ``None`` without that option."""
     return None if file is None else load_plan(file)
 
 
 def make_plan(loaded: Loaded, asked: Planning, device_profile: str | None = None) -> Plan:
-    """Plan the loaded step as asked."""
+    """Plan the loaded step with the given options."""
     return loaded.ask(plimsoll.plan, strategy=asked.strategy, device_profile=device_profile, **asked.words())
 
 
 def refuse_unusable(plan: Plan) -> None:
-    """End with a plan's own exit code where it may not be applied: a time-out is never success.
+    """Exit with an error code if the plan must not be applied, so that a time-out is never reported as success.
 
     Raises:
         typer.Exit: with the code of ``BudgetBelowFloor`` or ``PlanNotUsable``.
@@ -113,19 +113,19 @@ def refuse_unusable(plan: Plan) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """What to train on, and what it is in words (nothing: the stream describes itself)."""
+    """The batches to train on, and their description in words (empty: use the stream's own description)."""
 
     batches: Any
     description: str = ""
 
 
 class PickedBatches(Sequence[dict[str, Any]]):
-    """Batches that are put together when they are asked for.
+    """A sequence of batches that are assembled on access, in an order drawn once.
 
     Args:
         columns: tensors whose first dimension counts the examples, by argument name.
         batch: examples per batch.
-        device: where batches go.
+        device: the device of the batches.
     """
 
     def __init__(self, columns: dict[str, torch.Tensor], *, batch: int, device: torch.device) -> None:
@@ -152,7 +152,7 @@ class PickedBatches(Sequence[dict[str, Any]]):
 
 
 def data_for(target: Target) -> Data:
-    """The data that a target is probed with: its own stream, real data for a configuration, else its one batch."""
+    """The data to probe a target with: its own stream, or real data for a configuration, or else its single batch."""
     if target.batches is not None or not target.is_configured:
         return Data(target.batch if target.batches is None else target.batches)
     if target.batch.keys() == {"input_ids", "labels"} and target.batch["labels"].dim() > 1:

@@ -1,4 +1,4 @@
-"""Runs the demo and collects its evidence: plan, receipt, and the same training of a small Llama without and with the plan."""
+"""Runs the demo: plans and verifies a small Llama, then trains it without and with the plan and compares both."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Batches:
         self._sequence = sequence
 
     def draw(self) -> dict[str, torch.Tensor]:
-        """The next batch as a transformers model takes it: tokens, which are their own labels."""
+        """The next batch as arguments for a transformers model; the tokens are also the labels."""
         import torch
 
         starts = torch.randint(len(self._tokens) - self._sequence, (self._batch,), generator=self._random)
@@ -68,7 +68,7 @@ class Batches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoSetup:
-    """What is trained: a Llama of the real architecture in a size that a laptop trains in a minute or two."""
+    """Sizes of the demo's model and training: a small Llama that a laptop trains in a minute or two."""
 
     hidden_size: int = 256
     intermediate_size: int = 688
@@ -90,12 +90,12 @@ class Run:
 
     @property
     def fastest_seconds(self) -> float:
-        """The fastest step: the one that other programs on the machine disturbed least."""
+        """The time of the fastest step, which other programs on the machine disturbed least."""
         return min(self.step_seconds)
 
 
 def make_model(setup: DemoSetup) -> torch.nn.Module:
-    """A transformers Llama with random weights, the same for the same seed."""
+    """Make a transformers Llama with random weights that depend only on the seed."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -115,7 +115,7 @@ def make_model(setup: DemoSetup) -> torch.nn.Module:
 
 
 def make_optimizer(model: torch.nn.Module, setup: DemoSetup) -> torch.optim.Optimizer:
-    """AdamW, as such models are trained."""
+    """Make AdamW, the usual optimizer for such models."""
     import torch
 
     return torch.optim.AdamW(model.parameters(), lr=setup.learning_rate)
@@ -124,7 +124,7 @@ def make_optimizer(model: torch.nn.Module, setup: DemoSetup) -> torch.optim.Opti
 def take_step(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor], run: Run
 ) -> None:
-    """An ordinary training step, appended to ``run``. It knows nothing of Plimsoll, and that is the point."""
+    """Run an ordinary training step and append it to ``run``. The code is plain PyTorch, without any call of Plimsoll."""
     started_seconds = time.perf_counter()
     optimizer.zero_grad(set_to_none=True)
     loss = model(**batch).loss
@@ -135,17 +135,17 @@ def take_step(
 
 
 OnStep = Callable[[int, float, float], None]
-"""Takes the number of the step, its loss and its seconds."""
+"""Called with the number of the step, its loss and its seconds."""
 
 BUDGET = "256MiB"
-"""About 40% of the way from the smallest peak that a plan can reach (148 MiB) to that of plain training (422 MiB)."""
+"""About 40% of the way from the smallest peak that a plan can reach (148 MiB) to the peak of plain training (422 MiB)."""
 
 VERIFIED_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preparation:
-    """What is known before the training: the plan and the proof that it holds."""
+    """The results before the training: the plan and its receipt."""
 
     plan: Plan
     receipt: Receipt
@@ -154,7 +154,7 @@ class Preparation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Story:
-    """Everything that the demo saw."""
+    """All results of the demo."""
 
     plan: Plan
     receipt: Receipt
@@ -164,17 +164,17 @@ class Story:
 
     @property
     def are_losses_identical(self) -> bool:
-        """Whether both trainings gave the same loss in every step, to the last bit."""
+        """Whether both trainings gave bit-equal losses in every step."""
         return self.unmanaged.losses == self.managed.losses
 
     @property
     def is_success(self) -> bool:
-        """Whether everything that the demo claims holds."""
+        """Whether the receipt passes, and losses and weights are identical."""
         return self.receipt.verdict.is_pass and self.are_losses_identical and self.are_weights_identical
 
     @property
     def measured_overhead(self) -> float:
-        """Extra time as a share: the median over steps of managed over plain, the first (recording) step left out."""
+        """Extra time as a share: the median over steps of managed / plain time, without the first step, which records."""
         pairs = list(zip(self.managed.step_seconds, self.unmanaged.step_seconds, strict=True))
         return statistics.median(ours / plain for ours, plain in pairs[1:] or pairs) - 1.0
 
@@ -185,15 +185,15 @@ def prepare(setup: DemoSetup, budget: str, on_stage: Progress) -> Preparation:
     Args:
         setup: what will be trained.
         budget: as ``plimsoll.plan`` takes it.
-        on_stage: is told how far it is.
+        on_stage: called with the stage and the share done.
 
     Raises:
-        PlimsollError: the budget is none, or below the floor.
+        PlimsollError: the budget is invalid, or below the floor.
     """
     model = make_model(setup)
     optimizer = make_optimizer(model, setup)
     batch = _batches(setup).draw()
-    # One step makes the optimizer's state, so that plan and receipt measure it as well, where regions are recorded too.
+    # One step makes the optimizer's state, so that plan and receipt measure it too.
     take_step(model, optimizer, batch, Run())
     optimizer.zero_grad(set_to_none=True)
     plan = plimsoll.plan(model, batch, budget, optimizer=optimizer, progress=on_stage)
@@ -202,15 +202,15 @@ def prepare(setup: DemoSetup, budget: str, on_stage: Progress) -> Preparation:
 
 
 def compare_training(setup: DemoSetup, ready: Preparation, on_plain_step: OnStep, on_managed_step: OnStep) -> Story:
-    """Train twice from the same seed, plainly and under the plan, and compare bit for bit.
+    """Train twice from the same seed, without and with the plan, and compare bit for bit.
 
-    The two trainings take turns, step by step, so that what else the machine does meets both alike.
+    The two trainings alternate step by step, so that other programs on the machine disturb both equally.
 
     Args:
         setup: what is trained.
         ready: from ``prepare``.
-        on_plain_step: is told about every step of the plain training.
-        on_managed_step: is told about every step of the managed one.
+        on_plain_step: called after every step of the plain training.
+        on_managed_step: called after every step of the managed training.
     """
     plain, managed = make_model(setup), make_model(setup)
     plain_lane = (plain, make_optimizer(plain, setup), Run(), on_plain_step)
@@ -219,6 +219,7 @@ def compare_training(setup: DemoSetup, ready: Preparation, on_plain_step: OnStep
     with plimsoll.apply(managed, ready.plan):
         for step in range(setup.steps):
             batch = batches.draw()
+            # The order alternates, so that neither training always runs second.
             lanes = (plain_lane, managed_lane) if step % 2 == 0 else (managed_lane, plain_lane)
             for model, optimizer, run, on_step in lanes:
                 take_step(model, optimizer, batch, run)

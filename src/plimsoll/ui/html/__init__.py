@@ -1,1 +1,1 @@
-"""Documents as one HTML page that holds everything it needs: charts, tables, style. No torch, no network."""
+"""Renders documents as one self-contained HTML page with charts, tables and style. It does not need torch or a network."""

@@ -1,10 +1,10 @@
-"""What a chart is made of, before it is a picture: lines, areas and other layers, axes, notes, colours, one unit per axis.
+"""The parts of a chart before it is drawn: lines, areas and other layers, axes, notes, colours, one unit per axis.
 
-Everything is plain text and plain numbers; ``svg`` draws and escapes them. Colours of text, grid and lines are left to the
-page's style sheet, which knows light, dark and paper.
+All parts are plain text and numbers; ``svg`` draws and escapes them. The page's style sheet sets the colours of text, grid and
+axes for light, dark and paper.
 
-Source of the colours: Okabe and Ito (2008), "Color Universal Design", without their yellow and black, which vanish on one of
-both grounds.
+Source of the colours: Okabe and Ito (2008), "Color Universal Design", without their yellow and black, which are invisible on a
+light or a dark background.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Numbers = Sequence[float | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Polyline:
-    """A line through points; it is interrupted where a number is missing, and ``is_stepped`` where it jumps."""
+    """A line through points, interrupted at missing numbers. With ``is_stepped``, the value jumps at each point."""
 
     xs: Sequence[float]
     ys: Numbers
@@ -48,7 +48,7 @@ class Polyline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Area:
-    """What lies between two stepped lines."""
+    """The area between two stepped lines."""
 
     xs: Sequence[float]
     lows: Sequence[float]
@@ -59,7 +59,7 @@ class Area:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Points:
-    """Marks, each with a label beside it, what pointing at it tells, and the ends of its error bar, where there are any."""
+    """Marks, each with an optional label, hint (shown when the mouse points at it) and error bar (``spreads``: both ends)."""
 
     xs: Numbers
     ys: Numbers
@@ -75,29 +75,29 @@ class Points:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cells:
-    """A grid: colour, letter and hint of every cell, row by row."""
+    """A grid, row by row. A cell is a colour, a letter and a hint."""
 
     rows: Sequence[Sequence[tuple[str, str, str] | None]]
 
     @property
     def columns(self) -> int:
-        """Of the longest row."""
+        """The number of cells in the longest row."""
         return max(map(len, self.rows), default=0)
 
     @property
     def xs(self) -> Numbers:
-        """From the edge of the first column to that of the last."""
+        """The outer edges of the first and the last column."""
         return (-0.5, self.columns - 0.5)
 
     @property
     def ys(self) -> Numbers:
-        """The same of rows."""
+        """The outer edges of the first and the last row."""
         return (-0.5, len(self.rows) - 0.5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boxes:
-    """A box for every group: low whisker, lower quartile, median, upper quartile, high whisker."""
+    """One box per group. A box is low whisker, lower quartile, median, upper quartile, high whisker."""
 
     boxes: Sequence[Sequence[float | None]]
     colour: str
@@ -105,18 +105,18 @@ class Boxes:
 
     @property
     def xs(self) -> Numbers:
-        """A place for every group."""
+        """The outer edges of the first and the last group."""
         return (-0.5, len(self.boxes) - 0.5)
 
     @property
     def ys(self) -> Numbers:
-        """All numbers."""
+        """The numbers of all boxes."""
         return list(itertools.chain.from_iterable(self.boxes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bars:
-    """A horizontal bar for every row: its length, its colour, half the width of its error bar, and a hint."""
+    """One horizontal bar per row, with length, colour, hint and half the width of its error bar (``spreads``)."""
 
     lengths: Numbers
     colours: Sequence[str]
@@ -125,14 +125,14 @@ class Bars:
 
     @property
     def xs(self) -> Numbers:
-        """Zero, and the ends of bars and of error bars."""
+        """Zero, and both ends of every error bar, or the ends of the bars if error bars are missing."""
         spreads = self.spreads or [0.0] * len(self.lengths)
         known = [(each, spread) for each, spread in zip(self.lengths, spreads, strict=True) if each is not None]
         return [0.0, *(each + end for each, spread in known for end in (-spread, spread))]
 
     @property
     def ys(self) -> Numbers:
-        """A place for every row."""
+        """The outer edges of the first and the last row."""
         return (-0.5, len(self.lengths) - 0.5)
 
 
@@ -141,13 +141,13 @@ Layer = Polyline | Area | Points | Cells | Boxes | Bars
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """One axis. ``span`` is what it covers, by default all numbers and some room; ``ticks`` are round numbers by default."""
+    """One axis. ``span`` is its range, by default all numbers plus a margin. ``ticks`` are round numbers by default."""
 
     title: str = ""
     span: tuple[float, float] | None = None
     ticks: Sequence[tuple[float, str]] | None = None
     turned_degrees: int = 0
-    """Of the ticks' names."""
+    """The rotation of the ticks' names."""
     is_log: bool = False
     is_downward: bool = False
     is_whole: bool = False
@@ -156,7 +156,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleLine:
-    """A line through the whole chart: across it at ``y``, or down at ``x``."""
+    """A line through the whole chart: horizontal at ``y``, or vertical at ``x``."""
 
     x: float | None = None
     y: float | None = None
@@ -165,7 +165,7 @@ class RuleLine:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Lines of words at a place, by default at the top, at the side of their ``anchor``; a peak is marked as well."""
+    """Lines of text at a position, by default at the top and the side of ``anchor``. A peak also gets a marker."""
 
     lines: Sequence[str]
     x: float | None = None
@@ -176,9 +176,10 @@ class Note:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawing:
-    """A chart as a page shows it, and in plain words what it shows.
+    """A chart with its texts.
 
-    ``lead`` stands above it, ``caption`` below; ``key`` has colour, letter, name and remark for each of its colours.
+    ``description`` says in words what the chart shows. ``lead`` is the text above the chart, ``caption`` the text below.
+    ``key`` has colour, letter, name and remark for each colour.
     """
 
     layers: Sequence[Layer]
@@ -192,13 +193,13 @@ class Drawing:
     caption: str = ""
     key: Sequence[tuple[str, str, str, str]] = ()
     pulled: Sequence[tuple[str, str]] = ()
-    """Budgets of a slider beside the chart, and what it says at each; they are the points of class ``budget-point``."""
+    """Budgets of the slider below the chart, each with its text. They belong to the points of class ``budget-point``."""
     pulled_at: int = 0
-    """Where the slider stands at first."""
+    """The slider's initial position."""
 
 
 def shorten(text: str, most_letters: int = _MOST_LETTERS) -> str:
-    """A name cut in its middle, where names of one model are most alike.
+    """Shorten a name by cutting its middle, because names in one model differ mostly at both ends.
 
     Example:
         >>> shorten("model.layers.31.self_attn.q_proj", 16)
@@ -218,12 +219,12 @@ class Scale:
     bytes_per_unit: int
 
     def of(self, bytes_: float) -> float:
-        """The amount in the unit, with enough digits to draw it."""
+        """Convert bytes into the unit, rounded to 4 digits."""
         return round(bytes_ / self.bytes_per_unit, 4)
 
 
 def byte_scale(amounts: Iterable[int]) -> Scale:
-    """The largest unit in which the largest amount is at least one."""
+    """The largest unit that is not larger than the largest amount."""
     largest = max(amounts, default=0)
     for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if largest >= size:
@@ -232,5 +233,5 @@ def byte_scale(amounts: Iterable[int]) -> Scale:
 
 
 def drawable(number: float | None) -> float | None:
-    """The number, or ``None`` for what no chart can draw: JSON has neither infinity nor NaN."""
+    """The number, or ``None`` if it is not finite, because a chart cannot show it."""
     return number if number is not None and math.isfinite(number) else None

@@ -1,4 +1,4 @@
-"""Draws step time against peak memory: what the planner can do, the plans, measured strategies, each point named."""
+"""Draws step time against peak memory: the planner's curve, the plans and measured strategies, with names at the points."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MOST_LETTERS = 28
 
 @dataclass(frozen=True, slots=True)
 class NamedPoint:
-    """One step in the plane of peak and time; ``low`` and ``high`` bound its ratio where it was measured."""
+    """A point in the plane of peak and time ratio; ``low`` and ``high`` are the ratio's interval if it was measured."""
 
     name: str
     peak_bytes: int
@@ -40,32 +40,32 @@ class NamedPoint:
 
     @property
     def spread(self) -> tuple[float, float]:
-        """The ends of its error bar, which both are the ratio itself where nothing is known."""
+        """The ends of the error bar; both are the ratio itself if the interval is unknown."""
         return self.low or self.ratio, self.high or self.ratio
 
     @property
     def hint(self) -> str:
-        """What pointing at it tells."""
+        """The text that is shown when the mouse points at it."""
         spread = "" if self.low is None or self.high is None else f" [{self.low:.3f}, {self.high:.3f}]"
         return f"{shorten(self.name, 70)}\n{format_bytes(self.peak_bytes)}, {self.ratio:.3f} ×{spread}"
 
 
 def _curve_points(plan: Plan) -> tuple[NamedPoint, ...]:
-    """The planner's own curve; nothing for a plan whose unmanaged step takes no time."""
+    """The planner's frontier; empty if the unmanaged step's time is 0."""
     if not plan.baseline_seconds:
         return ()
     return tuple(NamedPoint("planner", p.peak_bytes, p.step_seconds / plan.baseline_seconds) for p in plan.frontier)
 
 
 def _chosen_point(plan: Plan, *, is_alone: bool) -> NamedPoint:
-    """The plan itself as predicted; where there are several, its budget tells them apart."""
+    """The plan's predicted point; if there are several plans, its name includes the budget."""
     is_named = is_alone or plan.budget_bytes is None
     limit = "" if is_named else f", {format_bytes(plan.budget_bytes or 0)}"
     return NamedPoint(f"plan {plan.strategy}{limit}", plan.predicted_peak_bytes, 1 + plan.predicted_overhead)
 
 
 def _measured_points(comparison: Comparison) -> tuple[NamedPoint, ...]:
-    """The unmanaged step and every strategy that was measured."""
+    """The unmanaged step and every measured strategy."""
     rows = [point for row in comparison.rows if (point := _measured(row)) is not None]
     return (NamedPoint("unmanaged", comparison.baseline_peak_bytes, 1.0), *rows)
 
@@ -79,7 +79,7 @@ def _measured(row: ComparisonRow) -> NamedPoint | None:
 
 
 def draw_frontier(chart: FrontierChart) -> Drawing:
-    """Time against peak for all that is known."""
+    """Draw all plans and comparisons in one chart."""
     plans = chart.plans
     curves = [_curve_points(plan) for plan in plans]
     usable = [plan for plan in plans if plan.status.is_usable]
@@ -128,7 +128,7 @@ _CHOSEN: dict[str, Any] = {"name": "the plan, predicted", "colour": VERMILION, "
 
 
 def _budgets_to_pull(plan: Plan) -> list[tuple[str, str]]:
-    """For every point of the planner's curve the budget, and what it gives, in words."""
+    """For every point of the planner's curve, the budget and a sentence about its result."""
     return [
         (
             format_bytes(point.peak_bytes),
@@ -142,13 +142,13 @@ def _budgets_to_pull(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _nearest(plan: Plan) -> int:
-    """The point of the planner's curve whose peak is nearest to the plan's own."""
+    """The index of the curve's point whose peak is nearest to the plan's peak."""
     away = [abs(point.peak_bytes - plan.predicted_peak_bytes) for point in plan.frontier]
     return away.index(min(away))
 
 
 def _room(numbers: Sequence[float]) -> tuple[float, float]:
-    """A range with room for labels around the numbers."""
+    """The range of the numbers plus a margin for labels."""
     low, high = min(numbers), max(numbers)
     margin = 0.1 * (high - low) or 0.05 * max(abs(high), 1.0)
     return low - margin, high + margin

@@ -19,10 +19,10 @@ DECISIONS = {
     Decision.COMPRESS: ORANGE,
     Decision.OFFLOAD: GREEN,
 }
-"""Light enough for black letters on them."""
+"""Colours of the cells, light enough for black letters."""
 
 _NAMED_COLUMNS = 60
-"""So many values have their names under the grid; more have no room."""
+"""With more values than this, their names do not fit under the grid and are left out."""
 _ROW_PIXELS = 26
 _NARROW_ROW_PIXELS = 14
 _WIDE_ROWS = 32
@@ -30,7 +30,7 @@ _LABEL_PIXELS = 230
 
 
 def draw_map(chart: DecisionMap) -> Drawing:
-    """The grid, with what its colours mean."""
+    """Draw the grid and the key of its colours."""
     regions = chart.regions
     values = list(dict.fromkeys(decision.value for region in regions for decision in region.decisions))
     column_of = {value: column for column, value in enumerate(values)}
@@ -66,7 +66,7 @@ def _words_above(regions: Sequence[RegionPlan], *, is_named: bool) -> str:
 
 
 def _key(regions: Sequence[RegionPlan]) -> list[tuple[str, str, str, str]]:
-    """What the colours mean, how many values each decision has, and their bytes."""
+    """One entry per decision: colour, letter, name, and the number and bytes of its values."""
     counts: Counter[Decision] = Counter()
     sizes: Counter[Decision] = Counter()
     for region in regions:
@@ -81,7 +81,7 @@ def _key(regions: Sequence[RegionPlan]) -> list[tuple[str, str, str, str]]:
 
 
 def _hint(region: RegionPlan, cell: ValueDecision) -> str:
-    """Everything about one cell."""
+    """The hint of one cell: decision, value, region, bytes, cost, price and reason."""
     held = f", {format_bytes(cell.held_bytes)} stay as {cell.form}" if cell.is_packed else ""
     lines = [
         f"{cell.decision}  {shorten(cell.value, 70)}",

@@ -42,16 +42,16 @@ CATEGORIES = {
     "temporary": VERMILION,
     "communication": LINE,
 }
-"""torch's memory categories, what stays longest first: the order in which they are stacked. Others come last, in pink."""
+"""Colours of torch's memory categories. Areas are stacked in this order, the longest-lived first; others come last, in pink."""
 
 _HEADROOM = 1.3
-"""The chart is so many times as high as the peak: the words about it stand above."""
+"""Height of the chart as a multiple of the peak; the room above is for the words about the peak."""
 _LINE_LETTERS = 28
 _MOST_LETTERS = 84
 
 
 def draw_memory(chart: MemoryChart) -> Drawing:
-    """The memory of a step."""
+    """Draw the memory of a step."""
     points = chart.points
     peak = max(points, key=lambda point: point.bytes)
     scale = byte_scale(point.bytes for point in points)
@@ -84,7 +84,7 @@ def draw_memory(chart: MemoryChart) -> Drawing:
 
 
 def _areas(points: Sequence[TimelinePoint], scale: Scale) -> Iterator[Area]:
-    """One upon the other."""
+    """One area per category, stacked."""
     ticks = [point.tick for point in points]
     found = {name for point in points for name in point.by_category}
     lows = [0.0] * len(points)
@@ -95,7 +95,7 @@ def _areas(points: Sequence[TimelinePoint], scale: Scale) -> Iterator[Area]:
 
 
 def _outlines(points: Sequence[TimelinePoint], scale: Scale) -> Iterator[Polyline]:
-    """All of it, and the step without a plan where the plan knows it."""
+    """The total, and the total of the step without a plan if the plan contains it."""
     ticks = [point.tick for point in points]
     unmanaged = [scale.of(point.unmanaged_bytes) for point in points if point.unmanaged_bytes is not None]
     if len(unmanaged) == len(points):
@@ -106,7 +106,7 @@ def _outlines(points: Sequence[TimelinePoint], scale: Scale) -> Iterator[Polylin
 
 
 def _phases(points: Sequence[TimelinePoint]) -> tuple[list[RuleLine], list[Note]]:
-    """A thin line where a phase begins, and its name above the chart."""
+    """A thin line at the start of each phase, and its name at the top of the chart."""
     rules, notes = [], []
     for phase, members in itertools.groupby(points, key=lambda point: point.phase):
         start = next(members).tick

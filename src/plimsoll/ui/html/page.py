@@ -1,7 +1,7 @@
-"""Makes one HTML page of documents about one model: charts, style and a script inside, nothing fetched from anywhere.
+"""Makes one self-contained HTML page from documents about one model; charts, style and a script are inside the page.
 
-The page forbids itself the network, and every script but its own, by a Content-Security-Policy: even a name that slipped
-through all escaping could neither load nor run anything.
+A Content-Security-Policy in the page blocks the network and all scripts except its own. So even a name that was not escaped
+could not load or run anything.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _DRAW: Mapping[type, Callable[[Any], Drawing]] = {
     BytesChart: draw_bytes,
 }
 _MOST_TIMES = 20
-"""A page has room for so many times the rows that a terminal shows."""
+"""A page shows this many times the rows that a terminal shows."""
 _COLUMNS = {
     "regions": "calls of the model's blocks that are decided alike",
     "held until backward": "bytes that stay on the device from forward to backward",
@@ -93,22 +93,22 @@ _COLUMNS = {
     "freed per ms": "bytes that each millisecond of recomputing frees",
     "grad. error": "relative error of the gradient",
 }
-"""What a column means whose name does not say it."""
+"""Explanations of columns whose name is not clear by itself."""
 
 
 def report(artifacts: Artifact | Sequence[Artifact], path: str | Path) -> None:
     """Write one HTML page about one model: memory over time, decisions, time against peak, evidence.
 
-    The page needs no network, no server and no script: charts are pictures inside of it. It weighs some hundred KiB.
+    The page works without a network, a server or scripts: charts are pictures inside the page. Its size is some hundred KiB.
 
     Args:
         artifacts: a plan, receipt, comparison, verdict, finding or advice, or several about one model and batch; or estimates.
-        path: where to; an existing file is replaced, whole or not at all.
+        path: the file to write. An existing file is replaced as a whole, or left unchanged after an error.
 
     Raises:
         PlanMismatch: the artifacts are about different models or batches.
-        InvalidReport: there are no artifacts.
-        PlanFileError: the place cannot be written.
+        InvalidReport: artifacts are missing, or estimates are mixed with others, or one is not about one step of one model.
+        PlanFileError: the file cannot be written.
 
     Example:
         >>> plimsoll.report([plan, receipt], "page.html")  # doctest: +SKIP
@@ -118,15 +118,15 @@ def report(artifacts: Artifact | Sequence[Artifact], path: str | Path) -> None:
 
 
 def build_html(artifacts: Sequence[Artifact], names: Sequence[str] = ()) -> str:
-    """The page as text.
+    """Make the page as text.
 
     Args:
-        artifacts: one or several about one model and batch.
-        names: what to call them in messages, such as their files; by default their kinds.
+        artifacts: one or several artifacts about one model and batch.
+        names: their names in error messages, such as their files; by default their kinds.
 
     Raises:
-        PlanMismatch: they are about different models or batches.
-        InvalidReport: there are none, or one is not about one step of one model.
+        PlanMismatch: the artifacts are about different models or batches.
+        InvalidReport: artifacts are missing, or estimates are mixed with others, or one is not about one step of one model.
     """
     for artifact in artifacts:
         if not isinstance(artifact, Reportable):
@@ -156,13 +156,13 @@ def build_html(artifacts: Sequence[Artifact], names: Sequence[str] = ()) -> str:
 
 
 def _is_about(receipt: Receipt, plan: Plan) -> bool:
-    """Whether a receipt is the evidence for this plan, as far as it says."""
+    """Whether a receipt seems to be of this plan: strategy, budget and predicted peak agree."""
     same = receipt.strategy == plan.strategy and receipt.budget_bytes == plan.budget_bytes
     return same and receipt.predicted_peak_bytes in (None, plan.predicted_peak_bytes)
 
 
 def _set_apart(artifacts: Sequence[Artifact], documents: Sequence[Document]) -> list[Document]:
-    """Receipts of plans that are not on the page come last, in no colour, and say whose they are."""
+    """Move receipts of plans that are not on the page to the end, with a neutral colour and the name of their plan."""
     plans = [artifact for artifact in artifacts if isinstance(artifact, Plan)]
     own: list[Document] = []
     others: list[Document] = []
@@ -179,7 +179,7 @@ def _set_apart(artifacts: Sequence[Artifact], documents: Sequence[Document]) -> 
 
 
 def _numbers(artifacts: Sequence[Artifact], documents: Sequence[Document]) -> list[tuple[str, str, str]]:
-    """What a page about a plan begins with: name, figure, and where the figure is from."""
+    """The figures at the top of a page about a plan or an estimate: name, figure, and source of the figure."""
     if isinstance(artifacts[0], Estimate):
         return _numbers_of_estimate(artifacts[0])
     plan = next((artifact for artifact in artifacts if isinstance(artifact, Plan)), None)
@@ -228,7 +228,7 @@ def _numbers_of_estimate(estimate: Estimate) -> list[tuple[str, str, str]]:
 
 
 def _refuse_other(source: str, about: Subject, other_source: str, other: Subject) -> None:
-    """Both are about the same model and batch, as far as they say."""
+    """Raise if two documents name different models or batches."""
     advice = "make one page for each: `plimsoll report FILE -o page.html`"
     if _differ(about.model, other.model) or _differ(about.fingerprint, other.fingerprint):
         raise PlanMismatch(
@@ -255,7 +255,7 @@ def _model(about: Subject) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Page:
-    """What the template asks for."""
+    """The data that the template uses."""
 
     documents: Sequence[Document]
     numbers: Sequence[tuple[str, str, str]]
@@ -266,7 +266,7 @@ class _Page:
 
     @property
     def facts(self) -> list[tuple[str, str]]:
-        """What the page is about."""
+        """Device, budget, batch and fingerprint of the page's subject."""
         about = [document.about for document in self.documents]
         budgets = [format_bytes(each.budget_bytes) for each in about if each.budget_bytes is not None]
         rows = [
@@ -279,7 +279,7 @@ class _Page:
 
     @property
     def sections(self) -> list[Section]:
-        """Pictures of all documents, then evidence, then details, then what all have in common."""
+        """Pictures of all documents, then evidence, then details, then notes and versions."""
         kinds = Counter(document.source for document in self.documents)
         seen: Counter[str] = Counter()
         found = []
@@ -302,19 +302,19 @@ class _Page:
         return list((rows | devices).items())
 
     def _first(self, field: str) -> str:
-        """What the first document says that says anything of it."""
+        """A field of the subject, from the first document that fills it."""
         return next((text for d in self.documents if (text := getattr(d.about, field))), "")
 
 
 def _marked(section: Section, mark: str) -> Section:
-    """Told apart from others of its kind, but for the one section that all of a page have in common."""
+    """Add a mark to a section's title that distinguishes equal kinds. The shared frontier section does not get one."""
     if any(isinstance(element, FrontierChart) for element in section.elements):
         return section
     return dataclasses.replace(section, title=f"{section.title}{mark}")
 
 
 def _with_one_frontier(sections: Sequence[Section]) -> Iterator[Section]:
-    """The sections, with all that is known of time against memory in one, if that is more than one point."""
+    """Merge all frontier charts into one section, and drop it if it would show a single point only."""
     shared = [section for section in sections if any(isinstance(e, FrontierChart) for e in section.elements)]
     yield from (section for section in sections if section not in shared)
     elements = [element for section in shared for element in section.elements]
@@ -328,7 +328,7 @@ def _with_one_frontier(sections: Sequence[Section]) -> Iterator[Section]:
 
 @dataclass(frozen=True, slots=True)
 class _Drawn:
-    """A chart where it stands; its name is unique on the page."""
+    """A drawn chart in its place on the page, with a name that is unique on the page."""
 
     kind: ClassVar[str] = "chart"
     name: str
@@ -341,12 +341,12 @@ class _Drawn:
 
     @property
     def key(self) -> Sequence[tuple[str, str, str, str]]:
-        """What its colours mean."""
+        """The key of its colours."""
         return self.drawing.key or legend(self.drawing)
 
 
 def _render(page: _Page) -> str:
-    """Everything on a page is text: it is escaped by the template, and nowhere before."""
+    """Render the template. The template escapes all text, so earlier code must not escape it."""
     names: Counter[str] = Counter()
     sections = [(section.title, list(_drawn(section.elements, names))) for section in page.sections]
     script = _source("page.js") if names else ""
@@ -365,7 +365,7 @@ def _render(page: _Page) -> str:
 
 
 def _drawn(elements: Iterable[Element], names: Counter[str]) -> Iterator[object]:
-    """The elements with their charts drawn."""
+    """Replace charts by drawn charts, also inside folds."""
     for element in elements:
         if isinstance(element, Chart):
             yield _Drawn(f"{element.name}-{names[element.name]}", _DRAW[type(element)](element))
@@ -377,12 +377,12 @@ def _drawn(elements: Iterable[Element], names: Counter[str]) -> Iterator[object]
 
 
 def _source(name: str) -> str:
-    """A file that ships beside the template."""
+    """Read a file from the template's folder."""
     return Path(__file__).with_name("templates").joinpath(name).read_text(encoding="utf-8")
 
 
 def _policy(scripts: Sequence[str]) -> str:
-    """Nothing from anywhere, but for these scripts and what the page itself contains."""
+    """The Content-Security-Policy: it allows these scripts and content of the page itself, and nothing else."""
     hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts)
     allowed = f"script-src {hashes}; " if hashes else ""
     return f"default-src 'none'; {allowed}style-src 'unsafe-inline'; img-src data: blob:"

@@ -1,6 +1,6 @@
-"""Draws a chart as inline SVG, once for wide windows and paper and once for narrow ones: no script, no library.
+"""Draws a chart as inline SVG without a script or a library, once for wide windows and paper and once for narrow windows.
 
-A text that would lie on another one moves or is left out: tables hold the same names.
+A text that would overlap another text is moved or left out, because tables contain the same names.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from plimsoll.ui.html.drawing import (
 )
 
 WIDTHS = {"wide": 760, "narrow": 350}
-"""Units of each picture; a style sheet shows the one that fits."""
+"""The width of each picture in SVG units; the style sheet shows the picture that fits."""
 _LINE, _LETTER = 15, 6.7
 _RIGHT = 8
 _SMALLEST_CELL = 10
 _TURNED_LETTERS = 24
 _SAMPLES = 12
 _SIDES = ((1, 4), (-1, 4), (1, -8), (1, 18), (-1, -8), (-1, 18), (0, -12), (0, 24))
-"""Where the name of a point may stand: right, left, and the corners."""
+"""Positions to try for the name of a point: right, left, the corners, above, below; as side and shift down in units."""
 _LETTERED_CELLS = 1500
-"""Grids of more cells have no letters in them: there is no room."""
+"""Grids with more cells are drawn without letters, because the cells are too small."""
 
 _Box = tuple[float, float, float, float]
 
 
 def draw_svg(drawing: Drawing) -> str:
-    """Both pictures of a chart."""
+    """Draw both pictures of a chart."""
     return "".join(_Picture(drawing, name, width).draw() for name, width in WIDTHS.items())
 
 
@@ -63,7 +63,7 @@ class _Ruler:
     is_log: bool = False
 
     def at(self, value: float) -> float:
-        """The pixel of a number."""
+        """The position of a number in SVG units."""
         low, high, value = (
             (math.log10(n) for n in (self.low, self.high, value)) if self.is_log else (self.low, self.high, value)
         )
@@ -71,7 +71,7 @@ class _Ruler:
         return round(self.start + min(max(share, -0.02), 1.02) * (self.end - self.start), 1)
 
     def ticks(self, axis: Axis, about: int) -> Iterable[tuple[float, str]]:
-        """Those that the axis has within the range, or round numbers."""
+        """The axis' own ticks within the range, or about ``about`` round numbers."""
         if axis.ticks is not None:
             return [tick for tick in axis.ticks if self.low <= tick[0] <= self.high]
         if self.is_log:
@@ -88,7 +88,7 @@ def _round_step(step: float) -> float:
 
 
 def _ruler(axis: Axis, values: Iterable[float | None], room: float) -> _Ruler:
-    """The range of what is shown: the axis' own, or that of the numbers with some room."""
+    """The range of an axis: its own span, or the range of the numbers plus a margin (``room``, as a share)."""
     known = [value for value in axis.span or values if _is_drawable(value) and (value > 0 or not axis.is_log)]
     low, high = (min(known), max(known)) if known else (0.0, 1.0)
     if axis.is_log:
@@ -143,11 +143,11 @@ class _Picture:
         return left, bottom + (18 if x.title else 0)
 
     def _has_room(self, names: int, left: float) -> bool:
-        """Whether so many turned names stand side by side; where they do not, none is written."""
+        """Whether this many turned names fit side by side. If they do not fit, none is written."""
         return names * _LINE < self.width - _RIGHT - left
 
     def add(self, tag: str, text: str = "", /, **attributes: object) -> None:
-        """An element; ``_`` in names of attributes stands for ``-``, and at their end for nothing."""
+        """Add an element. In attribute names, ``_`` becomes ``-``, and a trailing ``_`` is removed."""
         words = "".join(
             f' {name.rstrip("_").replace("_", "-")}="{value}"' for name, value in attributes.items() if value != ""
         )
@@ -156,14 +156,14 @@ class _Picture:
     def words(
         self, x: float, y: float, lines: Sequence[str], anchor: str = "start", *, is_strong: bool = False
     ) -> bool:
-        """Lines of which the last stands at ``y``, inside of the picture, unless they would lie on others; whether they stand.
+        """Write lines inside the picture unless they would overlap earlier text; return whether they were written.
 
         Args:
-            x: where the ``anchor`` of the lines is: their start, middle or end.
-            y: the ground of the last line.
-            lines: texts as they are.
-            anchor: as SVG calls it.
-            is_strong: whether the first line is set in bold.
+            x: position of the lines' ``anchor``.
+            y: baseline of the last line.
+            lines: texts, not escaped.
+            anchor: SVG's ``start``, ``middle`` or ``end``.
+            is_strong: whether the first line is bold.
         """
         texts = [_short(line, int(self.width / _LETTER)) for line in lines]
         wide = max(map(len, texts)) * _LETTER
@@ -179,7 +179,7 @@ class _Picture:
         return True
 
     def text(self, text: str, **attributes: object) -> None:
-        """A text as it is."""
+        """Add a text element; the text is escaped here."""
         self.add("text", html.escape(text, quote=False), **attributes)
 
     def _axes(self, height: int) -> None:
@@ -206,7 +206,7 @@ class _Picture:
             self.text(y_axis.title, text_anchor="middle", transform=f"translate(13 {(bottom + top) / 2}) rotate(-90)")
 
     def _notes(self) -> None:
-        """Lines through the picture, and words in it: the peak's first, which are never left out."""
+        """Draw lines through the picture, and notes. The peak's note comes first, so that others cannot displace it."""
         for rule in self.drawing.rules:
             across = f"M{self.x.start} {self.y.at(rule.y)}H{self.x.end}" if rule.y is not None else ""
             way = across or f"M{self.x.at(rule.x or 0.0)} {self.y.start}V{self.y.end}"
@@ -222,7 +222,7 @@ class _Picture:
                 _ = any(self.words(x, y - 5 + shift, note.lines, note.anchor) for shift in (0, 20, -_LINE))
 
     def _names(self) -> None:
-        """The names of points, each where it is free, if it is free anywhere."""
+        """Write the name of each point at a free position, if there is a free position."""
         places = [
             (self.x.at(x), self.y.at(y), label)
             for layer in reversed(self.drawing.layers)
@@ -237,10 +237,10 @@ class _Picture:
             is_written = self._name(x, y, text)
             self.taken = [*before, self.taken[-1]] if is_written else before
             if not is_written:
-                self._name(x, y, text)  # a name on a line is better than none
+                self._name(x, y, text)  # second try: a name across a line is better than a missing name
 
     def _along(self, line: Polyline) -> Iterator[_Box]:
-        """Small boxes along a line, close enough together that no name fits between them."""
+        """Small boxes along a line, so close together that names cannot fit between them."""
         points = zip(line.xs, line.ys, strict=True)
         known = [(self.x.at(x), self.y.at(y)) for x, y in points if _is_drawable(x) and _is_drawable(y)]
         for (x, y), (to_x, to_y) in itertools.pairwise(known):
@@ -249,7 +249,7 @@ class _Picture:
                 yield at[0] - 2, at[1] - 2, at[0] + 2, at[1] + 2
 
     def _name(self, x: float, y: float, text: str) -> bool:
-        """Write the name of a point on the first side that is free; whether there was one."""
+        """Write the name of a point at the first free position; return whether one was free."""
         wide = len(text) * _LETTER
         for side, down in _SIDES:
             at = x + 10 * side
@@ -259,7 +259,7 @@ class _Picture:
         return False
 
     def along(self, xs: Iterable[float], ys: Iterable[float], *, is_stepped: bool) -> str:
-        """A way through points; a stepped one keeps its height until the next point."""
+        """SVG path data through points; a stepped path keeps its height until the next point."""
         known = [(self.x.at(x), self.y.at(y)) for x, y in zip(xs, ys, strict=True)]
         if not is_stepped:
             return "L".join(f"{x} {y}" for x, y in known)
@@ -268,7 +268,7 @@ class _Picture:
 
 
 def _short(text: str, most: int) -> str:
-    """A text on one line, no longer than that."""
+    """The text on one line, shortened to ``most`` letters (but at least 4)."""
     return shorten(" ".join(text.split()), max(most, 4))
 
 
@@ -277,7 +277,7 @@ def _overlap(one: _Box, other: _Box) -> bool:
 
 
 def _hint(words: str) -> str:
-    """What pointing at something tells."""
+    """A ``<title>`` element, which browsers show when the mouse points at the shape."""
     return f"<title>{html.escape(words, quote=False)}</title>" if words else ""
 
 
@@ -325,7 +325,7 @@ def _(points: Points, picture: _Picture) -> None:
 
 @_draw.register
 def _(cells: Cells, picture: _Picture) -> None:
-    """A cell for every decision, equal neighbours as one where there are too many."""
+    """Draw a cell per decision. In a grid with too many cells, neighbours of equal colour are drawn as one."""
     is_lettered = cells.columns * len(cells.rows) <= _LETTERED_CELLS
     for row, found in enumerate(cells.rows):
         top, low = sorted((picture.y.at(row - 0.5), picture.y.at(row + 0.5)))
@@ -346,7 +346,7 @@ def _(cells: Cells, picture: _Picture) -> None:
 
 @_draw.register
 def _(boxes: Boxes, picture: _Picture) -> None:
-    """Boxes of several layers stand beside each other in their group."""
+    """Draw the boxes of one layer; boxes of several layers are placed side by side within their group."""
     several = [layer for layer in picture.drawing.layers if isinstance(layer, Boxes)]
     place = next(index for index, other in enumerate(several) if other is boxes)
     for index, numbers in enumerate(boxes.boxes):

@@ -1,4 +1,4 @@
-"""Which view shows which artifact. A new artifact is one file here and one line below."""
+"""Maps each kind of artifact to its view. A new kind needs one file here and one line below."""
 
 from __future__ import annotations
 
@@ -42,5 +42,5 @@ _VIEWS: dict[type, Callable[[Any], Document]] = {
 
 
 def view(artifact: object) -> Document:
-    """What an artifact says, for any renderer."""
+    """Make the document of an artifact, for any renderer."""
     return _VIEWS[type(artifact)](artifact)

@@ -1,4 +1,4 @@
-"""What advice says: what to do first, then the numbers that it rests on, and what was checked."""
+"""Makes the document of advice: the recommendation first, then its numbers, and the checklist."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _BREAKS_SHOWN = 8
 
 
 def view_advice(advice: Advice) -> Document:
-    """The verdict, why, and the checklist."""
+    """Make the document: recommendation, reasons and checklist."""
     passed = sum(item.outcome is CheckOutcome.PASS for item in advice.checklist)
     modes = [(mode.sign, mode) for mode in advice.failure_modes]
     return Document(
@@ -113,7 +113,7 @@ def _reasons(advice: Advice) -> list[Element]:
 
 
 def _layers(layers: Sequence[LayerUse]) -> list[tuple[str, ...]]:
-    """One row per group of layers that save the same bytes, seconds being the mean of the group."""
+    """One row per group of layers that save the same bytes; seconds are the group's mean."""
     groups: dict[tuple[str, str], list[LayerUse]] = {}
     for layer in layers:
         groups.setdefault((kind_of(layer.name), format_bytes(layer.saved_bytes)), []).append(layer)
@@ -136,7 +136,7 @@ def _layers(layers: Sequence[LayerUse]) -> list[tuple[str, ...]]:
 
 
 def _compiler(found: CompilerCoverage) -> list[str]:
-    """What was captured, where it broke, what follows."""
+    """What the compiler captured, where it broke, and the advice that follows."""
     if not found.is_measured:
         return [f"not checked: {found.note}"]
     graphs = f"{found.graphs} graph{'' if found.graphs == 1 else 's'}"
@@ -162,7 +162,7 @@ def _break(entry: GraphBreak) -> str:
 
 
 def _hazards(advice: Advice) -> list[str]:
-    """What would keep the step from being captured as a CUDA graph, and what cannot be told."""
+    """Ops that prevent a CUDA graph of the step, and a note on hazards that the ops do not show."""
     lines = [
         f"{hazard.what} in {hazard.where}{f', {hazard.count} times' if hazard.count > 1 else ''}"
         for hazard in advice.hazards
@@ -172,7 +172,7 @@ def _hazards(advice: Advice) -> list[str]:
 
 
 def _checks(entries: Sequence[tuple[CheckOutcome | FailureSign, CheckItem | FailureMode]]) -> Checks:
-    """Items with their next step; a step that an item before has already is ``as above``."""
+    """Items with their next step. A step that an earlier item has is shown as ``as above``."""
     checks: list[Check] = []
     told: set[str] = set()
     for word, entry in entries:

@@ -1,4 +1,4 @@
-"""What a comparison says: strategies side by side, predicted beside measured."""
+"""Makes the document of a comparison: strategies side by side, with predicted and measured figures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _DIFFER = "DIFFER"
 
 
 def view_comparison(comparison: Comparison) -> Document:
-    """Every strategy in a table and a picture, the unmanaged figures above them."""
+    """Make the document: every strategy in a table and a chart, with the unmanaged figures above them."""
     seconds = comparison.measured_baseline_seconds
     time = "" if seconds is None else f", step {format_seconds(seconds)}"
     table = tabulate(
@@ -48,7 +48,7 @@ def _bytes(bytes_: int | None) -> str:
 
 
 def _gradients(row: ComparisonRow) -> str:
-    """Equal or not; for lossy forms by how much not."""
+    """Whether the gradients are equal; for lossy forms, their error."""
     if row.is_bit_equal is None:
         return UNKNOWN
     if row.is_bit_equal:

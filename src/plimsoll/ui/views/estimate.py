@@ -1,4 +1,4 @@
-"""What an estimate says: whether it fits, the tightest stage item by item, all stages, and the speed."""
+"""Makes the document of an estimate: whether it fits, the items of the tightest stage, all stages, and the speed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TONES = {True: Tone.GOOD, False: Tone.BAD, None: Tone.NEUTRAL}
 
 
 def view_estimate(estimate: Estimate) -> Document:
-    """Everything that the estimate says."""
+    """Make the document of the estimate."""
     ranks = estimate.layout.ranks
     sections = [
         Section(_tightest_title(estimate), _items(estimate.tightest)),
@@ -52,7 +52,7 @@ def view_estimate(estimate: Estimate) -> Document:
 
 
 def _switches(estimate: Estimate) -> list[Element]:
-    """The chosen setting as it is written down, and its neighbours."""
+    """The chosen setting as assignments, and a table that compares it with other settings."""
     best = estimate.switches[0]
     is_sending = any(each.host_bytes for each in estimate.switches)
     rows = [
@@ -70,7 +70,7 @@ def _switches(estimate: Estimate) -> list[Element]:
 
 
 def _layouts(estimate: Estimate) -> Table:
-    """Layouts side by side, the fastest first."""
+    """A table of layouts, the fastest first."""
     rows = [
         (
             str(each.layout),
@@ -85,7 +85,7 @@ def _layouts(estimate: Estimate) -> Table:
 
 
 def _values(setting: SwitchSetting) -> str:
-    """The values alone: ``full, block, 3``; of a switch that is on or off the last word of its name."""
+    """The setting's values: ``full, block, 3``. A boolean is the last word of its switch's name, with ``no`` if it is off."""
     parts = []
     for name, value in setting.values.items():
         if isinstance(value, list):
@@ -99,7 +99,7 @@ def _values(setting: SwitchSetting) -> str:
 
 
 def _verdict(estimate: Estimate) -> str:
-    """Whether it fits, with the numbers that say so; a figure that leaves something out says that it does."""
+    """Whether the job fits, with the numbers. If items are unsupported, the text names what the figure leaves out."""
     stage = estimate.tightest
     most = max(each.allocated_bytes for each in estimate.stages)
     if estimate.budget_bytes is not None and most > estimate.budget_bytes:
@@ -119,7 +119,7 @@ def _verdict(estimate: Estimate) -> str:
 
 
 def _setting(estimate: Estimate) -> list[str]:
-    """What was asked: sizes, precision, optimizer, layout, plan."""
+    """The estimated job: sizes, precision, optimizer, layout, strategy."""
     facts = estimate.facts
     sizes = [estimate.model]
     if facts.parameters is not None:
@@ -139,7 +139,7 @@ def _setting(estimate: Estimate) -> list[str]:
 
 
 def format_count(count: int) -> str:
-    """A number of parameters as people write it.
+    """A number of parameters with a unit.
 
     Example:
         >>> format_count(70_553_706_496)
@@ -152,7 +152,7 @@ def format_count(count: int) -> str:
 
 
 def _tightest_title(estimate: Estimate) -> str:
-    """Which ranks the items are of."""
+    """The section's title: which ranks the items belong to."""
     stage = estimate.tightest
     if len(estimate.stages) == 1:
         return "Every rank" if stage.ranks > 1 else "The device"
@@ -161,7 +161,7 @@ def _tightest_title(estimate: Estimate) -> str:
 
 
 def _items(stage: StageEstimate) -> list[Element]:
-    """What one rank holds, item by item with errors. Items refer to remarks by number, each text is said once."""
+    """The memory of one rank, item by item with errors. Items refer to remarks by number, so each remark is printed once."""
     shown = [item for item in stage.items if item.bytes or item.basis is Basis.UNSUPPORTED]
     remarks = list(dict.fromkeys(item.note for item in shown if item.note))
     rows = [_item(item, f"[{remarks.index(item.note) + 1}]" if item.note else "") for item in shown]
@@ -179,7 +179,7 @@ def _items(stage: StageEstimate) -> list[Element]:
 
 
 def _others(estimate: Estimate) -> Iterator[Fold]:
-    """The items of all stages but the tightest; neighbours that hold the same are one."""
+    """The items of all stages except the tightest; consecutive stages with equal items share one fold."""
     for _, alike in itertools.groupby(estimate.stages, lambda stage: stage.items):
         stages = [stage for stage in alike if stage is not estimate.tightest]
         if stages:
@@ -200,7 +200,7 @@ def _peak_title(estimate: Estimate) -> str:
 
 
 def _peak(estimate: Estimate) -> list[Element]:
-    """Who holds the tightest stage's peak, and what the allocator reserves."""
+    """The largest holders of the tightest stage's peak, and the bytes that the allocator reserves."""
     stage = estimate.tightest
     holders = [(holder.label, format_bytes(holder.bytes)) for holder in stage.peak.holders[:_HOLDERS_SHOWN]]
     elements: list[Element] = [Table(rows=holders, numbers=(1,))]
@@ -215,16 +215,16 @@ def _peak(estimate: Estimate) -> list[Element]:
 
 
 def _shared_name(estimate: Estimate) -> str:
-    """The module that all regions of all stages lie in, if it has a name: it is said once."""
+    """The path of the module that contains all regions of all stages, so that it is printed only once; empty if none."""
     paths = [name.split(".")[:-1] for stage in estimate.stages for name in stage.regions.split(", ")]
     alike = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
     return ".".join(part for part, *_ in alike)
 
 
 def _stages(estimate: Estimate, within: str) -> Table:
-    """One row per stage; neighbours that show the same are one row.
+    """A table with one row per stage; consecutive stages with equal figures share a row.
 
-    What the stages would hold without a plan is a column only where they do not run like that.
+    The column for memory without a plan is shown only if a stage has a plan that changes its memory.
     """
     is_managed = any(stage.unmanaged_bytes != stage.allocated_bytes for stage in estimate.stages)
     unmanaged = ["no plan"] if is_managed else []
@@ -256,7 +256,7 @@ def _stage(stage: StageEstimate, within: str, *, is_managed: bool) -> list[str]:
 
 
 def _beside(figures: Sequence[MeasuredFigure]) -> list[Element]:
-    """A run's figures beside the estimate's, then what those that lie outside of their bars may mean."""
+    """A table of estimated and measured figures, then a note for each figure outside its error bar."""
     rows = [(figure.name, *_three(figure), _difference(figure)) for figure in figures]
     notes = list(dict.fromkeys(f"{figure.name}: {figure.note}" for figure in figures if figure.note))
     inside = sum(figure.is_inside for figure in figures)
@@ -268,7 +268,7 @@ def _beside(figures: Sequence[MeasuredFigure]) -> list[Element]:
 
 
 def _three(figure: MeasuredFigure) -> list[str]:
-    """Estimate, error and measurement in the unit's own words."""
+    """Estimate, error and measurement, formatted for their unit."""
     write = {"bytes": lambda value: format_bytes(int(value)), "seconds": format_seconds}.get(
         figure.unit, lambda value: f"{value:,.0f}"
     )
@@ -285,7 +285,7 @@ def _difference(figure: MeasuredFigure) -> str:
 
 
 def _speed(estimate: Estimate) -> Sequence[str]:
-    """Seconds of the step, tokens per second, MFU, and what takes the time."""
+    """Seconds of the step, tokens and samples per second, MFU, and a note on them."""
     speed = estimate.throughput
     facts = [f"step {format_seconds(speed.step_seconds)}"]
     if speed.tokens_per_second is not None:

@@ -1,4 +1,4 @@
-"""What an explanation of a step's peak says: the answer, where the memory is, and what would lower the peak."""
+"""Makes the document of an explanation: the answer, the holders of memory, and the changes that would lower the peak."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CHANGES_HEADER = ("change", "peak then", "lowers by", "basis")
 
 
 def view_explanation(explanation: Explanation) -> Document:
-    """Everything that the explanation says."""
+    """Make the document of the explanation."""
     peak = explanation.peak
     sections = [
         Section("In figures", [NamedFigures(_figures(explanation))]),
@@ -39,7 +39,7 @@ def view_explanation(explanation: Explanation) -> Document:
 
 
 def _figures(explanation: Explanation) -> list[tuple[str, str]]:
-    """Set-up, peak and what is resident, with and without the set-up."""
+    """Set-up, peak and resident bytes, with and without the set-up."""
     plain, resident = explanation.plain_peak, explanation.plain_resident_bytes
     beside = "" if plain is None else f" (everything kept: {format_bytes(plain.bytes)}, {plain.moment})"
     beside_resident = "" if resident is None else f" (everything kept: {format_bytes(resident)})"
@@ -59,13 +59,13 @@ def _figures(explanation: Explanation) -> list[tuple[str, str]]:
 
 
 def _holders(holders: Sequence[Holder]) -> Table:
-    """Those that hold most, the rest summed; holders that differ in numbers only are one row."""
+    """A table of the largest holders, with the sum of the rest. Holders that differ only in numbers share a row."""
     rows = [(label, format_bytes(size)) for label, size in with_rest(group_holders(holders), _SHOWN)]
     return Table(rows=rows, numbers=(1,))
 
 
 def _recomputed(explanation: Explanation) -> Table:
-    """Places whose forward runs again: name, most bytes at once, ops."""
+    """A table of places whose forward runs again: name, most bytes at once, ops."""
     parts = sorted(explanation.recomputed, key=lambda part: -part.most_bytes)
     rows = [(part.place, format_bytes(part.most_bytes), f"{part.ops} ops") for part in parts[:_SHOWN]]
     rest = parts[_SHOWN:]
@@ -75,7 +75,7 @@ def _recomputed(explanation: Explanation) -> Table:
 
 
 def _changes(explanation: Explanation) -> list[Element]:
-    """What moves the peak, best first, with what to write to get it; then what does not, and what could not be told."""
+    """Changes that lower the peak, best first, each with the code to write; then other changes and unsupported ones."""
     helpful = explanation.helpful
     elements: list[Element] = []
     if helpful:

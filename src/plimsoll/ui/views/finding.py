@@ -1,4 +1,4 @@
-"""What a diagnosis says: where the overhead goes, what to do about it, phases, signs, layers."""
+"""Makes the document of a diagnosis: the overhead by cause, advice, phases, warning signs, layers."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _LAYERS: Mapping[str, Callable[[Layer], str]] = {
 _MOST_LAYERS = 12
 _NEGLIGIBLE_SHARE = 0.0005
 _NOTABLE_SHARE = 0.1
-"""A smaller share of the parts that cost time gets no advice."""
+"""Advice is given only for parts with at least this share of the time that all costly parts take."""
 _UNDER_PROFILER = 1.2
-"""Profiled steps this much longer than plain ones make small parts doubtful."""
+"""If the profiler makes the baseline's step longer than this factor, the text says so: small parts are doubtful then."""
 _SIGNS = {True: (Tone.BAD, "RAISED"), False: (Tone.GOOD, "ok"), None: (Tone.NEUTRAL, "not known")}
 
 
 def view_finding(finding: Finding) -> Document:
-    """Figures, the overhead's parts, advice, phases, signs, layers."""
+    """Make the document: figures, the overhead's parts, advice, phases, signs, layers."""
     what = f"plan {finding.strategy!r} for {finding.model}" if finding.model else finding.plan.source
     measured, profiled = finding.measured_overhead_share, format_share(finding.overhead_share)
     return Document(
@@ -63,7 +63,7 @@ def view_finding(finding: Finding) -> Document:
 
 
 def _statement(finding: Finding) -> str:
-    """The overhead and what most of it is."""
+    """The overhead and its largest part, in sentences."""
     text = f"{format_more(finding.overhead_share)} time ({format_seconds(finding.overhead_seconds)})"
     if finding.measured_overhead_share is None:
         text = f"Under the profiler a step with the plan takes {text}."
@@ -91,7 +91,7 @@ def _overhead(finding: Finding) -> list[Element]:
 
 
 def _figures(finding: Finding) -> list[tuple[str, str]]:
-    """Both sides, figure by figure."""
+    """The figures of both sides."""
     place = f"{finding.unit} on {finding.device or 'a device without a name'}"
     rows = [
         ("from", f"{finding.origin}, {finding.baseline.steps} and {finding.plan.steps} steps, {place}"),
@@ -138,7 +138,7 @@ def _attribution(side: Side) -> str:
 
 
 def _notable_parts(finding: Finding) -> list[OverheadPart]:
-    """The parts that can be seen beside the step."""
+    """The parts that are not negligible compared with the step, and always ``UNEXPLAINED``."""
     least_seconds = _NEGLIGIBLE_SHARE * finding.baseline.step_seconds
     return [
         part for part in finding.parts if abs(part.seconds) >= least_seconds or part.cause is OverheadCause.UNEXPLAINED
@@ -146,7 +146,7 @@ def _notable_parts(finding: Finding) -> list[OverheadPart]:
 
 
 def _parts_table(finding: Finding, parts: list[OverheadPart]) -> Table:
-    """One row per notable part, and their sum; bars are shares of the largest part."""
+    """A table with one row per notable part, and the sum of all parts. Bars are shares of the largest part."""
     step_seconds = finding.baseline.step_seconds or 1.0
     rows = []
     for part in parts:
@@ -162,7 +162,7 @@ def _parts_table(finding: Finding, parts: list[OverheadPart]) -> Table:
 
 
 def _advice(parts: list[OverheadPart]) -> list[str]:
-    """What to do about the parts that cost most, most first; nothing where the plan costs nothing."""
+    """Advice for the parts that cost most, the largest first; empty if no part clearly costs time."""
     costly = [part for part in parts if part.seconds > max(2 * (part.spread_seconds or 0.0), 0.0)]
     total_seconds = sum(part.seconds for part in costly)
     details = {part.cause: f" ({'; '.join(part.details)})" if part.details else "" for part in costly}

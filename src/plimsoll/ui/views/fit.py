@@ -1,4 +1,4 @@
-"""What a fit says: the best point, the frontier, what was measured, or what would make it fit."""
+"""Makes the document of a fit: the best point, the frontier, measurements, or the changes that would make it fit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NOTHING = "-"
 
 
 def view_fit(fit: Fit) -> Document:
-    """The answer, its figures, and every point that was looked at."""
+    """Make the document: the answer, its figures, and every evaluated point."""
     best = fit.best_point
     frontier = Table(
         header=_FRONTIER_HEADER,
@@ -69,7 +69,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _step(point: FitPoint) -> str:
-    """How the seconds of a step come about."""
+    """The seconds of a step as a sum of micro-batches and optimizer."""
     count = "" if point.accumulation == 1 else f"{point.accumulation} × "
     return (
         f"{format_seconds(point.step_seconds)} = {count}{format_seconds(point.micro_seconds)} forward and backward + "
@@ -78,7 +78,7 @@ def _step(point: FitPoint) -> str:
 
 
 def _plan(point: FitPoint) -> str:
-    """What the best plan of a point does."""
+    """The best plan of a point in a few words."""
     if not point.does_fit:
         return str(point.status)
     if point.is_unmanaged:
@@ -88,7 +88,7 @@ def _plan(point: FitPoint) -> str:
 
 
 def _point(fit: Fit, place: int, point: FitPoint) -> tuple[str, ...]:
-    """One evaluated point."""
+    """One row for an evaluated point."""
     excess = f"{format_bytes(point.predicted_peak_bytes - fit.budget_bytes)} too much"
     return (
         str(point.micro_batch),
@@ -103,7 +103,7 @@ def _point(fit: Fit, place: int, point: FitPoint) -> tuple[str, ...]:
 
 
 def _change(change: FitChange) -> tuple[str, ...]:
-    """One change: what it leads to, or why that is not known."""
+    """One row for a change: its result, or why the result is unknown."""
     fits = {True: "yes", False: "no", None: "unsupported"}[change.does_fit]
     peak = _NOTHING if change.predicted_peak_bytes is None else format_bytes(change.predicted_peak_bytes)
     speed = _NOTHING if change.items_per_second is None else f"{change.items_per_second:,.0f}"

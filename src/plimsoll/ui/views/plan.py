@@ -1,4 +1,4 @@
-"""What a plan says: its figures, memory over the step and who holds it, and every decision with its reason."""
+"""Makes the document of a plan: figures, memory over the step and its holders, and every decision with its reason."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from plimsoll.units import GIB, MIB, format_bytes, format_more, format_seconds, 
 _TONES = {Status.INFEASIBLE: Tone.BAD, Status.TIMED_OUT: Tone.NEUTRAL}
 _HOLDERS_SHOWN = 5
 _OUTPUT = re.compile(r"#\d+(\.\d+)?$")
-"""``#3.1`` in ``mm#3.1``: which of several calls, and which of its outputs."""
+"""``#3.1`` in ``mm#3.1``: the number of the call, and the number of its output."""
 _REBUILT = " rebuilt "
-"""What planning writes between a region and a value that backward has brought back."""
+"""The word in a holder's label between a region and a value that backward has rebuilt."""
 
 
 def view_plan(plan: Plan) -> Document:
-    """Status, figures, memory, decisions; reasons and other budgets are details."""
+    """Make the document: status, figures, memory, decisions; reasons and other budgets are details."""
     sections = [
         Section("In figures", [NamedFigures(plan_figures(plan))], Place.DETAIL),
         Section("Memory over the step", _memory(plan), Place.PICTURE),
@@ -69,7 +69,7 @@ def view_plan(plan: Plan) -> Document:
 
 
 def _lead(plan: Plan) -> str:
-    """Peak, budget and cost in one line, before anything else."""
+    """Peak, budget and cost in one line, right below the headline."""
     return (
         f"Peak {format_bytes(plan.predicted_peak_bytes)}, {name_budget(plan.budget_bytes)}, "
         f"{format_bytes(plan.baseline_peak_bytes)} without a plan; "
@@ -117,7 +117,7 @@ def plan_figures(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _price(plan: Plan) -> str:
-    """What memory is worth here, and what one more GiB would buy: never more than the whole overhead."""
+    """The price of memory, and the seconds that one more GiB would save, which are at most the whole overhead."""
     if plan.price_seconds_per_byte <= 0:
         return "nothing: more memory would not make this step faster"
     price = f"{format_seconds(plan.price_seconds_per_byte * MIB)} per MiB"
@@ -129,7 +129,7 @@ def _price(plan: Plan) -> str:
 
 
 def _packing_figures(plan: Plan) -> list[tuple[str, str]]:
-    """What lossy forms and links add to the figures."""
+    """Figures of lossy forms and links, if the plan uses them."""
     rows = []
     if not plan.is_lossless:
         measured = "" if plan.measured_error is None else f", measured {plan.measured_error:.2%}"
@@ -160,7 +160,7 @@ def _memory(plan: Plan) -> list[Element]:
 
 
 def classes_table(plan: Plan) -> Table:
-    """What each memory category holds at the peak, largest first."""
+    """A table of the bytes per memory category at the peak, largest first."""
     total = sum(plan.classes.values())
     found = sorted(((name, size) for name, size in plan.classes.items() if size), key=lambda item: -item[1])
     return Table(
@@ -172,14 +172,14 @@ def classes_table(plan: Plan) -> Table:
 
 
 def _holders(plan: Plan, peak: Peak, title: str) -> Table:
-    """The largest holders of a peak, the rest summed."""
+    """A table of the largest holders of a peak, with the sum of the rest."""
     groups = _grouped(peak.holders, [region.name for region in plan.regions if region.name])
     rows = [(label, format_bytes(size)) for label, size in with_rest(groups, _HOLDERS_SHOWN)]
     return Table(title=title, rows=rows, numbers=(1,))
 
 
 def _grouped(holders: Sequence[Holder], regions: Sequence[str]) -> list[tuple[str, int]]:
-    """Values of regions together, and calls of one op outside of them; largest first."""
+    """Group holders: values by kind of region, and values outside of regions by op; largest first."""
     groups: dict[tuple[str, str], list[tuple[Holder, str]]] = {}
     for holder in holders:
         region = region_in_label(holder.label, regions)
@@ -199,7 +199,7 @@ def _grouped(holders: Sequence[Holder], regions: Sequence[str]) -> list[tuple[st
 
 
 def _frontier(plan: Plan) -> list[Element]:
-    """What other budgets would cost."""
+    """The frontier as a chart, and as a table of other budgets and their costs."""
     rows = [
         (
             format_bytes(point.peak_bytes),
@@ -214,7 +214,7 @@ def _frontier(plan: Plan) -> list[Element]:
 
 
 def decisions_table(plan: Plan) -> Table:
-    """One row per group of identical regions: what is decided, what stays, what it costs."""
+    """A table with one row per group of identical regions: decisions, bytes held until backward, and replay time."""
     rows = []
     for group in group_regions(plan.regions):
         if group.first.is_untouched:
@@ -233,14 +233,14 @@ def decisions_table(plan: Plan) -> Table:
 
 
 def _counted(decisions: Sequence[ValueDecision]) -> str:
-    """How many values are not kept as they are: ``RECOMPUTE 6, COMPRESS 4 (int8), OFFLOAD 2 (disk)``."""
+    """Counts of the values that are not kept unchanged: ``RECOMPUTE 6, COMPRESS 4 (int8), OFFLOAD 2 (disk)``."""
     counts = Counter((d.decision, d.form) for d in decisions if d.decision is not Decision.KEEP)
     words = [f"{decision} {count}{f' ({form})' if form else ''}" for (decision, form), count in sorted(counts.items())]
     return ", ".join(words) or f"{Decision.RECOMPUTE} 0"
 
 
 def _values(group: RegionGroup) -> Fold:
-    """Every value of regions that share their decisions."""
+    """A fold with every value of a group of regions that share their decisions."""
     first = group.first
     alike = f" ({len(group.regions)} alike, figures for one)" if len(group.regions) > 1 else ""
     replay = f"replay {format_seconds(first.replay_seconds)}" if first.replay_seconds else "no replay"
@@ -265,7 +265,7 @@ def _values(group: RegionGroup) -> Fold:
 
 
 def describe_reason(decision: ValueDecision) -> str:
-    """Why a value is decided upon as it is, in one sentence."""
+    """The reason for a value's decision, in one sentence."""
     if decision.decision is Decision.RECOMPUTE and not decision.seconds:
         return "recompute costs nothing more: it is made on the way to another value"
     if not decision.reason and decision.decision is Decision.RECOMPUTE and decision.bytes:
@@ -282,27 +282,27 @@ class RegionGroup:
 
     @property
     def first(self) -> RegionPlan:
-        """The one whose decisions stand for all."""
+        """The first region; its decisions are the group's."""
         return self.regions[0]
 
     @property
     def retained_bytes(self) -> int:
-        """Bytes that all of them hold between forward and backward."""
+        """Bytes that the group's regions hold between forward and backward."""
         return sum(region.retained_bytes for region in self.regions)
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes that all of them would hold without a plan."""
+        """Bytes that the group's regions would hold without a plan."""
         return sum(decision.bytes for region in self.regions for decision in region.decisions)
 
     @property
     def replay_seconds(self) -> float:
-        """Seconds that all of them spend on running ops again."""
+        """Seconds that the group's regions spend on running ops again."""
         return sum(region.replay_seconds for region in self.regions)
 
 
 def group_regions(regions: Iterable[RegionPlan]) -> list[RegionGroup]:
-    """Group region calls that are of one kind and share all decisions, in the order of first appearance."""
+    """Group region calls of one kind that share all decisions, in the order of first appearance."""
     groups: dict[tuple[object, ...], list[RegionPlan]] = {}
     for region in regions:
         packed = tuple(sorted(region.packed.items()))

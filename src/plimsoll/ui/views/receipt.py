@@ -1,4 +1,4 @@
-"""What a receipt says: its verdict, then every claim beside its evidence, then what differs and how regions were served."""
+"""Makes the document of a receipt: the verdict, each claim with its evidence, the differences, and the regions' engines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SHOWN = 10
 
 
 def view_receipt(receipt: Receipt) -> Document:
-    """Verdict, equality, peaks, seconds, engines."""
+    """Make the document: verdict, equality, peaks, seconds, engines."""
     subject = receipt.method if receipt.strategy == OWN else f"plan {receipt.strategy!r}"
     return Document(
         source="Receipt",
@@ -112,7 +112,7 @@ def _error(receipt: Receipt) -> str:
 
 
 def _equality(receipt: Receipt) -> list[tuple[str, str]]:
-    """The gradient's error, where it is not bound to be nothing, or is more than that."""
+    """A row with the gradient's error; empty for a lossless, uncompiled plan without an error."""
     if receipt.is_lossless and receipt.rounding_tolerance:
         text = f"measured {_error(receipt)}; {receipt.rounding_tolerance:.2%} is rounding"
     elif receipt.is_lossless:
@@ -133,7 +133,7 @@ def _agreement(baseline: Sequence[float | None], plan: Sequence[float | None]) -
 
 
 def _further_evidence(receipt: Receipt) -> list[tuple[str, str]]:
-    """A longer loss curve, saved tensors compared one by one, the gradient against the loss itself."""
+    """Rows for the longer loss curve, the comparison of saved tensors, and the check of the gradient against the loss."""
     rows = []
     if receipt.plan_curve:
         theirs, ours = (
@@ -156,7 +156,7 @@ def _further_evidence(receipt: Receipt) -> list[tuple[str, str]]:
 
 
 def _confirmation(confirmation: Confirmation) -> list[tuple[str, str]]:
-    """What the device says about a plan made without it, and what the plan solved again takes."""
+    """Rows for a plan that was made without the device: the confirmation on the device, and the revised plan."""
     rows = [
         ("planned for", f"{confirmation.cost_device}, with the costs of its roofline"),
         ("on the device", _deviation(confirmation)),
@@ -172,7 +172,7 @@ def _confirmation(confirmation: Confirmation) -> list[tuple[str, str]]:
 
 
 def _claim(claim: Claim) -> str:
-    """Predicted beside measured, in one line."""
+    """Predicted and measured figures in one line."""
     return (
         f"peak predicted {format_bytes(claim.predicted_peak_bytes)}, measured {format_bytes(claim.measured_peak_bytes)}; "
         f"forward and backward predicted {format_seconds(claim.predicted_seconds)}, measured "
@@ -181,7 +181,7 @@ def _claim(claim: Claim) -> str:
 
 
 def _deviation(confirmation: Confirmation) -> str:
-    """Which of peak and time is off, and by how much."""
+    """Whether peak and time are off, and by how much."""
     given, found = confirmation.given, []
     if confirmation.budget_bytes is not None and confirmation.is_over_budget:
         over_bytes = given.measured_peak_bytes - confirmation.budget_bytes
@@ -198,7 +198,7 @@ def _deviation(confirmation: Confirmation) -> str:
 
 
 def _intermediate(intermediate: Intermediate) -> tuple[str, str, str]:
-    """One named intermediate: which, and how far apart."""
+    """One named intermediate and its difference."""
     name = name_call(intermediate.module, intermediate.call)
     what = f"gradient of {name}" if intermediate.is_gradient else name
     if intermediate.is_bit_equal:
@@ -208,14 +208,14 @@ def _intermediate(intermediate: Intermediate) -> tuple[str, str, str]:
 
 
 def _droppable(receipt: Receipt) -> str:
-    """How much of what managed regions save could be dropped; regions that nobody touched were not looked at."""
+    """The share of the managed regions' activations that could be dropped; untouched regions were not measured."""
     if not any(region.activation_bytes for region in receipt.regions):
         return "not measured: no region is managed by recipes"
     return f"{receipt.droppable_share:.0%} of the managed regions' activations replay bit for bit"
 
 
 def _mismatches(mismatches: Sequence[Mismatch], title: str) -> Table:
-    """Unequal tensors: name, difference, what the unmanaged model itself shows."""
+    """A table of unequal tensors: name, difference, and difference between two unmanaged runs."""
     rows = [
         (
             mismatch.name,

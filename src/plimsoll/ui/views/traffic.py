@@ -1,4 +1,4 @@
-"""What gradient traffic says: the ruling, the step, every method, the link, held-out losses."""
+"""Makes the document of gradient traffic: the ruling, the step, every method, the link, held-out losses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _RULINGS: dict[str, Tone] = {
 
 
 def view_traffic(traffic: Traffic) -> Document:
-    """Everything that there is to say about it."""
+    """Make the document of the gradient traffic."""
     return Document(
         source="Gradient traffic",
         subject=f"of {traffic.model}, {traffic.ranks} ranks on {traffic.device} ({traffic.backend})",
@@ -45,7 +45,7 @@ def view_traffic(traffic: Traffic) -> Document:
 
 
 def _step(traffic: Traffic) -> list[str]:
-    """The step without traffic, what its gradients are sent in, and how much there is to save."""
+    """The step's seconds without traffic, its buckets or units, and how much time compression could save."""
     step, sharded = traffic.step, traffic.sharded
     gradients = f"{format_bytes(traffic.gradient_bytes)} of gradients in"
     optimizer = traffic.optimizer.partition("(")[0]
@@ -104,7 +104,7 @@ def _method(method: MethodTraffic) -> tuple[str, ...]:
 
 
 def _reason(method: MethodTraffic) -> str:
-    """Why a method got its ruling, and below which bandwidth and overlap it saves time."""
+    """The reason for a method's ruling, and the bandwidth and overlap below which the method saves time."""
     text = f"{method.method}: {method.reason}"
     if method.predicted_saved_share is None:
         return text
@@ -117,7 +117,7 @@ def _reason(method: MethodTraffic) -> str:
 
 
 def _validations(traffic: Traffic) -> list[tuple[str, ...]]:
-    """What training with each method came to."""
+    """The held-out losses of training with each method."""
     found = [(method.method, method.validation) for method in traffic.methods if method.validation is not None]
     return [
         (

@@ -1,4 +1,4 @@
-"""What the verdict of a probe says: the ruling first, then its rules, both runs side by side, and their gradients."""
+"""Makes the document of a probe's verdict: the ruling, the rules, both runs side by side, and their gradients."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _BLOCKS_SHOWN = 6
 
 
 def view_verdict(verdict: Verdict) -> Document:
-    """Everything that the probe found."""
+    """Make the document of the verdict."""
     tone = Tone.GOOD if verdict.ruling.is_pass else Tone.BAD
     return Document(
         source="Probe",
@@ -113,12 +113,12 @@ def _number(number: float | None) -> str:
 
 
 def _shift(entry: NormComparison) -> tuple[bool, float]:
-    """The whole model first, then the blocks that moved furthest."""
+    """Sort key: the whole model first, then blocks by the size of their shift, the largest first."""
     return entry.block != WHOLE_MODEL, 0.0 if entry.shift is None else -abs(entry.shift.value)
 
 
 def _norm_cells(entry: NormComparison) -> tuple[str, ...]:
-    """One block, baseline and plan in each cell."""
+    """One row for a block; each cell holds baseline and plan."""
     one, other = entry.baseline, entry.plan
     kurtosis = (UNKNOWN if each.kurtosis is None else f"{each.kurtosis:.1f}" for each in (one, other))
     shift, p_value = entry.shift, entry.adjusted_p_value
