@@ -186,7 +186,7 @@ class Fitter:
         return [[power(term, point) for term in self.terms] for point in self._points]
 
     def _solved(self, support: tuple[int, ...], values: tuple[int, ...]) -> tuple[Fraction, ...] | None:
-        """The coefficients that make these terms pass through every point; ``None`` if there are none, or if one is 0."""
+        """The coefficients that make these terms pass through every point; ``None`` if none exist, or if one is 0."""
         rows = [[row[at] for at in support] for row in self._powers]
         matrix = np.array(rows, dtype=np.float64)
         matrix /= matrix.max(axis=0)
