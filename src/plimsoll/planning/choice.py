@@ -3,7 +3,7 @@
 A ``Choice`` says which values are kept and which are held in another form; it rebuilds all others. Forms cost seconds and
 gradient error, and they take room at the other end of the link. ``Limits`` bounds the sum over all regions.
 
-*Seconds.* What a region sends goes out while the next region's forward runs, and comes back while that region's backward
+*Seconds.* Values that a region sends leave while the next region's forward runs, and come back while that region's backward
 runs. Each region and direction has its own window, so regions do not compete. If a transfer takes longer than its window,
 the step waits for the rest of it.
 

@@ -34,7 +34,7 @@ def floor_error(
         floor: the smallest peak.
         excess_bytes: measured minus predicted peak.
         chunked_bytes: the same plan's peak with the loss computed in chunks, if the model has a suitable head.
-        accumulating_bytes: the measured floor while gradients of earlier micro-batches are present.
+        accumulating_bytes: the peak measured while gradients of earlier micro-batches are present.
     """
     floor_bytes = floor.bytes + excess_bytes
     chunked = ""

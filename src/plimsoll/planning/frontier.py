@@ -107,7 +107,7 @@ class _Bisection:
         error_price = self.offers.prices.error_price
         self._lines += [Line(p, cut.lower_value, error_price) for p, cut in zip(self.asked, cuts, strict=True)]
         if not self._pairs:
-            # The cut at price 0 counts only if no higher price is asked: it drops what is free to rebuild.
+            # The cut at price 0 (it drops values that are free to rebuild) counts only if no higher price was asked.
             self._found.append(cuts[-1])
             pairs = [(self._found[0], cuts[-1])] if len(cuts) > 1 else []
         else:

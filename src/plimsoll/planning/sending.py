@@ -54,7 +54,7 @@ class Sending:
     fraction: float = 1.0
 
     def run(self, index: StepIndex, choices: Sequence[Choice]) -> Simulation:
-        """Simulate the step with these choices, and send what they hold as far as the switches say.
+        """Simulate the step with these choices; the values they hold are sent if the switches send them.
 
         Args:
             index: the step, with forms of the host for every value that may be sent.

@@ -8,9 +8,9 @@ The *fixed* bytes are the bytes that no decision changes: lives of the trace, wo
 slot until its region's forward ends (the engine keeps real tensors until then).
 
 In a pipeline a stage runs the step of one micro-batch while others *wait* between their forward and their backward. With
-at most ``in_flight`` micro-batches, all but one wait. Each waiting micro-batch holds what is alive at the ``handover`` from
-forward to backward, except what all micro-batches share (alive before the step, and not an input). All micro-batches take
-the same choices, so together they hold a multiple of one micro-batch's bytes. When the optimizer runs, none waits any more.
+at most ``in_flight`` micro-batches, all but one wait. Each waiting micro-batch holds the tensors alive at the ``handover``
+from forward to backward, except those that all micro-batches share (alive before the step, and not an input). All take the
+same choices, so together they hold a multiple of one micro-batch's bytes. When the optimizer runs, none waits any more.
 """
 
 from __future__ import annotations

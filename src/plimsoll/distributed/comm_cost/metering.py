@@ -251,7 +251,7 @@ def _time_beside(
 
 
 def _processor_share(metering: Metering) -> float:
-    """The speed of local work next to backward: 1 on a CPU with enough cores for all ranks and threads, 0.5 on a GPU.
+    """The speed of local work during backward: 0.5 on a GPU; on a CPU 1 with enough cores for all threads, down to 0.5.
 
     It is the smallest over all ranks' machines, because all ranks must predict the same.
     """

@@ -102,7 +102,7 @@ def _as_batch(index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict
 
 
 class _Output:
-    """The loss for tracing: the stage's own, or the sum of its output, whose gradient takes 0 bytes. Notes the output's bytes."""
+    """The loss for tracing: the stage's own, or the sum of its output, whose gradient takes 0 bytes. Notes output bytes."""
 
     def __init__(self, loss: Loss | None) -> None:
         self._loss = loss

@@ -28,8 +28,8 @@ _MOST_CORRECTION = 10.0
 _TERA = 1e12
 _GIGA = 1e9
 _CLOCK_BY_POWER = 0.5
-"""The clock is proportional to the power limit to this power: dynamic power is clock · voltage², and a lower clock needs less
-voltage. 0.5 is an assumption, between 1/3 (voltage proportional to the clock) and 1 (constant voltage)."""
+"""The clock is proportional to the power limit raised to this exponent: dynamic power is clock · voltage², and a lower clock
+needs less voltage. 0.5 is an assumption, between 1/3 (voltage proportional to the clock) and 1 (constant voltage)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,7 +4,7 @@
 
 ``share`` is the number of bytes that each rank sends, per byte of the whole tensor: 2(n-1)/n for an all-reduce, (n-1)/n to
 gather, scatter or exchange, 1 from one rank to another. A group within a node uses the node's links. A group that spans nodes
-runs one ring per port, so its bandwidth is the sum of the nodes' ports, or the links' bandwidth if that is lower. An exchange
+runs one ring per port, so its bandwidth is the sum of a node's ports, or the links' bandwidth if that is lower. An exchange
 sends only the bytes for other nodes over the network.
 
 Which groups lie within a node follows from the order of ranks in a layout: ``tp`` fastest, then ``cp``, ``dp``, ``pp``.
