@@ -52,7 +52,7 @@ class Choice:
         return Choice(self.kept - values, packed, self.is_boundary_dropped)
 
     def as_is(self, values: frozenset[int]) -> Choice:
-        """The same choice, but those of these values that were packed are kept unchanged."""
+        """The same choice, but with these values kept unchanged if they were packed."""
         packed = frozenset((value, form) for value, form in self.packed if value not in values)
         if len(packed) == len(self.packed):
             return self
@@ -103,7 +103,7 @@ def packing_seconds(index: StepIndex, view: RegionView, choice: Choice) -> float
 
 
 def _waiting_seconds(index: StepIndex, view: RegionView, forms: list[Form]) -> float:
-    """Seconds of transfers, both ways, that compute does not hide (here the next region's; ``Transfers`` brings its own)."""
+    """Seconds of transfers, both ways, that the neighbour's compute does not hide; another schedule has its own figures."""
     if index.transfers is not None:
         return index.transfers.waiting_seconds.get(view.call.index, 0.0)
     sent = [form.link_bytes for form in forms if form.decision is Decision.OFFLOAD]

@@ -82,8 +82,8 @@ class Prices:
 class Cut:
     """The values kept, the inputs copied and the ops run again at one price.
 
-    ``seconds`` is the sum for ops, for packing and for the price of the error. No other choice has less than
-    ``lower_value`` in ``price · bytes + seconds``.
+    ``seconds`` is the sum for ops, for packing and for the price of the error. ``lower_value`` is a lower bound of
+    ``price · bytes + seconds`` over all choices.
     """
 
     kept: frozenset[int]

@@ -91,7 +91,10 @@ class Family(Generic[S]):
             yield self._fitter.fit(tuple(storage.bytes for storage in each))
 
     def workspaces(self) -> Iterator[Expression]:
-        """For every kind of operation, the bytes that it allocates and frees internally."""
+        """For every kind of operation, the bytes that it allocates and frees internally.
+
+        They are often estimates, because kernels choose their block sizes.
+        """
         for keys in self._keys:
             yield self._workspace(keys)
 

@@ -57,7 +57,8 @@ NEAR_FLOOR = 1e-2
 _HAIR = 1e-9
 """Tolerance: of the relaxed smallest peak, and of a reduced cost below 0 that counts as 0."""
 _SPARED, _JOINING = 32, 3
-"""Linear programs start with one choice in 32; then up to 3 choices of each region join at a time."""
+"""Linear programs start with one choice in 32; then up to 3 choices of each region join at a time. The optimum is the same as
+with all choices from the start, in a third to a fifth of the time (docs/design/many-choices-at-once.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,8 @@ class ChoiceProblem:
         self.columns = sum(map(len, self.effects))
         self.seconds = np.array([effect.seconds for effects in self.effects for effect in effects])
         self._region_of = np.repeat(np.arange(len(self.effects)), list(map(len, self.effects)))
-        # A power of two, so that sums of bytes stay exact. With rounded sums HiGHS's presolve can loop for ever.
+        # A power of two, so that sums of bytes stay exact. With rounded sums HiGHS's presolve can loop for ever
+        # (docs/lab-notes.md, "A solver that never comes back").
         self.unit_bytes = 2.0 ** round(math.log2(max(float(self.windows.fixed_bytes.max()) / 10, 1.0)))
         self.matrix = self._rows()
         self._found: tuple[Taken, ...] = ()
@@ -188,6 +190,8 @@ class ChoiceProblem:
         found = self._lowest_peak()
         if found.effects is None:
             return found
+        # A fast plan holds as much at the loss as later plans will. The first step runs this plan, and its measured excess
+        # over the prediction would be too small for them otherwise.
         taken = self._taken_of(found.effects)
         room = Room(self.windows, self._peak_bytes(taken), self.limits)
         return self._selection(speed_up(room, taken), found.lower_value, is_finished=found.is_finished)

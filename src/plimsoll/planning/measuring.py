@@ -91,7 +91,7 @@ class Measuring:
 
 @dataclass(frozen=True, slots=True)
 class _Holding:
-    """``gaps``: when a storage is not alive anyway after its region's exit. ``relief``: when it is, before backward."""
+    """A storage after its region's exit: ``gaps`` are outside of the fixed bytes, ``relief`` is inside, before backward."""
 
     gaps: tuple[Span, ...]
     is_between: bool

@@ -210,10 +210,10 @@ class _Machine:
     def _hold_packed(self, part: _Part, stops: Mapping[int, int]) -> None:
         """Record the memory of packed values until their last reader releases them: payloads, or sources of transfers.
 
-        Payloads are made one after the other, the largest saving first, and each source is freed at once. Compared with
-        all that forward saved, the maximum during this packing is what counts. Compiled code is different: it hands over
-        all saved values when its forward ends and takes all of them back when its backward begins. Until forward ends its
-        sources stay alive, and when backward begins its payloads are freed.
+        Payloads are made one after the other, the largest saving first, and each source is freed at once. The extra memory
+        of packing is the maximum of this sequence, on top of all that forward saved. Compiled code is different: it hands
+        over all saved values when its forward ends and takes all of them back when its backward begins. So its sources
+        live until forward ends, and its payloads are freed when backward begins.
         """
         call = part.view.call
         exit_ = 2 * call.forward[1]

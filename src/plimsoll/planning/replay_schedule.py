@@ -1,7 +1,8 @@
 """Schedules the replay of one region: which ops run again before which slot is read, and which values are freed when.
 
-All replay semantics are defined here and nowhere else. The simulator counts bytes with this schedule and the engine compiles
-it, so prediction and execution cannot drift apart. No torch in here.
+This file defines the replay semantics. The simulator counts bytes with this schedule and the engine compiles it, so prediction
+and execution cannot drift apart. ``measuring`` repeats the rules for many choices at once, and tests compare it with the
+simulator byte for byte. This file does not import torch.
 
 Semantics. Slots are read in ``order``. Just before a slot is read, the ops run that it needs and that have not yet run; each
 op runs at most once per backward. A rebuilt value is freed after its last use: the last op that reads it, or the last slot

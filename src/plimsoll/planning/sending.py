@@ -38,7 +38,7 @@ from plimsoll.planning.step import RegionView, Span, StepIndex, Transfers
 from plimsoll.planning.strategies import ROUTED, core_ops, has_compressed_keys
 from plimsoll.units import MIB
 
-_LEAST_BYTES = 2 * MIB
+_LEAST_BYTES = 2 * MIB  # Megatron-Core's 2^20 elements, in a 16-bit dtype
 _ATTENTION = re.compile(r"^(?:.*?\.)??(?![^.]*norm)[^.]*(?:attn|attention)[^.]*", re.IGNORECASE)
 _NORM = re.compile(r"norm|(?:^|[._])ln(?:[._\d]|$)", re.IGNORECASE)
 

@@ -188,7 +188,11 @@ class StepIndex:
         return self._covered[storage]
 
     def neighbour(self, region: int) -> RegionCall | None:
-        """The region call that hides transfers of ``region``: the next one, if its backward ends before this one's starts."""
+        """The region call that hides transfers of ``region``: the next one, if its backward ends before this one's starts.
+
+        With one window per transfer, the bytes at every instant do not depend on the link's speed, and the cost of a region's
+        choice does not depend on other regions (docs/design/one-window-per-transfer.md).
+        """
         if region + 1 >= len(self.views):
             return None
         call, after = self.views[region].call, self.views[region + 1].call

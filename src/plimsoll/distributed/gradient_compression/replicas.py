@@ -67,6 +67,7 @@ class Replicas:
         self._step += bucket.is_last()
 
         def job() -> torch.Tensor:
+            # gloo aborts the process if two ranks call different collectives of one group: exchange nothing after a failure.
             if self._failure is not None:
                 raise RankFailed(
                     f"An earlier exchange of gradients failed on this rank ({self._failure}).",

@@ -249,7 +249,11 @@ class _Bucket:
 
 @dataclass(frozen=True, slots=True)
 class LowRankMean:
-    """One step of subspace iteration per reduction, starting from the factor of the previous one; two all-reduces."""
+    """One step of subspace iteration per reduction, starting from the factor of the previous one; two all-reduces.
+
+    torch's hook does the arithmetic, but its state is per bucket, and DDP rebuilds its buckets after the first step. So the
+    factors are kept in the slots, per parameter, and the hook gets buckets of our own.
+    """
 
     rank: int
     seed: int

@@ -70,7 +70,7 @@ def factors_of(shape: Sequence[int], rank: int) -> tuple[int, int, int]:
 STATE = ("residual", "velocity", "factor", "owned")
 """The fields of a slot with tensors that live from step to step."""
 
-_MOST_ELEMENTS = 2**31 - 1
+_MOST_ELEMENTS = 2**31 - 1  # places of elements are sent as int32
 
 
 @dataclass(slots=True, kw_only=True)
