@@ -206,9 +206,9 @@ class _Generator:
     def _descend(self) -> None:
         """Flip one value, or a pair, as long as this lowers the peak of the region's backward plus what others hold.
 
-        Other regions of this kind hold bytes during this region's backward. How many of them do is not known here, so four
-        counts are tried: none, one, all, and all of every micro-batch in flight. The four descents run side by side, so that
-        one call measures the next flips of all of them.
+        Other regions of this kind hold bytes during this region's backward. How many of them do is not known here, so several
+        counts are tried: none, one, all, and all of every micro-batch in flight. These descents run side by side, so that one
+        call measures the next flips of all of them.
         """
         pairs = list(itertools.combinations(self.by_size[:_PAIRED_VALUES], 2))
         flips = ([(value,) for value in self.by_size], pairs)

@@ -1,6 +1,6 @@
 """Compresses the gradients of a model under FSDP2, by replacing the reduce-scatter of each of its modules.
 
-The base class of FSDP2's reduce-scatters is private; it exists in torch 2.9 to 2.15.
+The base class of FSDP2's reduce-scatters is private: seen in torch 2.9 to 2.15.
 """
 
 from __future__ import annotations

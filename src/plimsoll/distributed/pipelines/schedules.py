@@ -4,7 +4,7 @@ Schedules with several stages per rank carry a table of their actions. Schedules
 torch 2.13 prints for 1F1B counts the last rank's forwards from one, so the orders of GPipe and 1F1B come from ``orders``, which
 is tested against torch's execution.
 
-This file contains every access to private members of torch's schedules and stages: they exist in torch 2.9 to 2.15.
+Only this file uses private members of torch's schedules and stages: seen in torch 2.9 to 2.15.
 """
 
 from __future__ import annotations
