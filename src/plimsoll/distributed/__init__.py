@@ -1,6 +1,6 @@
-"""Training on several ranks: what one-device code does not need. Names are loaded when they are first used.
+"""Training on several ranks: functions that code for a single device does not need. Names are imported on first use.
 
-``plimsoll.plan``, ``apply``, ``attach`` and ``verify`` need nothing from here: under torchrun they agree by themselves.
+``plimsoll.plan``, ``apply``, ``attach`` and ``verify`` need nothing from here: under torchrun ranks agree automatically.
 """
 
 from __future__ import annotations

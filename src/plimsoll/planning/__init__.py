@@ -1,1 +1,1 @@
-"""Decides what to keep, recompute, compress and offload under a budget in bytes. No torch in here."""
+"""Decides what to keep, recompute, compress and offload under a budget in bytes. Does not import torch."""

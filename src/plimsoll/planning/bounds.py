@@ -1,23 +1,23 @@
-"""Proves how fast a step can be at best: seconds that no plan within a budget undercuts, by a linear program.
+"""Proves a lower bound on the step time: seconds that no plan within a budget can beat, by a linear program.
 
 Legend. ``R[r]`` = bytes that region r holds between its forward and its backward, ``s[r]`` = its seconds of replay and
-packing, ``w[r]`` = its seconds of waiting for the link, ``E[r]`` = its squared error, ``B[r]`` = what it sends.
+packing, ``w[r]`` = its seconds of waiting for the link, ``E[r]`` = its squared error, ``B[r]`` = the bytes it sends.
 
 ==  ==========================================================  ======================================================
 1   minimise Σ s[r] + w[r]
 2   s[r] ≥ value_k - price_k·R[r] - error_k·E[r] - link_k·B[r]  every line of the hull, so for every choice, found or not
 3   fixed[m] + Σ_between R[j] ≤ budget                          every instant m outside of backwards
-4   fixed[m] + Σ_between R[j] + read[m] ≤ budget                m in the backward of r: what is read then is in memory
-5   fixed[m] + Σ_between R[j] + read[m] + R[r] - past[m] ≤ …    the same, with what r still holds for later
-6   w[r] ≥ out + in, each B[r] / speed - window, or none        transfers that the neighbour's compute does not hide
-7   Σ E[r] ≤ max_error², Σ B[r] ≤ host budget                   where they are limited
+4   fixed[m] + Σ_between R[j] + read[m] ≤ budget                m in the backward of r: values being read are in memory
+5   fixed[m] + Σ_between R[j] + read[m] + R[r] - past[m] ≤ …    the same, plus the bytes that r still holds for later
+6   w[r] ≥ out + in, each B[r] / speed - window, or 0           transfers that the neighbour's compute does not hide
+7   Σ E[r] ≤ max_error², Σ B[r] ≤ host budget                   if they are limited
 ==  ==========================================================  ======================================================
 
-With micro-batches that wait, ``waiting`` times what is held at the handover counts until the optimizer steps.
+If micro-batches wait, ``waiting`` times the bytes held at the handover are added until the optimizer steps.
 
-``past[m]`` are the bytes that need no longer be held at m, so ``R[r] - past[m]`` is never more than what is held. Replay's
-own memory is left out (only values being read count), so this is a bound for every choice. It bounds this model of the
-machine (each op run again at most once, these costs), not the machine.
+``past[m]`` are the bytes that need not be held any more at m, so ``R[r] - past[m]`` never exceeds the bytes held. Replay's own
+memory is left out (only values being read count), so the bound is valid for every choice. It bounds this model of the
+machine (each op runs again at most once, these costs), not the machine.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class _Region:
-    """What rows 2 to 5 need of one region: ``read`` and ``past`` per instant of its backward.
+    """The numbers of one region for rows 2 to 5: ``read`` and ``past`` are per instant of its backward.
 
-    ``kept_bytes`` is R if everything is kept, ``most_bytes`` if inputs are copied as well. What is sent leaves its source on
-    the device until ``sent_until``, and a buffer from ``back_from`` on: bytes per byte sent are ``source_share`` and
-    ``buffer_share``.
+    ``kept_bytes`` is R if everything is kept, ``most_bytes`` is R if inputs are copied as well. A sent value has its source on
+    the device until ``sent_until`` and a buffer from ``back_from`` on. Per byte sent, these are at least ``source_share`` and
+    ``buffer_share`` bytes.
     """
 
     frame: RegionFrame
@@ -65,14 +65,14 @@ class _Region:
     buffer_share: float = 0.0
 
     def sent_share(self, a: int, b: int) -> float:
-        """How much of B is on the device between forward and backward, in a stretch without edges."""
+        """The share of B that is on the device between forward and backward, from a to b without edges between."""
         is_leaving = any(b <= until for until in self.sent_until)
         is_back = any(a >= since for since in self.back_from)
         return max(self.source_share * is_leaving, self.buffer_share * is_back)
 
 
 class LowerBound:
-    """The program for one step; ``boundaries`` says whether plans that drop region inputs are bounded too.
+    """The program for one step; with ``boundaries`` the bound also holds for plans that drop region inputs.
 
     Its columns are R, E, B, s, and the waiting of both ways, each with one entry per region.
     """
@@ -86,13 +86,13 @@ class LowerBound:
         self.fixed = _least_fixed(index, boundaries=boundaries)
         self.scale_bytes = max(float(self.fixed.max()), 1.0)
         self.scale_seconds = max(index.base_seconds, 1e-12)
-        # Errors are counted in units of what is allowed, or of what one choice can cause.
+        # Errors are scaled by the limit, or by the error that one choice can cause.
         most = max((line.value_seconds / line.error_price for line in self._lines() if line.error_price), default=1.0)
         self.scale_error = self.limits.squared_error if 0 < self.limits.squared_error < math.inf else max(most, 1e-30)
         self.memory, self.room = self._memory_rows()
 
     def seconds(self, budget_bytes: int) -> float:
-        """Seconds of the whole step that no plan within the budget undercuts; ``inf`` if no plan fits."""
+        """Seconds of the whole step that no plan within the budget can beat; ``inf`` if no plan fits."""
         count = len(self.regions)
         if not count:
             return self.index.base_seconds
@@ -117,19 +117,19 @@ class LowerBound:
         )
         if result is None:
             return np.inf
-        # The solver may be off by its tolerance, a bound may not.
+        # Subtract the solver's tolerance: a bound must never be too high.
         return self.index.base_seconds + max(float(result.fun) - 1e-7, 0.0) * self.scale_seconds
 
     def _lines(self) -> Iterator[Line]:
         return (line for region in self.regions for line in region.hull.lines)
 
     def _add_lines(self, rows: _Rows) -> None:
-        """Row 2."""
+        """Add row 2."""
         count = len(self.regions)
         for at, region in enumerate(self.regions):
             for line in region.hull.lines:
-                # The engine's own seconds are those of regions that it touches. One that keeps everything is not touched, so
-                # the row has to allow it no seconds at all.
+                # The engine only spends seconds of its own in regions that it touches. It does not touch a region that
+                # keeps everything, so for such a region the row must not demand any seconds.
                 untouched = line.price_seconds_per_byte * region.kept_bytes
                 rows.add(
                     (at, -line.price_seconds_per_byte * self.scale_bytes / self.scale_seconds),
@@ -140,7 +140,7 @@ class LowerBound:
                 )
 
     def _add_transfers(self, rows: _Rows) -> None:
-        """Row 6, one per way."""
+        """Add row 6, one per direction."""
         count = len(self.regions)
         link = self.index.forms.link
         for at, view in enumerate(self.index.views):
@@ -156,7 +156,7 @@ class LowerBound:
                 )
 
     def _add_limits(self, rows: _Rows) -> None:
-        """Row 7."""
+        """Add row 7."""
         count = len(self.regions)
         if 0 < self.limits.squared_error < math.inf:
             share = self.scale_error / self.limits.squared_error
@@ -165,7 +165,7 @@ class LowerBound:
             rows.add(*((2 * count + at, 1.0) for at in range(count)), at_most=self.limits.link_bytes / self.scale_bytes)
 
     def _memory_rows(self) -> tuple[Floats, Floats]:
-        """Rows 3 to 5: coefficients of R and of B, and the bytes that are there besides."""
+        """Rows 3 to 5: coefficients of R and of B, and the bytes present in addition."""
         edges = {0, self.index.instants, self.index.last_wait}
         for region in self.regions:
             edges |= {region.frame.exit, region.frame.start, region.frame.stop, *region.sent_until, *region.back_from}
@@ -202,7 +202,7 @@ class LowerBound:
 
 
 class _Rows:
-    """Rows of a sparse table, each with the most that its sum may be."""
+    """Rows of a sparse table, each with the upper limit of its sum."""
 
     def __init__(self, columns: int) -> None:
         self._columns = columns
@@ -210,7 +210,7 @@ class _Rows:
         self.right: list[float] = []
 
     def add(self, *entries: tuple[int, float], at_most: float) -> None:
-        """One row of (column, number)."""
+        """Add one row of (column, number)."""
         self._entries += [(len(self.right), column, number) for column, number in entries]
         self.right.append(at_most)
 
@@ -267,7 +267,7 @@ def _describe(index: StepIndex, view: RegionView, choice_set: ChoiceSet) -> _Reg
 
 
 def _shares_of_sent(view: RegionView) -> tuple[float, float]:
-    """Bytes of source and of buffer on the device per byte on the link, at least; two values may share one source."""
+    """The least bytes of source and of buffer on the device per byte on the link; two values may share one source."""
     ratios, storages = [], []
     for value in view.decided:
         entry = view.forms.get(value)
@@ -280,7 +280,7 @@ def _shares_of_sent(view: RegionView) -> tuple[float, float]:
 
 
 def _relief(index: StepIndex) -> Ints:
-    """What R may count twice: storages alive anyway for a part of the time between forward and backward."""
+    """Bytes that R may count twice: storages alive anyway for a part of the time between forward and backward."""
     change = np.zeros(index.instants + 1, dtype=np.int64)
     for view in index.views:
         frame = frame_of(index, view)
@@ -292,14 +292,14 @@ def _relief(index: StepIndex) -> Ints:
 
 
 def _least_fixed(index: StepIndex, *, boundaries: bool) -> Ints:
-    """The least that is there besides what regions retain, for this micro-batch and for those that wait."""
+    """The least bytes that are present without the regions' own, for this micro-batch and for those that wait."""
     less = _relief(index) + (index.fixed - _without_boundaries(index) if boundaries else 0)
     least: Ints = index.fixed - less - index.waits(int(less[index.handover]))
     return least
 
 
 def _without_boundaries(index: StepIndex) -> Ints:
-    """The fixed bytes if every region input that can be rebuilt were let go."""
+    """The fixed bytes if every region input that can be rebuilt were dropped."""
     linked = {view.call.index: boundary_values(index, view) for view in index.views}
     fixed = index.fixed.copy()
     storages = {index.views[r].graph.values[v].storage for r, values in linked.items() for v in values}

@@ -1,14 +1,15 @@
-"""What one region does with its saved values, and what that costs besides memory.
+"""What one region does with its saved values, and what that costs apart from memory.
 
-A ``Choice`` says what is kept, what is held in another form and, by omission, what is rebuilt. Forms cost seconds and
-gradient error, and they take room at the other end of the link; ``Limits`` bounds what all regions together may spend.
+A ``Choice`` says which values are kept and which are held in another form; it rebuilds all others. Forms cost seconds and
+gradient error, and they take room at the other end of the link. ``Limits`` bounds the sum over all regions.
 
-*Seconds.* What a region sends goes out while the next region's forward runs, and comes back while that region's backward
-runs: one window per region and direction, so regions do not compete. What does not fit the window is waited for.
+*Seconds.* Values that a region sends leave while the next region's forward runs, and come back while that region's backward
+runs. Each region and direction has its own window, so regions do not compete. If a transfer takes longer than its window,
+the step waits for the rest of it.
 
-*Error.* A value in a lossy form reaches the gradient through its own slots, and through every dropped slot whose recipe
-starts from it: each slot adds (sensitivity of its value · noise of the form)². Noise is taken to pass through recipes
-unchanged, and noises to be independent; what a plan causes in truth is measured when it is run once.
+*Error.* A value in a lossy form changes the gradient through its own slots, and through every dropped slot whose recipe
+starts from it. Each slot adds (sensitivity of its value · noise of the form)². The model assumes that noise passes through
+recipes unchanged and that noises are independent; the actual error is measured when a plan is run once.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Packed = frozenset[tuple[int, str]]
 
 @dataclass(frozen=True)
 class Choice:
-    """``kept`` values are held as they are, ``packed`` ones in another form; all others that may be rebuilt, are.
+    """``kept`` values are held unchanged, ``packed`` ones in another form; all others that can be rebuilt are rebuilt.
 
     With ``is_boundary_dropped`` the region's input is not held: the region before rebuilds it.
     """
@@ -44,14 +45,14 @@ class Choice:
         return dict(self.packed)
 
     def without(self, values: frozenset[int]) -> Choice:
-        """The same choice, but nothing is held of these values."""
+        """The same choice, but these values are not held in any form."""
         if not values:
             return self
         packed = frozenset((value, form) for value, form in self.packed if value not in values)
         return Choice(self.kept - values, packed, self.is_boundary_dropped)
 
     def as_is(self, values: frozenset[int]) -> Choice:
-        """The same choice, but these values, if they are packed, are kept."""
+        """The same choice, but with these values kept unchanged if they were packed."""
         packed = frozenset((value, form) for value, form in self.packed if value not in values)
         if len(packed) == len(self.packed):
             return self
@@ -60,7 +61,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What all regions together may spend besides memory.
+    """What all regions together may spend, memory aside.
 
     ``squared_error`` is the square of the relative gradient error; ``link_bytes`` is ``None`` without a host budget.
     """
@@ -69,16 +70,17 @@ class Limits:
     link_bytes: int | None = None
 
     def allow(self, squared_error: float, link_bytes: int) -> bool:
-        """Whether so much of both may be spent; a hair of the error is forgiven, as the solver forgives it.
+        """True if this error and these link bytes are within the limits.
 
-        An infinite error (a mask made of something lossy) is a wrong gradient, which no limit allows.
+        The error may exceed its limit by a millionth, because the solver has that tolerance. An infinite error (a mask
+        rebuilt from a lossy value) is a wrong gradient, which no limit allows.
         """
         if squared_error > self.squared_error * (1 + 1e-6) or math.isinf(squared_error):
             return False
         return self.link_bytes is None or link_bytes <= self.link_bytes
 
     def are_within(self, others: Limits) -> bool:
-        """Whether whatever keeps to these keeps to the others too."""
+        """True if everything within these limits is also within the others."""
         if others.link_bytes is not None and (self.link_bytes is None or self.link_bytes > others.link_bytes):
             return False
         return self.squared_error <= others.squared_error
@@ -101,7 +103,7 @@ def packing_seconds(index: StepIndex, view: RegionView, choice: Choice) -> float
 
 
 def _waiting_seconds(index: StepIndex, view: RegionView, forms: list[Form]) -> float:
-    """Seconds of transfers, both ways, that compute does not hide; the engine has the neighbour's."""
+    """Seconds of transfers, both ways, that the neighbour's compute does not hide; another schedule has its own figures."""
     if index.transfers is not None:
         return index.transfers.waiting_seconds.get(view.call.index, 0.0)
     sent = [form.link_bytes for form in forms if form.decision is Decision.OFFLOAD]
@@ -118,14 +120,14 @@ def _waiting_seconds(index: StepIndex, view: RegionView, forms: list[Form]) -> f
 def choice_error(view: RegionView, choice: Choice) -> float:
     """The squared relative error that one region's packed values are expected to cause in the gradient.
 
-    Infinite where a value that must be exact (an index, a mask) would be rebuilt from a lossy form, or where anything would
-    be rebuilt from a form that only its own slots can use.
+    The error is infinite if a value that must be exact (an index, a mask) would be rebuilt from a lossy form, or if another
+    value would be rebuilt from a private form, which only the value's own slots can use.
     """
     return _Noise(view, choice, {}).squared_error()
 
 
 def step_error(index: StepIndex, choices: Sequence[Choice], linked: Mapping[int, frozenset[int]]) -> float:
-    """The squared error of all regions; ``linked`` are the inputs that dropped boundaries let go, by region."""
+    """The squared error of all regions; ``linked`` are the inputs that dropped boundaries do not hold, by region."""
     total = 0.0
     noises: list[_Noise] = []
     for view, choice in zip(index.views, choices, strict=True):
@@ -140,7 +142,7 @@ def step_error(index: StepIndex, choices: Sequence[Choice], linked: Mapping[int,
 
 
 def form_error(view: RegionView, choice: Choice, value: int) -> float:
-    """The gradient error that the form of one value adds, through its own slots and all that is rebuilt from it."""
+    """The gradient error that the form of one value adds, through its own slots and through all values rebuilt from it."""
     noise = view.form(value, choice.forms[value]).noise
     if not noise:
         return 0.0
@@ -149,7 +151,7 @@ def form_error(view: RegionView, choice: Choice, value: int) -> float:
 
 
 class _Noise:
-    """The squared noise of the values of one region as they come back in backward.
+    """The squared noise that the values of one region have in backward.
 
     ``linked`` is the squared noise of the inputs that the region before rebuilds.
     """
@@ -162,31 +164,31 @@ class _Noise:
         self._of_leaves = {value: form.noise**2 for value, form in forms.items()} | dict(linked)
 
     def squared_error(self) -> float:
-        """What the noise of all saved values causes in the gradient."""
-        # Most choices hold nothing lossy: no recipe needs to be walked for them.
+        """The squared gradient error that the noise of all saved values causes."""
+        # Most choices hold nothing lossy; then the recipes need not be walked.
         if not self._private and not any(self._of_leaves.values()):
             return 0.0
         total = 0.0
         for value in self._view.saved:
             noise = self.squared(value)
             if noise:
-                # An insensitive value times infinite noise is no number; it is a wrong value all the same.
+                # 0 · inf would be NaN for a value with sensitivity 0, but the value is wrong all the same.
                 total += self._view.sensitivity(value) ** 2 * noise if math.isfinite(noise) else math.inf
         return total
 
     def squared(self, value: int) -> float:
-        """The noise of a value for its own slots; infinite if it would be made of a private form."""
+        """The squared noise of a value as its own slots read it; infinite if it is rebuilt from a private form."""
         leaves = self.leaves(value)
         if self._private.intersection(leaves) - {value}:
             return math.inf
         return sum(self._of_leaves.get(leaf, 0.0) for leaf in leaves)
 
     def leaves(self, value: int) -> tuple[int, ...]:
-        """What a value is made of."""
+        """The held values that a value is rebuilt from; the value itself if it is held."""
         return (value,) if value in self._held else recipe_ops(self._view.graph, value, self._held)[1]
 
     def of_output(self, storage: int) -> float:
-        """The noise of the region's output in a storage for the region that asks for it."""
+        """The squared noise of the region's output in ``storage``, as the next region reads it."""
         graph = self._view.graph
         outputs = [value for value in graph.outputs if graph.values[value].storage == storage]
         return max(math.inf if value in self._private else self.squared(value) for value in outputs)

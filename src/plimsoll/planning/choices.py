@@ -1,10 +1,10 @@
-"""Generates the choices among which the solver picks for each kind of region, each with its exact effect.
+"""Generates the choices that the solver picks from for each kind of region, each with its exact effect.
 
-Where there are few droppable values, every subset is one. Otherwise the vertices of the hull, and variants around them,
-because the peak of a region's own backward is not monotone in what it keeps: values that sit at that peak are flipped one
-by one, and the sweep is repeated with those values made dearer or cheaper. Where values have other forms, the sweep is
-repeated at several prices of error, and with as much on the link as compute hides. Sets do not depend on the budget, so a
-larger budget never has fewer choices.
+If a region has few droppable values, every subset is a choice. Otherwise the choices are the vertices of the hull and
+variants around them. Variants are needed because keeping less may raise or lower the peak of a region's own backward: values
+alive at that peak are flipped one by one, and the sweep is repeated with these values dearer or cheaper. If values have other
+forms, the sweep is repeated at several prices of error, and with as many bytes on the link as compute hides. Choices do not
+depend on the budget, so a larger budget never has fewer choices.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from plimsoll.planning.pins import pinned
 from plimsoll.planning.step import RegionView, StepIndex, slot_stop
 
 _ENUMERATED_CHOICES = 512
-"""Regions with no more choices than this get all of them, so that plans can be proven optimal."""
+"""Regions with at most this many choices get all of them, so that plans can be proven optimal."""
 _FLIPS_PER_CHOICE = 3
 _PEAKS_REPRICED = 4
 _PEAK_ROUNDS = 2
-"""Variants of variants can lower a peak further; every round measures about as many choices as the one before."""
+"""Variants of variants can lower a peak further; every round measures about as many choices as the round before."""
 _DESCENTS_AT_MOST = 12
 _TELLING = 12
 _LEAST_RETAINED, _MOST_RETAINED = 4, 5
-"""Columns of the least and the most that a choice retains, while choices are compared."""
+"""Columns of the least and of the most bytes that a choice retains, in the table that compares choices."""
 _PAIRED_VALUES = 10
-"""Flips in pairs are tried among the largest values only: there are quadratically many."""
+"""Pairs of flips are tried only among this many largest values, because the number of pairs is quadratic."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceSet:
     """The choices of all regions that are alike.
 
-    ``is_complete`` if every other choice is equalled by one of these, and the effects of all are exact.
+    With ``is_complete``, every other choice equals one of these in effect, and all effects are exact.
     """
 
     effects: tuple[Effect, ...]
@@ -53,7 +53,7 @@ class ChoiceSet:
 
 
 def prices_of(index: StepIndex, view: RegionView) -> Prices:
-    """What the cut weighs for a region."""
+    """The bytes and seconds that the cut weighs for a region."""
     seconds = tuple(index.replay_seconds(op.cost_key) for op in view.graph.ops)
     return Prices(held_bytes=dict(held_bytes(index, view)), op_seconds=seconds, modes=modes_of(view))
 
@@ -64,13 +64,13 @@ def generate_choices(
     most_squared_error: float = 0.0,
     known: dict[Hashable, ChoiceSet] | None = None,
 ) -> tuple[ChoiceSet, ...]:
-    """The choice set of every region of a step; regions that are alike share theirs.
+    """Return the choice set of every region of a step; regions that are alike share one set.
 
     Args:
         index: the step.
-        extra: choices to include, one per region each (those of the named strategies).
-        most_squared_error: choices that cause more than this alone are left out.
-        known: sets of regions of other steps with the same costs, such as other stages of a pipeline; new ones are added.
+        extra: choices to include, one per region each (from the named strategies).
+        most_squared_error: leave out choices that exceed this error by themselves.
+        known: sets of regions of other steps with the same costs, such as other stages of a pipeline; new sets are added.
     """
     wanted = list(extra)
     by_likeness: dict[Hashable, ChoiceSet] = {} if known is None else known
@@ -84,7 +84,7 @@ def generate_choices(
             given = dict.fromkeys(choices[region] for choices in wanted for region in regions)
             generator = _Generator(index, view, sweepers.setdefault(program(view), Sweeper(view)), len(regions))
             generator.most_squared_error = most_squared_error
-            # Regions with other costs, or with other things alive beside them, have much the same choices.
+            # Regions that differ only in costs, or in other live tensors, have much the same choices: start from these.
             near = explored.setdefault(structure(view), {})
             by_likeness[key] = generator.generate(given, near)
             near.update((effect.choice, None) for effect in by_likeness[key].effects)
@@ -109,9 +109,9 @@ class _Generator:
         self.known: dict[Choice, Effect] = {}
         self._left: tuple[Effect, ...] = ()
         self._weighed = 0
-        """Of how many of the known choices ``_left`` are those that no other one beats."""
+        """The number of known choices that ``_left`` already takes into account."""
         self.peaks: dict[Choice, int] = {}
-        """Per choice the most that is there in the region's backward, if nothing is held for other regions."""
+        """Per choice the peak of the region's own backward, if nothing is held for other regions."""
 
     def measure(self, choices: Iterable[Choice]) -> None:
         new = [c for c in dict.fromkeys(pinned(self.view, choice) for choice in choices) if c not in self.known]
@@ -121,9 +121,9 @@ class _Generator:
             self.peaks.update((e.choice, int((self.fixed + e.backward).max())) for e in effects)
 
     def generate(self, given: Iterable[Choice], explored: Collection[Choice]) -> ChoiceSet:
-        """Every choice if they are few; else those without other forms, the more for each form, and their neighbours.
+        """Return every choice if they are few; else hulls without and with other forms, and their neighbours.
 
-        ``explored`` are the choices of regions like this one: around them little is new.
+        ``explored`` are the choices of similar regions. If there are any, fewer variants are measured: little would be new.
         """
         view = self.view
         every = _every_choice(view)
@@ -134,13 +134,13 @@ class _Generator:
         self.measure([Choice(view.everything), Choice(view.nothing), *given, *explored])
         hull = self._explore(dataclasses.replace(self.prices, modes={}), 0 if explored else _PEAK_ROUNDS)
         if self.prices.modes:
-            # What is allowed besides must not take away: without other forms there are the same choices as ever.
+            # First explored without forms, now with them: allowing a form only adds choices and never removes one.
             hull = self._explore_forms()
         return ChoiceSet(self._usable(), hull, is_complete=False)
 
     def _explore(self, prices: Prices, rounds: int) -> Hull:
         """Measure the vertices of the hull and choices around them."""
-        # As if ops took no time but by their number, so that how low a peak can be does not depend on what was timed.
+        # All ops take the same time here, so that the lowest peak found does not depend on measured times.
         timeless = dataclasses.replace(prices, op_seconds=(1e-6,) * len(prices.op_seconds))
         hull, _ = self._sweep([prices, timeless])
         for _ in range(rounds):
@@ -149,7 +149,7 @@ class _Generator:
         return hull
 
     def _explore_forms(self) -> Hull:
-        """Measure the vertices of the hulls with other forms, at prices of what regions share, and choices around them."""
+        """Measure the hulls with other forms at several prices of shared limits (error, link), and choices around them."""
         known = set(self.known)
         sweeps = list(packing_sweeps(self.prices, self.most_squared_error / self.alike))
         limited = limit_offload(self.index, self.view, self.prices)
@@ -168,18 +168,18 @@ class _Generator:
         return hulls
 
     def _usable(self) -> tuple[Effect, ...]:
-        """What has been measured, without what causes too large an error and what another choice beats."""
+        """The measured choices whose error is small enough and that no other choice beats."""
         new = itertools.islice(self.known.values(), self._weighed, None)
         self._left = _undominated([*self._left, *(effect for effect in new if self._is_usable(effect))])
         self._weighed = len(self.known)
         return self._left
 
     def _is_usable(self, effect: Effect) -> bool:
-        """Whether its error is small enough; never if it is infinite."""
+        """True if its error is finite and small enough."""
         return effect.squared_error <= self.most_squared_error and not math.isinf(effect.squared_error)
 
     def _variants(self, prices: Prices, effects: tuple[Effect, ...]) -> dict[Choice, None]:
-        """Choices near the given ones that differ in values alive at the highest instant of the region's backward."""
+        """Choices near the given ones that differ in values alive at the peak of the region's backward."""
         view = self.view
         if not len(self.fixed):
             return {}
@@ -204,10 +204,11 @@ class _Generator:
         return found
 
     def _descend(self) -> None:
-        """Flip values, one or a pair, as long as that lowers the peak of the region's backward beside what others hold.
+        """Flip one value, or a pair, as long as this lowers the peak of the region's backward plus what others hold.
 
-        What alike regions hold counts beside this one's backward, but how many of them do is not known here: none, one, all,
-        or all of every micro-batch in flight. The descents go on side by side: what all of them ask next is measured at once.
+        Other regions of this kind hold bytes during this region's backward. How many of them do is not known here, so several
+        counts are tried: none, one, all, and all of every micro-batch in flight. These descents run side by side, so that one
+        call measures the next flips of all of them.
         """
         pairs = list(itertools.combinations(self.by_size[:_PAIRED_VALUES], 2))
         flips = ([(value,) for value in self.by_size], pairs)
@@ -239,7 +240,7 @@ class _Generator:
 
 
 def _every_choice(view: RegionView) -> Iterable[Choice] | None:
-    """All choices of a region, if they are few."""
+    """All choices of a region; None if there are too many."""
     states = [[("keep", v), *([("drop", v)] if v in view.droppable else [])] for v in view.decided]
     for value, options in zip(view.decided, states, strict=True):
         entry = view.forms.get(value)
@@ -256,25 +257,25 @@ def _every_choice(view: RegionView) -> Iterable[Choice] | None:
 
 
 def _keep(choice: Choice, values: Iterable[int]) -> Choice:
-    """The same, but these values are kept."""
+    """The same choice, but these values are kept."""
     wanted = frozenset(values)
     return Choice(choice.without(wanted).kept | wanted, choice.without(wanted).packed)
 
 
 def _flip(choice: Choice, values: Iterable[int]) -> Choice:
-    """The same, but of these values those that were kept are rebuilt, and the others kept."""
+    """The same choice, but with these values flipped: kept ones are rebuilt, and all others are kept."""
     wanted = frozenset(values)
     rest = choice.without(wanted)
     return Choice(rest.kept | (wanted - choice.kept), rest.packed)
 
 
 def _is_read_by(index: StepIndex, view: RegionView, value: int, instant: int) -> bool:
-    """Whether a value must be in memory at an instant whatever is decided."""
+    """True if a slot holds a value in memory at an instant whatever is decided."""
     return any(2 * slot.unpacked <= instant < slot_stop(index.trace, slot) for slot in view.slots_of[value])
 
 
 def _undominated(effects: list[Effect]) -> tuple[Effect, ...]:
-    """Drop choices that another one beats, or equals, in seconds, error, link bytes and at every instant."""
+    """Drop every choice that another one beats or equals in seconds, error, link bytes and at every instant."""
     order = sorted(
         effects,
         key=lambda e: (
@@ -289,14 +290,14 @@ def _undominated(effects: list[Effect]) -> tuple[Effect, ...]:
         return ()
     shared = [(e.squared_error, e.link_bytes, e.copied_bytes, e.exit_bytes, *_retained_range(e)) for e in order]
     curves = np.stack([effect.backward for effect in order])
-    # Where no curve changes from one instant to the next, one of the two says it all.
+    # Drop an instant at which every curve has the same value as at the instant before.
     curves = curves[:, (np.diff(curves, axis=1, prepend=-1) != 0).any(axis=0)]
-    # What tells choices apart best comes first: few need to be compared in all the rest.
+    # The most decisive columns come first: few rows have to be compared in the others.
     samples = curves[:, :: max(curves.shape[1] // _TELLING, 1)]
     figures = np.hstack([np.array(shared), samples, curves])
     telling = len(shared[0]) - 1 + samples.shape[1]
     least, most = np.delete(figures, _MOST_RETAINED, axis=1), np.delete(figures, _LEAST_RETAINED, axis=1)
-    # What tells is held by columns: one comparison for all that is left, of few figures of each.
+    # The decisive figures are stored by columns: one comparison runs over all rows left so far.
     told, rest = np.empty((telling, len(order)), dtype=most.dtype), np.empty_like(most[:, telling:])
     numbers: dict[tuple[Relief, ...], int] = {}
     reliefs = np.array([numbers.setdefault(effect.relief, len(numbers)) for effect in order])
@@ -304,7 +305,7 @@ def _undominated(effects: list[Effect]) -> tuple[Effect, ...]:
     count = 0
     for position, (row, least_retained) in enumerate(zip(most, least[:, _LEAST_RETAINED], strict=True)):
         before = told[:, :count]
-        # Relieved at other times, one's most has to be compared with the other's least.
+        # If two choices have different reliefs, the most that one retains must not exceed the least of the other.
         is_comparable = before[_LEAST_RETAINED] <= least_retained
         is_comparable |= reliefs[left[:count]] == reliefs[position]
         near = np.flatnonzero(is_comparable & (before <= row[:telling, None]).all(axis=0))
@@ -316,6 +317,6 @@ def _undominated(effects: list[Effect]) -> tuple[Effect, ...]:
 
 
 def _retained_range(effect: Effect) -> tuple[int, int]:
-    """The least and the most bytes that a choice adds between forward and backward."""
+    """The least and the most bytes that a choice adds at any instant between forward and backward."""
     least = effect.retained_bytes - sum(relief.size for relief in effect.relief if relief.size > 0)
     return least, effect.retained_bytes - sum(relief.size for relief in effect.relief if relief.size < 0)

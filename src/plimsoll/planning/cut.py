@@ -4,21 +4,21 @@ Legend (design section 1). ``x_v`` = value v is available in backward; ``y_o`` =
 is true. Edges:
 
 ==  ===============================  ==========================================================
-1   source → x_v, slot cost(v)       v is read by backward: infinite, or its cheapest form that serves its slots alone
+1   source → x_v, slot cost(v)       backward reads v: infinite, or the cheapest form that only v's slots can use
 2   y_o → x_u, infinite              op o reads u
-3   x_v → y_producer(v), cost(v)     v is available without being made again: it is held in its cheapest mode
-4   y_o → sink, seconds(o)           op o runs again (infinite if it may not)
-5   x_u → sink, cost(u)              u has no producer: an input that is copied or held (0 for parameters)
+3   x_v → y_producer(v), cost(v)     v is available without running its producer: it is held in its cheapest mode
+4   y_o → sink, seconds(o)           op o runs again (infinite if it must not)
+5   x_u → sink, cost(u)              u is an input: it is copied or held (0 for parameters)
 ==  ===============================  ==========================================================
 
-``cost(v)`` is the least of λ·bytes + seconds + μ·error² over the modes of v: as it is (its bytes, no seconds), or one of
-its forms; μ is the price of error. A form that is private serves the slots of v, but
-no op that reads v: it is edge 1 that pays for it, and x_v stays false. An edge counts when it leaves the source side. All
-terms are submodular, so the cut is the optimum for this price; what a price cannot see is that the replay itself needs
-memory (``choices`` looks after that). Only capacities differ between prices, so any number of them are solved as one flow
-through as many copies of the graph side by side: the solver's own work per call is more than that of a small graph.
+``cost(v)`` is the minimum of λ·bytes + seconds + μ·error² over the modes of v: unchanged (its bytes, 0 seconds), or one of its
+forms. λ is the price of memory and μ the price of error. A private form serves the slots of v, but no op that reads v: then
+edge 1 pays for it, and x_v stays false. An edge counts if it leaves the source side. All terms are submodular, so the cut is
+the optimum for this price. A price does not see that the replay itself needs memory (``choices`` takes care of that). Only
+capacities differ between prices. Therefore many prices are solved as one flow through copies of the graph side by side: the
+solver's overhead per call is larger than the time for one small graph.
 
-Source: project selection (Picard 1976) as used for rematerialisation by Checkmate's and torch's min-cut partitioners; here
+Source: project selection (Picard 1976), as used for rematerialisation by Checkmate's and torch's min-cut partitioners. Here
 storing is priced per byte, so that a sweep gives the whole frontier. scipy's ``maximum_flow`` takes 32-bit capacities:
 seconds are scaled so that all finite capacities together stay below 2^29, and ``lower_value`` allows for the rounding.
 """
@@ -42,14 +42,14 @@ Mask = npt.NDArray[np.bool_]
 
 _FINITE_TOTAL = 2**29
 _INFINITE = 2**30
-"""Larger than all finite capacities together, so no minimum cut crosses such an edge, and below the 32 bits of scipy's flow."""
+"""Larger than all finite capacities together, so no minimum cut crosses such an edge; fits the 32 bits of scipy's flow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """One form of a value: bytes that stay, seconds that packing and bringing back take at least, squared error, bytes sent.
+    """One form of a value: bytes that stay, least seconds for packing and bringing back, squared error, bytes sent.
 
-    Only the value's own slots can be made of a form that ``is_private``.
+    A form that ``is_private`` serves only the value's own slots.
     """
 
     form: str
@@ -62,10 +62,10 @@ class Mode:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What the cut weighs: bytes that holding a value adds, and seconds that running an op again adds.
+    """The inputs of the cut: bytes that holding a value adds, and seconds that running an op again adds.
 
-    ``held_bytes`` has every decided value and every copied input of the region; values that are absent cannot be stored.
-    ``modes`` are the forms that a value may take besides, ``error_price`` is in seconds per squared relative error.
+    ``held_bytes`` has every decided value and every copied input of the region; other values cannot be stored.
+    ``modes`` are the additional forms of each value. ``error_price`` is in seconds per squared relative error.
     """
 
     held_bytes: dict[int, float]
@@ -74,7 +74,7 @@ class Prices:
     error_price: float = 0.0
 
     def seconds(self, mode: Mode) -> float:
-        """Seconds of a mode, and what its error is worth."""
+        """Seconds of a mode plus the price of its error."""
         return mode.seconds + self.error_price * mode.squared_error
 
 
@@ -82,8 +82,8 @@ class Prices:
 class Cut:
     """The values kept, the inputs copied and the ops run again at one price.
 
-    ``seconds`` are those of ops and of packing, and the price of the error. ``lower_value`` is a number that no other choice
-    undercuts in ``price · bytes + seconds``.
+    ``seconds`` is the sum for ops, for packing and for the price of the error. ``lower_value`` is a lower bound of
+    ``price · bytes + seconds`` over all choices.
     """
 
     kept: frozenset[int]
@@ -113,7 +113,7 @@ class Network:
         self.read = sorted({graph.slots[slot].value for slot in graph.backward_order} & set(view.decided))
         held_anyway = view.free | view.forced
         self.held = [value.id for value in graph.values if value.id not in held_anyway]
-        """Values whose holding is an edge of its own, in the order of these edges."""
+        """Values whose holding has its own edge, in the order of these edges."""
         edges = [(SOURCE, self.value_node(value)) for value in self.read]
         for value in self.held:
             producer = graph.values[value].producer
@@ -131,7 +131,7 @@ class Network:
         return 2 + value
 
     def capacities(self, offers: Offers, prices_seconds_per_byte: Floats) -> Floats:
-        """Seconds per price and edge; ``inf`` where a cut may not pass. ``offers`` are those of this graph's view."""
+        """Seconds per price and edge; ``inf`` where a cut must not pass. ``offers`` must be for this graph's view."""
         graph = self.view.graph
         found = np.full((len(prices_seconds_per_byte), len(self.tails)), np.inf)
         reads, holds = len(self.read), len(self.held)
@@ -144,9 +144,9 @@ class Network:
 
     @cached_property
     def _places(self) -> tuple[npt.NDArray[np.int64], ...]:
-        """Rows, columns and edges of a matrix with an entry per edge and per reverse edge (whose edge is -1).
+        """Rows, columns and edges of a matrix with an entry per edge and per reverse edge (edge number -1).
 
-        Two more entries per copy join its source and sink with those of all copies.
+        Two more entries per copy connect its source and sink with the source and sink that all copies share.
         """
         count = len(self.tails)
         ends = (SOURCE, SINK)
@@ -157,7 +157,7 @@ class Network:
         return rows[order], columns[order], edges[order]
 
     def minimum_cuts(self, capacities: npt.NDArray[np.int64]) -> tuple[Mask, npt.NDArray[np.int64]]:
-        """Per row of capacities the nodes on the source side of the smallest cut, and its value."""
+        """Per row of capacities: the nodes on the source side of the minimum cut, and the cut's value."""
         rows, columns, edges = self._places
         copies, width = len(capacities), len(rows)
         source, sink = copies * self.nodes, copies * self.nodes + 1
@@ -197,9 +197,9 @@ class Network:
 
 
 class Offers:
-    """The ways of holding the values of one region, as tables: bytes and seconds per value and way.
+    """The ways to hold the values of one region, as tables of bytes and seconds per value and way.
 
-    The first way of a table is that of a value as it is; there is none for values that cannot be stored.
+    The first way holds the value unchanged; it costs infinity if the value cannot be stored.
     """
 
     def __init__(self, view: RegionView, prices: Prices) -> None:
@@ -219,11 +219,11 @@ class Offers:
             self._tables.append((held_bytes, seconds, found))
 
     def shared(self, prices_seconds_per_byte: Floats) -> tuple[Floats, npt.NDArray[np.int64]]:
-        """Per price and value the least cost of holding it for whoever reads it, and in which way."""
+        """Per price and value: the least cost of holding it for all its readers, and the way that has it."""
         return self._least(0, prices_seconds_per_byte)
 
     def private(self, prices_seconds_per_byte: Floats) -> tuple[Floats, npt.NDArray[np.int64]]:
-        """The same for its own slots alone; infinite if there is no such way."""
+        """The same for a value's own slots only; infinite without a private form."""
         return self._least(1, prices_seconds_per_byte)
 
     def _least(self, table: int, prices_seconds_per_byte: Floats) -> tuple[Floats, npt.NDArray[np.int64]]:
@@ -233,17 +233,17 @@ class Offers:
         return np.take_along_axis(costs, ways[:, :, None], axis=2)[:, :, 0], ways
 
     def mode(self, value: int, way: int, *, is_private: bool) -> Mode | None:
-        """The mode that a way stands for; ``None`` for the value as it is."""
+        """The mode of a way; ``None`` for the unchanged value."""
         return self._tables[is_private][2][value][way - 1] if way else None
 
 
 def solve_cuts(network: Network, requests: Sequence[tuple[Offers, Floats]]) -> list[list[Cut]]:
-    """The cheapest choices of one region.
+    """Return the cheapest choices of one region.
 
     Args:
-        network: the region's.
-        requests: what holding takes, and the prices at which to weigh it: what one byte held from forward to backward
-            costs, in seconds.
+        network: the region's network.
+        requests: offers, and the prices at which to weigh them: the seconds that one byte held from forward to backward
+            costs.
 
     Returns:
         Per request one cut per price.
@@ -257,7 +257,7 @@ def solve_cuts(network: Network, requests: Sequence[tuple[Offers, Floats]]) -> l
     scaled = np.full(capacities.shape, _INFINITE, dtype=np.int64)
     scaled[is_finite] = np.rint((capacities / units[:, None])[is_finite]).astype(np.int64)
     reached, values = network.minimum_cuts(scaled)
-    # Rounding changes a capacity by half a unit at most, so one unit per edge is more than a cut can be off by.
+    # Rounding changes a capacity by at most half a unit, so one unit per edge covers the error of a cut.
     lower = np.maximum(values - is_finite.sum(axis=1), 0) * units
     found, first = [], 0
     for offers, prices in requests:
@@ -268,7 +268,7 @@ def solve_cuts(network: Network, requests: Sequence[tuple[Offers, Floats]]) -> l
 
 
 def _read_off(network: Network, offers: Offers, prices: Floats, reached: Mask, lower: Floats) -> list[Cut]:
-    """The choices that the source sides of cuts stand for."""
+    """Translate the source sides of cuts into choices."""
     view, graph = network.view, network.view.graph
     weights = offers.prices
     available = reached[:, 2 : network.first_op]

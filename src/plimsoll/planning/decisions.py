@@ -1,4 +1,4 @@
-"""Writes down what a simulated step decides: a plan with a reason for every value."""
+"""Writes a simulated step down as a plan, with a reason for every value."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from plimsoll.units import MIB, format_seconds
 
 
 def decide(simulation: Simulation, prices_seconds_per_byte: Sequence[float]) -> tuple[RegionPlan, ...]:
-    """Write down what a simulated step decides.
+    """Write down what a simulated step decides, one `RegionPlan` per region.
 
     Args:
         simulation: the step under its choices.
-        prices_seconds_per_byte: per region, what a byte held from its forward to the end of its backward costs (0: not scarce).
+        prices_seconds_per_byte: per region, the seconds that one byte held from its forward to the end of its backward
+            costs (0 if bytes are not scarce).
     """
     index = simulation.index
     counted: set[int] = set()
@@ -53,12 +54,12 @@ def decide(simulation: Simulation, prices_seconds_per_byte: Sequence[float]) -> 
 
 
 def write_plan(simulation: Simulation, baseline: Simulation, strategy: str, region_prices: Sequence[float]) -> Plan:
-    """Write down a simulated step as a plan for which no budget is asked and no bound is known.
+    """Write down a simulated step as a plan without a budget and without a lower bound.
 
     Args:
         simulation: the step under its choices.
         baseline: the same step with everything kept.
-        strategy: the name of the strategy that chose.
+        strategy: the name of the strategy that made the choices.
         region_prices: as for ``decide``.
     """
     trace, costs = simulation.index.trace, simulation.index.costs
@@ -94,7 +95,7 @@ def write_plan(simulation: Simulation, baseline: Simulation, strategy: str, regi
 def _retained_bytes(
     index: StepIndex, view: RegionView, choice: Choice, schedule: Schedule, linked: frozenset[int], counted: set[int]
 ) -> int:
-    """Bytes held between forward and backward; a storage that several regions hold counts at the first one."""
+    """Bytes held between forward and backward; a storage that several regions hold counts only at the first of them."""
     graph = view.graph
     total = sum(form.held_bytes for form in forms_of(view, choice))
     for value in sorted((choice.kept | view.forced) - linked):
@@ -169,7 +170,7 @@ def _packed(index: StepIndex, view: RegionView, choice: Choice, value: int, size
 
 
 def _seconds_to_rebuild(index: StepIndex, view: RegionView, value: int, choice: Choice) -> float:
-    """What dropping this value too would add, were nothing else run again; infinite where no recipe rebuilds it."""
+    """Seconds to recompute this value if nothing else ran again; infinite if it cannot be rebuilt."""
     if value not in view.droppable:
         return math.inf
     ops, _ = recipe_ops(view.graph, value, (view.leaves | choice.kept | choice.forms.keys()) - {value})
@@ -184,7 +185,7 @@ def _schedule(view: RegionView, choice: Choice) -> Schedule:
 
 
 def _replay_shares(index: StepIndex, view: RegionView, schedule: Schedule) -> dict[int, float]:
-    """Seconds of the ops that run for each dropped value: those that no value before it in backward has already run."""
+    """Seconds to rebuild each dropped value, without ops that already ran for a value read earlier in backward."""
     graph = view.graph
     shares: dict[int, float] = {}
     for segment in schedule.segments:

@@ -1,11 +1,11 @@
-"""Reads off a simulated step what people and other tools want to know of it.
+"""Extracts from a simulated step what users and other tools ask for.
 
-For people: who holds the peak, bytes by category, the timeline, what replays make. For the simulated allocator: every
-allocation and release, one by one.
+For users: the holders of the peak, bytes by category, the timeline, and the memory of replays. For the simulated allocator:
+every allocation and release, one by one.
 
-Within an instant events happen in this order: what is over is let go; what begins is allocated; replays run, with every
-buffer of theirs coming and going on its own. So the highest sum of an instant, once the first of these is done, is the byte
-count of the simulator (where two unlinked regions replay before the same op, which the simulator adds up, it is less).
+Within an instant events happen in this order: ended buffers are released; new buffers are allocated; replays run, and each of
+their buffers is allocated and released individually. So the highest sum of an instant, after the releases, is the byte count
+of the simulator. (It is less if two unlinked regions replay before the same op, because the simulator adds the two up.)
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def describe_peak(simulation: Simulation) -> Peak:
             add(label, size)
     for storage in index.trace.storages:
         if replays.is_alive(storage.id, instant):
-            # State that stays for the whole step is one holder; activations and temporaries are named one by one.
+            # State that stays for the whole step is one holder per category; activations and temporaries are named singly.
             add(_STATE_LABELS.get(storage.category) or storage.label or storage.category.value, storage.bytes)
     if index.waiting and instant < index.last_wait:
         add(
@@ -74,19 +74,19 @@ def describe_peak(simulation: Simulation) -> Peak:
 
 
 def waiting_bytes(simulation: Simulation) -> int:
-    """What the other micro-batches in flight hold while they wait for their backward."""
+    """Bytes that the other micro-batches in flight hold while they wait for their backward."""
     return held_bytes(simulation) * simulation.index.waiting
 
 
 def held_bytes(simulation: Simulation) -> int:
-    """What one micro-batch holds between its forward and its backward."""
+    """Bytes that one micro-batch holds between its forward and its backward."""
     index = simulation.index
     own_bytes = int(simulation.curve[index.handover]) - index.lasting_bytes - index.loss_bytes
     return own_bytes // (index.waiting + 1)
 
 
 def _name_instant(trace: Trace, instant: int) -> str:
-    """Where in the step an instant lies: ``backward of layers.3.mlp (mm)``."""
+    """Describe where in the step an instant lies: ``backward of layers.3.mlp (mm)``."""
     if not trace.ops:
         return "before the first op"
     tick = min(instant // 2, len(trace.ops) - 1)
@@ -119,13 +119,13 @@ def describe_timeline(
     curves: Mapping[str, Ints] | None = None,
     unmanaged: Simulation | None = None,
 ) -> tuple[TimelinePoint, ...]:
-    """The bytes over the step at no more than ``points`` ticks: the highest of each stretch, so the peak is in.
+    """The bytes over the step at no more than ``points`` ticks: the maximum of each stretch, so the peak is included.
 
     Args:
-        simulation: of the plan.
-        points: how many at most.
-        curves: the step's ``category_curves``, where they are known.
-        unmanaged: of the same step without a plan, to stand beside it.
+        simulation: the step under the plan.
+        points: the maximum number of points.
+        curves: the step's ``category_curves``, if already computed.
+        unmanaged: the same step without a plan, for comparison.
     """
     trace = simulation.index.trace
     curves = curves or category_curves(simulation)
@@ -153,13 +153,13 @@ def describe_timeline(
 
 
 def classes_at_peak(simulation: Simulation, curves: Mapping[str, Ints] | None = None) -> dict[str, int]:
-    """Bytes per memory category at the peak; ``curves`` as for ``describe_timeline``."""
+    """Bytes per memory category at the peak; ``curves`` means the same as in ``describe_timeline``."""
     curves = curves or category_curves(simulation)
     return {name: int(curve[simulation.peak_instant]) for name, curve in curves.items()}
 
 
 def holders_at(simulation: Simulation, instant: int) -> tuple[Holder, ...]:
-    """Who is alive at an instant, largest first."""
+    """The holders of memory at an instant, largest first."""
     return describe_peak(dataclasses.replace(simulation, peak_instant=instant)).holders
 
 
@@ -170,7 +170,7 @@ def forward_end(trace: Trace) -> int:
 
 
 def rebuilt_parts(simulation: Simulation) -> tuple[RecomputedPart, ...]:
-    """What replays hold in every region that has one: rebuilt values at their highest, and the ops that run again."""
+    """Per region that recomputes: the maximum of its rebuilt values, and the number of ops that run again."""
     replays = StepReplays(simulation.index, simulation.choices)
     return tuple(
         RecomputedPart(
@@ -186,8 +186,8 @@ def rebuilt_parts(simulation: Simulation) -> tuple[RecomputedPart, ...]:
 def allocation_events(simulation: Simulation) -> tuple[AllocationEvent, ...]:
     """Every allocation and release of a simulated step, in order.
 
-    A storage that is rebuilt comes as a new block; micro-batches that wait in a pipeline come first, one block for each of
-    what they hold. Blocks of zero bytes are left out. Buffers of collectives are on a stream of their own.
+    A rebuilt storage is a new block. In a pipeline, waiting micro-batches come first, with one block for each storage that
+    they hold. Blocks of zero bytes are left out. Buffers of collectives are on their own stream.
 
     Args:
         simulation: one step under one plan.
@@ -207,7 +207,7 @@ def allocation_events(simulation: Simulation) -> tuple[AllocationEvent, ...]:
 
 
 class _Log:
-    """Entries (instant, rank within it, event), sorted at the end; equal keys stay in the order of noting."""
+    """Entries (instant, rank within it, event), sorted at the end; equal keys stay in the order of recording."""
 
     def __init__(self, index: StepIndex) -> None:
         self.index = index
@@ -221,7 +221,7 @@ class _Log:
         return tuple(event for _, _, event in self.entries)
 
     def storages(self, replays: StepReplays) -> None:
-        """Storages of the trace, alive by themselves or through slots, parameters first."""
+        """Add storages of the trace, alive by themselves or through slots, parameters first."""
         for storage in sorted(self.index.trace.storages, key=_place_at_start):
             is_state = storage.born < 0 and storage.category is not Category.INPUT
             is_shared = is_state and _contains(self.index.covered(storage.id), self.index.handover)
@@ -232,14 +232,14 @@ class _Log:
                     self._waiting(span, storage.bytes, storage.label, storage.category)
 
     def extras(self, replays: StepReplays) -> None:
-        """Copies of inputs, payloads of packed values, and what making these takes."""
+        """Add copies of inputs, payloads of packed values, and the memory for packing them."""
         for (start, stop), size, label in replays.extras():
             span = (start, max(start, stop))
             self._span(span, size, label, Category.ACTIVATION)
             self._waiting(span, size, label, Category.ACTIVATION)
 
     def workspaces(self) -> None:
-        """What ops allocate for themselves, while they run."""
+        """Add the memory that ops allocate internally while they run."""
         sizes = self.index.trace.workspaces
         for tick, op in enumerate(self.index.trace.ops):
             size = sizes.get(op.cost_key, 0)
@@ -247,7 +247,7 @@ class _Log:
                 self._span((2 * tick + 1, 2 * tick + 2), size, f"workspace of {op.name}", Category.TEMPORARY)
 
     def rebuilt(self, outcome: Replay) -> None:
-        """Buffers of one replay, in the order in which it allocates them and lets them go."""
+        """Add the buffers of one replay, in the order of their allocations and releases."""
         first = self.blocks
         for buffer in outcome.buffers:
             if buffer.bytes:
@@ -256,7 +256,7 @@ class _Log:
         self.blocks += 1 + max((buffer.buffer for buffer in outcome.buffers), default=0)
 
     def _waiting(self, span: Span, size: int, label: str, category: Category) -> None:
-        """What is alive at the handover from forward to backward is held once more by every micro-batch that waits."""
+        """Add a copy for every waiting micro-batch if a tensor is alive at the handover from forward to backward."""
         stop = min(self.index.last_wait, self.index.instants)
         if _contains([span], self.index.handover):
             for _ in range(self.index.waiting):
@@ -292,5 +292,5 @@ def _contains(spans: Sequence[Span], instant: int) -> bool:
 
 
 def _place_at_start(storage: Storage) -> tuple[int, int]:
-    """What is there before the step comes in the order in which training makes it; all else as the trace has it."""
+    """Sort key: first storages from before the step, in training's order of allocation; then the others in trace order."""
     return (_AT_START.get(storage.category, len(_AT_START)) if storage.born < 0 else len(_AT_START), storage.id)

@@ -1,7 +1,7 @@
 """What one choice of one region adds to the step's memory and time; `measuring` finds it.
 
-Regions that are *alike* (same graph, same ticks relative to their forward and backward, same storages held anyway) share
-their effects, so a choice of 80 equal blocks is measured once.
+Two regions are *alike* if they have the same graph, the same ticks relative to their forward and backward, and the same
+storages alive in any case. Alike regions share their effects, so a choice of 80 equal blocks is measured once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from plimsoll.planning.step import Ints, RegionView, Span, StepIndex, merge, slo
 
 @dataclass(frozen=True, slots=True)
 class RegionFrame:
-    """The instants of one region: forward ``[entry, exit)``, backward ``[start, stop)`` with what is released late."""
+    """The instants of one region: forward ``[entry, exit)``, and backward ``[start, stop)`` including late releases."""
 
     entry: int
     exit: int
@@ -25,10 +25,10 @@ class RegionFrame:
 
 
 class Relief(NamedTuple):
-    """Bytes that are not added between forward and backward for a while (negative: added besides).
+    """Bytes that a choice does not add during part of the time between forward and backward (negative: it adds more).
 
-    Start and stop count from the region's exit, or, with ``is_before_backward``, from the start of its backward: how far
-    apart these two are differs between regions that are alike.
+    Start and stop count from the region's exit, or, with ``is_before_backward``, from the start of its backward. The time
+    between these two differs between regions that are alike.
     """
 
     start: int
@@ -37,7 +37,7 @@ class Relief(NamedTuple):
     is_before_backward: bool = False
 
     def span(self, frame: RegionFrame) -> Span:
-        """The instants of one region."""
+        """The instants of this relief in the step, for a region with this frame."""
         origin = frame.start if self.is_before_backward else frame.exit
         return origin + self.start, origin + self.stop
 
@@ -46,12 +46,12 @@ class Relief(NamedTuple):
 class Effect:
     """What one choice of one region adds to the fixed bytes.
 
-    ``copied_bytes`` from the region's entry on, ``exit_bytes`` more at the last instant of its forward, ``retained_bytes``
-    (copies included) between its forward and its backward, less the bytes of each ``relief`` while that storage is alive
-    anyway, or while a transfer's source or buffer is there (then they are negative), ``backward`` per instant of its
-    backward. ``seconds`` are those of replay and packing, ``squared_error`` and ``link_bytes`` as in a ``Simulation``.
-    ``is_additive`` if these figures are exact beside any choices of other regions; otherwise they are no less than what the
-    region adds.
+    ``copied_bytes`` are added from the region's entry on, ``exit_bytes`` more at the last instant of its forward,
+    ``retained_bytes`` (copies included) between its forward and its backward, ``backward`` per instant of its backward.
+    ``relief`` lists what to subtract from ``retained_bytes`` while a storage is alive anyway; its entries are negative
+    while a transfer's source or buffer is on the device. ``seconds`` are the seconds of replay and packing;
+    ``squared_error`` and ``link_bytes`` mean the same as in ``Simulation``. If ``is_additive``, these figures are exact
+    whatever other regions choose; otherwise the region adds at most this much.
     """
 
     choice: Choice
@@ -76,23 +76,23 @@ def frame_of(index: StepIndex, view: RegionView) -> RegionFrame:
 
 
 def own_cover(index: StepIndex, frame: RegionFrame, storage: int) -> list[Span]:
-    """When a storage is alive anyway, from the region's exit to the end of its backward."""
+    """When a storage is alive whatever is decided, from the region's exit to the end of its backward."""
     return merge((max(a, frame.exit), min(b, frame.stop)) for a, b in index.covered(storage))
 
 
 def is_between(frame: RegionFrame, spans: list[Span]) -> bool:
-    """Whether one of the spans covers all the time between forward and backward."""
+    """True if one span covers all the time between forward and backward."""
     return any(a <= frame.exit and b >= frame.start for a, b in spans)
 
 
 def relief_spans(index: StepIndex, frame: RegionFrame, storage: int) -> list[Span]:
-    """When, between forward and backward, a storage that is not alive all that time is alive anyway."""
+    """When a storage is alive whatever is decided, between forward and backward; empty if it is alive all that time."""
     covered = own_cover(index, frame, storage)
     return [] if is_between(frame, covered) else merge((a, min(b, frame.start)) for a, b in covered)
 
 
 def likeness(index: StepIndex, view: RegionView) -> Hashable:
-    """Equal for regions whose choices have equal effects."""
+    """A key that is equal for regions whose choices have equal effects."""
     frame = frame_of(index, view)
     graph = view.graph
 
@@ -114,25 +114,25 @@ def likeness(index: StepIndex, view: RegionView) -> Hashable:
 
 
 def program(view: RegionView) -> Hashable:
-    """Equal for regions that run the same ops at the same costs and decide about the same values."""
+    """A key that is equal for regions that run the same ops at the same costs and decide about the same values."""
     return structure(view), tuple(op.cost_key for op in view.graph.ops)
 
 
 def structure(view: RegionView) -> Hashable:
-    """Equal for regions that have the same choices, whatever these cost."""
+    """A key that is equal for regions that have the same choices, whatever the choices cost."""
     graph = view.graph
     ops = tuple((op.reads, op.writes, op.obstacle) for op in graph.ops)
     values = tuple((v.bytes, v.producer, v.origin.value) for v in graph.values)
     saved = tuple(slot.value for slot in graph.slots)
     forms = tuple((value, tuple(form.name for form in entry.forms)) for value, entry in view.forms.items())
-    # Overrides belong to it: one block of many may be pinned, and its choices are not those of the others.
+    # Overrides are part of the key: a pinned block has other choices than equal blocks without the pin.
     pins = tuple(sorted(view.pins.items()))
     inputs = (view.copied, view.steady, view.free)
     return (view.droppable, view.movable, *inputs, ops, values, saved, graph.backward_order, forms, pins)
 
 
 def _windows(index: StepIndex, view: RegionView) -> Hashable:
-    """Where transfers of this region begin and end, and how much compute hides them."""
+    """Where transfers of this region begin and end, and how many seconds of compute hide them."""
     after = index.neighbour(view.call.index)
     if after is None or not any(form.link_bytes for entry in view.forms.values() for form in entry.forms):
         return None
@@ -144,7 +144,7 @@ def _windows(index: StepIndex, view: RegionView) -> Hashable:
 def held_bytes(index: StepIndex, view: RegionView) -> dict[int, int]:
     """Bytes that holding each decided value or copying each input adds between the region's forward and backward.
 
-    An input that is held as it is adds none here: other regions may hold it too.
+    A steady input adds 0 here: it is held without a copy, and other regions may hold it too.
     """
     frame = frame_of(index, view)
     bytes_ = {}

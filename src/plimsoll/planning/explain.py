@@ -1,4 +1,4 @@
-"""Says what stands in the way and why: errors that name who holds the floor, notes on a peak, reasons for values."""
+"""Words for errors and notes: who holds the floor, why a peak hardly moves, why a value is kept or dropped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from plimsoll.planning.step import RegionView
 from plimsoll.units import MIB, budget_text, format_bytes, format_bytes_up, format_seconds
 
 _WORTH_CHUNKING = 0.05
-"""A chunked loss is offered where it takes this share off the floor."""
+"""Suggest a chunked loss if it lowers the floor by at least this share."""
 
 
 def floor_error(
@@ -27,14 +27,14 @@ def floor_error(
     chunked_bytes: int | None = None,
     accumulating_bytes: int = 0,
 ) -> BudgetBelowFloor:
-    """The error for a budget that no plan reaches, naming who holds the floor.
+    """The error for a budget below every plan's peak; it names the holders of the floor.
 
     Args:
-        budget_bytes: what was asked for.
+        budget_bytes: the user's budget.
         floor: the smallest peak.
-        excess_bytes: what was measured on top of it.
-        chunked_bytes: the same plan's peak with the loss computed in chunks, where there is a head for that.
-        accumulating_bytes: what was measured with gradients of earlier micro-batches there.
+        excess_bytes: measured minus predicted peak.
+        chunked_bytes: the same plan's peak with the loss computed in chunks, if the model has a suitable head.
+        accumulating_bytes: the peak measured while gradients of earlier micro-batches are present.
     """
     floor_bytes = floor.bytes + excess_bytes
     chunked = ""
@@ -67,7 +67,7 @@ def strategy_error(strategy: str, budget_bytes: int, peak: Peak, floor_bytes: in
 
 
 def limits_error(what: str, simulation: Simulation, limits: Limits) -> InvalidStrategy:
-    """The error for overrides or a named strategy (``what``) that spend more than is allowed."""
+    """The error for overrides or a named strategy (named in ``what``) that exceed the limits."""
     error = math.sqrt(simulation.squared_error)
     advice = "raise the limit, override fewer values, or let strategy='auto' choose"
     if limits.link_bytes is not None and simulation.link_bytes > limits.link_bytes:
@@ -89,7 +89,7 @@ def name_holders(peak: Peak) -> str:
 
 
 def notes_about_peak(simulation: Simulation, baseline: Simulation) -> tuple[str, ...]:
-    """A sentence about a peak that hardly moves."""
+    """A sentence for a plan that lowers resident memory, but not the peak; empty for other plans."""
     resident, before = _resident_bytes(simulation), _resident_bytes(baseline)
     saved = before - resident
     if saved <= 0 or baseline.peak_bytes - simulation.peak_bytes >= saved // 2:
@@ -111,7 +111,7 @@ def _resident_bytes(simulation: Simulation) -> int:
 
 
 def notes_about_forms(simulation: Simulation) -> tuple[str, ...]:
-    """Sentences about what a plan was allowed and declined: why it does not compress, or not offload."""
+    """Sentences about forms that were allowed but not used: why the plan does not compress, or does not offload."""
     index = simulation.index
     forms = [form for view in index.views for entry in view.forms.values() for form in entry.forms]
     used = {name for choice in simulation.choices for _, name in choice.packed}
@@ -131,7 +131,7 @@ def notes_about_forms(simulation: Simulation) -> tuple[str, ...]:
 
 
 def optimizer_floor_error(budget_bytes: int, floor_bytes: int, where: str = "") -> BudgetBelowFloor:
-    """The error for a budget below what the optimizer's step was measured to take; ``where`` names the rank."""
+    """The error for a budget below the measured memory of the optimizer's step; ``where`` names the rank."""
     return BudgetBelowFloor(
         f"budget {format_bytes(budget_bytes)} is below what the optimizer's step takes, {format_bytes(floor_bytes)}{where}.",
         why="parameters, gradients, the optimizer's state and its temporaries are there together in its step, and no "
@@ -152,12 +152,12 @@ def compared(seconds: float, bytes_: int, price: float) -> str:
 
 
 def worth(price: float) -> str:
-    """What a price says of memory."""
+    """Describe a price of memory: ``memory is worth 2.1 µs/MiB here``."""
     return f"memory is worth {format_seconds(price * MIB)}/MiB here" if price > 0 else "memory is not scarce here"
 
 
 def why_kept(view: RegionView, value: int) -> str:
-    """Why a value is always kept."""
+    """Say why a value is always kept."""
     if view.call.obstacle:
         return f"region left alone: {view.call.obstacle}"
     entry = view.graph.values[value]

@@ -1,11 +1,12 @@
-"""Finds how a counted number follows from the sizes of a batch: the simplest expression through the points that are known.
+"""Finds how a counted number depends on the sizes of a batch: the simplest expression through the known points.
 
-What a step counts (bytes, arithmetic) is a sum of products of the sizes of tensors. So it is a polynomial in the sizes of the
-batch with few terms: constants (weights), b·s (activations), b·s² (attention scores), s² (masks). A number is *known* where
-exactly one expression of the least number of terms passes through every point, with a point to spare that checks it. Where
-several pass, or none, it is not: it comes with an upper estimate. Arithmetic is in fractions: nothing is rounded.
+The numbers counted in a step (bytes, arithmetic) are sums of products of tensor sizes. So each is a polynomial in the sizes
+of the batch with few terms: constants (weights), b·s (activations), b·s² (attention scores), s² (masks). A number is *known*
+if exactly one expression with the fewest terms passes through every point, and one more point than needed confirms it. If
+several expressions pass, or none, the number is not known, and `Fitter` returns an upper estimate. Arithmetic uses
+fractions, so nothing is rounded.
 
-Known weakness: sizes that are padded to multiples are no polynomials, so these stay estimates.
+Known weakness: sizes padded to multiples are not polynomials, so these numbers stay estimates.
 """
 
 from __future__ import annotations
@@ -20,23 +21,23 @@ from functools import cached_property
 import numpy as np
 
 Sizes = tuple[int, ...]
-"""The sizes of a batch, in a fixed order: such as examples and tokens, or those of every dimension of every tensor."""
+"""The sizes of a batch, in a fixed order: for example examples and tokens, or every dimension of every tensor."""
 Term = tuple[int, ...]
-"""The power of every dimension."""
+"""The exponent of every dimension."""
 
 _MOST_DEGREES = 3
 _MOST_TERMS = 3
 _MOST_COMBINATIONS = 3000
-"""More dimensions than a few have too many combinations of terms to look through them all."""
+"""With more than a few dimensions there are too many combinations of terms to try them all."""
 _TOLERANCE = 1e-9
-"""Floating point discards combinations that miss by more; fractions decide about the others."""
+"""Floating point discards combinations with a larger error; fractions decide about the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expression:
     """A sum of coefficients times products of dimensions.
 
-    ``is_known``: nothing else that is as simple passes through the points. Otherwise it is an upper estimate.
+    ``is_known``: no other expression that is as simple passes through the points. If False, this is an upper estimate.
     """
 
     terms: tuple[Term, ...]
@@ -44,17 +45,17 @@ class Expression:
     is_known: bool = True
 
     def exactly_at(self, dimensions: Sizes) -> Fraction:
-        """The value."""
+        """The exact value at these dimensions."""
         terms = zip(self.terms, self.coefficients, strict=True)
         return sum((c * power(term, dimensions) for term, c in terms), Fraction(0))
 
     def at(self, dimensions: Sizes) -> int:
-        """The value, rounded up and never negative."""
+        """The value at these dimensions, rounded up and never negative."""
         return max(0, math.ceil(self.exactly_at(dimensions)))
 
 
 def power(term: Term, dimensions: Sizes) -> int:
-    """The product that a term stands for.
+    """The value of a term: each dimension to the power of its exponent, multiplied.
 
     Example:
         >>> power((1, 2), (3, 10))
@@ -64,17 +65,17 @@ def power(term: Term, dimensions: Sizes) -> int:
 
 
 class Dimensions:
-    """Which sizes of a batch vary on their own between the known ones. Those that are multiples of others, or of the product of
-    two, follow them, as strides do.
+    """Finds the sizes of a batch that vary independently between the known batches.
 
-    A size of 0 or 1 is part of the structure, as it decides which operations run, so it may not vary.
+    A size that is always a multiple of another size, or of the product of two, depends on them, as strides do. A size of 0
+    or 1 decides which operations run, so it is a part of the structure and must not vary.
     """
 
     def __init__(self, points: Sequence[Sizes]) -> None:
         self._first = points[0]
         self._columns: list[int] = []
         self._followers: list[tuple[int, tuple[int, ...]]] = []
-        """Every other size, with those of which it is a multiple; none where it is constant."""
+        """Every other size, with the sizes that it is a multiple of (empty if it is constant)."""
         for column, sizes in enumerate(zip(*points, strict=True)):
             leaders = () if len(set(sizes)) == 1 else self._find_leaders(points, column)
             if leaders is None:
@@ -85,21 +86,21 @@ class Dimensions:
 
     @property
     def count(self) -> int:
-        """How many sizes vary on their own."""
+        """The number of sizes that vary independently."""
         return len(self._columns)
 
     def of(self, sizes: Sizes) -> Sizes:
-        """The dimensions of a batch."""
+        """The independent sizes of a batch."""
         return tuple(sizes[column] for column in self._columns)
 
     def scaled(self, sizes: Sizes, multiples: Sizes) -> Sizes:
-        """A batch whose dimensions are so many times as large."""
+        """The batch after multiplying each independent size by its entry of ``multiples``."""
         factors = dict(zip(self._columns, multiples, strict=True))
         factors |= {column: math.prod(factors[leader] for leader in leaders) for column, leaders in self._followers}
         return tuple(size * factors[column] for column, size in enumerate(sizes))
 
     def can_tell(self, sizes: Sizes) -> bool:
-        """Whether a batch differs from the known ones in its dimensions alone."""
+        """True if a batch differs from the known ones only in its independent sizes and what depends on them."""
         return same_structure(sizes, self._first) and all(
             self._follows(sizes, column, leaders) for column, leaders in self._followers
         )
@@ -110,13 +111,13 @@ class Dimensions:
         return next((g for g in groups if all(self._follows(point, column, g) for point in points)), None)
 
     def _follows(self, sizes: Sizes, column: int, leaders: tuple[int, ...]) -> bool:
-        """Whether a size is the same multiple of the product of others as in the first batch."""
+        """True if a size is the same multiple of the product of other sizes as in the first batch."""
         now, first = (math.prod(of[leader] for leader in leaders) for of in (sizes, self._first))
         return sizes[column] * first == self._first[column] * now
 
 
 def same_structure(one: Sizes, other: Sizes) -> bool:
-    """Whether two batches have as many sizes, and are 0 or 1 at the same places."""
+    """True if two batches have equally many sizes, and every size of 0 or 1 is the same in both."""
     return len(one) == len(other) and all(a == b or min(a, b) > 1 for a, b in zip(one, other, strict=True))
 
 
@@ -128,7 +129,7 @@ class Fitter:
         self._known: dict[tuple[int, ...], Expression] = {}
 
     def fit(self, values: tuple[int, ...]) -> Expression:
-        """The expression with the fewest terms through all points; failing that, an upper estimate.
+        """The expression with the fewest terms through all points; an upper estimate if there is not exactly one.
 
         Example:
             >>> points = [(1, 8), (2, 8), (2, 16), (3, 16)]
@@ -165,7 +166,7 @@ class Fitter:
 
     @cached_property
     def _classes(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """Sets of terms that are equally simple, the simplest first: all leave a point to spare that checks them."""
+        """Sets of terms by simplicity, the simplest first. Each set leaves at least one point to confirm it."""
         return tuple(tuple(each) for each in self._simple_classes())
 
     def _simple_classes(self) -> Iterator[Iterator[tuple[int, ...]]]:
@@ -185,7 +186,7 @@ class Fitter:
         return [[power(term, point) for term in self.terms] for point in self._points]
 
     def _solved(self, support: tuple[int, ...], values: tuple[int, ...]) -> tuple[Fraction, ...] | None:
-        """The coefficients with which terms pass through every point; ``None`` where they do not, or one of them is 0."""
+        """The coefficients that make these terms pass through every point; ``None`` if none exist, or if one is 0."""
         rows = [[row[at] for at in support] for row in self._powers]
         matrix = np.array(rows, dtype=np.float64)
         matrix /= matrix.max(axis=0)
@@ -196,7 +197,7 @@ class Fitter:
         return exact if exact is not None and all(exact) else None
 
     def _estimate(self, values: tuple[int, ...]) -> Expression:
-        """The multiple of one term that lies above all points, and not far."""
+        """The closest multiple of a single term that is not below any point."""
         best: tuple[Fraction, Term, Fraction] | None = None
         for at, term in enumerate(self.terms):
             ratio = max(Fraction(value, row[at]) for value, row in zip(values, self._powers, strict=True))
@@ -208,7 +209,7 @@ class Fitter:
 
 
 def solve_exactly(rows: Sequence[Sequence[int]], values: Sequence[int]) -> tuple[Fraction, ...] | None:
-    """Solves linear equations by elimination in fractions; ``None`` if they contradict each other, or are too few.
+    """Solve linear equations by elimination in fractions; ``None`` if they contradict each other or are too few.
 
     Example:
         >>> solve_exactly([[1, 2], [1, 4], [1, 6]], [7, 11, 15])

@@ -1,12 +1,12 @@
-"""Predicts the trace of a model at one size of its batch from its traces at a few others, exactly.
+"""Predicts the trace of a model at one batch size from its traces at a few other sizes, exactly.
 
-Where a batch was traced, that very trace comes back. Elsewhere every size of storages and values, every op's arithmetic, moved
-bytes and workspace follows from an expression through the traced sizes (see ``expressions``); ops keep their order, storages
-their lives. Cost keys name sizes, so ops of such a trace get keys of their own.
+For a traced batch, its own trace is returned. For others, the bytes of every storage and value, and the arithmetic, moved bytes
+and workspace of every op, follow from an expression through the traced sizes (see ``expressions``). Ops keep their order and
+storages their lives. Cost keys contain sizes, so the ops of a predicted trace get new keys.
 
 Only traces of the same structure can be used: the same ops in the same order on the same storages with the same lives, so that
-one can be made of the others by changing numbers. Where a step branches on its batch (masks that are built for more than one
-example, a dimension of size one that needs no copy) the structures differ, and that batch has to be traced by itself.
+they differ only in numbers. A step may branch on its batch (a mask built only for more than one example, a dimension of size
+one that does not need a copy). Then the structures differ, and that batch has to be traced by itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ S = TypeVar("S", bound=Sizes)
 class Family(Generic[S]):
     """One model at many sizes of its batch.
 
-    The members are the traces with the structure of the largest batch; ``strays`` says of every other one what is different.
+    The members are the traces with the structure of the largest batch; ``strays`` says how every other trace differs.
     """
 
     def __init__(self, traces: Mapping[S, Trace]) -> None:
@@ -54,24 +54,24 @@ class Family(Generic[S]):
         return self._shapes
 
     def covers(self, shape: S) -> bool:
-        """Whether the trace of a shape is there, or can be told from those that are, if only by estimates."""
+        """True if a shape was traced, or its trace can be predicted, even if only by estimates."""
         return shape in self._traces or (len(self._shapes) > 1 and self.dimensions.can_tell(shape))
 
     def knows(self, shape: S) -> bool:
-        """Whether every size of a storage at a shape is exact."""
+        """True if every storage size at a shape is exact."""
         return shape in self._traces or (self.covers(shape) and self.is_exact)
 
     @property
     def is_exact(self) -> bool:
-        """Whether every size of a storage follows from the dimensions."""
+        """True if every storage size follows exactly from the dimensions."""
         return not self._estimates
 
     def traced(self, shape: S) -> Trace | None:
-        """The trace that was made at this shape, if one was."""
+        """The trace made at this shape; None if the shape was not traced."""
         return self._traces.get(shape)
 
     def at(self, shape: S) -> Trace:
-        """The trace of a shape: the one that was made there, else one of the expressions'."""
+        """The trace of a shape: its own trace if it was traced, else a predicted one."""
         assert self.covers(shape)
         known = self._traces.get(shape)
         return known if known is not None else self.alike(shape)
@@ -86,12 +86,15 @@ class Family(Generic[S]):
         return tuple(each for each in self.storage_sizes() if not each.is_known)
 
     def storage_sizes(self) -> Iterator[Expression]:
-        """Of every storage, the expression of its bytes."""
+        """The expression of every storage's bytes."""
         for each in zip(*(trace.storages for trace in self._members), strict=True):
             yield self._fitter.fit(tuple(storage.bytes for storage in each))
 
     def workspaces(self) -> Iterator[Expression]:
-        """The bytes that operations allocate and free inside themselves, of every kind of operation."""
+        """For every kind of operation, the bytes that it allocates and frees internally.
+
+        They are often estimates, because kernels choose their block sizes.
+        """
         for keys in self._keys:
             yield self._workspace(keys)
 
@@ -99,10 +102,10 @@ class Family(Generic[S]):
         return self._fitter.fit(tuple(t.workspaces.get(key, 0) for t, key in zip(self._members, keys, strict=True)))
 
     def seconds_at(self, shape: S, known: Mapping[S, Costs]) -> Costs:
-        """Costs of the trace at another shape, interpolated between costs that were measured at traced ones.
+        """Costs of the trace at another shape, interpolated between costs that were measured at traced shapes.
 
-        An op's seconds are taken to be piecewise linear in its work (arithmetic and moved bytes), and to grow on beyond the
-        largest measured one as they did before it. ``known`` are the costs by traced shape, at least one.
+        An op's seconds are assumed to be piecewise linear in its work (arithmetic and moved bytes). Beyond the largest
+        measured work they continue with the last slope. ``known`` are the costs by traced shape, at least one.
         """
         measured = [(place, known[s]) for place, s in enumerate(self._shapes) if s in known]
         assert measured, "there is nothing to interpolate between"
@@ -122,7 +125,7 @@ class Family(Generic[S]):
         return msgspec.structs.replace(known[self._shapes[nearest]], ops=ops)
 
     def _name_ops(self) -> dict[tuple[str, ...], str]:
-        """A name for every combination of cost keys that the members use for one op."""
+        """A name for every combination of the cost keys of one op in all members."""
         names: dict[tuple[str, ...], str] = {}
         for together in zip(*map(_costed_ops, self._members), strict=True):
             keys = tuple(op.cost_key for op in together)
@@ -130,11 +133,11 @@ class Family(Generic[S]):
         return names
 
     def _number(self, values: Iterable[int], shape: S) -> int:
-        """What was counted at the members' shapes, at another one."""
+        """Predict a number at a shape from its values at the members' shapes."""
         return self._fitter.fit(tuple(values)).at(self.dimensions.of(shape))
 
     def _resized(self, sized: Sequence[Sequence[Any]], shape: S) -> tuple[Any, ...]:
-        """Storages or values of the first member, with the bytes that they have at a shape."""
+        """Storages or values of the first member, with their bytes at a shape."""
         return tuple(
             msgspec.structs.replace(each[0], bytes=self._number((one.bytes for one in each), shape))
             for each in zip(*sized, strict=True)
@@ -151,7 +154,7 @@ class Family(Generic[S]):
         )
 
     def alike(self, shape: S) -> Trace:
-        """The trace of a shape if its step has the structure of the members'."""
+        """The predicted trace of a shape, if its step has the members' structure."""
         first, suffix = self._members[0], _suffix(shape)
         names = {keys: name + suffix for keys, name in self._keys.items()}
         dimensions = self.dimensions.of(shape)
@@ -181,14 +184,14 @@ class Family(Generic[S]):
 
 
 def _costed_ops(trace: Trace) -> Iterator[TraceOp | RegionOp]:
-    """What a step runs, and what its regions run: an op of a compiled region may be part of another kernel in the step."""
+    """All ops of the step and of its regions: an op of a compiled region may be part of another kernel in the step."""
     yield from trace.ops
     for call in trace.regions:
         yield from call.graph.ops
 
 
 def _renamed(ops: Sequence[Sequence[Any]], names: Mapping[tuple[str, ...], str]) -> tuple[Any, ...]:
-    """Ops of the first member, with the cost keys of their own."""
+    """Ops of the first member with new cost keys."""
     return tuple(
         msgspec.structs.replace(each[0], cost_key=names[tuple(op.cost_key for op in each)])
         for each in zip(*ops, strict=True)
@@ -200,12 +203,12 @@ def _suffix(shape: Sizes) -> str:
 
 
 def _work(spec: OpSpec) -> int:
-    """How much an op has to do, in one number that grows with its shape."""
+    """The work of an op as one number that grows with its shape."""
     return spec.flops + spec.moved_bytes
 
 
 def _interpolate(samples: list[tuple[int, float]], work: int) -> float:
-    """Piecewise linear between samples of (work, seconds), and on beyond them; never below zero, never falling at the end."""
+    """Piecewise linear between samples of (work, seconds) and beyond them; never negative, and never falling past the last."""
     points: dict[int, float] = {}
     for each, seconds in sorted(samples):
         points[each] = max(points.get(each, 0.0), seconds)
@@ -221,13 +224,13 @@ def _interpolate(samples: list[tuple[int, float]], work: int) -> float:
 
 
 def stray_because(one: tuple[Sizes, Trace], other: tuple[Sizes, Trace]) -> str:
-    """Why two traces, each with its shape, are of different families; empty if they are of one."""
+    """Say why two traces, each with its shape, belong to different families; empty if they belong to the same one."""
     found = "" if one[0] == other[0] else find_difference(one[1], other[1])
     return found if found or same_structure(one[0], other[0]) else "a size of 0 or 1, which may run other operations"
 
 
 def find_difference(one: Trace, other: Trace) -> str:
-    """What is different, in words; empty if only sizes are."""
+    """Describe the first difference in structure; empty if only sizes differ."""
     if len(one.ops) != len(other.ops):
         return f"{len(one.ops)} ops against {len(other.ops)}{_first_op(one, other)}"
     for tick, (mine, theirs) in enumerate(zip(one.ops, other.ops, strict=True)):
@@ -265,9 +268,9 @@ def _same_spec(one: Trace, key: str, other: Trace, other_key: str) -> bool:
 
 
 def _with_equal_buffers(members: list[Trace]) -> list[Trace]:
-    """Traces of one structure, in which buffers of collectives live as long as in the one that let go of them last.
+    """Traces of one structure; buffers of collectives live as long in all of them as in the trace that freed them last.
 
-    Threads of the backend let go of them, whenever they are done.
+    The backend's threads free these buffers, at moments that differ from run to run.
     """
     last = [max(each.dies for each in together) for together in zip(*(t.storages for t in members), strict=True)]
     found = [tuple(map(_until, trace.storages, last)) for trace in members]
@@ -276,7 +279,7 @@ def _with_equal_buffers(members: list[Trace]) -> list[Trace]:
 
 
 def _until(storage: Storage, dies: int) -> Storage:
-    """A storage; where it is a collective's buffer, with another end of its life."""
+    """A storage; if it is a collective's buffer, with this end of its life."""
     return msgspec.structs.replace(storage, dies=dies) if storage.category is Category.COMMUNICATION else storage
 
 

@@ -1,13 +1,13 @@
 """Sweeps the price of memory over one region: the lower convex hull of (bytes held, seconds of replay).
 
-The sweep bisects. Every cut gives a point and a supporting line; a price between two neighbouring points either finds a
-new point below their chord or proves that there is none. So the sweep is exact, and the lines bound *every* choice of the
-region, found or not.
+The sweep bisects. Every cut gives a point and a supporting line. A price between two neighbouring points either finds a new
+point below their chord or proves that none exists. So the sweep is exact, and the lines bound *every* choice of the region,
+found or not.
 
-One price is not enough where values have other forms: a lossy form spends a budget of error that all regions share, and a
-transfer is free only until its window is full. So the sweep is repeated with error and link priced, without lossy forms,
-and with the link open to some values only. What a priced sweep proves of every choice (its lines) goes into the bound; so
-does what a sweep without lossy forms proves: another choice errs at least by the smallest of them.
+One price is not enough if values have other forms: a lossy form spends an error budget that all regions share, and a transfer
+is free only until its window is full. So the sweep is repeated with error and link priced, without lossy forms, and with the
+link open to some values only. The lines of a priced sweep hold for every choice, so they are added to the bound. The lines of
+a sweep without lossy forms are added too: every other choice has at least the smallest of the lossy errors.
 
 Source: the parametric-search idea of Eisner and Severance (1976).
 """
@@ -29,11 +29,11 @@ from plimsoll.planning.step import RegionView, StepIndex
 
 _POINTS_AT_MOST = 48
 _TOLERANCE = 1e-6
-"""A point that is below its chord by less than this share may be there for the rounding of capacities only."""
+"""A point less than this share below its chord may only come from the rounding of capacities, so it does not count."""
 _LEAST_STEP = 1e-4
-"""Forms that differ by less than this share of a region's bytes would drive the highest price up for nothing."""
+"""Differences between forms below this share of a region's bytes are ignored: they would only raise the highest price."""
 _ERROR_PRICES = (0.01, 0.1, 1.0, 10.0)
-"""In units of: all seconds of the region for all of its share of the error budget."""
+"""Unit: all seconds of the region divided by its whole share of the error budget."""
 _LINK_SHARES = (0.3, 0.6, 1.0)
 _WINDOW_SHARES = (1.0, 0.5)
 
@@ -57,16 +57,16 @@ class Hull:
 
 
 class Sweeper:
-    """Sweeps one region, and those that have the same graph and costs, at any number of prices; each sweep is made once."""
+    """Sweeps one region, and others with the same graph and costs, at any number of prices; each sweep runs once."""
 
     def __init__(self, view: RegionView) -> None:
         self._network = Network(view)
         self._known: dict[Hashable, Hull] = {}
 
     def sweep(self, wanted: Sequence[Prices]) -> list[Hull]:
-        """All vertices of the hulls; ``seconds`` are those of replayed ops and of packing alone, without the engine's.
+        """Return all vertices of the hulls; ``seconds`` count replayed ops and packing, without the engine's own time.
 
-        The sweeps go on side by side: what all of them ask next is one flow.
+        The sweeps run side by side: the next prices of all sweeps are solved as one flow.
         """
         keys = [_key(prices) for prices in wanted]
         new = {key: prices for key, prices in zip(keys, wanted, strict=True) if key not in self._known}
@@ -85,7 +85,7 @@ def _key(prices: Prices) -> Hashable:
 
 
 class _Bisection:
-    """One sweep: ``asked`` are the prices to solve next, between neighbouring points that may not be neighbours."""
+    """One sweep. ``asked`` are the prices to solve next, each between two points that may have another point between them."""
 
     def __init__(self, view: RegionView, prices: Prices) -> None:
         self.offers = Offers(view, prices)
@@ -103,11 +103,11 @@ class _Bisection:
             self.asked.append(2 * self._total_seconds / smallest)
 
     def take(self, cuts: Sequence[Cut]) -> None:
-        """The cuts at the prices that were asked."""
+        """Process the cuts at the prices in ``asked``."""
         error_price = self.offers.prices.error_price
         self._lines += [Line(p, cut.lower_value, error_price) for p, cut in zip(self.asked, cuts, strict=True)]
         if not self._pairs:
-            # What is free to rebuild counts only where memory has no price worth asking about.
+            # The cut at price 0 (it drops values that are free to rebuild) counts only if no higher price was asked.
             self._found.append(cuts[-1])
             pairs = [(self._found[0], cuts[-1])] if len(cuts) > 1 else []
         else:
@@ -124,13 +124,13 @@ class _Bisection:
         self.asked = [(less.seconds - more.seconds) / (more.held_bytes - less.held_bytes) for more, less in self._pairs]
 
     def hull(self) -> Hull:
-        """What was found."""
+        """The vertices and lines found."""
         found = sorted(self._found, key=lambda cut: (-cut.held_bytes, cut.seconds))
         return Hull(cuts=tuple(found), lines=tuple(self._lines))
 
 
 def _steps(prices: Prices) -> list[float]:
-    """Bytes by which two ways of holding a value differ, but for differences too small to matter."""
+    """The differences in bytes between ways of holding a value, without differences too small to matter."""
     steps = list(prices.held_bytes.values())
     least = sum(steps) * _LEAST_STEP
     for value, modes in prices.modes.items():
@@ -140,10 +140,10 @@ def _steps(prices: Prices) -> list[float]:
 
 
 def modes_of(view: RegionView) -> dict[int, tuple[Mode, ...]]:
-    """The forms of every value as the cut sees them; transfers count as hidden."""
+    """The forms of every value for the cut; transfers count as hidden, so their seconds are left out."""
     entries = {value: view.forms[value].forms for value in view.decided if value in view.forms}
     modes = {value: tuple(_mode(view, value, form) for form in forms) for value, forms in entries.items()}
-    # An infinite error can never be paid for.
+    # No limit allows an infinite error.
     usable = {value: tuple(mode for mode in found if mode.squared_error < math.inf) for value, found in modes.items()}
     return {value: found for value, found in usable.items() if found}
 
@@ -157,8 +157,8 @@ def _mode(view: RegionView, value: int, form: Form) -> Mode:
 class Sweep:
     """Prices to sweep at.
 
-    With a ``link_share`` a byte sent costs that share of what a byte held costs. ``least_error`` is the least that choices
-    outside of these prices' modes spend.
+    With a ``link_share``, a byte sent costs this share of a byte held. Every choice that uses a mode outside of these prices
+    has at least the error ``least_error``.
     """
 
     prices: Prices
@@ -166,7 +166,7 @@ class Sweep:
     least_error: float = 0.0
 
     def lines(self, lines: Iterable[Line]) -> Iterator[Line]:
-        """What the lines of these prices say of every choice: what they do not know of, a price pays for."""
+        """Extend the lines of these prices to all choices: a price on error pays for modes that these prices leave out."""
         for line in lines:
             yield Line(
                 line.price_seconds_per_byte,
@@ -177,11 +177,11 @@ class Sweep:
 
 
 def packing_sweeps(prices: Prices, squared_error: float) -> Iterator[Sweep]:
-    """The same prices with error and link priced, and without lossy forms.
+    """Yield the same prices with error and link priced, and without lossy forms.
 
     Args:
         prices: with all modes.
-        squared_error: what one region may spend of the budget.
+        squared_error: the error that one region may spend.
     """
     modes = [(value, mode) for value, found in prices.modes.items() for mode in found]
     lossy = {(value, mode.form): mode.squared_error for value, mode in modes if mode.squared_error}
@@ -198,7 +198,7 @@ def packing_sweeps(prices: Prices, squared_error: float) -> Iterator[Sweep]:
 
 
 def _charge(prices: Prices, link_share: float) -> dict[int, tuple[Mode, ...]]:
-    """Modes whose bytes sent count as a share of bytes held."""
+    """The modes with a share of their bytes sent added to their bytes held."""
     return {
         value: tuple(dataclasses.replace(m, held_bytes=m.held_bytes + link_share * m.link_bytes) for m in modes)
         for value, modes in prices.modes.items()
@@ -206,7 +206,7 @@ def _charge(prices: Prices, link_share: float) -> dict[int, tuple[Mode, ...]]:
 
 
 def limit_offload(index: StepIndex, view: RegionView, prices: Prices) -> Iterator[Prices]:
-    """The same prices with as many values on the link as its window takes: largest or dearest first."""
+    """Yield the same prices with as many values on the link as its window takes, largest or dearest first."""
     offloaded = {
         (value, form.name): form.link_bytes
         for value in prices.modes
@@ -238,6 +238,6 @@ def _without(prices: Prices, banned: Set[tuple[int, str]]) -> Prices:
 
 
 def _producer_seconds(view: RegionView, prices: Prices, value: int) -> float:
-    """Seconds of the op that makes a value; large for what no op makes again."""
+    """Seconds of the op that makes a value; for an input, the seconds of all ops, so that it comes first."""
     producer = view.graph.values[value].producer
     return prices.op_seconds[producer] if producer >= 0 else sum(prices.op_seconds)

@@ -1,8 +1,8 @@
-"""What has to be known of HiGHS, scipy's solver: it is not always quiet, and its presolve not always right.
+"""Works around two defects of HiGHS, scipy's solver: unwanted output, and wrong results of its presolve.
 
-Seen in the HiGHS of scipy 1.15 to 1.17: branch and bound prints a line to the process's output now and then, where a solution
-that left presolve slightly infeasible is repaired. The line comes from C, so the file descriptor itself has to look elsewhere
-meanwhile. And where the budget of a linear program is all but out of reach, presolve may call it neither solved nor infeasible.
+Seen in the HiGHS of scipy 1.15 to 1.17. Branch and bound sometimes prints a line to the process's output when it repairs a
+solution that left presolve slightly infeasible. C code prints the line, so the file descriptor itself has to be redirected
+meanwhile. And if the budget of a linear program is almost out of reach, presolve may report neither "solved" nor "infeasible".
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from scipy.optimize import OptimizeResult, linprog
 _STDOUT = 1
 _PREFIX = b"Highs"
 OPTIMAL, LIMIT, INFEASIBLE, NODES_SPENT = 0, 1, 2, 4
-"""Results as scipy numbers them."""
+"""scipy's numbers for results."""
 
 
 def solve_linear(aim: Any, *, may_give_up: bool = False, **program: Any) -> OptimizeResult | None:
-    """The optimum of a linear program in the words of `scipy.optimize.linprog`; ``None`` if nothing is feasible.
+    """Return the optimum of a linear program, with the arguments of `scipy.optimize.linprog`; ``None`` if infeasible.
 
-    With ``may_give_up`` also if HiGHS cannot say: for those who look for a plan, and prove nothing by it.
+    With ``may_give_up``, also return ``None`` if HiGHS cannot say. A search for a plan may do so, a proof may not.
     """
     for how in ({"method": "highs"}, {"method": "highs", "options": {"presolve": False}}, {"method": "highs-ipm"}):
         result = linprog(aim, **program, **how)
@@ -42,14 +42,14 @@ def solve_linear(aim: Any, *, may_give_up: bool = False, **program: Any) -> Opti
 
 @functools.cache
 def _turn() -> threading.Lock:
-    """Two planners at once would put back each other's output."""
+    """The lock for redirecting output: two planners at once would restore each other's redirected output."""
     return threading.Lock()
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Inside the block nothing that begins with the solver's name reaches the process's output."""
-    if sys.platform == "win32":  # its C library has no common buffer to flush
+    """Inside the block, discard output lines of the process that begin with the solver's name."""
+    if sys.platform == "win32":  # its C libraries do not share a buffer that could be flushed
         yield
         return
     flush = ctypes.CDLL(None).fflush
@@ -57,7 +57,7 @@ def quiet() -> Iterator[None]:
         flush(None)
         try:
             real = os.dup(_STDOUT)
-        except OSError:  # closed: nobody hears anything
+        except OSError:  # stdout is closed, so there is nothing to silence
             yield
             return
         os.dup2(heard.fileno(), _STDOUT)

@@ -1,18 +1,18 @@
 """Picks one choice per region for the least seconds within a budget: a mixed-integer program, solved by HiGHS.
 
-Legend. ``z[r, c]`` = 1 if region r takes choice c; ``load[w]`` = what the choices add in window w; ``last`` = 1, or the
-peak where the peak is minimised. With ``added`` and ``fixed`` from ``windows``:
+Legend. ``z[r, c]`` = 1 if region r takes choice c; ``load[w]`` = the bytes that the choices add in window w; ``last`` = 1,
+or the peak if the peak is minimised. ``added`` and ``fixed`` come from ``windows``:
 
 ==  ===========================================================================  ==================================
 1   minimise Σ seconds[r, c] · z[r, c] + step · last                             (or ``last`` alone, for the floor)
 2   Σ_c z[r, c] = 1                                                              for every region r
 3   load[w] - load[w - 1] = Σ_r,c (added[r][w, c] - added[r][w - 1, c]) z[r, c]  for every window w
 4   load[w] ≤ budget - fixed[w]                                                  (or ``last`` - fixed[w])
-5   Σ_r,c error²[r, c] · z[r, c] ≤ max_error²; Σ_r,c link[r, c] · z[r, c] ≤ …    where values have other forms
+5   Σ_r,c error²[r, c] · z[r, c] ≤ max_error²; Σ_r,c link[r, c] · z[r, c] ≤ …    if values have other forms
 ==  ===========================================================================  ==================================
 
-Row 3 writes the sums as differences: from one window to the next few regions change, so the matrix stays sparse at any
-depth. The step's own seconds are in the objective, so gaps are relative to the whole step.
+Row 3 states the sums as differences: only a few regions change from one window to the next, so the matrix stays sparse at
+any depth. The step's own seconds are in the objective, so gaps are relative to the whole step.
 """
 
 from __future__ import annotations
@@ -44,28 +44,29 @@ FINE_GAP = 1e-4
 COARSE_GAP = 3e-3
 EXACT_GAP = 0.0
 WIDE_GAP = 1e-2
-"""Near the floor many windows bind at once, and what is found near the relaxed optimum may be so far from it: there branching
-is worth its time."""
+"""Near the floor many windows bind at once, and plans found near the relaxed optimum may be this far from it. Only beyond
+this gap is branching worth its time."""
 SMALL_COLUMNS = 400
-"""Programs up to this size are branched over soon."""
+"""Columns of the largest program that is branched over readily."""
 MOST_NODES = 400
 STAGE_SECONDS = 2.0
-"""What those nodes may take; in deep models one node can take longer than a whole search in shallow ones."""
+"""Time limit for ``MOST_NODES`` nodes: in deep models one node can take longer than a whole search in shallow models."""
 FLOOR_GAP = 2e-3
 NEAR_FLOOR = 1e-2
-"""The smallest peak is searched for to within ``FLOOR_GAP`` of itself, and to within ``NEAR_FLOOR`` where choices are many."""
+"""The smallest peak is found to within ``FLOOR_GAP`` of itself, or to within ``NEAR_FLOOR`` if there are many choices."""
 _HAIR = 1e-9
-"""What the relaxed smallest peak may be off by, and how much below nothing a reduced cost is nothing."""
+"""Tolerance: of the relaxed smallest peak, and of a reduced cost below 0 that counts as 0."""
 _SPARED, _JOINING = 32, 3
-"""One choice in so many is at work from the start; of each region so many join at once."""
+"""Linear programs start with one choice in 32; then up to 3 choices of each region join at a time. The optimum is the same as
+with all choices from the start, in a third to a fifth of the time (docs/design/many-choices-at-once.md)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
     """How one run of the solver ended.
 
-    ``effects`` are the choices taken, one per region, ``None`` if there are none; ``lower_value`` is the solver's proven
-    bound on its aim (seconds added to the step, or bytes of the peak); without ``is_finished`` the time ran out.
+    ``effects`` are the choices taken, one per region (``None`` if none were found). ``lower_value`` is the solver's proven
+    bound on its aim (seconds added to the step, or bytes of the peak). ``is_finished`` is False if the time ran out.
     """
 
     effects: tuple[Effect, ...] | None
@@ -77,8 +78,8 @@ class Selection:
 class Relaxed:
     """The optimum of the relaxed program.
 
-    ``shares`` per (region, choice); ``window_prices`` are the seconds per step that one more byte in each window is worth
-    (the duals of row 4); ``reduced_seconds`` what taking a choice whole would cost beyond the optimum, at least.
+    ``shares`` are per (region, choice). ``window_prices`` are the seconds per step that one more byte in each window would
+    save (the duals of row 4). ``reduced_seconds`` is a lower bound: taking a choice whole costs at least this much more.
     """
 
     shares: Floats
@@ -100,7 +101,8 @@ class ChoiceProblem:
         self.columns = sum(map(len, self.effects))
         self.seconds = np.array([effect.seconds for effects in self.effects for effect in effects])
         self._region_of = np.repeat(np.arange(len(self.effects)), list(map(len, self.effects)))
-        # A power of two, so that sums of bytes stay exact: HiGHS's presolve can go round for ever on ones that are rounded.
+        # A power of two, so that sums of bytes stay exact. With rounded sums HiGHS's presolve can loop for ever
+        # (docs/lab-notes.md, "A solver that never comes back").
         self.unit_bytes = 2.0 ** round(math.log2(max(float(self.windows.fixed_bytes.max()) / 10, 1.0)))
         self.matrix = self._rows()
         self._found: tuple[Taken, ...] = ()
@@ -119,20 +121,20 @@ class ChoiceProblem:
         self.limits = limits
         self.shared = self._shared_rows()
         self.affordable = np.array([float(limits.allow(e.squared_error, e.link_bytes)) for e in taken])
-        """The most of each choice that may be taken: nothing of one that exceeds the limits alone."""
+        """Upper bound of each choice's column: 0 if the choice exceeds the limits by itself, else 1."""
         self._usable = np.flatnonzero(self.affordable > 0)
         self._at_work = self._usable[self._usable % _SPARED == 0]
-        """The choices among which optima are looked for first."""
+        """The choices that linear programs start with."""
 
     def choose(self, budget_bytes: int, gap_of_step: float = FINE_GAP) -> Selection:
-        """The choices with the least seconds whose load fits the budget in every window.
+        """Return the choices with the least seconds whose load fits the budget in every window.
 
-        The relaxed program is rounded first; only if that is not within the gap, combinations near the optimum are searched.
-        Where no gap is allowed, the solver branches, over the choices whose reduced cost leaves them a chance to be better.
+        First the relaxed program is rounded. If the result is not within the gap, combinations near the optimum are
+        searched. With a gap of 0 the solver then branches over the choices whose reduced cost still lets them win.
 
         Args:
-            budget_bytes: what no window may exceed.
-            gap_of_step: how far from the optimum the answer may be, as a share of the step, if that is found soon.
+            budget_bytes: the limit for every window.
+            gap_of_step: the accepted distance from the optimum, as a share of the step, for an answer found by search.
         """
         relaxed = self.relax(budget_bytes)
         if relaxed is None:
@@ -157,7 +159,7 @@ class ChoiceProblem:
         return self._selection(best, relaxed.seconds, is_finished=True)
 
     def _selection(self, taken: Taken | None, lower_value: float, *, is_finished: bool) -> Selection:
-        """A combination of choices, from which later searches may start as well."""
+        """A combination of choices; remember it as a start for later searches."""
         if taken is None:
             return Selection(None, lower_value, is_finished)
         self._found = tuple(dict.fromkeys((*self._found, taken)))
@@ -170,7 +172,7 @@ class ChoiceProblem:
         return tuple(choices.index(effect) for choices, effect in zip(self.effects, effects, strict=True))
 
     def _branch(self, budget_bytes: int, relaxed: Relaxed, known: Taken | None, gap_of_step: float) -> Selection:
-        """The optimum within a gap, if time allows; ``known`` is a combination that fits."""
+        """The optimum within a gap, if the time suffices; ``known`` is a combination that fits."""
         bounds = self._budget_bounds(budget_bytes)
         known_effects = None if known is None else self._effects_of(known)
         known_seconds = sum(effect.seconds for effect in known_effects) if known_effects is not None else np.inf
@@ -184,16 +186,18 @@ class ChoiceProblem:
         return Selection(selection.effects, lower_seconds, selection.is_finished)
 
     def minimise_peak(self) -> Selection:
-        """The choices with the smallest peak, and of those fast ones."""
+        """The choices with the smallest peak, made as fast as this peak allows."""
         found = self._lowest_peak()
         if found.effects is None:
             return found
+        # A fast plan holds as much at the loss as later plans will. The first step runs this plan, and its measured excess
+        # over the prediction would be too small for them otherwise.
         taken = self._taken_of(found.effects)
         room = Room(self.windows, self._peak_bytes(taken), self.limits)
         return self._selection(speed_up(room, taken), found.lower_value, is_finished=found.is_finished)
 
     def _lowest_peak(self) -> Selection:
-        """The relaxed smallest peak rounded, or a search where that is not close."""
+        """Round the relaxed smallest peak; search if the rounded peak is not close to it."""
         windows = len(self.windows.spans)
         aim = np.concatenate([np.zeros(self.columns + windows), [1.0]])
         window = np.arange(windows)
@@ -208,7 +212,7 @@ class ChoiceProblem:
         if not np.isfinite(least_bytes):
             return Selection(effects=None, lower_value=np.inf, is_finished=True)
         start = self._lowest_rounded(least_bytes, lifts * self.unit_bytes)
-        # Where the search comes so close, branching over many choices has not been seen to come closer.
+        # Within this distance, branching over many choices has not been seen to find anything better.
         close = FLOOR_GAP if self.columns <= SMALL_COLUMNS else NEAR_FLOOR
         if start is not None and self._peak_bytes(start) <= least_bytes * (1 + close):
             return self._selection(start, least_bytes, is_finished=True)
@@ -233,7 +237,7 @@ class ChoiceProblem:
         return int(Room(self.windows, 0, self.limits).load(taken).max())
 
     def _lowest_rounded(self, least_bytes: float, lifts: Floats) -> Taken | None:
-        """Whole choices with a small peak: near the relaxed optimum under a few budgets, and what is near those."""
+        """Whole choices with a small peak: rounded from the relaxed optimum under a few budgets, then improved."""
         for gap in (0.0, FLOOR_GAP / 10, FLOOR_GAP, NEAR_FLOOR, 5 * NEAR_FLOOR):
             budget_bytes = max(math.ceil(least_bytes * (1 - _HAIR)), int(least_bytes * (1 + gap)))
             relaxed = self.relax(budget_bytes)
@@ -244,18 +248,18 @@ class ChoiceProblem:
             if found is None:  # a beam through all regions may fit where rounding does not
                 found = search_near(room, relaxed.reduced_seconds, None, relaxed.seconds, np.inf, QUICK)
             if found is not None:
-                # Farther from the optimum branching comes next, which needs no better start.
+                # Farther from the optimum, branching follows, which does not need a better start.
                 is_near = gap <= NEAR_FLOOR
                 return lower_peak(self.windows, self.limits, lifts, found, math.ceil(least_bytes)) if is_near else found
         return None
 
     def _relaxed_peak(self, aim: Floats, bounds: Bounds, room: LinearConstraint) -> tuple[float, Floats]:
-        """The smallest peak of the program without whole numbers, infinite if it has no solution; and reduced costs."""
+        """The smallest peak of the relaxed program (infinite if infeasible), and reduced costs."""
         result, _, reduced = self._optimum(aim, bounds, [(room.A, room.ub)])
         return (np.inf, reduced) if result is None else (float(result.fun), np.maximum(reduced, 0.0))
 
     def relax(self, budget_bytes: int) -> Relaxed | None:
-        """The program without whole numbers; ``None`` if not even that fits."""
+        """Solve the program without integrality; ``None`` if even that is infeasible."""
         windows = len(self.windows.spans)
         unit_seconds = max(float(self.seconds.max(initial=0.0)), 1e-30)
         aim = np.concatenate([self.seconds / unit_seconds, np.zeros(windows + 1)])
@@ -273,10 +277,10 @@ class ChoiceProblem:
     def _optimum(
         self, aim: Floats, bounds: Bounds, more: list[tuple[csr_array, Floats]]
     ) -> tuple[OptimizeResult | None, Floats, Floats]:
-        """The optimum of the program without whole numbers, shares and reduced costs of all choices; ``more`` are other rows.
+        """The optimum of the relaxed program, shares and reduced costs of all choices; ``more`` are additional rows.
 
-        Of thousands of choices an optimum takes a few per region, and those for other budgets are much the same: so few are
-        put to work, and of the others those whose reduced costs say that they would help, until none would.
+        Column generation: of thousands of choices an optimum uses a few per region, and optima for other budgets use much
+        the same ones. So start with few columns, and add those with helpful reduced costs until no column would help.
         """
         rows = more if self.shared is None else [*more, (self.shared, np.ones(self.shared.shape[0]))]
         above = csc_array(vstack([row for row, _ in rows])) if rows else None
@@ -285,7 +289,7 @@ class ChoiceProblem:
         while True:
             are_all = len(at_work) == len(self._usable)
             at = np.concatenate([at_work, np.arange(self.columns, len(aim))])
-            # Row 2 keeps choices below 1: a bound of their own would take a part of their reduced costs.
+            # Row 2 keeps choices below 1. A column bound would absorb a part of their reduced costs.
             upper = np.concatenate([np.full(len(at_work), 1.0 if are_all else np.inf), bounds.ub[self.columns :]])
             result = solve_linear(
                 aim[at],
@@ -314,7 +318,7 @@ class ChoiceProblem:
         return result, shares, reduced[: self.columns]
 
     def _joining(self, reduced: Floats, at_work: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Per region a few choices that would help most, of those that are not at work."""
+        """The most helpful choices that are not in the program yet, a few per region."""
         helps = np.zeros(self.columns, dtype=np.bool_)
         helps[self._usable] = reduced[self._usable] < -_HAIR
         helps[at_work] = False
@@ -325,7 +329,7 @@ class ChoiceProblem:
         return found[rank < _JOINING]
 
     def _budget_bounds(self, budget_bytes: int) -> Bounds:
-        """Row 4: what each window has room for under a budget."""
+        """Row 4: the room in each window under a budget."""
         return self._bounds((budget_bytes - self.windows.fixed_bytes) / self.unit_bytes, (1.0, 1.0))
 
     def _bounds(self, room: Floats, last: tuple[float, float]) -> Bounds:
@@ -358,7 +362,7 @@ class ChoiceProblem:
         return coo_array((np.concatenate(data), (np.concatenate(rows), np.concatenate(columns))), shape=shape).tocsc()
 
     def _shared_rows(self) -> csr_array | None:
-        """Row 5 over the same columns, scaled so that each is at most 1; ``None`` where nothing is shared."""
+        """Row 5 over the same columns, scaled to a right side of 1; ``None`` if nothing shared is limited."""
         rows = []
         for limit, spent in (
             (self.limits.squared_error, [effect.squared_error for effects in self.effects for effect in effects]),

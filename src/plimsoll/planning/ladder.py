@@ -1,10 +1,10 @@
 """A ladder of plans for one family of steps: each batch takes the cheapest rung that fits it, found before it runs.
 
-The planner solves a handful of plans between the lowest peak and the unmanaged one of the largest step that is known. Their
-decisions are names of values, which every size of the batch has. So each of them is a plan at every size, and what it takes
-there is known to the byte (see ``peaks``): a short batch takes the rung that keeps everything, a long one drops more.
+The planner solves a few plans between the lowest peak and the unmanaged peak of the largest known step. Their decisions name
+values, and every batch size has the same values. So each plan can be followed at every size, and its memory there is known
+to the byte (see ``peaks``): a short batch takes the rung that keeps everything, a long batch takes a rung that drops more.
 
-Known weakness: between two rungs a plan that was solved for just this batch may be a little cheaper.
+Known weakness: a plan solved for exactly one batch may be slightly cheaper than the next rung.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from plimsoll.planning.replay_schedule import Unreachable
 from plimsoll.planning.solve import Planner
 
 _MOST_KNOWN = 4096
-"""So many shapes are remembered with what every rung takes there; pairs of lengths can be a hundred thousand."""
+"""Number of shapes whose forecasts are cached: there can be a hundred thousand pairs of lengths."""
 
 
 def rungs_of(planner: Planner) -> Iterator[Plan]:
-    """The plans that a planner has solved, the cheapest first: those that no other one beats in both peak and seconds.
+    """The plans that a planner has solved and that no other one beats in both peak and seconds, the cheapest first.
 
-    Each is written when it is asked for.
+    Each plan is written when the iterator reaches it.
     """
     lowest_bytes = math.inf
     for simulation in sorted(planner.ladder, key=lambda s: (s.seconds, s.peak_bytes)):
@@ -46,30 +46,30 @@ def rungs_of(planner: Planner) -> Iterator[Plan]:
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """One plan of a ladder, and what it takes at every shape."""
+    """One plan of a ladder, and its forecasts at every shape."""
 
     plan: Plan
     shaped: ShapedPlan
 
 
 class Ladder(Generic[S]):
-    """Plans for every shape of a family. Plans that cannot be followed there are left out."""
+    """Plans for every shape of a family. A plan that cannot be followed is left out."""
 
     def __init__(self, step: ShapedStep[S], plans: Iterable[Plan]) -> None:
         self.step = step
         self._rungs: list[Rung] = []
         self._known: dict[S, tuple[Forecast, ...]] = {}
         self._waiting = list(plans)
-        """Plans that nobody has asked for yet: a ladder may be replaced before that, when its family has another member."""
+        """Plans not yet turned into rungs: a ladder may be replaced before its first use, if its family gets a new member."""
         self._all = ShapedPlans(())
 
     def extend(self, plans: Iterable[Plan]) -> None:
-        """More rungs."""
+        """Add more rungs."""
         self._waiting += plans
         self._known.clear()
 
     def at(self, shape: S) -> tuple[Forecast, ...]:
-        """What every rung takes at a shape that the family knows."""
+        """The forecast of every rung at a shape that the family knows."""
         if shape not in self._known:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
@@ -78,7 +78,7 @@ class Ladder(Generic[S]):
 
     @property
     def rungs(self) -> list[Rung]:
-        """The plans that can be followed; where none can, the first one without what it does."""
+        """The plans that can be followed; if none can, the first plan without its decisions."""
         for plan in self._waiting:
             with contextlib.suppress(Unreachable):
                 self._rungs.append(Rung(plan, self.step.under(plan.regions)))
@@ -95,7 +95,7 @@ class Ladder(Generic[S]):
         return [(rung.plan, forecast) for rung, forecast in rungs if forecast.before_optimizer_bytes <= room_bytes]
 
     def cheapest(self, shape: S, room_bytes: int) -> tuple[Plan, Forecast] | None:
-        """The rung with the least seconds of those that fit into the room; ``None`` where none does."""
+        """The rung with the least seconds that fits into the room; ``None`` if no rung fits."""
         return min(self.fitting(shape, room_bytes), key=lambda rung: rung[1].seconds, default=None)
 
     def lowest(self, shape: S) -> tuple[Plan, Forecast]:

@@ -1,8 +1,8 @@
 """Measures what many choices of one region add to the step's memory and time, all in one pass over the region's ops.
 
-The rules are those of `replay_schedule` and `replay`, which the simulator follows choice by choice; here every number is an
-array with one entry per choice. Time within backward is counted in *keys*: the moments at which slots let go or are read,
-one after the other, and within a moment the ops in program order, each with its loads before and its frees after it.
+The rules are the same as in `replay_schedule` and `replay`, which the simulator follows choice by choice; here every number is
+an array with one entry per choice. Time within backward is counted in *keys*. Keys order the moments at which slots are
+released or read, and within a moment the ops in program order, each op with its loads before it and its frees after it.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from plimsoll.planning.step import Ints, RegionView, Span, StepIndex, slot_stop,
 Mask = npt.NDArray[np.bool_]
 
 _AT_ONCE = 256
-"""Choices per pass: what a pass needs in memory grows with them, and its time per choice hardly falls any more."""
+"""Choices per pass. A larger pass needs more memory, and is hardly faster per choice."""
 _NEVER = np.iinfo(np.int64).max // 2**22
-"""A key after all others, small enough to be multiplied by the number of events."""
+"""A key after all others, small enough that it can be multiplied by the number of events."""
 _FOREVER = np.iinfo(np.int64).max
 _NO_PEAK = np.iinfo(np.int64).min // 2
-"""The workspace of what goes: while several buffers go one after the other, nothing is highest."""
+"""The workspace of a release, so that a release is never the peak while several buffers are released one after another."""
 
 
 class Measuring:
-    """One region of a step, made ready to measure choices of it."""
+    """One region of a step, prepared for measuring choices of it."""
 
     def __init__(self, index: StepIndex, view: RegionView) -> None:
         self.index, self.view, self.frame = index, view, frame_of(index, view)
         graph = view.graph
         self.reads = [slot for slot in graph.backward_order if graph.slots[slot].value in view.everything]
-        """The slots that a choice may have rebuilt, in the order of reading."""
+        """The slots whose values a choice may drop or pack, in the order of reading."""
         self.read_values = [graph.slots[slot].value for slot in self.reads]
         at = [2 * graph.slots[slot].unpacked for slot in self.reads]
         self.stops = [slot_stop(index.trace, graph.slots[slot]) for slot in self.reads]
         self.at_once = 2 * view.call.backward[0] if view.call.unpacks_at_once else -1
-        """The instant at which all packed values are brought back; -1: each where it is needed."""
+        """The instant at which all packed values are brought back; -1 if each is brought back when it is read."""
         self.instants = sorted({*at, *self.stops, *((self.at_once,) if self.at_once >= 0 else ())})
         moments = sorted([(instant, -1) for instant in self.instants] + [(i, s) for s, i in enumerate(at)])
         self.release_moment = {instant: m for m, (instant, read) in enumerate(moments) if read < 0}
@@ -58,7 +58,7 @@ class Measuring:
         where = {instant: i for i, instant in enumerate(self.instants)}
         self.instant_of = np.array([where[instant] for instant, _ in moments] + [len(where)], dtype=np.int64)
         self.keys = 4 * len(graph.ops) + 6
-        """Keys per moment: a load, an op and a free per op; then what no op reads is loaded, then the slot's value is freed."""
+        """Keys per moment: load, run and free for each op; then loads that no op reads, then the free of the slot's value."""
         self.op_seconds = np.array([index.replay_seconds(op.cost_key) for op in graph.ops])
         self.workspaces = np.array([index.trace.workspaces.get(op.cost_key, 0) for op in graph.ops], dtype=np.int64)
         self.touch_seconds = engine_seconds(index, view)
@@ -80,7 +80,7 @@ class Measuring:
         return effects
 
     def _columns(self) -> Ints:
-        """Per instant of backward its column in what ``_Pass.rebuilt`` stacks: nothing, the highest, and after each instant."""
+        """Per instant of backward its column in the table of ``_Pass.rebuilt``: 0, the maximum at, or the level after it."""
         found = []
         for instant in range(self.frame.start, self.frame.stop):
             last = bisect_right(self.instants, instant) - 1
@@ -91,7 +91,7 @@ class Measuring:
 
 @dataclass(frozen=True, slots=True)
 class _Holding:
-    """When a storage is not alive anyway from its region's exit on (``gaps``), and when it is, between forward and backward."""
+    """A storage after its region's exit: ``gaps`` are outside of the fixed bytes, ``relief`` is inside, before backward."""
 
     gaps: tuple[Span, ...]
     is_between: bool
@@ -105,7 +105,7 @@ class _Holding:
 
 
 class _Pass:
-    """Some choices of one region: values are rows of lists, choices entries of arrays."""
+    """Some choices of one region, measured together: rows are values, columns are choices."""
 
     def __init__(self, region: Measuring, choices: Sequence[Choice]) -> None:
         self.region, self.choices = region, choices
@@ -130,12 +130,12 @@ class _Pass:
         self._demand()
         self._order()
 
-    # When what is needed ------------------------------------------------------------------------------------------
+    # When each value is needed --------------------------------------------------------------------------------------
 
     def _demand(self) -> None:
-        """Walk from the last op to the first: which read first needs each value, and until when a slot made of it lives.
+        """Walk from the last op to the first: which read first needs each value, and how long a slot made of it lives.
 
-        ``first`` is the position of a read (their number: never), ``until`` an instant (-1: never).
+        ``first`` is the position of a read (the number of reads: never), ``until`` an instant (-1: never).
         """
         region, graph = self.region, self.region.view.graph
         never = len(region.reads)
@@ -147,7 +147,7 @@ class _Pass:
             self.first[value][gone] = position
             np.maximum(self.until[value], region.stops[position], out=self.until[value], where=gone)
         self.runs: dict[int, tuple[Ints, Mask]] = {}
-        """Per op that runs again under some choice: the read before which it does, and under which choices."""
+        """Per op that runs again under some choice: before which read it runs, and under which choices."""
         for op in reversed(graph.ops):
             writes = list(op.writes)
             is_free = ~self.there[writes]
@@ -167,7 +167,7 @@ class _Pass:
                 raise Unreachable(value_.id, f"{value_.name} is not held for backward")
 
     def _order(self) -> None:
-        """The key of every op and load, the last use of every value, and which op works in whose memory."""
+        """Compute the key of every op and load, the last use of every value, and which in-place op takes over which buffer."""
         region, graph = self.region, self.region.view.graph
         self.key: dict[int, Ints] = {}
         last = np.full(self.kept.shape, -1, dtype=np.int64)
@@ -188,7 +188,7 @@ class _Pass:
         for op_id in sorted(self.runs, reverse=True):
             key, runs = self.key[op_id], self.runs[op_id][1]
             for write in graph.ops[op_id].writes:
-                # Nobody asks the replay for what is held anyway; the end of what is packed is that of its load.
+                # A held value is never read from the replay. A packed value's end belongs to its load.
                 end[write] = np.where(self.held[write], key + 1, end[write])
                 np.maximum(end[write], key + 1, out=end[write], where=~self.away[write])
                 left = runs.copy()
@@ -201,8 +201,9 @@ class _Pass:
         self.end = end
 
     def _load_key(self, value: int) -> Ints:
-        """When a packed value is brought back: right before the first op that reads it, or last before its slot is read; in
-        compiled code when its backward begins.
+        """When a packed value is brought back: before the first op that reads it, else just before its slot is read.
+
+        In compiled code all packed values are brought back when backward begins.
         """
         region = self.region
         position = np.where(self.away[value], self.first[value], len(region.reads))
@@ -216,17 +217,17 @@ class _Pass:
                 place = np.where(runs & (runs_at == position), 4 * op_id + 1, place)
         return np.where(position < len(region.reads), region.read_moment[position] * region.keys + place, _NEVER)
 
-    # What is rebuilt ----------------------------------------------------------------------------------------------
+    # Rebuilt values -------------------------------------------------------------------------------------------------
 
     def _events(self) -> Iterator[tuple[Ints, Ints, Ints | int]]:
-        """Key, bytes that come (or go), and workspace of everything that happens to the replay's own buffers."""
+        """Key, bytes allocated (negative: released), and workspace of every event of the replay's own buffers."""
         graph = self.region.view.graph
         for value, loaded in self.loads.items():
             size = graph.values[value].bytes
             is_loaded = loaded < _NEVER
             end = self.end[value]
             producer = graph.values[value].producer
-            if producer in self.runs:  # its op runs too, for another result: then that one's buffer is the value's
+            if producer in self.runs:  # its op also runs, for another result: then the op's buffer replaces this one
                 made = self.key[producer]
                 end = np.where(self.runs[producer][1] & (loaded < made) & (made < self.last[value]), _NEVER, end)
             spaces = np.zeros(self.count, dtype=np.int64)
@@ -246,7 +247,7 @@ class _Pass:
             yield np.where(runs, self.key[op_id], _NEVER), come, runs * self.region.workspaces[op_id]
 
     def _made_until(self, value: int, op_id: int) -> Ints:
-        """When the buffer goes in which an op leaves a value; one that is also loaded, later, loses its name and stays."""
+        """When the buffer that an op made for a value is released. If the value is loaded later, the op's buffer stays."""
         until: Ints = self.end[value]
         loaded = self.loads.get(value)
         if loaded is not None:
@@ -257,7 +258,7 @@ class _Pass:
         return until
 
     def rebuilt(self) -> Ints:
-        """Bytes of rebuilt values per choice and instant of backward: at an even one the highest of the replay there."""
+        """Bytes of rebuilt values per choice and instant of backward; at an even instant the maximum of the replay there."""
         region = self.region
         instants = len(region.instants)
         events = list(self._events())
@@ -266,7 +267,7 @@ class _Pass:
         keys = np.stack([key for key, _, _ in events], axis=1)
         change = np.stack([change for _, change, _ in events], axis=1)
         spaces = np.stack([np.broadcast_to(space, self.count) for _, _, space in events], axis=1)
-        # Sorted with their positions, equal keys stay in order, and numpy sorts plain numbers several times as fast.
+        # Sorting keys combined with positions keeps equal keys in order. Plain integers also sort several times as fast.
         keys, order = np.divmod(np.sort(keys * len(events) + np.arange(len(events)), axis=1), len(events))
         change, spaces = (np.take_along_axis(table, order, axis=1) for table in (change, spaces))
         level = np.cumsum(change, axis=1) + spaces
@@ -289,7 +290,7 @@ class _Pass:
         curves: Ints = table[:, region.columns]
         return curves
 
-    # What is held -------------------------------------------------------------------------------------------------
+    # Held values and effects ----------------------------------------------------------------------------------------
 
     def effects(self) -> list[Effect]:
         """The effect of every choice."""
@@ -329,7 +330,7 @@ class _Pass:
         return found
 
     def _held_until(self) -> dict[int, Ints]:
-        """Per storage until when it is held: for kept values, for slots that are made of them, for transfers on their way."""
+        """Per storage, until when it is held: for kept values, for slots made of them, or for a running transfer."""
         view, values = self.region.view, self.region.view.graph.values
         held: dict[int, Ints] = {}
         for value in (*view.saved, *view.steady):
@@ -362,8 +363,10 @@ class _Pass:
                 self.reliefs[at] += reliefs
 
     def _hold(self, storage: int, until: Ints) -> None:
-        """What is alive anyway is in the fixed bytes. A storage that is not this region's to decide on (an input) may be
-        held by another region too: then a sum over regions counts it twice, and the effect is not additive.
+        """Add a storage while it is not in the fixed bytes, until ``until``.
+
+        Another region may hold a storage that this region does not decide about (an input). Then a sum over regions
+        counts the storage twice, so the effect is not additive.
         """
         region, frame = self.region, self.region.frame
         size, holding = region.index.trace.storages[storage].bytes, region.holdings[storage]
@@ -384,7 +387,7 @@ class _Pass:
             self._relieve(~is_through & (until == stop), *reliefs)
 
     def _copy(self) -> Ints:
-        """Bytes of the inputs that are copied at entry."""
+        """Bytes of the inputs that are copied at the region's entry."""
         view = self.region.view
         copied = np.zeros(self.count, dtype=np.int64)
         for value in view.copied - view.steady:
@@ -395,7 +398,7 @@ class _Pass:
         return copied
 
     def _hold_payloads(self) -> None:
-        """What packed values leave on the device, and the buffers into which transfers come back."""
+        """Add the payloads of packed values, and the buffers that returning transfers write to."""
         view, frame, region = self.region.view, self.region.frame, self.region
         for (value, name), mask in self.packed.items():
             form = view.form(value, name)
@@ -418,7 +421,7 @@ class _Pass:
                     self._relieve(is_there & ~is_through & (stops == stop), relief)
 
     def _packing_bytes(self, held_until: dict[int, Ints]) -> Ints:
-        """The most that payloads and workspaces take beside what forward saved (see ``replay``)."""
+        """The maximum of payloads and workspaces on top of the tensors that forward saved (see ``replay``)."""
         view, exit_ = self.region.view, self.region.frame.exit
         values = view.graph.values
         position = {value: at for at, value in enumerate(view.saved)}
@@ -442,7 +445,7 @@ class _Pass:
                 if values[other].storage == storage:
                     stays = stays | later
             now -= (mask & ~stays) * values[value].bytes
-        if self.region.at_once >= 0:  # compiled code holds what is packed until its forward ends
+        if self.region.at_once >= 0:  # compiled code holds the sources of packed values until its forward ends
             for value, _, mask in pairs:
                 covered = self.region.index.covered(values[value].storage)
                 if not any(start < exit_ <= stop for start, stop in covered):

@@ -1,13 +1,14 @@
-"""Says in microseconds what a plan takes at any size of a batch: every moment that can be the peak as one row of a matrix.
+"""Computes within microseconds what a plan takes at any batch size: a matrix with one row per moment that can be the peak.
 
-What is alive at a moment is a sum of storages, and the bytes of each are an expression of the batch's dimensions (see
-``expressions``); so the moment is one too. Its coefficients come from replaying the plan at as many sizes as there are terms.
-A moment within a replay counts by itself, as another one may be the highest at another size. What is at most another moment in
-every term is left out. The peak of a batch is then one product of a small matrix with its terms, and a maximum.
+The bytes alive at a moment are a sum of storages. The bytes of each storage are an expression of the batch's dimensions (see
+``expressions``), so their sum is one too. Its coefficients come from replaying the plan at as many sizes as there are terms.
+Each moment within a replay has its own row, because another moment may be the highest at another size. A moment is left out if
+another one is at least as large in every term. The peak of a batch is then one product of a small matrix with the values of
+its terms, and a maximum.
 
-Seconds go the same way. They are an interpolation of measured ones, good for comparing plans.
+Seconds are computed in the same way. They interpolate measured seconds, and are good enough to compare plans.
 
-Known weakness: forms other than KEEP and RECOMPUTE have sizes of their own, which are known at one size of the batch only.
+Known weakness: the bytes of forms other than KEEP and RECOMPUTE are known only for one batch size.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from plimsoll.planning.windows import undominated
 
 Floats = npt.NDArray[np.float64]
 _SNAP = 1e-3
-"""Coefficients so near to whole numbers are whole: what is off comes from floating point."""
+"""Coefficients this close to a whole number are rounded: the difference comes from floating point."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What one plan takes at one size of the batch.
+    """The memory and seconds of one plan at one batch size.
 
     ``before_optimizer_bytes`` is the peak of forward and backward, ``peak_bytes`` the peak of the whole step.
     ``forward_bytes`` is what forward adds: alive at its end, minus alive at its beginning.
@@ -51,8 +52,9 @@ class Forecast:
 
 
 class ShapedStep(Generic[S]):
-    """The step of a family, sampled at a few sizes, for as many plans as are wanted. ``costs`` are those of traced shapes;
-    ``how`` is as for ``StepIndex``.
+    """The step of a family, sampled at a few sizes, for any number of plans.
+
+    ``costs`` are the costs of traced shapes; ``how`` are further arguments of ``StepIndex``.
     """
 
     def __init__(self, family: Family[S], costs: Mapping[S, Costs], **how: Any) -> None:
@@ -71,13 +73,13 @@ class ShapedStep(Generic[S]):
         self.lasting_bytes = self._indices[0].lasting_bytes
 
     def traced(self, shape: S) -> tuple[Trace, Costs]:
-        """The step at a shape as the family's members tell it, with its costs."""
+        """The step at a shape, predicted from the family's members (or traced there), with its costs."""
         if shape not in self.family.shapes:
             return self.family.alike(shape), self.family.seconds_at(shape, self._costs)
         return self.family.at(shape), self._costs.get(shape) or self.family.seconds_at(shape, self._costs)
 
     def under(self, regions: Sequence[RegionPlan]) -> ShapedPlan:
-        """What a plan takes, by its decisions.
+        """Return the coefficients of a plan with these decisions.
 
         Raises:
             Unreachable: a dropped value cannot be rebuilt in this family.
@@ -94,9 +96,9 @@ class ShapedStep(Generic[S]):
         rows = (self._inverse @ moments).T
         whole = np.rint(rows)
         rows = np.where(np.abs(rows - whole) < _SNAP, whole, rows)
-        forward = rows[self._indices[0].handover] - rows[0]  # instants come first, in order
+        forward = rows[self._indices[0].handover] - rows[0]  # the first rows are the instants, in order
         before = _undominated(rows[is_before])
-        # Without an optimizer its part is a row of nothing.
+        # The row of zeros is for steps without an optimizer.
         optimizer = np.concatenate([rows[~is_before], np.zeros((1, rows.shape[1]))])
         seconds_row = self._inverse @ np.array(seconds, dtype=np.float64)
         return ShapedPlan(before, _undominated(optimizer), forward, seconds_row)
@@ -109,8 +111,10 @@ class ShapedStep(Generic[S]):
 
 @dataclass(frozen=True, slots=True)
 class ShapedPlan:
-    """One plan at every shape of a family: coefficients of moments before and in the optimizer's step, of the bytes that
-    forward adds, and of seconds.
+    """One plan at every shape of a family.
+
+    The fields are coefficients: of moments before the optimizer's step, of moments in it, of the bytes that forward adds, and
+    of seconds.
     """
 
     before: Floats
@@ -120,7 +124,7 @@ class ShapedPlan:
 
 
 class ShapedPlans:
-    """Several plans of one family, whose figures at a shape come from one product."""
+    """Several plans of one family; one matrix product computes the figures of all of them at a shape."""
 
     def __init__(self, plans: Sequence[ShapedPlan]) -> None:
         parts = [part for plan in plans for part in (plan.before, plan.optimizer)]
@@ -129,7 +133,7 @@ class ShapedPlans:
         self._starts = np.cumsum([0, *map(len, parts)])
 
     def at(self, terms: Floats) -> tuple[Forecast, ...]:
-        """What each plan takes where the family's terms have these values."""
+        """The forecast of each plan for these values of the family's terms."""
         if not len(self._rows):
             return ()
         values = self._rows @ terms
@@ -144,7 +148,7 @@ class ShapedPlans:
 
 
 def _moments(replays: StepReplays) -> list[tuple[int, int]]:
-    """Instant and bytes of every moment that can be the highest, in the same order at every size."""
+    """Instant and bytes of every moment that can be the peak, in the same order at every size."""
     curve = replays.held()
     summits: dict[int, list[list[int]]] = {}
     for outcome in replays.outcomes:
@@ -162,7 +166,7 @@ def _moments(replays: StepReplays) -> list[tuple[int, int]]:
 
 
 def _levels(outcome: Replay) -> Iterator[tuple[int, int, list[int], int]]:
-    """Bytes at every instant at which buffers of a replay come or go: when slots have let go, at its summits, and after it."""
+    """Per instant with events of a replay's buffers: bytes after due releases, at the replay's local maxima, and at the end."""
     now = 0
     for instant, together in itertools.groupby(outcome.buffers, key=lambda event: event.instant):
         events = list(together)
@@ -180,14 +184,14 @@ def _levels(outcome: Replay) -> Iterator[tuple[int, int, list[int], int]]:
 
 
 def _undominated(rows: Floats) -> Floats:
-    """The rows of which no other is at least as large in every column."""
+    """The rows without those that another row equals or exceeds in every column."""
     distinct = np.unique(rows, axis=0)
     largest_first = np.argsort(-distinct.sum(axis=1), kind="stable")
     return np.asarray(distinct[undominated(-distinct, largest_first.tolist())])
 
 
 def _spread(terms: Sequence[Term], points: Sequence[Sizes], unit: Sizes) -> list[Sizes]:
-    """Multiples of the unit at which the terms can be told apart, as many as there are terms, within reach of the points."""
+    """As many multiples of the unit as there are terms, within the range of the points, with linearly independent terms."""
     choices = []
     for column, size in enumerate(unit):
         most = max(4, -(-max(point[column] for point in points) // size))
@@ -203,7 +207,7 @@ def _spread(terms: Sequence[Term], points: Sequence[Sizes], unit: Sizes) -> list
 
 
 def _inverse(matrix: Sequence[Sequence[int]]) -> Floats:
-    """In fractions, as terms of many sizes are too far apart for floating point."""
+    """The inverse, computed in fractions: terms of large sizes differ too much in magnitude for floating point."""
     units = np.eye(len(matrix), dtype=np.int64).tolist()
     columns = [solve_exactly(matrix, unit) or () for unit in units]
     return np.array([[float(entry) for entry in column] for column in columns]).T

@@ -1,4 +1,4 @@
-"""Overrides: what a user has decided by pattern, and choices that respect it.
+"""Overrides: decisions that a user makes by pattern, and choices that respect them.
 
 An override is written ``pattern=decision``: ``layers.*.mlp::silu=compress:int8``, ``*.attn*=keep``,
 ``layers.0.*=recompute``, ``*::gelu=offload``. The pattern is a shell pattern over the
@@ -22,17 +22,17 @@ from plimsoll.planning.step import RegionView, StepIndex, boundary_values
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """One pattern and what is decided for the values that it matches; ``form`` is empty where any form will do."""
+    """A pattern, and the decision for the values that it matches; an empty ``form`` allows any form."""
 
     pattern: str
     decision: Decision
     form: str = ""
 
     def matches(self, path: str) -> bool:
-        """Whether the pattern is that of a value.
+        """True if the pattern matches a value.
 
-        The number (``#0``) and the front of the path may be left out, and a module stands for all inside it:
-        ``layers.*.mlp::silu`` is also ``model.layers.0.mlp.act_fn::silu#0``.
+        The number (``#0``) and the front of the path may be left out, and a module matches everything inside it:
+        ``layers.*.mlp::silu`` also matches ``model.layers.0.mlp.act_fn::silu#0``.
         """
         inside = self.pattern.replace("::", ".*::")
         patterns = (self.pattern, f"*.{self.pattern}", inside, f"*.{inside}")
@@ -41,7 +41,7 @@ class Override:
 
 
 def value_path(region: str, value: str) -> str:
-    """How overrides name a value: ``layers.0.mlp::silu#0``, ``layers.0::add#1``.
+    """Return a value's path, as overrides write it: ``layers.0.mlp::silu#0``, ``layers.0::add#1``.
 
     Example:
         >>> value_path("layers.0", "mlp::silu#0"), value_path("layers.0", "add#1")
@@ -54,7 +54,7 @@ def parse_override(text: str) -> Override:
     """Read one override.
 
     Raises:
-        InvalidStrategy: no pattern, or no decision that there is.
+        InvalidStrategy: the pattern is empty, or the decision does not exist.
 
     Example:
         >>> parse_override("layers.*.mlp::silu=compress:int8")
@@ -74,10 +74,10 @@ def parse_override(text: str) -> Override:
 
 
 def pin_values(index: StepIndex, overrides: Sequence[Override]) -> StepIndex:
-    """The same step, with the decisions of the user in its regions.
+    """Return the same step with the user's decisions in its regions.
 
     Raises:
-        InvalidStrategy: an override matches nothing, or demands what a value cannot do.
+        InvalidStrategy: an override matches no value, or demands what a value cannot do.
     """
     if not overrides:
         return index
@@ -90,17 +90,17 @@ def pin_values(index: StepIndex, overrides: Sequence[Override]) -> StepIndex:
                 why=f"values are named region.module::op; there are {len(names)}",
                 next="closest: " + ", ".join(close) if close else "plan once without it, and show the plan's values",
             )
-    # A shallow copy: what the index has worked out does not depend on decisions.
+    # A shallow copy suffices: nothing that the index has cached depends on decisions.
     pinned_index = copy.copy(index)
     pinned_index.views = tuple(dataclasses.replace(view, pins=_pins_of(view, overrides)) for view in index.views)
     return pinned_index
 
 
 def _pins_of(view: RegionView, overrides: Sequence[Override]) -> dict[int, str]:
-    """What overrides demand of the values of a region: ``KEEP``, ``RECOMPUTE`` or the name of a form; the last one counts.
+    """Demands on the values of a region: ``KEEP``, ``RECOMPUTE`` or the name of a form; the last override that matches wins.
 
     Raises:
-        InvalidStrategy: a demand that the value cannot meet.
+        InvalidStrategy: the value cannot meet the demand.
     """
     pins: dict[int, str] = {}
     for value in view.saved:
@@ -140,7 +140,7 @@ def _pin(view: RegionView, value: int, name: str, override: Override) -> str:
 
 
 def pinned(view: RegionView, choice: Choice) -> Choice:
-    """The same choice with pinned values as they are pinned."""
+    """The same choice, but with the pinned values decided by their pins."""
     if not view.pins:
         return choice
     rest = choice.without(frozenset(view.pins))
@@ -150,7 +150,7 @@ def pinned(view: RegionView, choice: Choice) -> Choice:
 
 
 def pin_choices(index: StepIndex, choices: Sequence[Choice]) -> tuple[Choice, ...]:
-    """One choice per region, as pinned; a boundary stays where it is held if an override decides about an input."""
+    """One choice per region with its pins. A dropped boundary is held after all if an override decides about its inputs."""
     return tuple(_pinned_in_step(index, view, choice) for view, choice in zip(index.views, choices, strict=True))
 
 

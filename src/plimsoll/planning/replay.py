@@ -1,8 +1,8 @@
 """Replays one region, or a chain of linked ones, under a choice: what it holds and which ops it runs, instant by instant.
 
-This is the private memory of a replay: buffers that steps allocate, that in-place steps take over, and that live until both
-the schedule and the slots made of them let go. ``simulate`` adds it to everything else; the choices of the MILP are
-measured with the same code.
+This is the private memory of a replay. Steps allocate buffers, in-place steps take them over, and a buffer lives until both
+the schedule and the slots made of it release it. ``simulate`` adds these bytes to everything else. The choices of the
+integer program are measured by the same rules.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from plimsoll.planning.replay_schedule import BOUNDARY, NO_OP, Schedule, Segment
 from plimsoll.planning.step import RegionView, Span, StepIndex, provider_of, slot_stop
 
 Level = tuple[int, int]
-"""From this instant on, this many bytes."""
+"""An instant, and the bytes from this instant on."""
 Live = tuple[str, int]
 """Label and bytes of one buffer."""
 _ALL_AT_ONCE = -1
-"""In the place of a slot's rank: all packed values of a compiled region are brought back."""
+"""Used instead of a slot's rank: all packed values of a compiled region are brought back at once."""
 
 
 class BufferEvent(NamedTuple):
-    """A buffer of a replay that is allocated (positive bytes) or let go (negative) at an even instant.
+    """The allocation (positive bytes) or release (negative bytes) of a replay's buffer at an even instant.
 
-    ``is_due``: slots let it go, before anything is rebuilt at that instant. Workspaces are buffers for one op.
+    ``is_due``: slots release it, before anything is rebuilt at that instant. A workspace is a buffer that lives for one op.
     """
 
     instant: int
@@ -40,12 +40,12 @@ class BufferEvent(NamedTuple):
 
 @dataclass(slots=True)
 class Replay:
-    """What a set of choices adds to the fixed bytes.
+    """The bytes that a set of choices adds to the fixed bytes.
 
     ``holds`` are spans of trace storages held for kept values (they may overlap each other and the fixed bytes),
-    ``copies`` private copies of inputs (span, bytes, label), ``payloads`` what packed values leave on the device, ``packing``
-    what making the payloads takes for the instant at which forward ends, ``levels`` the bytes of rebuilt values: each entry
-    holds from its instant to the next; the level at an even instant is the highest within the replay that runs there.
+    ``copies`` are private copies of inputs (span, bytes, label), and ``payloads`` are what packed values leave on the device.
+    ``packing`` is the extra memory for making the payloads, at the instant when forward ends. ``levels`` are the bytes of
+    rebuilt values: each entry is valid until the next one; at an even instant it is the maximum of the replay that runs there.
     """
 
     holds: dict[int, list[Span]] = field(default_factory=dict)
@@ -54,16 +54,16 @@ class Replay:
     packing: list[tuple[Span, int, str]] = field(default_factory=list)
     levels: list[Level] = field(default_factory=list)
     ops: list[tuple[int, int]] = field(default_factory=list)
-    """(region, op) in the order of running."""
+    """(region, op) pairs in the order of running."""
     loads: list[tuple[int, int]] = field(default_factory=list)
-    """(region, packed value) in the order of bringing back."""
+    """(region, packed value) pairs in the order of bringing back."""
     live: list[Live] = field(default_factory=list)
-    """Rebuilt buffers at the watched instant, at its highest."""
+    """Rebuilt buffers at the watched instant, when their sum is largest."""
     buffers: list[BufferEvent] = field(default_factory=list)
-    """Every buffer coming and going, in order."""
+    """Every allocation and release, in order."""
 
     def has_rebuilt(self, instant: int) -> bool:
-        """Whether anything that was rebuilt is there at an instant, or was at its highest."""
+        """True if any rebuilt value is alive at an instant, counting an even instant at its maximum."""
         levels = dict(self.levels)
         before = [at for at in levels if at <= instant]
         return bool(before) and levels[max(before)] > 0
@@ -71,7 +71,7 @@ class Replay:
 
 @dataclass(slots=True)
 class _Memory:
-    """Reference-counted buffers, and the log of their coming and going."""
+    """Reference-counted buffers, and the log of their allocations and releases."""
 
     log: list[BufferEvent]
     bytes_now: int = 0
@@ -110,7 +110,7 @@ class _Memory:
 
 @dataclass(slots=True)
 class _Part:
-    """One region of the chain: its schedule and which of its values lie in which buffer."""
+    """One region of the chain: its schedule, and which buffer each of its values is in."""
 
     view: RegionView
     choice: Choice
@@ -131,9 +131,9 @@ def replay(
 
     Args:
         index: the step.
-        choices: per region what it does; values that it does not hold are rebuilt.
+        choices: the choice per region; values that it does not hold are rebuilt.
         linked: per region with a dropped boundary, the input values that the region before it rebuilds.
-        watch: an instant whose live buffers shall be listed.
+        watch: an instant at which to list the live buffers (-1: none).
 
     Raises:
         Unreachable: a dropped value cannot be rebuilt.
@@ -156,7 +156,7 @@ class _Machine:
         self.watched = -1
         self.releases: dict[int, list[int]] = {}
         self.parts: dict[int, _Part] = {}
-        # Later regions first: backward meets them first, and a provider has to know who asks it.
+        # Later regions first: backward reaches them first, and a provider needs the list of its consumers.
         for region in sorted(choices, reverse=True):
             self.parts[region] = self._part(region, choices[region], linked)
 
@@ -177,10 +177,10 @@ class _Machine:
         segments = {segment.slot: segment for segment in schedule.segments}
         return _Part(view, choice, schedule, mine, provider, consumers=consumers, segments=segments)
 
-    # What is held -----------------------------------------------------------------------------------------------
+    # Memory between forward and backward --------------------------------------------------------------------------
 
     def hold(self) -> None:
-        """Note the spans of kept values, of leaves that dropped slots keep alive, of copied inputs and of payloads."""
+        """Record the spans of kept values, of leaves that dropped slots keep alive, of copied inputs and of payloads."""
         for part in self.parts.values():
             for value in part.choice.kept:
                 for slot in part.view.slots_of[value]:
@@ -208,17 +208,18 @@ class _Machine:
             self._hold_packed(part, packed)
 
     def _hold_packed(self, part: _Part, stops: Mapping[int, int]) -> None:
-        """What packed values take until their last reader lets go: a payload, or the source of a transfer.
+        """Record the memory of packed values until their last reader releases them: payloads, or sources of transfers.
 
-        Payloads are made one after the other, the largest saving first, each source being let go at once: so what counts
-        beside all that forward saved is the highest moment of that. Compiled code hands over all that it saves when its
-        forward ends and takes all of it when its backward begins: sources are there until then, and payloads no longer.
+        Payloads are made one after the other, the largest saving first, and each source is freed at once. The extra memory
+        of packing is the maximum of this sequence, on top of all that forward saved. Compiled code is different: it hands
+        over all saved values when its forward ends and takes all of them back when its backward begins. So its sources
+        live until forward ends, and its payloads are freed when backward begins.
         """
         call = part.view.call
         exit_ = 2 * call.forward[1]
         for value, stop in stops.items():
             form = self._form(part, value)
-            # ``default``: of an input that no slot holds
+            # The default is for an input that no slot holds.
             first = min((slot.packed for slot in part.view.slots_of.get(value, ())), default=call.forward[0])
             if form.decision is Decision.OFFLOAD:
                 self._hold(part, value, 2 * first, self._transfer(part, value)[0])
@@ -232,7 +233,7 @@ class _Machine:
             self.out.packing.append(((exit_ - 1, exit_), most, f"{part.view.call.name} packing"))
 
     def _packing_bytes(self, part: _Part, values: Collection[int]) -> int:
-        """The most that payloads and workspaces take beside what forward saved, less the sources that are gone by then."""
+        """The maximum of payloads and workspaces on top of the tensors that forward saved, minus sources already freed."""
         forms = {v: self._form(part, v) for v in part.view.saved if v in values}
         entries = part.view.graph.values
         waiting = [v for v, form in forms.items() if form.decision is not Decision.OFFLOAD]
@@ -256,7 +257,7 @@ class _Machine:
         return f"{part.view.call.name} {part.choice.forms[value]} of {part.view.graph.values[value].name}"
 
     def _transfer(self, part: _Part, value: int) -> Span:
-        """When a value that goes over the link is gone, and from when on there is room for it again."""
+        """When a value that goes over the link is freed, and when room for it is allocated again."""
         region = part.view.call.index
         if self.index.transfers is not None:
             return self.index.transfers.spans[region, value]
@@ -268,7 +269,7 @@ class _Machine:
         self.out.holds.setdefault(part.view.graph.values[value].storage, []).append((start, stop))
 
     def _stop(self, part: _Part, slot_index: int) -> int:
-        """The instant at which the slot lets go of its leaves; for the boundary: when its consumers are through."""
+        """The instant at which a slot releases its leaves; for the boundary: when all its consumers are done."""
         if slot_index != BOUNDARY:
             return slot_stop(self.index.trace, part.view.graph.slots[slot_index])
         return max(self._needed_until(self.parts[r]) for r in part.consumers)
@@ -287,10 +288,10 @@ class _Machine:
             stops.append(self._stop(part, BOUNDARY))
         return max(stops, default=0)
 
-    # What is run ------------------------------------------------------------------------------------------------
+    # The replay itself -------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Walk through backward: at every tick first let go, then run the segments of the slots that are read."""
+        """Walk through backward. At every tick first release what is due, then run the segments of the slots read there."""
         reads: list[tuple[int, int, int, int]] = []
         for position, (region, part) in enumerate(self.parts.items()):
             rebuilt = part.schedule.leaves
@@ -303,8 +304,8 @@ class _Machine:
         reads.sort()
         for at, (tick, _, rank, region) in enumerate(reads):
             part = self.parts[region]
-            # An instant may have several reads. What slots let go at it is gone before the first of them runs anything,
-            # and its level is noted after the last.
+            # An instant may have several reads. Release what is due before the first of them runs anything, and record
+            # the level after the last.
             if at == 0 or reads[at - 1][0] != tick:
                 self._let_go(2 * tick)
                 self.memory.instant = 2 * tick
@@ -317,13 +318,13 @@ class _Machine:
                 self._read(part, part.view.graph.backward_order[rank], 2 * tick)
             if at + 1 == len(reads) or reads[at + 1][0] != tick:
                 self.out.levels.append((2 * tick, self.highest))
-                self._let_go(2 * tick + 1)  # what the op of this tick writes over
+                self._let_go(2 * tick + 1)  # slots that the op of this tick overwrites
                 self.out.levels.append((2 * tick + 1, self.memory.bytes_now))
                 self._look(2 * tick + 1)
         self._let_go(self.index.instants)
 
     def _let_go(self, instant: int) -> None:
-        """Release everything that slots let go at or before ``instant``."""
+        """Release the buffers of all slots that are released at or before ``instant``."""
         for due in sorted(d for d in self.releases if d <= instant):
             self.memory.instant = due
             for buffer in self.releases.pop(due):
@@ -332,7 +333,7 @@ class _Machine:
             self._look(due)
 
     def _look(self, instant: int) -> None:
-        """List the live buffers if nothing later, up to the watched instant, and nothing higher at it was seen."""
+        """Record the live buffers: before the watched instant the latest ones, at the watched instant the largest sum."""
         if instant > self.watch:
             return
         level = self.memory.bytes_now
@@ -341,7 +342,7 @@ class _Machine:
         self.watched = -1 if instant < self.watch else max(level, self.watched)
 
     def _work(self, instant: int, label: str, workspace_bytes: int) -> None:
-        """Note how high the replay is while an op, or a form, has its workspace."""
+        """Raise the replay's maximum to the level while an op, or a form, has its workspace."""
         buffer = self.memory.allocate(workspace_bytes, label) if workspace_bytes else -1
         self.highest = max(self.highest, self.memory.bytes_now)
         self._look(instant)
@@ -362,7 +363,7 @@ class _Machine:
         self._forget(part, segment.frees)
 
     def _ask(self, part: _Part, instant: int) -> None:
-        """Have the provider rebuild its outputs, once; it may have to ask its own provider first."""
+        """Have the provider rebuild its outputs, once. The provider may have to ask its own provider first."""
         provider = self.parts[part.provider]
         if provider.asked:
             return
@@ -408,7 +409,7 @@ class _Machine:
             self._forget(part, step.frees)
 
     def _load(self, part: _Part, load: int, wanted: Mapping[int, int], instant: int) -> None:
-        """Bring a packed value back into a buffer of its own; that of a transfer is there since it was asked for."""
+        """Bring a packed value back into a new buffer. A transferred value also has a buffer from the start of its transfer."""
         value = part.view.graph.values[load]
         form = self._form(part, load)
         if form.decision is Decision.OFFLOAD:

@@ -1,12 +1,13 @@
-"""Schedules the replay of one region: which ops to run again, before which slot, and what to let go when.
+"""Schedules the replay of one region: which ops run again before which slot is read, and which values are freed when.
 
-This is the one place that knows the replay semantics. The simulator counts bytes with it, the engine compiles it, so what
-is predicted and what is run cannot drift apart. No torch in here.
+This file defines the replay semantics. The simulator counts bytes with this schedule and the engine compiles it, so prediction
+and execution cannot drift apart. ``measuring`` repeats the rules for many choices at once, and tests compare it with the
+simulator byte for byte. This file does not import torch.
 
-Semantics. Slots are read in ``order``. The ops a slot needs that have not run yet run just before it is read, each at most
-once per backward. A rebuilt value is let go after its last use: the last op that reads it or the last slot that is made of
-it. An in-place op works on the replay's private memory; where the old version is still needed, or is not private, it is
-copied first.
+Semantics. Slots are read in ``order``. Just before a slot is read, the ops run that it needs and that have not yet run; each
+op runs at most once per backward. A rebuilt value is freed after its last use: the last op that reads it, or the last slot
+that is made of it. An in-place op works on the replay's private memory. If the old version is still needed, or is not
+private, the op works on a copy.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from typing import NamedTuple
 from plimsoll.artifacts.region import RegionGraph
 
 BOUNDARY = -1
-"""The pseudo-slot that stands for the region's outputs, asked for by a later region whose input was dropped."""
+"""The pseudo-slot for the region's outputs; a later region whose input was dropped asks for them."""
 
 
 class Unreachable(Exception):
-    """A value can be neither stored nor rebuilt; ``value`` is its id and ``obstacle`` says why."""
+    """Raised if a value can be neither stored nor rebuilt; ``value`` is its id and ``obstacle`` says why."""
 
     def __init__(self, value: int, obstacle: str) -> None:
         super().__init__(obstacle)
@@ -31,13 +32,13 @@ class Unreachable(Exception):
 
 
 NO_OP = -1
-"""The ``op`` of a step that only loads."""
+"""The ``op`` of a step that only brings back a packed value."""
 
 
 class ReplayStep(NamedTuple):
-    """Run ``op``; before it copy the values ``copies`` (an in-place op must not touch them); after it forget ``frees``.
+    """Copy the values ``copies`` (an in-place op must not overwrite them), run ``op``, then drop the values ``frees``.
 
-    With ``op`` = ``NO_OP`` the step brings back the packed value ``load`` instead.
+    If ``op`` is ``NO_OP``, the step brings back the packed value ``load`` instead.
     """
 
     op: int
@@ -47,9 +48,9 @@ class ReplayStep(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """What happens when ``slot`` is read: ``steps``, then the slot's value is handed over, then ``frees`` are forgotten.
+    """What happens when ``slot`` is read: run ``steps``, hand over the slot's value, then drop the values ``frees``.
 
-    The boundary hands over all outputs; ``value`` is then the first that had to be rebuilt.
+    The boundary hands over all outputs; ``value`` is then the first output that had to be rebuilt.
     """
 
     slot: int
@@ -62,9 +63,9 @@ class Segment(NamedTuple):
 class Schedule:
     """The replay of one region under one choice of stored values.
 
-    ``segments`` has one entry per dropped slot, in the order of reading. ``leaves[slot]`` are the stored values and leaves
-    that the slot's recipe needs, through any number of ops: a dropped slot keeps exactly these alive. A slot whose value is
-    packed has that value as its leaf.
+    ``segments`` has one entry per dropped slot, in the order of reading. ``leaves[slot]`` are the stored values that the
+    slot's recipe needs, directly or through other ops: a dropped slot keeps exactly these alive. If a slot's value is packed,
+    that value is its leaf.
     """
 
     segments: tuple[Segment, ...]
@@ -72,7 +73,7 @@ class Schedule:
 
     @property
     def ops(self) -> tuple[int, ...]:
-        """Ops that run again, in order."""
+        """Ops that run again, in the order of running."""
         return tuple(step.op for segment in self.segments for step in segment.steps if step.op != NO_OP)
 
 
@@ -80,14 +81,14 @@ def recipe_ops(graph: RegionGraph, value: int, stored: frozenset[int]) -> tuple[
     """The ops that rebuild ``value`` from ``stored`` values (in program order) and the leaves that they read.
 
     Raises:
-        Unreachable: some op on the way may not run again, or some value on the way exists nowhere.
+        Unreachable: an op on the way must not run again, or a value on the way is not held.
     """
     ops, leaves = _recipe(graph, (value,), stored)
     return tuple(sorted(ops)), tuple(sorted(leaves))
 
 
 def can_rebuild(graph: RegionGraph, values: Iterable[int], stored: Set[int]) -> bool:
-    """Whether recipes rebuild all these values from ``stored`` ones."""
+    """True if recipes can rebuild all these values from the ``stored`` ones."""
     try:
         _recipe(graph, values, stored)
     except Unreachable:
@@ -120,7 +121,7 @@ def _recipe(graph: RegionGraph, targets: Iterable[int], stored: Set[int]) -> tup
 
 
 def _bits(mask: int) -> list[int]:
-    """The places of the ones of a number, the lowest first."""
+    """The positions of the 1 bits of ``mask``, lowest first."""
     found = []
     while mask:
         lowest = mask & -mask
@@ -130,7 +131,7 @@ def _bits(mask: int) -> list[int]:
 
 
 def _recipes(graph: RegionGraph, stored: Set[int]) -> tuple[list[int], list[int]]:
-    """Per value the ops that rebuild it and the leaves that they read, as ones in a number; -1 where it cannot be rebuilt."""
+    """Bit masks per value: the ops that rebuild it (-1 if it cannot be rebuilt), and the leaves that they read."""
     ops_of, leaves_of = [-1] * len(graph.values), [0] * len(graph.values)
     for value in stored:
         ops_of[value], leaves_of[value] = 0, 1 << value
@@ -154,14 +155,14 @@ def build_schedule(
     order: Sequence[int] | None = None,
     packed: Iterable[int] = (),
 ) -> Schedule:
-    """Schedule the replay of the slots whose value is in ``dropped`` or ``packed`` from what is held.
+    """Schedule the replay of all slots whose value is in ``dropped`` or ``packed``.
 
     Args:
         graph: the region.
         stored: ids of values that are held when backward starts (kept slots, inputs, parameters, buffers).
         dropped: ids of values that are not held and must be rebuilt for their slots.
         order: slot indices in the order of reading (``BOUNDARY`` for the outputs); by default ``graph.backward_order``.
-        packed: ids of values that are held in another form, from which they can be brought back.
+        packed: ids of values that are held in another form and can be brought back from it.
 
     Raises:
         Unreachable: a dropped value cannot be rebuilt from the held ones.
@@ -170,7 +171,7 @@ def build_schedule(
     held = frozenset(stored) - away
     there = held | away
     gone = frozenset(dropped) | away
-    # One walk for all slots: they share most of what their recipes run.
+    # One pass over the ops for all slots, because the slots' recipes share most ops.
     ops_of, leaves_of = _recipes(graph, there) if gone else ([], [])
     ran = 0
     loaded: set[int] = set()
@@ -184,11 +185,11 @@ def build_schedule(
         ops = needs = 0
         for target in rebuilt:
             if ops_of[target] < 0:
-                _recipe(graph, rebuilt, there)  # which says why
+                _recipe(graph, rebuilt, there)  # raises `Unreachable` with the reason
             ops |= ops_of[target]
             needs |= leaves_of[target]
         leaves[slot] = tuple(_bits(needs))
-        # What an op that has run already read is loaded already: only what is new, or a target, is needed now.
+        # Values that earlier ops read are already loaded. Load only what the new ops read, and targets.
         fresh = _bits(ops & ~ran)
         loads = away.intersection(leaves[slot]) - loaded
         if loads:
@@ -200,7 +201,7 @@ def build_schedule(
 
 
 class _Part(NamedTuple):
-    """A segment before it is known what dies when: ``steps`` are (op, value to load), one of which is -1."""
+    """A segment without its frees; ``steps`` are (op, value to load), and one of the two is -1."""
 
     slot: int
     values: tuple[int, ...]
@@ -208,7 +209,7 @@ class _Part(NamedTuple):
 
 
 def _in_order(graph: RegionGraph, ops: Sequence[int], loads: Set[int]) -> tuple[tuple[int, int], ...]:
-    """Ops in program order, every load right before its first reader; what no op reads comes last."""
+    """Ops in program order, and each load right before its first reader; loads without a reader come last."""
     if not loads:
         return tuple((op, -1) for op in ops)
     steps: list[tuple[int, int]] = []
@@ -222,7 +223,7 @@ def _in_order(graph: RegionGraph, ops: Sequence[int], loads: Set[int]) -> tuple[
 
 
 def _with_frees(graph: RegionGraph, parts: list[_Part], held: frozenset[int]) -> tuple[Segment, ...]:
-    """Add to every step what dies after it. Walks backwards: what nobody later reads is free after its last reader."""
+    """Add to every step the values that die after it. Walks backwards, so the first reader it meets is the last one."""
     values, ops = graph.values, graph.ops
     needed_later: set[int] = set()
     segments: list[Segment] = []

@@ -1,9 +1,9 @@
 """Rounds a relaxed optimum to whole choices that fit the budget, and looks for better combinations near it.
 
-A vertex of the relaxed program splits no more regions between choices than there are windows at the budget, so rounding changes
-little: `round_down` goes towards less memory, then repairs, then spends what is left. What is still lost is room that no
-single region can use. So `search_near` takes some regions at a time and tries many combinations of theirs at once, the others
-staying as they are: a large neighbourhood search, each step a beam search.
+A vertex of the relaxed program splits at most as many regions between choices as there are windows at the budget, so rounding
+changes little. `round_down` rounds towards less memory, then repairs, then spends the memory left over. A remainder of room
+is lost that no single region can use. So `search_near` takes some regions at a time and tries many combinations of their
+choices at once, while all other regions stay unchanged: a large neighbourhood search, each step a beam search.
 
 Source: Shaw (1998) for the neighbourhoods; reduced costs as the measure of nearness as in Balas and Zemel's (1980) core.
 """
@@ -23,24 +23,24 @@ from plimsoll.planning.windows import Windows
 
 Floats = npt.NDArray[np.float64]
 Taken = tuple[int, ...]
-"""One choice per region, by its position among the region's."""
+"""One choice per region, by its position in the region's list."""
 
 _SUPPORT = 1e-6
-"""Shares below are noise of the linear program, no choices."""
+"""Smaller shares are noise of the linear program, not choices."""
 _PASSES_AT_MOST = 4
 _GROUPS = ((10, 3), (12, 2), (8, 2), (4, 1))
-"""How many regions change together, and how many of them are ones that take no time now: in turn, round by round."""
+"""Per round, cyclically: how many regions change together, and how many of them are regions that add no time yet."""
 _ROUNDS_AT_MOST = 12
-"""How often all regions are grouped anew."""
+"""The maximum number of times that all regions are grouped anew."""
 _NEAREST = 256
-"""Choices per region among which combinations are looked for."""
+"""The number of choices per region, nearest to the optimum, that combinations use."""
 _LEAST_WIDTH = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How hard to look: the most combinations that go on from one region to the next, the numbers that a beam may add up,
-    and how often all regions may be grouped anew in vain.
+    """How hard to search: the most combinations kept from one region to the next, the most numbers that a beam may add up,
+    and how many rounds in a row may find nothing before the search stops.
     """
 
     width: int
@@ -53,14 +53,14 @@ QUICK, THOROUGH = Effort(256, 2_000_000, 2), Effort(1024, 8_000_000, 4)
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What combinations of choices have to keep to: bytes in every window, and what all regions may spend together."""
+    """The limits of a combination of choices: bytes in every window, and what all regions may spend together."""
 
     windows: Windows
     budget_bytes: int
     limits: Limits
 
     def starts(self) -> list[int]:
-        """The column of every region's first choice where the choices of all regions are columns of one table."""
+        """The column of every region's first choice, in a table with the choices of all regions as columns."""
         return [0, *np.cumsum([len(choices) for choices in self.windows.effects]).tolist()]
 
     def load(self, taken: Taken) -> Ints:
@@ -78,17 +78,17 @@ class Room:
         )
 
     def holds(self, taken: Taken) -> bool:
-        """Whether a combination keeps to it."""
+        """True if a combination is within the limits."""
         _, squared_error, link_bytes = self.figures(taken)
         return self.limits.allow(squared_error, link_bytes) and int(self.load(taken).max()) <= self.budget_bytes
 
 
 def round_down(room: Room, shares: Floats) -> Taken | None:
-    """Whole choices near a relaxed optimum, ``None`` if rounding leaves the room.
+    """Round a relaxed optimum to whole choices; return ``None`` if the rounded choices exceed the room and repair fails.
 
     Args:
-        room: what the choices have to keep to.
-        shares: per (region, choice) how much of it the relaxed optimum takes.
+        room: the limits.
+        shares: the relaxed optimum's share of each (region, choice).
     """
     taken: list[int] = []
     for first, choices in zip(room.starts(), room.windows.effects, strict=False):
@@ -102,7 +102,7 @@ def round_down(room: Room, shares: Floats) -> Taken | None:
 
 
 def speed_up(room: Room, taken: Taken) -> Taken:
-    """The same combination with faster choices where the room allows them."""
+    """Return the same combination with faster choices where the room allows them."""
     search = _Search(room, list(taken))
     search.improve()
     return tuple(search.taken)
@@ -116,18 +116,19 @@ def search_near(
     enough_seconds: float,
     effort: Effort = THOROUGH,
 ) -> Taken | None:
-    """The fastest combination of choices that is found near a relaxed optimum.
+    """Return the fastest combination of choices that is found near a relaxed optimum.
 
-    A combination takes the relaxed optimum's seconds, the reduced costs of its choices, and what the room is worth that it
-    leaves. So parts are ranked by their reduced costs, and what costs more than is to be gained is left out.
+    The seconds of a combination are the relaxed optimum's seconds, plus the reduced costs of its choices, plus the value of
+    the room that it leaves unused. So partial combinations are ranked by their reduced costs, and dropped if these exceed
+    the possible gain.
 
     Args:
-        room: what the choices have to keep to.
-        reduced: per (region, choice) what taking it whole costs beyond the optimum, at least.
-        start: a combination that keeps to the room; ``None`` if there is none yet.
-        least_seconds: the relaxed optimum.
-        enough_seconds: what is good enough to stop.
-        effort: how hard to look.
+        room: the limits.
+        reduced: per (region, choice) a lower bound of the seconds that taking it whole costs beyond the optimum.
+        start: a combination within the limits; ``None`` if none is known yet.
+        least_seconds: the seconds of the relaxed optimum.
+        enough_seconds: stop at a combination with at most these seconds.
+        effort: how hard to search.
     """
     regions = range(len(room.windows.effects))
     beam = _Beam(room.windows, room.limits, reduced, effort)
@@ -149,9 +150,9 @@ def search_near(
 
 
 def lower_peak(windows: Windows, limits: Limits, reduced: Floats, start: Taken, least_bytes: int) -> Taken:
-    """A combination of choices with a smaller peak than ``start``'s, where one is found; ``least_bytes`` is the smallest.
+    """Search for a combination with a smaller peak than ``start``'s; stop at ``least_bytes``, which no peak can be below.
 
-    ``reduced`` says per (region, choice) how far taking it whole lifts the peak, at least.
+    ``reduced`` is per (region, choice) a lower bound of how far taking it whole raises the peak.
     """
     best, stale = start, 0
     beam = _Beam(windows, limits, reduced, QUICK)
@@ -173,7 +174,7 @@ def lower_peak(windows: Windows, limits: Limits, reduced: Floats, start: Taken, 
 def _grouped(
     taken: Taken, costs: Sequence[Floats], seconds: Sequence[Floats], draw: np.random.Generator, turn: int
 ) -> Iterator[list[int]]:
-    """Regions that change together: every one that takes time now, those that cost most beyond the optimum first."""
+    """Groups of regions to change together: each region that adds time is in one, the dearest beyond the optimum first."""
     order = draw.permutation(len(taken)).tolist()
     order.sort(key=lambda region: -float(costs[region][taken[region]]))
     touched = [region for region in order if seconds[region][taken[region]] > 0]
@@ -187,7 +188,7 @@ def _grouped(
 
 
 class _Beam:
-    """Combinations of the choices of more and more regions, those that are nearest to the relaxed optimum first."""
+    """A beam search: combinations for one region after another, those nearest to the relaxed optimum first."""
 
     def __init__(self, windows: Windows, limits: Limits, reduced: Floats, effort: Effort) -> None:
         self._windows, self._limits, self._effort = windows, limits, effort
@@ -201,9 +202,9 @@ class _Beam:
     def run(
         self, regions: Sequence[int], current: Sequence[int], budget_bytes: int, most_reduced: float = np.inf
     ) -> Taken | None:
-        """The fastest combination that was found for these regions, the others staying as they are in ``current``.
+        """Return the fastest combination found for these regions; the others keep their choices in ``current``.
 
-        ``most_reduced`` is what all regions together may cost beyond the relaxed optimum.
+        ``most_reduced`` is the most that all regions together may cost beyond the relaxed optimum.
         """
         others = [region for region in range(len(current)) if region not in regions]
         most = most_reduced * (1 + 1e-6) - sum(self.costs[r][current[r]] for r in others)
@@ -216,7 +217,7 @@ class _Beam:
         width = int(np.clip(width, _LEAST_WIDTH, self._effort.width))
         left = sum((table.min(axis=0) for table in tables.values()), np.zeros_like(loads[0]))
         costs, paths = np.zeros(1), np.zeros((1, 0), dtype=np.int64)
-        # Those with the most choices come last: they find what fits into the room that is left.
+        # Regions with the most choices come last: they are most likely to find a choice that fits the remaining room.
         order = sorted(regions, key=lambda region: (len(near[region]), region))
         for region in order:
             left = left - tables[region].min(axis=0)
@@ -238,9 +239,9 @@ class _Beam:
     def _tables(
         self, near: dict[int, Ints], others: Sequence[int], current: Sequence[int], budget_bytes: int
     ) -> tuple[dict[int, Ints], Ints]:
-        """Per region what its choices add, and what the others leave over, in the windows that may be too small.
+        """Bytes that each region's choices add, and the load of the other regions, in the windows that may overflow.
 
-        Loads count from the room on: none may be above zero.
+        Loads are relative to the budget: positive means too much.
         """
         windows = self._windows
         load = windows.fixed_bytes - budget_bytes
@@ -256,11 +257,11 @@ class _Beam:
 
 
 def _fitting(before: Ints, choice: Ints, loads: Ints, added: Ints, left: Ints, width: int) -> tuple[Ints, Ints, Ints]:
-    """The first ``width`` combinations (0: all) that leave room for the least that the other regions take.
+    """The first ``width`` combinations (0: all) that leave enough room for the smallest choices of the remaining regions.
 
-    Of those that load all windows alike only the first counts.
+    Of combinations with equal loads in all windows only the first is kept.
     """
-    # A sum with random weights, modulo 2^64, tells loads apart; where it did not, one combination would be lost.
+    # Compare loads by a random weighted sum modulo 2^64. If two different loads collided, only one combination would be lost.
     weights = np.random.default_rng(0).integers(2**62, size=loads.shape[1])
     found, table = np.zeros(0, dtype=np.int64), np.zeros((0, loads.shape[1]), dtype=np.int64)
     step = 4 * width or len(before)
@@ -276,7 +277,7 @@ def _fitting(before: Ints, choice: Ints, loads: Ints, added: Ints, left: Ints, w
 
 
 class _Search:
-    """One choice per region, changed one by one."""
+    """One choice per region, changed one region at a time."""
 
     def __init__(self, room: Room, taken: list[int]) -> None:
         windows = room.windows
@@ -291,7 +292,7 @@ class _Search:
         _, self._error, self._link = room.figures(tuple(taken))
 
     def repair(self) -> bool:
-        """Take choices that exceed the budget by less, until none does; whether that succeeds."""
+        """Take choices that exceed the budget by less, until none exceeds it. Return whether that succeeds."""
         if not self._limits.allow(self._error, self._link):
             return False
         for _ in range(_PASSES_AT_MOST):
@@ -308,10 +309,10 @@ class _Search:
         return bool(self._load.max() <= self._budget_bytes)
 
     def improve(self) -> None:
-        """Take faster choices that fit, as long as there are any."""
+        """Take faster choices that fit, until no region has one."""
         for _ in range(_PASSES_AT_MOST):
             before = list(self.taken)
-            # Late regions first: what they hold is in the way for the shortest time.
+            # Late regions first: they hold their bytes for the shortest time.
             for region in reversed(range(len(self.taken))):
                 fits = (self._loads(region) <= self._budget_bytes).all(axis=0) & self._is_allowed(region)
                 best = int(np.argmin(np.where(fits, self._seconds[region], np.inf)))
@@ -321,7 +322,7 @@ class _Search:
                 break
 
     def _loads(self, region: int) -> Ints:
-        """The load of every window with each choice of one region."""
+        """The load of every window for each choice of one region."""
         added = self._added[region]
         loads: Ints = (self._load - added[:, self.taken[region]])[:, None] + added
         return loads

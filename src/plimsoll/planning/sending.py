@@ -1,19 +1,20 @@
-"""Simulates what a framework's own switches send to the host: which values, when each is gone, and when it is back.
+"""Simulates a framework's own offloading switches: which values go to the host, when each is freed and when it is back.
 
-Two schedules are known, and neither is the engine's (``choice``: one window per transfer).
+Two schedules are supported. Neither is the engine's schedule (``choice``: one window per transfer).
 
-*In line*, as transformers' ``offload=True``: the inputs of layers that are run again are copied on the stream that computes.
-They are gone when the layer's forward is over, come back when it is run again, and compute waits for every copy.
+*In line*, like transformers' ``offload=True``: the inputs of recomputed layers are copied on the stream that computes. They are
+freed when the layer's forward ends, come back when the layer runs again, and compute waits for every copy.
 
-*Beside*, as Megatron-Core's ``offload_modules``: what autograd saves in a module is one *group*. It leaves on a stream of its
-own once forward is through with it, one group after the other; the device lets go of it when the copy is done, however
-long the queue. In backward the end of every group's module, whether sent or kept, asks for one more group, last sent first,
-on another stream; the start of a group's module waits for it. The last layer's groups stay, so that what is asked for is one
-layer ahead. Of the others ``fraction`` is sent, in the order of forward. Tensors below 2^20 elements stay.
+*Beside*, like Megatron-Core's ``offload_modules``, with separate streams for copies. The tensors that autograd saves in a
+module form one *group*. After forward has finished with a group, it is copied out on its own stream, one group after the other.
+The device frees a group when its copy is done, however long the queue is. In backward, the end of every group's module (sent or
+kept) requests one more group, last sent first, on another stream; the start of a group's module waits for its group. The last
+layer's groups are not sent, so a group is requested one layer ahead. Of the other groups ``fraction`` is sent, in the order of
+forward. Tensors with fewer than 2^20 elements stay on the device.
 
 Source: transformers 5.23, ``activation_checkpointing_enable``; Megatron-Core's ``fine_grained_activation_offload.py`` (0.16,
-the fraction as on its main branch of August 2026). Known weaknesses: a value that two modules save is copied twice, as there,
-but is on the device once when it is back; stages of a pipeline keep their last layer for every micro-batch, where
+the fraction from its main branch of August 2026). Known weaknesses: a value that two modules save is copied twice, as in
+Megatron-Core, but is on the device only once when it is back; pipeline stages keep their last layer for every micro-batch, but
 Megatron-Core keeps it for one; 2^20 elements are counted as 2 MiB.
 """
 
@@ -37,27 +38,27 @@ from plimsoll.planning.step import RegionView, Span, StepIndex, Transfers
 from plimsoll.planning.strategies import ROUTED, core_ops, has_compressed_keys
 from plimsoll.units import MIB
 
-_LEAST_BYTES = 2 * MIB
+_LEAST_BYTES = 2 * MIB  # Megatron-Core's 2^20 elements, in a 16-bit dtype
 _ATTENTION = re.compile(r"^(?:.*?\.)??(?![^.]*norm)[^.]*(?:attn|attention)[^.]*", re.IGNORECASE)
 _NORM = re.compile(r"norm|(?:^|[._])ln(?:[._\d]|$)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class Sending:
-    """What goes to the host: what these ``modules`` save, or without any the inputs of layers that are run again.
+    """What goes to the host: the tensors that these ``modules`` save, or without modules the inputs of recomputed layers.
 
-    ``fraction`` is the part of all groups that is sent.
+    ``fraction`` is the share of all groups that is sent.
     """
 
     modules: tuple[str, ...] = ()
     fraction: float = 1.0
 
     def run(self, index: StepIndex, choices: Sequence[Choice]) -> Simulation:
-        """Simulate the step with these choices, and with what is sent of what they hold.
+        """Simulate the step with these choices; the values they hold are sent if the switches send them.
 
         Args:
-            index: the step, with forms of the host for all that may be sent.
-            choices: of every region, without anything packed.
+            index: the step, with forms of the host for every value that may be sent.
+            choices: the choice of every region, without packed values.
         """
         return _Beside(index, choices, self).run() if self.modules else _in_line(index, choices)
 
@@ -71,7 +72,7 @@ def _in_line(index: StepIndex, choices: Sequence[Choice]) -> Simulation:
     found, spans, waiting = [], dict[tuple[int, int], Span](), dict[int, float]()
     for view, choice in zip(index.views, choices, strict=True):
         region, sent = view.call.index, list[int]()
-        if choice.kept != view.everything:  # masks and positions, which all layers take, are no inputs of a layer's own
+        if choice.kept != view.everything:  # masks and positions are inputs of all layers, so they are not sent
             held = (view.copied | frozenset(view.movable)) & view.forms.keys()
             sent = [value for value in held if takers.get(view.graph.values[value].storage) == 1]
         spans |= {(region, value): (2 * view.call.forward[1], index.instants) for value in sent}
@@ -94,8 +95,9 @@ def _with_sent(index: StepIndex, view: RegionView, choice: Choice, sent: Sequenc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
-    """What autograd saves in one module of one layer, with the ticks at which forward is through with it, backward needs its
-    first tensor, and backward is through with it.
+    """The tensors that autograd saves in one module of one layer.
+
+    Ticks: forward is done with them at ``through``, backward needs the first of them at ``needed``, and is done at ``done``.
     """
 
     region: int
@@ -109,7 +111,7 @@ class _Group:
 
 
 class _Beside:
-    """One step with two streams for copies."""
+    """One step with two streams for copies, one in each direction."""
 
     def __init__(self, index: StepIndex, choices: Sequence[Choice], sending: Sending) -> None:
         self.index, self.choices, self.sending = index, choices, sending
@@ -118,9 +120,9 @@ class _Beside:
         self.link = link
         self.layers = _layers(index)
         self.gone: dict[tuple[int, int], list[float]] = {}
-        """By region and value the seconds at which copies of it are done."""
+        """By (region, value) the seconds at which copies to the host are done."""
         self.back: dict[tuple[int, int], list[int]] = {}
-        """The ticks at which copies of it are asked back."""
+        """By (region, value) the ticks at which copies back are requested."""
         self.waiting: dict[int, float] = {}
 
     def run(self) -> Simulation:
@@ -137,7 +139,7 @@ class _Beside:
 
     @cached_property
     def groups(self) -> list[_Group]:
-        """All groups in the order of forward, with those that are sent marked."""
+        """All groups in the order of forward; groups to send are marked."""
         found = [
             group
             for view, choice, layer in zip(self.index.views, self.choices, self.layers, strict=True)
@@ -151,7 +153,7 @@ class _Beside:
         return [replace(group, is_sent=at in sent) for at, group in enumerate(found)]
 
     def _free_of_others(self, groups: Sequence[_Group]) -> list[tuple[int, int]]:
-        """Regions and values that are sent and that nothing else on the device holds: all that saves them is sent."""
+        """Sent (region, value) pairs that the device can free: no group that stays on the device saves them too."""
         sent = {(group.region, group.module) for group in groups if group.is_sent}
         held = {
             (region, slot.value)
@@ -164,7 +166,7 @@ class _Beside:
 
     @cached_property
     def clock(self) -> npt.NDArray[np.float64]:
-        """Seconds of compute before each tick, those of what is run again included."""
+        """Seconds of compute before each tick, including recomputed ops."""
         index = self.index
         clock: npt.NDArray[np.float64] = index.seconds_before.copy()
         for region, op in run_choices(index, self.choices).replayed:
@@ -173,14 +175,14 @@ class _Beside:
         return clock
 
     def _tick_at(self, seconds: float) -> int:
-        """The first tick at which so much time is over."""
+        """The first tick that starts after ``seconds`` of compute."""
         return int(np.searchsorted(self.clock, seconds))
 
     def _copy_seconds(self, group: _Group, bytes_per_second: float) -> float:
         return len(group.values) * self.link.latency_seconds + group.bytes / bytes_per_second
 
     def _send(self, groups: Sequence[_Group]) -> None:
-        """Copies out, one group after the other."""
+        """Schedule the copies to the host, one group after the other."""
         free = 0.0
         for group in groups:
             if group.is_sent:
@@ -190,7 +192,7 @@ class _Beside:
                     self.gone.setdefault((group.region, value), []).append(free)
 
     def _fetch(self, groups: Sequence[_Group]) -> None:
-        """Copies back as they are asked for, and what compute waits for them."""
+        """Schedule each copy back when it is requested, and compute's waits for it."""
         asked_for = [group for group in groups if group.is_sent]
         there: dict[tuple[int, str], float] = {}
         free = 0.0
@@ -202,14 +204,14 @@ class _Beside:
                 group = asked_for.pop()
                 free = self._fetch_group(group, tick, max(now, free), there)
             elif not is_asking and group.is_sent:
-                if (group.region, group.module) not in there:  # nobody has asked: it is copied where it is needed
+                if (group.region, group.module) not in there:  # not requested before: copy it now, when it is needed
                     self._fetch_group(group, tick, now, there)
                 wait = max(0.0, there[group.region, group.module] - now)
                 self.clock[tick:] += wait
                 self.waiting[group.region] = self.waiting.get(group.region, 0.0) + wait
 
     def _fetch_group(self, group: _Group, tick: int, start: float, there: dict[tuple[int, str], float]) -> float:
-        """Copy a group back that is not back yet; when the stream is free again."""
+        """Copy a group back unless it is back already; return when the stream is free again."""
         key = (group.region, group.module)
         if key in there:
             return start
@@ -221,7 +223,7 @@ class _Beside:
 
 
 class _Layer(NamedTuple):
-    """Of every op of a layer its module, and by module the slots that its ops saved."""
+    """The module of every op of a layer, and the slots that each module's ops saved."""
 
     modules: list[str]
     slots: dict[str, list[Slot]]
@@ -241,7 +243,7 @@ def _layers(index: StepIndex) -> list[_Layer]:
 
 
 def _groups_of(view: RegionView, choice: Choice, layer: _Layer, named: Sequence[str]) -> Iterator[_Group]:
-    """What each of these modules of a region saves: slots that the choice keeps, and the inputs from which it is run again."""
+    """The groups of these modules in a region: slots that the choice keeps, and inputs that recomputing reads."""
     graph = view.graph
     for module in layer.slots.keys() & set(named):
         saved, ops = layer.slots[module], [op for op in graph.ops if layer.modules[op.id] == module]
@@ -263,8 +265,10 @@ def _groups_of(view: RegionView, choice: Choice, layer: _Layer, named: Sequence[
 
 
 def _saver(index: StepIndex, view: RegionView, slot: Slot) -> RegionOp:
-    """The op that saved a slot: the one about to run, which reads it, or the one that has run, which made it; the op that
-    reads it in backward is called after it.
+    """The op that saved a slot.
+
+    It is either the next op at that moment, which reads the value, or the op before, which made it. The backward op that
+    reads the slot starts with the saving op's name.
     """
     ops, backward = view.graph.ops, index.trace.ops[slot.unpacked].name
     at = min(bisect.bisect_left([op.tick for op in ops], slot.packed), len(ops) - 1)
@@ -275,7 +279,7 @@ def _saver(index: StepIndex, view: RegionView, slot: Slot) -> RegionOp:
 
 
 def modules_of(view: RegionView) -> list[str]:
-    """Of every op the module by Megatron-Core's name, by what it does and stands between; empty for others."""
+    """The Megatron-Core module of every op, found from the op and its position; empty if the op is outside of them."""
     graph, cores = view.graph, core_ops(view)
     paths = [graph.values[op.writes[0]].name.rpartition("::")[0] if op.writes else "" for op in graph.ops]
     routed = [op.id for op in graph.ops if is_product(op.name) and ROUTED.search(paths[op.id])]

@@ -1,7 +1,7 @@
 """Simulates a step under a plan: the exact bytes of every instant, and the seconds.
 
-This is the oracle: whatever the solver believes, its plan is replayed here. See ``step`` for instants and fixed bytes, and
-``replay`` for the memory of replays. Not modelled: fragmentation, and memory that no traced op allocates.
+This is the oracle: every plan of the solver is replayed here, and these figures count. See ``step`` for instants and fixed
+bytes, and ``replay`` for the memory of replays. Not modelled: fragmentation, and memory that no traced op allocates.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Simulation:
 
     ``curve`` is bytes per instant (two per tick), ``replayed`` the (region, op) pairs that run again, ``peak_instant`` the
     first instant at which ``peak_bytes`` are alive. ``squared_error`` is the square of the relative gradient error that
-    packed values are expected to cause, ``link_bytes`` what lies at the other end of the link when it is most.
+    packed values are expected to cause. ``link_bytes`` is the maximum at the other end of the link.
     """
 
     index: StepIndex
@@ -40,7 +40,7 @@ class Simulation:
 
 
 def choices_of(index: StepIndex, regions: Sequence[RegionPlan]) -> tuple[Choice, ...]:
-    """The choice per region of the trace that region plans name."""
+    """Translate region plans into one choice per region of the trace; a region without a plan keeps everything."""
     plans = {(plan.name, plan.call): plan for plan in regions}
     choices = []
     for view in index.views:
@@ -57,9 +57,10 @@ def choices_of(index: StepIndex, regions: Sequence[RegionPlan]) -> tuple[Choice,
 
 
 def run_choices(index: StepIndex, choices: Sequence[Choice]) -> Simulation:
-    """Replay a step under one choice per region; an input that a dropped boundary lets go takes no other form.
+    """Simulate a step under one choice per region.
 
-    Calls of a compiled block run one code: what one of them drops, all do.
+    An input that a dropped boundary does not hold cannot be packed either, so it counts as kept. All calls of a compiled
+    block run the same code, so a value that one call drops is dropped in all calls.
     """
     choices = _as_one_code(index, choices)
     linked = links_of(index, choices)
@@ -96,9 +97,9 @@ def _as_one_code(index: StepIndex, choices: Sequence[Choice]) -> Sequence[Choice
 
 
 class StepReplays:
-    """The replays of all regions of a step, those together that dropped boundaries link, and what they hold.
+    """The replays of all regions of a step, and what they hold; regions linked by dropped boundaries are replayed together.
 
-    ``watch`` is an instant whose live buffers shall be listed (see ``replay``).
+    ``watch`` is an instant at which the replays list their live buffers (see ``replay``).
     """
 
     def __init__(self, index: StepIndex, choices: Sequence[Choice], watch: int = -1) -> None:
@@ -112,12 +113,12 @@ class StepReplays:
                 self.holds.setdefault(storage, []).extend(spans)
 
     def cover(self, storage: int) -> list[Span]:
-        """The instants at which a storage of the trace is alive, by itself or held for a region."""
+        """The instants at which a storage of the trace is alive, by itself or because a region holds it."""
         cover = actual_cover(self.index, storage, self.linked)
         return merge([*cover, *self.holds[storage]]) if storage in self.holds else cover
 
     def is_alive(self, storage: int, instant: int) -> bool:
-        """Whether a storage of the trace is alive at an instant, by itself or held for a region."""
+        """True if a storage of the trace is alive at an instant, by itself or because a region holds it."""
         for spans in (actual_cover(self.index, storage, self.linked), self.holds.get(storage, ())):
             for start, stop in spans:
                 if start <= instant < stop:
@@ -125,12 +126,12 @@ class StepReplays:
         return False
 
     def held(self) -> Ints:
-        """Bytes per instant but for what replays make: what is there anyway, what is held, and what waits."""
+        """Bytes per instant without rebuilt values: the fixed bytes, what choices hold, and waiting micro-batches."""
         added = np.cumsum(_storage_changes(self))[:-1]
         return self.index.fixed + added + self.index.waits(int(added[self.index.handover]))
 
     def extras(self) -> Iterator[tuple[Span, int, str]]:
-        """Copies of inputs, payloads of packed values, and what making these takes: span, bytes and label."""
+        """Copies of inputs, payloads of packed values, and the memory for packing them: span, bytes and label."""
         for outcome in self.outcomes:
             yield from outcome.copies
             yield from outcome.payloads
@@ -140,7 +141,7 @@ class StepReplays:
 def _replayed(
     index: StepIndex, chain: Mapping[int, Choice], linked: Mapping[int, frozenset[int]], watch: int
 ) -> Replay:
-    """The replay of a chain; those of single regions are kept, as plans for other budgets differ in few of them."""
+    """The replay of a chain. Single regions are cached, because plans for other budgets change only a few of them."""
     if len(chain) > 1:
         return replay(index, chain, linked, watch)
     [key] = chain.items()
@@ -155,7 +156,7 @@ def _replayed(
 
 
 def replay_seconds(index: StepIndex, choices: Mapping[int, Choice], ops: Sequence[tuple[int, int]]) -> float:
-    """Seconds that replayed ops, (region, op) pairs, packing and the engine's own work in the given regions add."""
+    """Seconds that the given regions add: replayed ops ((region, op) pairs), packing, and the engine's own work."""
     seconds = sum(index.replay_seconds(index.views[r].graph.ops[o].cost_key) for r, o in ops)
     seconds += sum(packing_seconds(index, index.views[r], choice) for r, choice in choices.items() if choice.packed)
     touched = [index.views[r] for r, choice in choices.items() if is_touched(index.views[r], choice)]
@@ -163,21 +164,21 @@ def replay_seconds(index: StepIndex, choices: Mapping[int, Choice], ops: Sequenc
 
 
 def engine_seconds(index: StepIndex, view: RegionView) -> float:
-    """What the engine itself takes in one call of a region that it touches: everything saved in there passes its hooks."""
+    """Seconds of the engine itself in one call of a region that it touches: its hooks run for every saved tensor."""
     if view.call.is_compiled:
         return 0.0
     return index.costs.region_seconds + len(view.graph.slots) * index.costs.slot_seconds
 
 
 def is_touched(view: RegionView, choice: Choice) -> bool:
-    """Whether the engine has anything to do in a region."""
+    """True if the engine has work in a region under this choice."""
     return choice.is_boundary_dropped or len(choice.kept) < len(view.decided)
 
 
 def _chains(
     index: StepIndex, choices: Sequence[Choice], linked: Mapping[int, frozenset[int]]
 ) -> list[dict[int, Choice]]:
-    """The choices of the touched regions, those together that are linked by dropped boundaries."""
+    """The choices of regions that decide anything, grouped into chains that dropped boundaries link."""
     chain_of: dict[int, dict[int, Choice]] = {}
     found: list[dict[int, Choice]] = []
     for view, choice in zip(index.views, choices, strict=True):
@@ -198,7 +199,7 @@ def _chains(
 
 
 def links_of(index: StepIndex, choices: Sequence[Choice]) -> dict[int, frozenset[int]]:
-    """The inputs that dropped boundaries let go; a boundary that nobody can rebuild stays held."""
+    """The inputs, by region, that dropped boundaries do not hold. A boundary that cannot be rebuilt stays held."""
     linked = {
         view.call.index: boundary_values(index, view)
         for view, choice in zip(index.views, choices, strict=True)
@@ -208,7 +209,7 @@ def links_of(index: StepIndex, choices: Sequence[Choice]) -> dict[int, frozenset
 
 
 def _storage_changes(replays: StepReplays) -> Ints:
-    """What choices add to (or, for dropped boundaries, take from) the fixed bytes, as changes per instant."""
+    """The bytes that choices add to the fixed bytes (or subtract, for dropped boundaries), as changes per instant."""
     index = replays.index
     change = np.zeros(index.instants + 1, dtype=np.int64)
     for (start, stop), size, _ in replays.extras():

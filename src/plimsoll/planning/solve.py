@@ -4,11 +4,12 @@ A named strategy is followed, ``auto`` is optimised. Both are simulated, bounded
 
 1. ``choices`` lists what each region may do, with the exact memory and seconds of each choice.
 2. ``integer_program`` picks one choice per region, for the least seconds within the budget.
-3. ``simulate`` has the last word: if it finds more than the budget, the program is solved again with the difference off.
-4. ``bounds`` says what no plan undercuts, ``decisions`` and ``explain`` put the reasons into words.
+3. ``simulate`` decides whether the plan fits. If it exceeds the budget, the program is solved again for a budget that is
+   smaller by the excess.
+4. ``bounds`` computes a bound that no plan can beat, ``decisions`` and ``explain`` put the reasons into words.
 
-Budgets on a fixed ladder between floor and unmanaged peak are solved as well; their plans give the frontier, and a plan
-that one of them already beats is never returned.
+Budgets on a fixed ladder between floor and unmanaged peak are solved as well. Their plans give the frontier. A plan that one
+of them beats is never returned.
 """
 
 from __future__ import annotations
@@ -39,15 +40,16 @@ from plimsoll.planning.strategies import choose_form, choose_full, choose_none, 
 from plimsoll.planning.what_if import peak_with_chunked_loss
 
 TIME_LIMIT_SECONDS = 60.0
-"""What the solver may take in all."""
+"""The solver's time limit for one planner, all its programs together."""
 _FRONTIER_POINTS = 12
 _TIGHTENINGS, _LEAPS = 8, 5
-"""How often the target is lowered by what the simulator finds above the budget, and then by twice, four times as much and so
-on, before the ladder's plans have to do."""
+"""How often the target is lowered by the excess that the simulator finds (8), and then by 2, 4, 8 … times the excess (5),
+before only the ladder's plans are left."""
 _ERROR_ROOM = 4.0
-"""Choices are made for limits that may turn out so much wider, when a plan is measured to err less than expected."""
+"""Choices are generated for an error limit that is larger by this factor, because a plan may err less than expected when it
+is measured."""
 _OPTIMAL_WITHIN = 1e-6
-"""A plan counts as optimal within this share of the step: the solver's own tolerance."""
+"""A plan counts as optimal within this share of the step, the solver's own tolerance."""
 
 
 def solve(
@@ -61,18 +63,18 @@ def solve(
     """Decide for every saved value of a step whether to KEEP, RECOMPUTE, COMPRESS or OFFLOAD it.
 
     Args:
-        planner: made for the step; it may be asked for any number of plans.
-        budget_bytes: the peak that may not be exceeded; ``None`` for as much as it takes.
+        planner: made for the step; it can be used for any number of plans.
+        budget_bytes: the peak that must not be exceeded; ``None`` for no limit.
         strategy: ``auto``, or a name from ``strategies``.
-        excess_bytes: measured minus predicted peak of an earlier plan; taken off the budget.
-        raise_below_floor: whether a budget that cannot be met is an error, or a plan with the status ``INFEASIBLE``.
+        excess_bytes: measured minus predicted peak of an earlier plan; subtracted from the budget.
+        raise_below_floor: if True, raise when the budget cannot be met; if False, return a plan with status ``INFEASIBLE``.
 
     Returns:
         A plan with every field filled in.
 
     Raises:
         BudgetBelowFloor: nothing fits (see ``raise_below_floor``).
-        InvalidStrategy: no such strategy, or one that exceeds the planner's limits.
+        InvalidStrategy: the strategy does not exist, or it exceeds the planner's limits.
     """
     started = time.monotonic()
     room_bytes = None if budget_bytes is None else budget_bytes - excess_bytes
@@ -93,7 +95,7 @@ def solve(
 
 
 def lowest_known(planner: Planner) -> Plan:
-    """The plan with the lowest peak as it was found, for a step or two: of those with this peak it may not be the fastest."""
+    """The plan with the lowest peak, for the first step or two. Other plans with the same peak may be faster."""
     floor, started = planner.floor, time.monotonic()
     outcome = _Outcome(floor, Status.FEASIBLE, planner.baseline.seconds, is_stopgap=True)
     return _write(planner, outcome, floor.peak_bytes, "auto", floor.peak_bytes, started)
@@ -101,18 +103,18 @@ def lowest_known(planner: Planner) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """The step that is to be planned, and what is proven of it."""
+    """The simulated step to write down as a plan, and what is proven about it."""
 
     simulation: Simulation
     status: Status
     lower_bound_seconds: float
     notes: tuple[str, ...] = ()
     is_stopgap: bool = False
-    """Nobody asks what other budgets would take."""
+    """True if the plan is only used until a better one is ready; then its frontier is not computed."""
 
 
 def _optimise(planner: Planner, room_bytes: int | None) -> _Outcome:
-    """The strategy ``auto``: the least seconds within the room."""
+    """Follow the strategy ``auto``: the least seconds within the room."""
     if room_bytes is None or room_bytes >= planner.loosest.peak_bytes:
         return _Outcome(planner.loosest, Status.OPTIMAL, planner.loosest.seconds)
     best = planner.best_within(room_bytes)
@@ -126,20 +128,20 @@ def _optimise(planner: Planner, room_bytes: int | None) -> _Outcome:
 
 
 def _follow(planner: Planner, simulation: Simulation, room_bytes: int | None) -> _Outcome:
-    """A named strategy: nothing to choose, but the same figures."""
+    """Follow a named strategy: the choices are given, and the same figures are computed."""
     limit_bytes = simulation.peak_bytes if room_bytes is None else room_bytes
     if simulation.peak_bytes > limit_bytes:
         return _Outcome(simulation, Status.INFEASIBLE, planner.baseline.seconds)
     if not planner.allows(simulation):
         note = limits_error("this strategy", simulation, planner.limits)
         return _Outcome(simulation, Status.INFEASIBLE, planner.baseline.seconds, (f"{note.found} {note.why}.",))
-    # ``auto`` never drops a boundary, so only here the bound has to allow for it.
+    # ``auto`` never drops a boundary, so only here the bound must include plans that drop boundaries.
     boundaries = any(choice.is_boundary_dropped for choice in simulation.choices)
     return _bounded(planner, simulation, planner.lower_bound_seconds(limit_bytes, None, boundaries=boundaries))
 
 
 def _bounded(planner: Planner, simulation: Simulation, lower: float, notes: tuple[str, ...] = ()) -> _Outcome:
-    """A step that fits, optimal if the bound says so; the bound's own tolerance may not lift it above the step."""
+    """A step that fits; it is optimal if it meets the bound. Clip the bound: its tolerance may lift it above the step."""
     lower = min(lower, simulation.seconds)
     is_optimal = simulation.seconds - lower <= _OPTIMAL_WITHIN * planner.baseline.seconds
     return _Outcome(simulation, Status.OPTIMAL if is_optimal else Status.FEASIBLE, lower, notes)
@@ -153,7 +155,7 @@ def _write(
     overhead = simulation.seconds - baseline.seconds
     gap = max(simulation.seconds - outcome.lower_bound_seconds, 0.0)
     link = index.forms.link
-    # A named strategy declines nothing.
+    # A named strategy does not decline any form.
     declined = notes_about_forms(simulation) if strategy == "auto" else ()
     notes = (*outcome.notes, *declined, *notes_about_peak(simulation, baseline))
     return msgspec.structs.replace(
@@ -185,17 +187,17 @@ class BestStep:
 
 
 class Planner:
-    """Everything about one step that does not depend on the budget: choices, program, floor, ladder.
+    """What a planner needs for one step whatever the budget: choices, program, floor, ladder.
 
     Args:
-        index: the step, and what is known of it: costs, forms, whether it may recompute, its place in a pipeline.
-        overrides: what the user has decided.
-        limits: the error and the bytes on the link that plans may spend; by default neither error nor a limit of bytes.
+        index: the step with its costs, its forms, whether it may recompute, and its place in a pipeline.
+        overrides: the user's decisions.
+        limits: the error and the link bytes that plans may spend; by default no error, and no limit on link bytes.
         known_choices: choices of regions of other steps with the same costs, such as other stages of a pipeline; new ones
             are added.
 
     Raises:
-        InvalidStrategy: an override matches nothing or asks for what a value cannot do, or all together exceed the limits.
+        InvalidStrategy: an override matches no value or demands the impossible, or all overrides together exceed the limits.
     """
 
     def __init__(
@@ -211,7 +213,7 @@ class Planner:
         self.index = pin_values(index, overrides)
         self.baseline = self._run(choose_none(self.index, ""))
         self.loosest = self._run(pin_choices(self.index, self.baseline.choices)) if overrides else self.baseline
-        # What people know is always among the choices, so that ``auto`` is never slower than a named strategy.
+        # The well-known strategies are always among the choices, so that ``auto`` is never slower than one of them.
         families = [pin_choices(self.index, choose_full(self.index, ""))]
         families += [choose_selective(self.index, module) for module in ("attention", "mlp", "norm")]
         if self.limits.squared_error:
@@ -226,14 +228,14 @@ class Planner:
         self._known_rungs: dict[int, Simulation] = {}
         self.is_complete = all(choice_set.is_complete for choice_set in self.sets)
         self.problem = ChoiceProblem(self.index, self.sets, TIME_LIMIT_SECONDS, self.limits)
-        # Programs that know every choice are solved to the end if they are small, or deep models would take minutes.
+        # Small programs with complete choices are solved to the end. For large ones this would take minutes.
         is_small = self.is_complete and self.problem.columns <= SMALL_COLUMNS
         self.gap = EXACT_GAP if is_small else FINE_GAP
         self._search(None)
         self.build_seconds = time.monotonic() - started
 
     def heedless_of_error(self) -> Planner:
-        """The same planner, for named strategies that are followed whatever error they cause; floor and ladder stay."""
+        """The same planner without an error limit, for named strategies; floor and ladder stay unchanged."""
         other = copy.copy(self)
         other.limits, other._bounds = Limits(math.inf, self.limits.link_bytes), {}
         return other
@@ -242,19 +244,19 @@ class Planner:
         """A planner for the same step and the same choices, with other limits.
 
         Raises:
-            InvalidStrategy: the overrides alone exceed them.
+            InvalidStrategy: the overrides alone exceed the limits.
         """
         started = time.monotonic()
         other = copy.copy(self)
         other.limits, other._bounds = limits, {}
         other.problem = self.problem.relimited(limits, TIME_LIMIT_SECONDS)
-        # What was best within wider limits and keeps to narrower ones is best within those.
+        # A plan that is best within wide limits and also keeps the narrow ones is best within the narrow ones.
         other._search(self if limits.are_within(self.limits) else None)
         other.build_seconds = time.monotonic() - started
         return other
 
     def _search(self, known: Planner | None) -> None:
-        """The floor under the limits, but for what another planner of this step knows already."""
+        """Find the floor under the limits; reuse results of another planner of this step."""
         if not self.allows(self.loosest):
             raise limits_error("the overrides together", self.loosest, self.limits)
         simulations = [s for s in self._extremes if self.allows(s)]
@@ -274,9 +276,9 @@ class Planner:
 
     @property
     def ladder(self) -> list[Simulation]:
-        """Plans at budgets from the floor to the unmanaged peak, and others that are known.
+        """Plans at budgets from the floor to the unmanaged peak, and the other known low-peak plans.
 
-        They are solved when they are first asked for: the first step under ``attach`` needs the floor alone.
+        They are solved on first use, because the first step under ``attach`` only needs the floor.
         """
         if not self._rungs:
             self.problem.deadline = time.monotonic() + TIME_LIMIT_SECONDS
@@ -284,15 +286,15 @@ class Planner:
         return [*self._lowest, *filter(self.allows, self._rungs.values())]
 
     def allows(self, simulation: Simulation) -> bool:
-        """Whether a simulated step keeps to the limits."""
+        """True if a simulated step keeps to the limits."""
         return self.limits.allow(simulation.squared_error, simulation.link_bytes)
 
     def _run(self, choices: Sequence[Choice]) -> Simulation:
         return run_choices(self.index, choices)
 
     def _climb(self, known: Mapping[int, Simulation]) -> dict[int, Simulation]:
-        """Plans at budgets spread evenly from the floor to the unmanaged peak: the same ones for every budget."""
-        # They depend on the step alone, so that a plan for a larger budget can fall back on all that a smaller one had.
+        """Plans at budgets spread evenly from the floor to the unmanaged peak; the same plans whatever the budget."""
+        # They depend only on the step, so a plan for a larger budget can fall back on every plan of a smaller one.
         low, high = self.floor.peak_bytes, self.loosest.peak_bytes
         budgets = [low + (high - low) * point // (_FRONTIER_POINTS - 1) for point in range(_FRONTIER_POINTS - 1)]
         gap = EXACT_GAP if self.gap == EXACT_GAP else COARSE_GAP
@@ -307,7 +309,7 @@ class Planner:
         return rungs
 
     def best_within(self, budget_bytes: int) -> BestStep:
-        """The least seconds within a budget, by the simulator's count."""
+        """The plan with the least seconds whose simulated peak is within a budget."""
         fitting = [simulation for simulation in self.ladder if simulation.peak_bytes <= budget_bytes]
         lower = 0.0
         is_finished = True
@@ -324,18 +326,18 @@ class Planner:
                 if self.allows(simulation):
                     fitting.append(simulation)
                 break
-            # An excess that stays as it is while the target falls is one that the program does not see.
+            # If the excess does not shrink with the target, the program does not see it. Then lower the target faster.
             target -= (simulation.peak_bytes - budget_bytes) * 2 ** max(attempt + 1 - _TIGHTENINGS, 0)
         best = min(fitting, key=lambda s: (s.seconds, s.peak_bytes)) if fitting else None
         return BestStep(best, lower if np.isfinite(lower) else 0.0, is_finished)
 
     def lower_bound_seconds(self, budget_bytes: int, found: BestStep | None, *, boundaries: bool) -> float:
-        """Seconds that no plan within the budget undercuts.
+        """Seconds that no plan within the budget can beat.
 
         Args:
             budget_bytes: the budget.
-            found: the solver's own run at this budget, whose bound counts where its choices are complete.
-            boundaries: whether plans that drop region inputs are to be bounded too.
+            found: the solver's own result at this budget; its bound is used if the choices are complete.
+            boundaries: True if the bound must also hold for plans that drop region inputs.
         """
         if boundaries not in self._bounds:
             self._bounds[boundaries] = LowerBound(self.index, self.sets, self.limits, boundaries=boundaries)
@@ -345,7 +347,7 @@ class Planner:
         return bound
 
     def frontier(self) -> tuple[FrontierPoint, ...]:
-        """The ladder's plans that no other one beats in both peak and seconds."""
+        """The ladder's plans that no other plan beats in both peak and seconds."""
         points: list[FrontierPoint] = []
         for simulation in sorted(self.ladder, key=lambda s: (s.peak_bytes, s.seconds)):
             if not points or simulation.seconds < points[-1].step_seconds:
@@ -353,7 +355,7 @@ class Planner:
         return tuple(points)
 
     def window_prices(self, simulation: Simulation, room_bytes: int | None) -> npt.NDArray[np.float64]:
-        """What one byte less costs in every window, in seconds per step; nothing where no time is spent for memory."""
+        """Seconds per step that one byte less would cost in every window; 0 if the plan spends no time to save memory."""
         if simulation.seconds > self.baseline.seconds:
             relaxed = self.problem.relax(room_bytes if room_bytes is not None else simulation.peak_bytes)
             if relaxed is not None:
@@ -361,7 +363,7 @@ class Planner:
         return np.zeros(len(self.problem.windows.spans))
 
     def region_prices(self, window_prices: npt.NDArray[np.float64]) -> list[float]:
-        """What a byte held by each region costs: the prices of the windows in which it holds, and those of who waits."""
+        """Seconds per byte held by each region: its windows' prices, plus the prices of windows while micro-batches wait."""
         windows = self.problem.windows
         is_waited = [start < self.index.last_wait for start, _ in windows.spans]
         waits = self.index.waiting * float(window_prices[is_waited].sum())

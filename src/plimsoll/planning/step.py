@@ -1,16 +1,16 @@
-"""A step as the planner sees it, whatever is decided: fixed bytes per instant, and per region what may be decided.
+"""A step as the planner sees it: the bytes that no decision changes, per instant, and what each region may decide.
 
-Time in here is counted in *instants*, two per tick: instant ``2t`` lies before op ``t`` runs (slots are packed, unpacked
-and released there, replays run there), instant ``2t + 1`` while it runs. A storage with life ``[born, dies)`` is alive
-during the instants ``[2 born + 1, 2 dies)``.
+Time in this module is counted in *instants*, two per tick. Instant ``2t`` lies before op ``t`` runs: slots are packed,
+unpacked and released there, and replays run there. Instant ``2t + 1`` is while op ``t`` runs. A storage with life
+``[born, dies)`` is alive during the instants ``[2 born + 1, 2 dies)``.
 
-The *fixed* bytes are those that no decision changes: lives of the trace, workspaces, slots that must be kept, and every
+The *fixed* bytes are the bytes that no decision changes: lives of the trace, workspaces, slots that must be kept, and every
 slot until its region's forward ends (the engine keeps real tensors until then).
 
 In a pipeline a stage runs the step of one micro-batch while others *wait* between their forward and their backward. With
-``in_flight`` micro-batches at most, all but one wait, each with what is alive at the ``handover`` from forward to backward
-and was not there before the step. All take the same choices, so what waits is a multiple of what one of them holds there.
-None is left when the optimizer steps.
+at most ``in_flight`` micro-batches, all but one wait. Each waiting micro-batch holds the tensors alive at the ``handover``
+from forward to backward, except those that all micro-batches share (alive before the step, and not an input). All take the
+same choices, so together they hold a multiple of one micro-batch's bytes. When the optimizer runs, none waits any more.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class RegionView:
-    """One region call and what may be decided in it; value ids are those of its graph.
+    """One region call and what may be decided in it; value ids refer to its graph.
 
-    ``saved`` are the distinct values of its managed slots in the order of saving, ``droppable`` those of them that may be
-    RECOMPUTE, ``movable`` those that must be held, but may be held in another form, ``forced`` the rest. ``forms`` are
-    what is known of the forms of saved values, ``pins`` what the user has decided. ``copied`` are inputs that no slot
-    holds: a recipe that needs one copies it at entry, or holds it as it is where it is one of the ``steady``. ``free`` are
-    parameters and buffers.
+    ``saved`` are the distinct values of its managed slots in the order of saving. Of these, ``droppable`` values may be
+    RECOMPUTE, ``movable`` values must be held but may be held in another form, and ``forced`` values are always kept.
+    ``forms`` maps saved values and inputs to their possible forms, ``pins`` maps values to the user's decisions. ``copied``
+    are inputs that no slot holds: a recipe that needs one copies it at entry, or holds it without a copy if it is in
+    ``steady``. ``free`` are parameters and buffers.
     """
 
     call: RegionCall
@@ -71,17 +71,17 @@ class RegionView:
 
     @property
     def decided(self) -> tuple[int, ...]:
-        """Saved values that choices differ in."""
+        """Saved values that a choice decides about."""
         return self.droppable + self.movable
 
     @property
     def everything(self) -> frozenset[int]:
-        """What a choice keeps that keeps all it can."""
+        """The kept values of the choice that keeps all it can."""
         return frozenset(self.decided)
 
     @property
     def nothing(self) -> frozenset[int]:
-        """What a choice keeps that rebuilds all it can."""
+        """The kept values of the choice that rebuilds all it can."""
         return frozenset(self.movable)
 
     def form(self, value: int, name: str) -> Form:
@@ -95,16 +95,17 @@ class RegionView:
 
     @property
     def leaves(self) -> frozenset[int]:
-        """Values that are there in backward whatever is decided: forced slots, inputs, parameters, buffers."""
+        """Values that backward can read whatever is decided: forced slots, inputs, parameters, buffers."""
         return self.forced | self.copied | self.free
 
 
 @dataclass(frozen=True, slots=True)
 class Transfers:
-    """When values leave over a link and come back, where it is not the engine that sends them.
+    """A schedule on which values leave over a link and come back, when the engine's own schedule is not used.
 
-    ``spans`` are by region and value: the instant at which the device lets go of it, and that from which it has room for it
-    again; what is needed before that is brought back then. ``waiting_seconds`` are what each region's transfers add.
+    ``spans`` maps (region, value) to two instants: when the device frees the value, and when it allocates room for it again.
+    A value that is read between the two is brought back when it is read. ``waiting_seconds`` are the seconds that each
+    region's transfers add to the step.
     """
 
     spans: Mapping[tuple[int, int], Span]
@@ -112,7 +113,7 @@ class Transfers:
 
 
 class StepIndex:
-    """Everything about one trace that simulations under different plans share. Immutable once built."""
+    """What simulations of one trace share under all plans. Immutable once built, apart from caches."""
 
     def __init__(
         self,
@@ -124,7 +125,7 @@ class StepIndex:
         in_flight: int = 1,
         loss_share: float = 0.0,
     ) -> None:
-        """``loss_share``: what a loss outside of the model takes at the handover, beside what is there whatever is decided."""
+        """``loss_share``: bytes of a loss outside of the model at the handover, as a share of ``between_bytes``."""
         self.trace = trace
         self.waiting = in_flight - 1
         self._loss_share = loss_share
@@ -140,34 +141,34 @@ class StepIndex:
         self.forced_spans = self._forced_spans()
         self._covered: dict[int, list[Span]] = {}
         self.replays: dict[Any, Any] = {}
-        """What `simulate` has replayed, by region and choice."""
+        """The cache of `simulate`: replays by region and choice."""
         self.transfers: Transfers | None = None
-        """Another schedule than the engine's, which has one window per transfer."""
+        """The transfers' schedule if it is not the engine's, which has one window per transfer."""
 
     def scheduled(self, transfers: Transfers | None) -> StepIndex:
-        """The same step with its transfers on another schedule."""
+        """Return the same step with its transfers on another schedule."""
         other = copy.copy(self)
         other.transfers, other.replays = transfers, {}
         return other
 
     def op_seconds(self, cost_key: str) -> float:
-        """Seconds of one op; 0 for a key that the costs do not know."""
+        """Seconds of one op; 0 for a key that is not in the costs."""
         cost = self.costs.ops.get(cost_key)
         return 0.0 if cost is None else cost.seconds
 
     def replay_seconds(self, cost_key: str) -> float:
-        """Seconds of one op that the engine runs again, its own work included."""
+        """Seconds of one op when the engine runs it again, including the engine's own work per op."""
         own = 0.0 if cost_key in self._kernels else self.costs.replay_seconds
         return self.op_seconds(cost_key) + own
 
     @cached_property
     def _kernels(self) -> frozenset[str]:
-        """What runs again in compiled code, where the engine has nothing to do."""
+        """Cost keys of ops in compiled regions. Compiled code replays them itself, so the engine adds no time per op."""
         return frozenset(op.cost_key for view in self.views if view.call.is_compiled for op in view.graph.ops)
 
     @cached_property
     def compiled_together(self) -> tuple[tuple[int, ...], ...]:
-        """The calls of each compiled region that is called several times in the step, by their places among the views."""
+        """The calls of each compiled region that is called several times in the step, as positions in ``views``."""
         calls: defaultdict[str, list[int]] = defaultdict(list)
         for at, view in enumerate(self.views):
             if view.call.is_compiled:
@@ -175,7 +176,7 @@ class StepIndex:
         return tuple(tuple(places) for places in calls.values() if len(places) > 1)
 
     def life(self, storage: int) -> Span:
-        """The instants at which a storage is alive without any slot; clipped to the step."""
+        """The instants at which a storage is alive without slots, clipped to the step."""
         entry = self.trace.storages[storage]
         return max(2 * entry.born + 1, 0), min(max(2 * entry.dies + entry.is_overwritten, 0), self.instants)
 
@@ -187,7 +188,11 @@ class StepIndex:
         return self._covered[storage]
 
     def neighbour(self, region: int) -> RegionCall | None:
-        """The region call that transfers of ``region`` hide behind: the next one, if its backward comes right before."""
+        """The region call that hides transfers of ``region``: the next one, if its backward ends before this one's starts.
+
+        With one window per transfer, the bytes at every instant do not depend on the link's speed, and the cost of a region's
+        choice does not depend on other regions (docs/design/one-window-per-transfer.md).
+        """
         if region + 1 >= len(self.views):
             return None
         call, after = self.views[region].call, self.views[region + 1].call
@@ -195,7 +200,7 @@ class StepIndex:
         return after if is_between and after.backward[1] <= call.backward[0] else None
 
     def transfer_windows(self, call: RegionCall, after: RegionCall) -> tuple[float, float]:
-        """Seconds of compute in ``after``, the neighbour of ``call``, that hide its way out and its way back."""
+        """Seconds of compute in ``after``, the neighbour of ``call``, that hide transfers out and transfers back."""
         before = self.seconds_before
         out_window = before[after.forward[1]] - before[call.forward[1]]
         in_window = before[call.backward[0]] - before[after.backward[0]]
@@ -222,19 +227,19 @@ class StepIndex:
 
     @cached_property
     def last_wait(self) -> int:
-        """The instant from which on no micro-batch waits: the optimizer steps."""
+        """The first instant at which no micro-batch waits: the optimizer steps."""
         steps = (tick for tick, op in enumerate(self.trace.ops) if op.phase is Phase.OPTIMIZER)
         return 2 * next(steps, len(self.trace.ops) + 1)
 
     def waits(self, held_bytes: int) -> Ints:
-        """What waiting micro-batches hold per instant, if each holds so many bytes at the handover."""
+        """Bytes per instant that waiting micro-batches hold, if each of them holds ``held_bytes`` at the handover."""
         curve = np.zeros(self.instants, dtype=np.int64)
         curve[: self.last_wait] = self.waiting * held_bytes
         return curve
 
     @cached_property
     def lasting(self) -> tuple[Storage, ...]:
-        """What every micro-batch shares: alive at the handover, and there before the step without being its input."""
+        """Storages that all micro-batches share: alive at the handover, allocated before the step, and not inputs."""
         return tuple(
             storage
             for storage in self.trace.storages
@@ -245,12 +250,12 @@ class StepIndex:
 
     @property
     def lasting_bytes(self) -> int:
-        """Bytes of what every micro-batch shares."""
+        """Bytes of the storages that all micro-batches share."""
         return sum(storage.bytes for storage in self.lasting)
 
     @cached_property
     def fixed(self) -> Ints:
-        """Fixed bytes per instant, those of waiting micro-batches included."""
+        """Fixed bytes per instant, including what waiting micro-batches hold."""
         alone = self._fixed_alone()
         curve = alone + self.waits(int(alone[self.handover]) - self.lasting_bytes)
         curve[self.handover] += self.loss_bytes
@@ -258,12 +263,12 @@ class StepIndex:
 
     @cached_property
     def loss_bytes(self) -> int:
-        """What a loss that is not in the trace takes between forward and backward."""
+        """Bytes that a loss outside of the trace takes between forward and backward."""
         return round(self._loss_share * self.between_bytes)
 
     @cached_property
     def between_bytes(self) -> int:
-        """What a micro-batch holds at the handover whatever is decided: its input, what it returns, what no plan touches."""
+        """Bytes that one micro-batch holds at the handover under every plan: inputs, outputs, and unmanaged tensors."""
         return int(self._fixed_alone()[self.handover]) - self.lasting_bytes
 
     def _fixed_alone(self) -> Ints:
@@ -275,7 +280,7 @@ class StepIndex:
         return np.cumsum(change)[:-1] + self.workspace
 
     def _forced_spans(self) -> dict[int, list[tuple[int, int, int]]]:
-        """Per storage: (region, start, stop) of every slot that holds it whatever is decided."""
+        """Per storage: (region, start, stop) of every slot, for the time that it holds the storage whatever is decided."""
         spans: dict[int, list[tuple[int, int, int]]] = {}
         for view in self.views:
             decided = frozenset(view.decided)
@@ -292,12 +297,12 @@ class StepIndex:
 
 
 def boundary_values(index: StepIndex, view: RegionView) -> frozenset[int]:
-    """Saved inputs of a region that the region before it made, and can make again: what a dropped boundary lets go."""
+    """Saved inputs of a region that are not held if its boundary is dropped: the region before made and can rebuild them."""
     found: set[int] = set()
     if view.call.is_compiled:
         return (
             frozenset()
-        )  # one boundary per block stays: without it all that is computed again moves to where backward begins
+        )  # keep one boundary per block: without it every recompute would move to the start of backward
     for value in view.saved:
         entry = view.graph.values[value]
         maker = index.trace.storages[entry.storage].region
@@ -310,7 +315,7 @@ def boundary_values(index: StepIndex, view: RegionView) -> frozenset[int]:
 
 
 def _can_provide(maker: RegionView, storage: int) -> bool:
-    """Whether all outputs of ``maker`` can be rebuilt from what it always holds in some form, ``storage`` among them."""
+    """True if ``storage`` is an output of ``maker``, and ``maker`` can rebuild all outputs from values that it always holds."""
     outputs = maker.graph.outputs
     if (
         not maker.droppable
@@ -323,19 +328,19 @@ def _can_provide(maker: RegionView, storage: int) -> bool:
 
 
 def provider_of(index: StepIndex, view: RegionView, linked: frozenset[int]) -> int:
-    """The region that rebuilds the linked inputs of ``view``; -1 if there are none."""
+    """The region that rebuilds the linked inputs of ``view``; -1 without linked inputs."""
     if not linked:
         return -1
     return index.trace.storages[view.graph.values[next(iter(linked))].storage].region
 
 
 def slot_stop(trace: Trace, slot: Slot) -> int:
-    """The instant at which a slot lets go; the end of the step if the trace did not see it."""
+    """The instant at which a slot is released; the end of the step if the trace did not see a release."""
     return 2 * slot.released + slot.is_overwritten if slot.released >= 0 else 2 * len(trace.ops) + 2
 
 
 def merge(spans: Iterable[Span]) -> list[Span]:
-    """Disjoint, sorted spans that cover the same instants.
+    """Return disjoint, sorted spans that cover the same instants.
 
     Example:
         >>> merge([(4, 6), (0, 2), (1, 3), (9, 9)])
@@ -353,7 +358,7 @@ def merge(spans: Iterable[Span]) -> list[Span]:
 
 
 def subtract(spans: Iterable[Span], covered: Iterable[Span]) -> list[Span]:
-    """What of ``spans`` lies outside ``covered`` (both disjoint and sorted).
+    """Return the parts of ``spans`` outside ``covered`` (both disjoint and sorted).
 
     Example:
         >>> subtract([(0, 10)], [(2, 4), (8, 12)])
@@ -423,7 +428,7 @@ def _view(
 
 
 def _droppable(trace: Trace, call: RegionCall, saved: tuple[int, ...], given: frozenset[int]) -> tuple[int, ...]:
-    """Saved values that this region made itself and that a recipe rebuilds when everything else is held."""
+    """Saved values that this region made and that a recipe can rebuild if every other saved value is held."""
     graph = call.graph
     own = (
         v

@@ -1,37 +1,37 @@
-"""Named strategies: the ways of activation checkpointing that people know, as one choice per region.
+"""Named strategies: the well-known schemes of activation checkpointing, each as one choice per region.
 
 =====================  ================================================================================================
-``auto``               the budgeted optimum (``solve`` finds it; the only one that looks at the budget)
+``auto``               the optimum under the budget (``solve`` finds it; no other strategy looks at the budget)
 ``none``               KEEP everything
-``full``               every region keeps only its input, as ``torch.utils.checkpoint`` around each block does
-``input-only``         the same by its other name
+``full``               every region keeps only its input, like ``torch.utils.checkpoint`` around each block
+``input-only``         another name for ``full``
 ``every:k``            regions in groups of k; only a group's first region keeps its input, the group is replayed as one
-``first:n``            the first n regions as under ``full``; KEEP everything in the others (Megatron's ``block``)
-``nth:k``              every k-th region as under ``full``, from the first one on; KEEP everything in the others
+``first:n``            the first n regions like ``full``; KEEP everything in the others (Megatron's ``block``)
+``nth:k``              every k-th region like ``full``, starting with the first; KEEP everything in the others
 ``sqrt``               ``every:k`` with k the rounded square root of the number of regions (Chen et al. 2016)
 ``selective:attention``  RECOMPUTE what modules with attention in their path saved; KEEP the rest
 ``selective:core``       RECOMPUTE what attention makes between its two matrix products (scores, softmax, dropout); KEEP the
-                         rest (Korthikanti et al. 2022, section 5); fused attention saves none of it
+                         rest (Korthikanti et al. 2022, section 5); fused attention saves none of these values
 ``selective:mlp``        the same for feed-forward modules
 ``selective:norm``       the same for normalisation modules
 ``selective:shared``     the same for experts that every token passes
 ``selective:moe-act``    RECOMPUTE what experts make between their two matrix products; KEEP the rest
 ``selective:mla-up``     RECOMPUTE what multi-latent attention makes of its compressed queries, keys and values
 ``selective:mm,sdpa``    torch's selective activation checkpointing: a comma list of op names whose outputs are KEPT;
-                         everything else is RECOMPUTE. ``sdpa`` stands for every scaled-dot-product op
-                         with ``mm/2`` only every second product is
-``selective:core+norm``  RECOMPUTE what either of them does
-``selective:torchtitan``  torchtitan's own policy: KEEP attention, convolutions, the choice of experts, and of products
-                          without bias every second one
+                         everything else is RECOMPUTE. ``sdpa`` means every scaled-dot-product op.
+                         ``mm/2`` keeps only every second product
+``selective:core+norm``  RECOMPUTE what ``core`` or ``norm`` recomputes
+``selective:torchtitan``  torchtitan's own policy: KEEP attention, convolutions, the choice of experts, and every second
+                          product without bias
 ``min-cut``             KEEP what products of backward read, and the fewest bytes from which ops other than products,
-                        reductions and random ones rebuild the rest: what torch.compile's partitioner does by default
-``int8``, ``int4``, ``fp8``  COMPRESS every saved value that takes this form, masks and integers without loss; KEEP the rest
-``offload``              OFFLOAD every saved value that may go over the link; KEEP the rest (the last region has nothing
-                         to hide transfers behind, so it keeps)
-``hybrid:N,k``           the first N regions as under ``int8``, the others as under ``every:k``
+                        reductions and random ones rebuild the rest: the default of torch.compile's partitioner
+``int8``, ``int4``, ``fp8``  COMPRESS every saved value that can take this form, masks and integers without loss; KEEP the rest
+``offload``              OFFLOAD every saved value that may go over the link; KEEP the rest (the last region keeps, because
+                         no later region hides its transfers)
+``hybrid:N,k``           the first N regions like ``int8``, the others like ``every:k``
 =====================  ================================================================================================
 
-A value that cannot be rebuilt is kept under every strategy, and so are region inputs (but for ``every:k`` and ``sqrt``).
+Every strategy keeps a value that cannot be rebuilt. All but ``every:k`` and ``sqrt`` keep region inputs.
 """
 
 from __future__ import annotations
@@ -65,15 +65,15 @@ _MODULES = {
     "shared": re.compile(r"shared_?experts?", re.IGNORECASE),
 }
 ROUTED = re.compile(r"(?<!shared_)experts", re.IGNORECASE)
-"""Modules of experts that tokens are routed to."""
+"""Matches modules of experts that a router picks per token."""
 _REDUCTION = re.compile(r"^(mean|sum|amax|amin|var|var_mean|std|norm|_softmax|max|min|logsumexp|prod|any|all)$")
 TORCHTITAN = "torchtitan"
 _SAVED_BY_TORCHTITAN = ("mm/2", "addmm", "bmm", "baddbmm", "_grouped_mm", "convolution", "sdpa", "topk", "max")
-"""Ops that its ``SelectiveAC`` saves, of products without bias every second one (seen in torchtitan 0.3)."""
+"""Ops that torchtitan's ``SelectiveAC`` saves (seen in torchtitan 0.3); ``mm/2`` is every second product without bias."""
 _OP_ALIASES = {"sdpa": "scaled_dot_product"}
 MEMORY_BUDGET, CHECKPOINT, SELECTIVE = "memory-budget", "checkpoint", "checkpoint:selective"
-"""torch's own under torch.compile: its budget as a share (``memory-budget:0.5``), and checkpointing of every region, which
-in the last case saves what products and attention return."""
+"""What torch itself offers under torch.compile. ``memory-budget:0.5`` is its activation memory budget as a share.
+``checkpoint`` checkpoints every region. ``checkpoint:selective`` does the same but saves outputs of products and attention."""
 _SOFTMAX = ("_softmax", "_safe_softmax")
 _BATCHED = frozenset(["bmm", "baddbmm"])
 _PRODUCTS = _BATCHED | {"mm", "addmm"}
@@ -90,24 +90,24 @@ def choose_full(index: StepIndex, _argument: str) -> tuple[Choice, ...]:
 
 
 def choose_every(index: StepIndex, argument: str) -> tuple[Choice, ...]:
-    """Groups of k regions, each replayed as one."""
+    """Form groups of k regions; each group is replayed as one."""
     return _grouped(index.views, _group_size(argument))
 
 
 def choose_first(index: StepIndex, argument: str) -> tuple[Choice, ...]:
-    """The first regions keep their inputs alone."""
+    """Let the first n regions keep only their inputs."""
     count = _group_size(argument, "first")
     return tuple(Choice(view.nothing if at < count else view.everything) for at, view in enumerate(index.views))
 
 
 def choose_nth(index: StepIndex, argument: str) -> tuple[Choice, ...]:
-    """One of k regions keeps its input alone."""
+    """Let every k-th region keep only its input."""
     size = _group_size(argument, "nth")
     return tuple(Choice(view.everything if at % size else view.nothing) for at, view in enumerate(index.views))
 
 
 def choose_sqrt(index: StepIndex, _argument: str) -> tuple[Choice, ...]:
-    """Groups of about √n regions."""
+    """Form groups of about √n regions."""
     return choose_every(index, str(max(round(math.sqrt(len(index.views))), 1)))
 
 
@@ -141,7 +141,7 @@ def choose_selective(index: StepIndex, argument: str) -> tuple[Choice, ...]:
 
 
 def choose_min_cut(index: StepIndex, _argument: str) -> tuple[Choice, ...]:
-    """The fewest bytes from which cheap ops alone rebuild the rest."""
+    """Keep the fewest bytes that let cheap ops alone rebuild the rest."""
     found: dict[str, Choice] = {}
     for view in index.views:
         kind = view.call.kind
@@ -151,7 +151,7 @@ def choose_min_cut(index: StepIndex, _argument: str) -> tuple[Choice, ...]:
 
 
 def _fewest_bytes(view: RegionView) -> Choice:
-    """One cut at a price of a second per byte, at which an op that may run again costs next to nothing."""
+    """Solve one cut with bytes as the price; an op that may run again costs next to nothing, any other op infinity."""
     graph = view.graph
     costs = [
         math.inf if is_product(op.name) or _REDUCTION.search(op.name) or op.is_random else 1e-3 for op in graph.ops
@@ -159,7 +159,7 @@ def _fewest_bytes(view: RegionView) -> Choice:
     held = {value: float(graph.values[value].bytes) for value in (*view.decided, *view.copied)}
     ticks = [op.tick for op in graph.ops]
     read_by_products = set()
-    for slot in graph.slots:  # what a product of backward reads has to be whole then, so nothing is won
+    for slot in graph.slots:  # a product of backward needs the whole value then, so dropping it saves nothing
         saver = graph.ops[min(bisect.bisect_left(ticks, slot.packed), len(ticks) - 1)]
         if slot.value in view.decided and is_product(saver.name) and slot.value in saver.reads:
             read_by_products.add(slot.value)
@@ -170,7 +170,7 @@ def _fewest_bytes(view: RegionView) -> Choice:
 
 
 def choose_form(index: StepIndex, name: str) -> tuple[Choice, ...]:
-    """Hold every value in one form where it may take it."""
+    """Hold every value that can take this form in it; keep the others."""
     return tuple(_in_form(view, name) for view in index.views)
 
 
@@ -181,7 +181,7 @@ def choose_hybrid(index: StepIndex, argument: str) -> tuple[Choice, ...]:
 
 
 def _grouped(views: Sequence[RegionView], size: int) -> tuple[Choice, ...]:
-    """Only the first region of every group keeps its input."""
+    """Drop the input of every region but the first of its group."""
     return tuple(Choice(view.nothing, is_boundary_dropped=bool(at % size)) for at, view in enumerate(views))
 
 
@@ -218,7 +218,7 @@ def _hybrid_sizes(argument: str) -> tuple[int, int]:
 
 
 def send_kept(index: StepIndex, choices: Sequence[Choice]) -> tuple[Choice, ...]:
-    """The same choices with what they keep at the other end of the link, inputs included from which they recompute."""
+    """Offload what the choices keep, and also the inputs that their recipes read."""
     found = []
     for view, choice in zip(index.views, choices, strict=True):
         is_rebuilding = view.everything > choice.kept | choice.forms.keys()
@@ -240,7 +240,7 @@ def _in_form(view: RegionView, name: str) -> Choice:
         entry = view.forms.get(value)
         forms = [] if entry is None else [form for form in entry.forms if form.name == name]
         if name != "offload" and entry is not None and not forms:
-            # The cheapest without loss: masks and integers have no lossy form.
+            # Masks and integers only have lossless forms: take the smallest.
             forms = [f for f in entry.forms if f.decision is Decision.COMPRESS and not f.noise]
         elif name == "offload" and entry is not None:
             forms = [form for form in entry.forms if form.decision is Decision.OFFLOAD]
@@ -265,25 +265,25 @@ STRATEGIES: dict[str, Callable[[StepIndex, str], tuple[Choice, ...]]] = {
     "selective": choose_selective,
     "sqrt": choose_sqrt,
 }
-"""One line per strategy; what follows a colon is its argument. ``auto`` is ``solve`` itself."""
+"""One line per strategy. The text after a colon is its argument. ``auto`` is ``solve`` itself."""
 
 _MOST_LETTERS = 4000
 _WITH_ARGUMENT = ("every", "first", "hybrid", "nth", "selective")
 
 
 def codecs_of_strategy(strategy: str) -> tuple[str, ...]:
-    """The lossy codecs that a named strategy holds values in, whatever else is allowed."""
+    """The lossy codecs that a named strategy uses, whichever codecs the user allows."""
     name = strategy.partition(":")[0]
     return {"int8": ("int8",), "int4": ("int4",), "fp8": ("fp8",), "hybrid": ("int8",)}.get(name, ())
 
 
 def uses_link(strategy: str) -> bool:
-    """Whether a named strategy sends values over a link."""
+    """True if a named strategy sends values over a link."""
     return strategy == "offload"
 
 
 def keeps_the_rest(strategy: str) -> bool:
-    """Whether a named strategy says what is dropped, and keeps whatever else is saved; others say what is kept.
+    """True if a named strategy says what to drop and keeps the rest; False if it says what to keep and drops the rest.
 
     Example:
         >>> keeps_the_rest("none"), keeps_the_rest("selective:core+mlp"), keeps_the_rest("selective:mm,sdpa")
@@ -297,7 +297,7 @@ def keeps_the_rest(strategy: str) -> bool:
 
 
 def is_torchs_own(strategy: str) -> bool:
-    """Whether a strategy is torch's own under torch.compile, and so none of the planner's.
+    """True if torch itself carries out this strategy under torch.compile, not the planner.
 
     Example:
         >>> is_torchs_own("memory-budget:0.5"), is_torchs_own("checkpoint"), is_torchs_own("full")
@@ -307,13 +307,13 @@ def is_torchs_own(strategy: str) -> bool:
 
 
 def check_strategy(strategy: str) -> None:
-    """Refuse what no model has as a strategy; only the ops of ``selective:`` are a matter of the model.
+    """Raise if no model can have this strategy. Whether the ops of ``selective:`` exist depends on the model: not checked.
 
     Args:
-        strategy: a name from the module's table, or what may be one.
+        strategy: a name from the module's table, or any other input.
 
     Raises:
-        InvalidStrategy: no such strategy, or an argument that it does not take.
+        InvalidStrategy: the strategy does not exist, or its argument is not valid.
 
     Example:
         >>> check_strategy("every:2")
@@ -348,14 +348,14 @@ def check_strategy(strategy: str) -> None:
 
 
 def strategy_choices(index: StepIndex, strategy: str) -> tuple[Choice, ...]:
-    """The choice of every region under a named strategy.
+    """Return the choice of every region under a named strategy.
 
     Args:
         index: the step.
         strategy: a name from the module's table, without ``auto``.
 
     Raises:
-        InvalidStrategy: no such strategy, or an argument that it does not take.
+        InvalidStrategy: the strategy does not exist, or its argument is not valid.
     """
     check_strategy(strategy)
     name, _, argument = strategy.partition(":")
@@ -364,23 +364,23 @@ def strategy_choices(index: StepIndex, strategy: str) -> tuple[Choice, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Extremes:
-    """The step as it is, in bytes at its peak, and the plan that recomputes everything."""
+    """The unmanaged step's peak in bytes, and the plan that recomputes everything."""
 
     unmanaged_peak_bytes: int
     lowest: Plan
 
 
 def find_extremes(trace: Trace, costs: Costs) -> Extremes:
-    """Simulate a step under ``none`` and under ``full``, without any search: for a step that is only watched."""
+    """Simulate a step under ``none`` and under ``full`` without a search, for a step that is only watched."""
     index = StepIndex(trace, costs)
     baseline, full = run_choices(index, choose_none(index, "")), run_choices(index, choose_full(index, ""))
     return Extremes(baseline.peak_bytes, write_plan(full, baseline, "full", [0.0] * len(index.views)))
 
 
 def _between_products(view: RegionView) -> frozenset[int]:
-    """Values from the matrix product before a softmax to the one after it, neither's other operand among them.
+    """Values from the matrix product before a softmax to the one after it, without the other operands of the two products.
 
-    A softmax of what one matrix product with weights makes (a router's) is none of attention's.
+    A softmax over the result of a product with weights (a router) is not attention, so it is skipped.
     """
     graph, found = view.graph, set[int]()
     for op in graph.ops:
@@ -391,7 +391,7 @@ def _between_products(view: RegionView) -> frozenset[int]:
             continue
         found |= scores
         pending = list(op.writes)
-        while pending:  # towards the second product, which only reads them
+        while pending:  # follow the readers up to the second product, whose own result is not included
             value = pending.pop()
             found.add(value)
             pending += [
@@ -405,7 +405,7 @@ def _between_products(view: RegionView) -> frozenset[int]:
 
 
 def _up_to_products(view: RegionView, values: Sequence[int]) -> frozenset[int]:
-    """What these values are made of in the region, back to the first products, whose results are among them."""
+    """The values of the region that lead to these, back to the first products; products' results are included."""
     graph, found, pending = view.graph, set[int](), list(values)
     while pending:
         value = pending.pop()
@@ -419,14 +419,14 @@ def _up_to_products(view: RegionView, values: Sequence[int]) -> frozenset[int]:
 
 
 def core_ops(view: RegionView) -> frozenset[int]:
-    """Ops of attention proper: fused, or from the product that makes scores to the one that uses them up."""
+    """The ops of attention itself: the fused op, or all from the product that makes scores to the product that reads them."""
     between = _between_products(view)
     found = {op.id for op in view.graph.ops if between & frozenset((*op.reads, *op.writes))}
     return frozenset(found | {op.id for op in view.graph.ops if _is_op(op.name, "sdpa")})
 
 
 def _experts_activations(view: RegionView) -> frozenset[int]:
-    """What routed experts make between their first and their last matrix product."""
+    """Values that routed experts compute between their first and their last matrix product."""
     ops = [op for op in view.graph.ops if op.writes and ROUTED.search(_module(view, op.writes[0]))]
     products = [op.id for op in ops if is_product(op.name)]
     between = (op for op in ops if products and products[0] < op.id < products[-1] and not is_product(op.name))
@@ -434,7 +434,7 @@ def _experts_activations(view: RegionView) -> frozenset[int]:
 
 
 def _up_projected(view: RegionView) -> frozenset[int]:
-    """Queries, keys and values of multi-latent attention, back to the products that make them of what is compressed."""
+    """Queries, keys and values of multi-latent attention, back to the products that expand the compressed ones."""
     if not has_compressed_keys(view):
         return frozenset()
     found = _up_to_products(view, [value for op in view.graph.ops if _is_op(op.name, "sdpa") for value in op.reads])
@@ -442,7 +442,7 @@ def _up_projected(view: RegionView) -> frozenset[int]:
 
 
 def has_compressed_keys(view: RegionView) -> bool:
-    """Whether a region's attention is a multi-latent one."""
+    """True if a region's attention is multi-latent attention."""
     return any("kv_b_proj" in value.name for value in view.graph.values)
 
 
@@ -451,7 +451,7 @@ _MADE_IN_PARTS: dict[str, Callable[[RegionView], frozenset[int]]] = {
     "mla-up": _up_projected,
     "moe-act": _experts_activations,
 }
-"""Parts of a block that are no module of their own, by what they make."""
+"""Parts of a block that are not modules: the name in ``selective:`` and a function that finds their values."""
 
 
 def _module(view: RegionView, value: int) -> str:

@@ -1,10 +1,11 @@
-"""What a step would be with its head and its loss over many classes computed chunk by chunk.
+"""Predicts a step whose head and loss over many classes are computed chunk by chunk.
 
-The loss is the largest log-softmax outside of regions; the head is the matrix product before it whose arithmetic is that of
-one parameter (classes, features) and some rows, so nothing is guessed from names.
+The loss is the largest log-softmax outside of regions. The head is the matrix product before it whose arithmetic matches one
+parameter (classes, features) and a number of rows. No name is used to find them.
 
-The changed step is that of ``plimsoll.chunked``: no storage of all logits; one chunk of them while the loss is computed; the
-gradients of the hidden states and of the weight are there from the head's forward on, because they are made there.
+The changed step is the step under ``plimsoll.chunked``. It does not store all logits, only one chunk of them while the loss is
+computed. The gradients of the hidden states and of the weight are alive from the head's forward on, because they are computed
+there.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ _ITEM_BYTES = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2}
 _LEAST_CLASSES = 2
 _BOTH_GRADIENTS = 2
 _WIDE_BYTES = 4
-"""Of one logit while the loss is computed, unless it is made wider."""
+"""Bytes of one logit while the loss is computed, unless the head already makes it wider."""
 LEAST_ROWS = 128
-"""Fewer rows by default would keep the matrix units waiting."""
+"""Default minimum of rows: with fewer rows the matrix units would idle."""
 
 
 class HeadAndLoss(msgspec.Struct, frozen=True, kw_only=True):
     """The head and the loss of one step: sizes, and the ticks at which they begin and end.
 
-    ``logit_storages`` are those of logits, their casts and caps, their log-softmax and their gradients. ``weight_gradients``
-    and ``hidden_gradients`` are what backward makes of them, ``weight_casts`` the copies of the weight in another dtype that
-    were made for the head alone.
+    ``logit_storages`` are the storages of logits, their casts and caps, their log-softmax and their gradients.
+    ``weight_gradients`` and ``hidden_gradients`` are the gradients that the head's backward makes. ``weight_casts`` are copies
+    of the weight in another dtype, made only for the head.
     """
 
     weight: str
@@ -48,39 +49,40 @@ class HeadAndLoss(msgspec.Struct, frozen=True, kw_only=True):
     hidden_gradients: tuple[int, ...]
     weight_gradients: tuple[int, ...]
     passing_gradients: tuple[int, ...]
-    """Gradients of the weight in the head's dtype, where the parameter's is another."""
+    """Gradients of the weight in the head's dtype, if the parameter has another dtype."""
     weight_casts: tuple[int, ...]
     logit_bytes: int
-    """Of one logit as the head makes it."""
+    """Bytes of one logit in the head's output."""
     is_capped: bool
-    """Whether a tanh bends the logits before the loss."""
+    """True if a tanh caps the logits before the loss."""
     is_mixed: bool
-    """Whether the weight is held in another dtype than the logits are made in."""
+    """True if the weight is held in another dtype than the logits."""
 
     @property
     def gradients_found(self) -> int:
-        """Whether backward makes a gradient of the weight's size, and one of the hidden states': of two weights with which
-        the arithmetic is explained, the head is the one of which more is seen.
+        """The number of gradients found in backward: the weight's and the hidden states' (0 to 2).
+
+        If two weights match the head's arithmetic, the weight with more gradients found is taken.
         """
         return bool(self.hidden_gradients) + bool(self.weight_gradients or self.passing_gradients)
 
     @property
     def all_gradients(self) -> tuple[int, ...]:
-        """What backward's products of the head make."""
+        """The storages that the head's products make in backward."""
         return (*self.hidden_gradients, *self.weight_gradients, *self.passing_gradients)
 
     @property
     def bytes(self) -> int:
-        """Bytes of all logits as they come out of the head."""
+        """Bytes of all logits in the head's output."""
         return self.rows * self.classes * self.logit_bytes
 
 
 def find_head(trace: Trace, *, is_divided: bool = False) -> HeadAndLoss | None:
-    """The head and the loss, ``None`` where the step has none of that kind (or the trace does not list parameters).
+    """Find the head and the loss; ``None`` if the step does not have such a loss, or its trace does not list parameters.
 
     Args:
-        trace: of the step, with or without regions.
-        is_divided: also a loss over logits that are divided among tensor-parallel ranks.
+        trace: the step's trace, with or without regions.
+        is_divided: also find a loss over logits that are divided among tensor-parallel ranks.
     """
     born: dict[int, list[int]] = {}
     for storage in trace.storages:
@@ -107,17 +109,17 @@ def find_head(trace: Trace, *, is_divided: bool = False) -> HeadAndLoss | None:
 
 
 def _is_divided_loss(trace: Trace, tick: int) -> bool:
-    """Whether the largest logit, reduced over tensor-parallel ranks, is taken off here."""
+    """True if this op subtracts the largest logit, reduced over tensor-parallel ranks."""
     before = [trace.specs[trace.ops[at].cost_key] for at in range(max(tick - 2, 0), tick)]
     names = [trace.ops[at].name for at in range(max(tick - 2, 0), tick)]
     return trace.ops[tick].name == "sub" and names[:1] == ["amax"] and before[-1].group == "tp"
 
 
 def _candidates(trace: Trace, total_bytes: int, item: int) -> Iterator[TraceParameter]:
-    """Matrices that have as many rows as the log-softmax could have columns, largest first, one of each shape and size."""
+    """Matrices whose rows can be the log-softmax's columns, largest first, one of each shape and size."""
     distinct = {
         (p.shape, p.bytes): p for p in trace.parameters
-    }  # of an embedding and a head alike, the head: it comes last
+    }  # if embedding and head are alike, the later one wins: the head
     for parameter in sorted(distinct.values(), key=lambda p: -p.bytes):
         fits = item and len(parameter.shape) == 2 and parameter.shape[0] >= _LEAST_CLASSES
         if fits and total_bytes % (parameter.shape[0] * item) == 0:
@@ -174,12 +176,12 @@ def _head_before(
 
 
 def _is_logit(bytes_: int, classes: int, rows: int) -> bool:
-    """Whether a storage holds one value per logit (of all rows, or of all but the one that a shift leaves out)."""
+    """True if a storage holds one value per logit (of all rows, or of all rows but one that a shift leaves out)."""
     return bytes_ % classes == 0 and rows // 2 <= bytes_ // classes // 2 <= 4 * rows
 
 
 def _cast_gradients(trace: Trace, narrow: tuple[int, ...], parameter: TraceParameter) -> tuple[int, ...]:
-    """The gradient that the parameter gets, made of the narrow one."""
+    """The parameter's own gradient, cast from the gradient in the head's dtype."""
     after = min((trace.storages[s].born for s in narrow), default=len(trace.ops))
     found = [
         s.id
@@ -190,18 +192,18 @@ def _cast_gradients(trace: Trace, narrow: tuple[int, ...], parameter: TraceParam
 
 
 def _weight_casts(trace: Trace, first: int, bytes_: int) -> tuple[int, ...]:
-    """The copy of the weight that is made right before the head."""
+    """The last copy of the weight that is made before the head."""
     before = [s for s in trace.storages if 0 <= s.born < first and s.bytes == bytes_ and s.region < 0]
     return tuple(s.id for s in before[-1:])
 
 
 def with_chunked_loss(trace: Trace, head: HeadAndLoss, chunk_rows: int | None = None) -> Trace:
-    """The step under ``plimsoll.chunked``.
+    """Return the step's trace under ``plimsoll.chunked``.
 
     Args:
-        trace: of the step.
-        head: what ``find_head`` found in it.
-        chunk_rows: rows of one chunk; ``None``: as many as ``chunk_loss`` takes by default.
+        trace: the step's trace.
+        head: the result of ``find_head`` for it.
+        chunk_rows: rows of one chunk; ``None`` for the default of ``chunk_loss``.
     """
     rows = chunk_rows or default_rows(head)
     gone = {*head.logit_storages, *head.passing_gradients}
@@ -230,14 +232,15 @@ def with_chunked_loss(trace: Trace, head: HeadAndLoss, chunk_rows: int | None = 
 
 
 def default_rows(head: HeadAndLoss) -> int:
-    """The rows of a chunk by default."""
+    """The default number of rows of a chunk."""
     return chunk_rows_for(head.rows, head.features, head.classes, element_bytes=max(head.logit_bytes, _WIDE_BYTES))
 
 
 def chunk_logit_bytes(head: HeadAndLoss) -> int:
     """Bytes that one logit takes in its chunk.
 
-    Its own, a wide one where it is narrow, the tanh of a cap, and under autocast a block of the weight's gradient.
+    It is the sum of its own bytes, of a wide copy if it is narrow, of the tanh of a cap, and under autocast of a block of the
+    weight's gradient.
     """
     is_narrow = head.logit_bytes < _WIDE_BYTES
     cap_bytes = max(head.logit_bytes, _WIDE_BYTES) if head.is_capped else 0
@@ -246,7 +249,7 @@ def chunk_logit_bytes(head: HeadAndLoss) -> int:
 
 
 def _workspaces(trace: Trace, head: HeadAndLoss) -> dict[str, int]:
-    """Without those of ops that only the head and the loss run, which meet no more than a chunk."""
+    """Workspaces of the trace without ops that only the head and the loss run: under chunking they only see one chunk."""
     last = max((trace.storages[s].born for s in head.hidden_gradients), default=head.loss_tick)
     inside = range(head.first_tick, last + 1)
     outside = {op.cost_key for tick, op in enumerate(trace.ops) if tick not in inside or op.region >= 0}
@@ -255,9 +258,9 @@ def _workspaces(trace: Trace, head: HeadAndLoss) -> dict[str, int]:
 
 
 def peak_with_chunked_loss(simulation: Simulation) -> int | None:
-    """The peak under the same choices with the loss computed in chunks; ``None`` where that cannot be told.
+    """Return the peak under the same choices with the loss computed in chunks; ``None`` if it cannot be predicted.
 
-    There has to be a head with a loss over classes, and the choices have to be made among what a plain index offers.
+    The step needs a head with a loss over classes, and the chunked step must have the same values to decide about.
     """
     before = simulation.index
     head = find_head(before.trace)
@@ -279,21 +282,21 @@ def chunk_rows_for(
     chunk_bytes: int | str | None = None,
     chunk_rows: int | None = None,
 ) -> int:
-    """How many rows are computed at once.
+    """Return the number of rows that are computed at once.
 
-    Without a wish the logits of one chunk take as many bytes as the hidden states, but have at least 128 rows.
+    By default the logits of one chunk take as many bytes as the hidden states, but have at least 128 rows.
 
     Args:
-        rows: of the hidden states.
-        features: of one hidden state.
-        classes: of the head: the vocabulary.
-        element_bytes: of one logit while the loss is computed.
-        chunk_bytes: the most that the logits of one chunk may take.
-        chunk_rows: the rows themselves.
+        rows: the number of hidden states.
+        features: the size of one hidden state.
+        classes: the number of classes of the head (the vocabulary).
+        element_bytes: bytes of one logit while the loss is computed.
+        chunk_bytes: the most bytes for the logits of one chunk.
+        chunk_rows: the number of rows itself.
 
     Raises:
-        InvalidOption: both are given, a count below one, or less than one row's logits.
-        InvalidBudget: no amount of memory.
+        InvalidOption: both are given, a number below one is given, or the bytes are less than one row's logits.
+        InvalidBudget: ``chunk_bytes`` is not an amount of memory.
 
     Example:
         >>> chunk_rows_for(8192, 4096, 131072, element_bytes=4)

@@ -1,9 +1,9 @@
-"""Splits a step into windows of time, each one linear constraint on memory: who adds how much, when.
+"""Splits a step into windows of time, each one linear constraint on memory: which region adds how many bytes, when.
 
-A window is a stretch of instants in which every region but at most one adds a constant. Then the peak of the window is a
-sum over regions: constants of the others, and for the active one the joint maximum of fixed bytes and its own curve. Where
-two regions are active at once (parallel branches), every instant is a window of its own, so the constraint stays exact.
-What waiting micro-batches hold is a multiple of what is added at the handover, in every window before the optimizer's.
+A window is a stretch of instants during which every region but at most one adds a constant. Then the peak of the window is a
+sum over regions: the constants of the others, and for the active region the joint maximum of fixed bytes and its own curve.
+If two regions are active at once (parallel branches), every instant is its own window, so the constraint stays exact.
+Waiting micro-batches hold a multiple of the bytes added at the handover, in every window before the optimizer's.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from plimsoll.planning.step import Ints, StepIndex
 class Windows:
     """``fixed_bytes[w]`` plus the sum over regions r of ``added_bytes[r][w, choice]`` is the peak of window w.
 
-    ``effects[r]`` are the choices of region r that no other one equals or beats in seconds, error, bytes on the link and in
-    every window.
-    ``is_held[r][w]`` says that what region r retains is held in window w: from its forward to the end of its backward.
+    ``effects[r]`` are the choices of region r that no other choice equals or beats in seconds, error, bytes on the link and
+    in every window. ``is_held[r][w]`` is True if region r holds its retained bytes in window w: from the end of its forward
+    to the end of its backward.
     """
 
     spans: tuple[tuple[int, int], ...]
@@ -76,7 +76,7 @@ def _split(index: StepIndex, frames: Sequence[RegionFrame], stacks: Sequence[_St
         cuts |= {at for relief in stack.reliefs for at in relief.span(frame)}
         if settled > frame.start:
             varying.append((frame.start, settled))
-    # Between two cuts nothing begins or ends, so only curves of backward vary in there.
+    # Between two cuts nothing begins or ends, so only curves of backward vary there.
     edges = sorted(cut for cut in cuts if 0 <= cut <= index.instants)
     spans = []
     for a, b in itertools.pairwise(edges):
@@ -88,9 +88,9 @@ def _split(index: StepIndex, frames: Sequence[RegionFrame], stacks: Sequence[_St
 
 
 class _Stack:
-    """The effects of one choice set as arrays with one entry per choice, and what they add to the windows of its regions.
+    """The effects of one choice set as arrays with one entry per choice, and the bytes they add to their regions' windows.
 
-    What is added in a window depends on its ``key`` alone, so regions that are alike share rows and dominance.
+    The bytes added in a window depend only on its ``key``, so regions that are alike share rows and dominance.
     """
 
     def __init__(self, effects: Sequence[Effect]) -> None:
@@ -101,7 +101,7 @@ class _Stack:
         self._seconds = np.array([effect.seconds for effect in effects])
         self._shared = np.array([(effect.squared_error, effect.link_bytes) for effect in effects])
         self.reliefs: dict[Relief, Ints] = {}
-        """Per stretch of time (their sizes are 0) the bytes of every choice."""
+        """Per stretch of time (a relief of size 0) the bytes of every choice."""
         for choice, effect in enumerate(effects):
             for relief in effect.relief:
                 stretch = relief._replace(size=0)
@@ -111,12 +111,12 @@ class _Stack:
         self.has_exit_bytes = any(effect.exit_bytes for effect in effects)
         changes = np.flatnonzero((np.diff(self._curves, axis=1) != 0).any(axis=0))
         self.settles = int(changes[-1]) + 1 if len(changes) else 0
-        """From this position of backward on no choice's curve changes any more."""
+        """The position in backward after which every choice's curve is constant."""
         self._rows: dict[Hashable, Ints] = {}
         self._undominated: dict[tuple[Hashable, ...], list[int]] = {}
 
     def key(self, index: StepIndex, frame: RegionFrame, a: int, b: int) -> Hashable:
-        """What a window is to a region; the backward of alike regions meets fixed bytes that differ by a constant."""
+        """How a window relates to a region. Fixed bytes enter the key without their maximum, so alike regions share it."""
         if b <= frame.entry or a >= frame.stop:
             return ("nothing",)
         if b <= frame.exit:
@@ -128,7 +128,7 @@ class _Stack:
         return ("between", *(relief for relief, (start, stop) in spans.items() if start <= a and b <= stop))
 
     def row(self, key: Hashable) -> Ints:
-        """What each choice adds to a window."""
+        """The bytes that each choice adds to a window."""
         if key not in self._rows:
             self._rows[key] = self._row(key)
         return self._rows[key]
@@ -143,12 +143,12 @@ class _Stack:
         if key[0] == "between":
             return self._retained - sum((self.reliefs[relief] for relief in key[1:]), np.zeros_like(self._copied))
         _, first, last, below = key
-        # A constant adds itself; only a varying curve meets the fixed bytes instant by instant.
+        # A constant curve adds itself. A varying curve has to be added to the fixed bytes instant by instant.
         peaks: Ints = (self._curves[:, first:last] + np.frombuffer(below, dtype=np.int64)).max(axis=1)
         return peaks
 
     def undominated(self, keys: tuple[Hashable, ...]) -> list[int]:
-        """Choices that no other one equals or beats in seconds, error, link bytes and in every window."""
+        """Choices that no other choice equals or beats in seconds, error, link bytes and in every window."""
         if keys not in self._undominated:
             rows = np.stack([self.row(key) for key in keys])
             figures = np.ascontiguousarray(np.concatenate([rows.T, self._shared], axis=1))
@@ -158,7 +158,7 @@ class _Stack:
 
 
 def undominated(figures: npt.NDArray[np.float64], order: Sequence[int]) -> list[int]:
-    """Of rows that come cheapest first, those that no earlier one equals or beats in every column."""
+    """The rows that no earlier row equals or beats in every column; ``order`` lists the cheapest rows first."""
     found: list[int] = []
     kept = np.empty_like(figures)
     for position in order:

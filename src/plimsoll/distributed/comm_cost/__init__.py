@@ -1,1 +1,1 @@
-"""Measures what exchanging gradients costs, and judges whether compressing them pays."""
+"""Measures the cost of exchanging gradients, and judges whether compressing them saves time."""

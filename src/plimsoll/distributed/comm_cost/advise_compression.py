@@ -1,4 +1,4 @@
-"""Says whether compressing a model's gradients pays on these ranks and links: the verb behind ``compress-gradients``."""
+"""Says whether compressing a model's gradients pays on these ranks and links: the function behind ``compress-gradients``."""
 
 from __future__ import annotations
 
@@ -62,43 +62,43 @@ def advise_compression(
 ) -> Traffic:
     """Say whether compressing gradients pays here: from the measured link, step and methods, and from held-out loss.
 
-    Every rank calls it alike, with the model as it is before ``DistributedDataParallel``, or after ``fully_shard``. Of the
-    former it measures when each bucket of gradients is full, what each method does to it, and what the link takes, and
-    predicts every step from that; of the latter it predicts nothing. It measures the steps where asked; and trains with and
-    without, where asked. Model, shards, gradients, buffers and random state are left as they were on every rank.
+    Every rank calls it with the same arguments, with the model before ``DistributedDataParallel`` or after ``fully_shard``.
+    Before DDP it measures when each bucket of gradients is full, how each method handles it and how long the link takes, and
+    predicts a step with each method. For a sharded model it predicts nothing. If asked, it also measures whole steps, and
+    trains with and without compression. Model, shards, gradients, buffers and random state are restored on every rank.
 
     Args:
-        model: on its device, in the mode in which it trains, the same on all ranks; if sharded, over all of them.
-        batches: anything that yields batches, the same on all ranks (they share them out), or one batch.
-        methods: as for ``compress_gradients``; by default one of each kind that it has for the model's layout.
+        model: on its device, in its training mode, the same on all ranks; if sharded, over all of them.
+        batches: anything that yields batches, the same on all ranks (ranks take different ones of them), or one batch.
+        methods: as for ``compress_gradients``; by default one of each kind that supports the model's layout.
         loss: as for ``plimsoll.plan``.
         optimizer: makes the optimizer from an iterable of parameters.
-        measure_rounds: rounds in which every method takes real steps; with fewer than three the prediction decides. A
-            sharded model needs three.
-        validate_steps: steps of training with every method that is not refused for its time, and without; 0 for none.
-        orders: orders of the data that each is trained in.
+        measure_rounds: rounds of real steps with every method; with fewer than three the prediction decides. A sharded
+            model needs three.
+        validate_steps: steps of training without compression, and with every method fast enough; 0 for none.
+        orders: the number of orders of the data to train in.
         held_out: as for ``plimsoll.probe``.
-        bucket_bytes: of torch's wrapper; ``None`` for its default. A sharded model has none.
-        seed: of everything random.
-        data: what the batches are, in words.
-        progress: told the stage and the share of it that is done.
+        bucket_bytes: bucket size of DDP; ``None`` for its default. Not for a sharded model.
+        seed: the seed of everything random.
+        data: a description of the batches.
+        progress: called with the stage and the share of it that is done.
 
     Returns:
         The figures of every method and a ruling; the same on all ranks.
 
     Raises:
-        InvalidOption: one rank only, an unknown method or one that is not for this layout, validation without held-out
-            data, or too few rounds for a sharded model.
-        InvalidModel: nothing to train, a wrapper of torch's around it, or shards over a part of the ranks.
-        RanksDiffer: ranks that ask for different things, or have different models.
-        RankFailed, RankMissing: another rank cannot begin, or failed on the way; see the advice of the error.
+        InvalidOption: there is only one rank, a method is unknown or does not support this layout, validation lacks
+            held-out data, or a sharded model gets too few rounds.
+        InvalidModel: nothing is trained, the model is in a wrapper of torch's, or its shards cover only some of the ranks.
+        RanksDiffer: ranks pass different arguments, or have different models.
+        RankFailed, RankMissing: another rank cannot begin, or failed later; see the advice of the error.
 
     Example:
         >>> traffic = advise_compression(model, batches, validate_steps=200)  # doctest: +SKIP
         >>> print(traffic.ruling, traffic.best)  # doctest: +SKIP
 
-    Source: docs/gradient-compression.md defines every figure. Known weakness: the prediction takes buckets one after the
-    other; NCCL and gloo may send two at a time.
+    Source: docs/gradient-compression.md defines every figure. Known weakness: the prediction sends one bucket after the
+    other, but NCCL and gloo may send two at a time.
     """
     world = _world()
     report = progress or silent
@@ -112,7 +112,7 @@ def advise_compression(
         check_layout(model, world)
         is_sharded = bool(units_of(model))
         named = name_methods(methods, is_sharded=is_sharded)
-        CompressionSettings(method=parse_method(named[-1]), seed=seed)  # refuses a seed as compress_gradients does
+        CompressionSettings(method=parse_method(named[-1]), seed=seed)  # raises for an invalid seed
         if is_sharded:
             _check_shard_options(bucket_bytes, measure_rounds)
         report("reading the data", 0.0)
@@ -140,7 +140,7 @@ def advise_compression(
             found = _measure(metering, unused)
         traffic = found.traffic(optimizer=described, data=data or stream.description)
         told, *_ = conversation.ask("steps", to_json(traffic).encode())
-    agreed = from_json(told)  # the first rank's: each names its own device and rounds as its own processor does
+    agreed = from_json(told)  # the first rank's: device names and rounding may differ between ranks
     assert isinstance(agreed, Traffic)
     return agreed
 
@@ -195,7 +195,7 @@ def _check_held_out(validate_steps: int, evaluated: Sequence[Call]) -> None:
 
 
 def _agree(conversation: Conversation, metering: Metering, optimizer: str) -> None:
-    """Go on only if all ranks are about to take the same steps: else they would wait for each other in different places."""
+    """Check that all ranks are about to run the same steps; otherwise they would wait for each other in different places."""
     mine = {
         "model": fingerprint(metering.model),
         "methods": ",".join(metering.methods[1:]),
@@ -212,9 +212,9 @@ def _agree(conversation: Conversation, metering: Metering, optimizer: str) -> No
 
 
 def _try(conversation: Conversation, metering: Metering) -> int:
-    """Take one step on every rank, and go on if it went well on all; how many trained parameters get no gradient here."""
+    """Run one step on every rank and check that it works on all. Return how many trained parameters get no gradient here."""
     model = metering.model
-    # Without shards the ranks do not wait for each other yet, and nobody has to be released.
+    # Without shards the ranks do not wait for each other in this step, so a failure does not have to release them.
     with conversation.stepping() if metering.units else contextlib.nullcontext(), untouched(model):
         reshard(model)
         step_seconds = time_call(lambda: metering.backward(model), metering.device)
@@ -225,7 +225,7 @@ def _try(conversation: Conversation, metering: Metering) -> int:
 
 
 def _foretell(metering: Metering, step_seconds: float) -> None:
-    """Say how long it will take, first by itself and then with every stage."""
+    """Report the estimated duration, first alone and then with every stage."""
     steps, told = planned_steps(metering), metering.report
     all_of_it = format_seconds(steps * step_seconds)
     told(
@@ -237,7 +237,7 @@ def _foretell(metering: Metering, step_seconds: float) -> None:
 
 
 def _measure(metering: Metering, unused: int) -> TrafficFindings:
-    """Measure the parts, then whole steps, then training. This changes the model's weights; the caller puts them back."""
+    """Measure the parts, then whole steps, then training. This changes the model's weights; the caller restores them."""
     measured = None if metering.units else meter_traffic(metering)
     parallel = Parallel(metering)
     optimizer_seconds = parallel.optimizer_seconds()
@@ -264,11 +264,11 @@ def _measure(metering: Metering, unused: int) -> TrafficFindings:
 
 
 METHODS = ("powersgd:4", "topk:1%", "randomk:1%", "sign", "int8")
-"""What is looked at unless told otherwise; the first is not for a model that FSDP2 shards."""
+"""The default methods; the first does not support models that FSDP2 shards."""
 
 
 def check_layout(model: nn.Module, world: World) -> None:
-    """Refuse what is wrapped already, shards whose traffic is not that of all ranks, and gradients that have a hook."""
+    """Raise if the model is wrapped already, its shards do not cover all ranks, or its gradients have a hook."""
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise InvalidModel(
             "The model is under DistributedDataParallel already.",
@@ -296,10 +296,10 @@ def check_layout(model: nn.Module, world: World) -> None:
 
 
 def check_reducible(model: nn.Module, units: Sequence[ShardUnit]) -> int:
-    """After a step: refuse gradients that are not reduced, that torch's wrapper would wait for, or that have no buckets.
+    """After a step: raise if gradients are not reduced, are missing although DDP would wait for them, or are sparse.
 
     Returns:
-        How many trained parameters of a sharded model have none.
+        The number of trained parameters of a sharded model that got no gradient.
     """
     trained = [(name, each.grad) for name, each in model.named_parameters() if each.requires_grad]
     unused = [name for name, gradient in trained if gradient is None]
@@ -328,11 +328,11 @@ def check_reducible(model: nn.Module, units: Sequence[ShardUnit]) -> int:
 
 
 def name_methods(given: object, *, is_sharded: bool) -> tuple[str, ...]:
-    """Every method once by its full name, the uncompressed one first; ``given`` is ``None`` for one of each kind.
+    """Return every method once by its full name, with the uncompressed one first; ``None`` means one of each kind.
 
     Raises:
-        InvalidOption: no list, an unknown method, one that cannot take the place of a reduce-scatter where a model is
-            sharded, or none at all.
+        InvalidOption: ``given`` is not a list, a method is unknown, a method cannot replace the reduce-scatter of a sharded
+            model, or there are only uncompressed ones.
     """
     default = METHODS[1:] if is_sharded else METHODS
     if given is not None and not isinstance(given, Iterable):
@@ -357,7 +357,7 @@ def name_methods(given: object, *, is_sharded: bool) -> tuple[str, ...]:
 
 
 def _check_no_wrappers(model: nn.Module) -> None:
-    """Every parameter in the memory of every rank, as torch's wrapper needs it."""
+    """Raise unless every parameter is a plain tensor on every rank, which DDP requires."""
     for name, parameter in model.named_parameters():
         if is_wrapper(parameter):
             raise InvalidModel(

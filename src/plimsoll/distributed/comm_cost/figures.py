@@ -1,12 +1,12 @@
 """Turns measurements of a step into the fields of the artifact `Traffic`: one class for replicas, one for shards.
 
 For a model under ``DistributedDataParallel`` the step is measured in parts, and a step with each method is predicted from
-them. For one that FSDP2 shards the whole step is measured with its gradients sent nowhere, and nothing is predicted: gathering
-parameters shares the link with gradients, and a reduce-scatter of gloo holds backward up.
+them. For a model that FSDP2 shards, the whole step is measured without sending gradients, and nothing is predicted: gathering
+parameters shares the link with gradients, and gloo's reduce-scatter blocks backward.
 
-Both have the same methods, so that `TrafficFindings` need not ask which of them it has: ``predicted_saved`` is the share of the
-uncompressed step that a method saves, ``of_method`` gives fields of ``MethodTraffic``, ``of_step`` fields of ``Traffic``, and
-``notes`` say what the figures leave out.
+Both classes have the same methods, so `TrafficFindings` can use either: ``predicted_saved`` is the share of the uncompressed
+step that a method saves, ``of_method`` gives fields of ``MethodTraffic``, ``of_step`` fields of ``Traffic``, and ``notes`` says
+what the figures leave out.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from plimsoll.tracing.meters.timing import median_interval
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFigures:
-    """``job`` has the step (its optimizer not yet timed) and the links; ``programs`` begin with the uncompressed one.
+    """Figures of a model under DDP.
 
-    ``alone_seconds`` is what a step of the model without its wrapper took meanwhile: it shows how fast the machine was.
+    ``job`` has the step (its optimizer not yet timed) and the links; ``programs`` begin with the uncompressed one.
+    ``alone_seconds`` is the time of a step of the unwrapped model in the same period: it shows the machine's speed then.
     """
 
     job: forecast.ForecastJob
@@ -37,12 +38,12 @@ class ReplicaFigures:
     alone_seconds: float
 
     def with_optimizer(self, seconds: float) -> ReplicaFigures:
-        """The same with the optimizer's seconds in the step."""
+        """Return the same figures with the optimizer's seconds in the step."""
         step = msgspec.structs.replace(self.job.step, measured_optimizer_seconds=seconds)
         return replace(self, job=replace(self.job, step=step))
 
     def when_alone_takes(self, seconds: float) -> ReplicaFigures:
-        """The same at another speed of the machine, which a later step alone shows: other jobs come and go."""
+        """Rescale the figures to the machine's speed in a later period, because other jobs may have started or ended."""
         factor = seconds / self.alone_seconds
         step = self.job.step
         slower = msgspec.structs.replace(
@@ -63,7 +64,7 @@ class ReplicaFigures:
 
     @property
     def optimizer_seconds(self) -> float:
-        """At the speed that the machine had when whole steps were taken."""
+        """Seconds of the optimizer, at the machine's speed during the whole steps."""
         return self.job.step.measured_optimizer_seconds
 
     def predicted_saved(self, method: str) -> IntervalEstimate | None:
@@ -104,7 +105,7 @@ class ReplicaFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardFigures:
-    """Steps that send no gradients, one after each turn of a method, beside the uncompressed ones.
+    """Figures of a sharded model: steps that send no gradients (one after each turn of a method), and uncompressed steps.
 
     ``silent_seconds`` and ``uncompressed_seconds`` are of forward and backward, by rounds; ``unused`` counts trained
     parameters without a gradient.
@@ -163,7 +164,7 @@ class ShardFigures:
 def saved_shares(
     without: Sequence[float], others: Sequence[float], optimizer_seconds: float
 ) -> IntervalEstimate | None:
-    """The share of the uncompressed step that another one saves, in pairs of one round.
+    """The share of the uncompressed step that another step saves, from pairs of the same round.
 
     Example:
         >>> saved_shares([1.0, 1.0], [0.5, 0.5], 0.0).value

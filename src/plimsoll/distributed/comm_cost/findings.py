@@ -1,4 +1,4 @@
-"""Collects what was measured of every method, and rules whether it is worth it, by time saved and by held-out loss."""
+"""Collects the measurements of every method, and rules whether the method is worth it, by time saved and held-out loss."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from plimsoll.distributed.comm_cost.training import GradientError, Parallel
 from plimsoll.tracing.recorder.fingerprint import fingerprint
 
 LEAST_ROUNDS = 3
-"""Of measured steps. Savings of fewer rounds have no interval, and the prediction decides."""
+"""The minimum of measured rounds. Savings from fewer rounds do not have an interval, so then the prediction decides."""
 LEAST_MARGIN = 0.01
-"""A held-out loss that is worse by a smaller share is not called worse."""
+"""A held-out loss counts as worse only if it is worse by at least this share."""
 LEAST_SAVED_SHARE = 0.02
-"""A smaller gain of the step is not worth gradients with an error."""
+"""The least share of the step that must be saved to justify gradients with an error."""
 _ERROR = 0.05
-"""Of the intervals of held-out differences."""
+"""Error probability of the intervals of held-out differences."""
 
 Losses = Sequence[Sequence[float | None]]
-"""One row per order of the data, one number per held-out batch (``None``: not finite)."""
+"""One row per order of the data, one loss per held-out batch (``None``: not finite)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficFindings:
-    """Everything that was measured, and what follows from it. ``rounds`` are seconds of whole steps, by method."""
+    """All measurements and their evaluation. ``rounds`` are seconds of whole steps, by method."""
 
     metering: Metering
     figures: ReplicaFigures | ShardFigures
@@ -42,7 +42,7 @@ class TrafficFindings:
     validations: Mapping[str, Validation] = field(default_factory=dict)
 
     def traffic(self, *, optimizer: str, data: str) -> Traffic:
-        """The whole artifact; optimizer and data are described in words."""
+        """Return the whole artifact; ``optimizer`` and ``data`` are descriptions."""
         metering = self.metering
         methods = tuple(map(self._method, metering.methods))
         ruling, reason, best, missing = judge_all(methods)
@@ -79,7 +79,7 @@ class TrafficFindings:
         )
 
     def saved(self, method: str) -> IntervalEstimate:
-        """The share of the uncompressed step that a method saves: measured where it was, else predicted."""
+        """The share of the uncompressed step that a method saves: measured if there are enough rounds, else predicted."""
         measured = self._measured_saved(method)
         saved = self.figures.predicted_saved(method) if measured is None else measured
         assert saved is not None, "without a prediction there are rounds enough"
@@ -108,7 +108,7 @@ class TrafficFindings:
 
 
 def validate_methods(found: TrafficFindings, parallel: Parallel) -> dict[str, Validation]:
-    """Train with the methods that may save time: validating the others would change nothing."""
+    """Train with the methods that may save time; for the others validation would not change the ruling."""
     others = (method for method in found.metering.methods if method != UNCOMPRESSED)
     wanted = parallel.agreed([method for method in others if found.saved(method).high >= LEAST_SAVED_SHARE])
     if not wanted:
@@ -126,7 +126,7 @@ def validate_methods(found: TrafficFindings, parallel: Parallel) -> dict[str, Va
 
 
 def differences(baseline: Losses, method: Losses) -> list[float] | None:
-    """How much worse the method is on every held-out batch, in the mean over orders; ``None`` where a loss is not finite."""
+    """How much worse the method is on each held-out batch, as the mean over orders; ``None`` if a loss is not finite."""
     rows = []
     for one, other in zip(baseline, method, strict=True):
         pairs = [(a, b) for a, b in zip(one, other, strict=True) if a is not None and b is not None]
@@ -137,10 +137,10 @@ def differences(baseline: Losses, method: Losses) -> list[float] | None:
 
 
 def validate(baseline: Losses, method: Losses, difference: IntervalEstimate | None, steps: int) -> Validation:
-    """Compare held-out losses with what is allowed: 1% worse, or as far as uncompressed runs lie apart.
+    """Compare held-out losses with the allowed difference: 1% worse, or the spread of uncompressed runs if that is larger.
 
-    ``baseline`` and ``method`` are of the same orders and batches after so many steps; ``difference`` is the mean of
-    ``differences`` with its interval, ``None`` for too few batches.
+    ``baseline`` and ``method`` have the same orders and batches, after ``steps`` steps. ``difference`` is the mean of
+    ``differences`` with its interval; ``None`` if there are too few batches.
     """
     means = [_mean_of(row) for row in baseline]
     known = [mean for mean in means if mean is not None]
@@ -163,7 +163,7 @@ def validate(baseline: Losses, method: Losses, difference: IntervalEstimate | No
 
 
 def _mean_of(losses: Sequence[float | None]) -> float | None:
-    """``None`` where one is not finite."""
+    """The mean; ``None`` if a loss is not finite."""
     known = [loss for loss in losses if loss is not None]
     return statistics.fmean(known) if known and len(known) == len(losses) else None
 
@@ -187,9 +187,9 @@ def _outcome(
 
 
 def judge_method(method: str, saved: IntervalEstimate, validation: Validation | None) -> tuple[TrafficRuling, str]:
-    """Time first, then training: a method that saves no time needs no validation.
+    """Judge the time first, then the training: a method that does not save time need not be validated.
 
-    ``saved`` is the share of the step that the method saves: measured where it was, else predicted.
+    ``saved`` is the share of the step that the method saves, measured if possible, else predicted.
     """
     if method == UNCOMPRESSED:
         return TrafficRuling.UNDECIDED, "what the others are compared with"
@@ -208,7 +208,7 @@ def judge_method(method: str, saved: IntervalEstimate, validation: Validation | 
 
 
 def judge_all(methods: Sequence[MethodTraffic]) -> tuple[TrafficRuling, str, str | None, tuple[str, ...]]:
-    """The ruling of all methods, its reason, the method to take, and what is missing."""
+    """The ruling over all methods, its reason, the method to take, and which measurements are missing."""
     others = sorted(
         (each for each in methods if each.method != UNCOMPRESSED),
         key=lambda each: _saved_share(each).value,
@@ -238,7 +238,7 @@ def _missing(methods: Sequence[MethodTraffic]) -> tuple[str, ...]:
 
 
 def _saved_share(method: MethodTraffic) -> IntervalEstimate:
-    """Measured where it was, else predicted."""
+    """The measured share if it exists, else the predicted one."""
     saved = method.predicted_saved_share if method.measured_saved_share is None else method.measured_saved_share
     assert saved is not None, "one of both is known of every method"
     return saved

@@ -1,13 +1,14 @@
 """Predicts the seconds of a step with a method, from the timed step, the timed method and the timed links.
 
-The links follow the α-β model: seconds = latency + wire_bytes / bandwidth. The step has two lanes: one computes forward and
-backward, the other takes the buckets, one after the other, as they get full: local work (encoding, decoding) and transfers in
-turns. Lanes slow each other down: two that compute share the processor; beside a transfer each runs at a share of its speed.
+The links follow the α-β model: seconds = latency + wire_bytes / bandwidth. The step has two lanes. One lane computes forward
+and backward. The other lane handles the buckets one after the other, each when it is full: local work (encoding, decoding) and
+transfers alternate. The lanes slow each other down: if both compute, they share the processor; while one transfers, each runs
+at a share of its speed.
 
 Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005; ``wire_bytes`` is
-what a rank sends (nccl-tests, "bus bandwidth"). Known weaknesses: a backend that changes its algorithm with the size does not
-lie on one line (the fit's error says how far off it is); at every bucket all ranks are as slow as the slowest; transfers of two
-buckets never overlap; a processor is shared in equal parts, or not at all.
+the number of bytes that a rank sends (nccl-tests, "bus bandwidth"). Known weaknesses: a backend that changes its algorithm with
+the size does not follow one line (the fit's error shows how far off it is); at every bucket all ranks are as slow as the
+slowest; transfers of two buckets never overlap; a processor is shared equally, or not at all.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from plimsoll.artifacts.verdict import IntervalEstimate
 
 
 def fit_link(transfer: Transfer, points: Sequence[LinkPoint], ranks: int) -> LinkFit:
-    """Latency and bandwidth with the least relative error, from at least two sizes of payloads; neither is negative.
+    """Fit latency and bandwidth (not negative) with the least relative error, from at least two payload sizes.
 
     Example:
         >>> points = [LinkPoint(payload_bytes=size, measured_seconds=1e-3 + size / 1e6) for size in (100, 1000, 10000)]
@@ -36,7 +37,7 @@ def fit_link(transfer: Transfer, points: Sequence[LinkPoint], ranks: int) -> Lin
     """
     wire = np.array([transfer.wire_bytes(point.payload_bytes, ranks) for point in points])
     seconds = np.array([point.measured_seconds for point in points])
-    scale = wire.max()  # columns of one size, for a well-conditioned fit
+    scale = wire.max()  # both columns get a similar size, so that the fit is well conditioned
     rows = np.stack([1 / seconds, wire / scale / seconds], axis=1)
     (latency, full_size_seconds), _ = nnls(rows, np.ones(len(points)))
     errors = rows @ np.array([latency, full_size_seconds]) - 1
@@ -50,7 +51,7 @@ def fit_link(transfer: Transfer, points: Sequence[LinkPoint], ranks: int) -> Lin
 
 
 def transfer_seconds(fit: LinkFit, payload_bytes: float, ranks: int, *, bandwidth_scale: float = 1.0) -> float:
-    """What a transfer takes on a link, or on one whose bandwidth is ``bandwidth_scale`` times as large."""
+    """Seconds of a transfer on a link with ``bandwidth_scale`` times the measured bandwidth."""
     return fit.latency_seconds + fit.transfer.wire_bytes(payload_bytes, ranks) / (
         fit.bytes_per_second * bandwidth_scale
     )
@@ -58,8 +59,10 @@ def transfer_seconds(fit: LinkFit, payload_bytes: float, ranks: int, *, bandwidt
 
 @dataclass(frozen=True, slots=True)
 class BucketWork:
-    """One bucket: ``compute_seconds`` until it is full (since the one before), then ``local_seconds[0]``, the first transfer,
-    ``local_seconds[1]``, the second transfer, and so on; local work is one longer than transfers.
+    """One bucket: ``compute_seconds`` from when the previous bucket is full until this one is, then its work in lane two.
+
+    That work alternates: ``local_seconds[0]``, the first transfer, ``local_seconds[1]``, the second transfer, and so on.
+    ``local_seconds`` has one entry more than ``transfer_seconds``.
     """
 
     compute_seconds: float
@@ -69,10 +72,10 @@ class BucketWork:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Speeds of what happens at the same time, as shares of full speed.
+    """Speeds of things that happen at the same time, as shares of full speed.
 
-    ``compute``: computing beside a transfer; ``transfer``: a transfer beside computing; ``processor``: either of backward
-    and local work beside the other (a half on one processor, 1 where each has its own).
+    ``compute``: compute during a transfer. ``transfer``: a transfer during compute. ``processor``: backward during local work,
+    and local work during backward (0.5 on one shared processor, 1 if each has its own).
     """
 
     compute: float = 1.0
@@ -82,7 +85,7 @@ class Sharing:
 
 @dataclass(frozen=True, slots=True)
 class StepTimeline:
-    """``exposed_seconds`` is what the step takes longer than its computing alone; the others are sums over the buckets."""
+    """The result of `run_step`: ``exposed_seconds`` exceed compute alone; the last two fields are sums over the buckets."""
 
     step_seconds: float
     exposed_seconds: float
@@ -92,17 +95,17 @@ class StepTimeline:
 
 @dataclass(slots=True)
 class _Piece:
-    """What a lane is busy with, in seconds at full speed."""
+    """The current work of a lane, in seconds at full speed."""
 
     left_seconds: float
     is_transfer: bool = False
 
 
 def run_step(buckets: Sequence[BucketWork], tail_seconds: float, sharing: Sharing = Sharing()) -> StepTimeline:
-    """The step from its start until the last gradient is there.
+    """Simulate the step from its start until the last gradient is reduced.
 
-    Buckets come in the order in which backward fills them, and forward belongs to the first; ``tail_seconds`` is computing
-    after the last one is full.
+    ``buckets`` are in backward's order, and forward belongs to the first. ``tail_seconds`` is compute after the last bucket is
+    full.
 
     Example:
         >>> run_step([BucketWork(2.0, (0.0, 0.0), (1.0,)), BucketWork(2.0, (0.0, 0.0), (1.0,))], 0.0).step_seconds
@@ -124,7 +127,7 @@ def run_step(buckets: Sequence[BucketWork], tail_seconds: float, sharing: Sharin
         now += step
         for lane, speed, end in zip(busy, speeds, ends, strict=True):
             lane[0].left_seconds -= step * speed
-            if end == step:  # whichever gave the minimum is over, whatever rounding says
+            if end == step:  # exact: this lane's own time was the minimum, so its piece is done despite rounding
                 lane.popleft()
                 if lane is computing and waiting:
                     sending.extend(_pieces(waiting.popleft()))
@@ -145,10 +148,10 @@ def _pieces(work: BucketWork) -> Iterator[_Piece]:
 
 
 LEAST_LINK_ERROR = 0.05
-"""Links are not known better than this, however well a line goes through a few points: an assumption."""
+"""The least error assumed for any link, however well a line fits a few points: an assumption."""
 
 _SIZES = 1024
-"""The largest payload that is timed is at most so many times the smallest; what is smaller still is all latency."""
+"""The largest timed payload is at most this many times the smallest; in smaller payloads latency dominates anyway."""
 _WIDEST_SCALE = 1e4
 _SCALES_PER_DECADE = 8
 _HALVINGS = 30
@@ -156,16 +159,16 @@ _HALVINGS = 30
 
 @dataclass(frozen=True, slots=True)
 class BucketProgram:
-    """What a method does with one bucket: local work and transfers in turns, beginning and ending with local work."""
+    """A method's work on one bucket: local work and transfers alternate, starting and ending with local work."""
 
     local_seconds: tuple[float, ...]
     transfers: tuple[tuple[Transfer, int], ...]
-    """Each with its payload in bytes."""
+    """Each transfer with its payload in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class MethodProgram:
-    """What a method does with every bucket; ``spread`` is half the interquartile range of its local work, as a share."""
+    """A method's work on all buckets; ``spread`` is half the interquartile range of its local work, as a share."""
 
     method: str
     buckets: tuple[BucketProgram, ...]
@@ -177,11 +180,11 @@ class MethodProgram:
         return [each for bucket in self.buckets for each in bucket.transfers]
 
     def wire_bytes(self, ranks: int) -> int:
-        """What each rank sends per step."""
+        """Bytes that each rank sends per step."""
         return round(sum(kind.wire_bytes(payload, ranks) for kind, payload in self.transfers))
 
     def slower(self, factor: float) -> MethodProgram:
-        """The same with local work that takes so many times as long."""
+        """Return the same program with ``factor`` times as much local work."""
         buckets = (
             replace(bucket, local_seconds=tuple(seconds * factor for seconds in bucket.local_seconds))
             for bucket in self.buckets
@@ -191,25 +194,25 @@ class MethodProgram:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What may be other than measured: factors on the seconds of computing, of local work and of transfers."""
+    """A deviation from the measurements: factors on the seconds of compute, of local work and of transfers."""
 
     compute: float = 1.0
     local: float = 1.0
     transfer: float = 1.0
     bandwidth: float = 1.0
-    """Of the link's bandwidth alone; its latency stays."""
+    """A factor on the link's bandwidth only; its latency does not change."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForecastJob:
-    """The step, the links by kind of transfer, and the number of ranks: what all methods have in common."""
+    """What all methods share: the step, the links by kind of transfer, and the number of ranks."""
 
     step: StepTiming
     links: Mapping[Transfer, LinkFit]
     ranks: int
 
     def timeline(self, program: MethodProgram, scene: Scene = Scene()) -> StepTimeline:
-        """Forward and backward with the method, in a scene."""
+        """Simulate forward and backward with the method, in a scene."""
         begin, works = 0.0, []
         for timing, bucket in zip(self.step.buckets, program.buckets, strict=True):
             ready = timing.measured_ready_seconds
@@ -234,18 +237,18 @@ class ForecastJob:
         return run_step(works, tail, sharing)
 
     def step_seconds(self, program: MethodProgram, scene: Scene = Scene()) -> float:
-        """The whole step with the method: forward, backward, what is not hidden of the traffic, and the optimizer."""
+        """Seconds of the whole step with the method: forward, backward, exposed traffic, and the optimizer."""
         return self.timeline(program, scene).step_seconds + self.step.measured_optimizer_seconds * scene.compute
 
 
 def predict_step(job: ForecastJob, program: MethodProgram) -> IntervalEstimate:
-    """The step's seconds with its error bar: the least and the most over all scenes that measurement leaves open."""
+    """Predict the step's seconds; the interval covers all scenes within the measurements' errors."""
     found = [job.step_seconds(program, scene) for scene in _scenes(job, program)]
     return IntervalEstimate(value=job.step_seconds(program), low=min(found), high=max(found))
 
 
 def predict_saved(job: ForecastJob, program: MethodProgram, baseline: MethodProgram) -> IntervalEstimate:
-    """The share of the uncompressed step that the method saves, with both steps in the same scene."""
+    """Predict the share of the uncompressed step that the method saves; both steps are simulated in the same scenes."""
     found = [
         1 - job.step_seconds(program, scene) / job.step_seconds(baseline, scene) for scene in _scenes(job, program)
     ]
@@ -270,9 +273,9 @@ def _around(spread: float) -> tuple[float, float, float]:
 
 
 def break_even_bandwidth(job: ForecastJob, program: MethodProgram, baseline: MethodProgram) -> float | None:
-    """The highest bandwidth (of the all-reduce, bytes per second) at which the method still saves time.
+    """The highest all-reduce bandwidth (bytes per second) at which the method still saves time.
 
-    ``None`` where it saves time at no bandwidth down to a ten-thousandth of the measured one, or at all of them.
+    ``None`` if it saves time at none of the tried bandwidths (down to 1e-4 of the measured one), or already at the highest.
     """
     reference = job.links[Transfer.ALL_REDUCE].bytes_per_second
     decades = math.log10(_WIDEST_SCALE)
@@ -294,10 +297,10 @@ def break_even_bandwidth(job: ForecastJob, program: MethodProgram, baseline: Met
 
 
 def break_even_hidden_share(job: ForecastJob, program: MethodProgram, baseline: MethodProgram) -> float | None:
-    """The share of the uncompressed transfers that may be hidden for the method to save time still.
+    """The largest share of the uncompressed transfers that may be hidden if the method is still to save time.
 
-    Taken with the method's own transfers hidden in the same proportion: with T the seconds of transfers, L of local work,
-    (1 - h)·T_none = L + (1 - h)·T_method. ``None`` where the method loses even with nothing hidden.
+    The method's own transfers are assumed to be hidden in the same proportion h. With T for seconds of transfers and L for
+    seconds of local work: (1 - h)·T_none = L + (1 - h)·T_method. ``None`` if the method loses even with nothing hidden.
     """
     without, with_method = job.timeline(baseline), job.timeline(program)
     gain = without.transfer_seconds - with_method.transfer_seconds
@@ -308,7 +311,7 @@ def break_even_hidden_share(job: ForecastJob, program: MethodProgram, baseline: 
 
 
 def hidden_share(job: ForecastJob, program: MethodProgram) -> float:
-    """How much of the time of its transfers a method hides behind computing."""
+    """The share of its transfers' time that a method hides behind compute."""
     timeline = job.timeline(program)
     if not timeline.transfer_seconds:
         return 1.0
@@ -316,7 +319,7 @@ def hidden_share(job: ForecastJob, program: MethodProgram) -> float:
 
 
 def sizes_to_time(programs: Sequence[MethodProgram], *, count: int = 5) -> dict[Transfer, tuple[int, ...]]:
-    """The payloads to time each kind of transfer with: evenly spread on a log scale over what the methods send.
+    """The payload sizes to time for each kind of transfer, spread evenly on a log scale over the methods' payloads.
 
     Example:
         >>> program = MethodProgram("none", (BucketProgram((0.0, 0.0), ((Transfer.ALL_REDUCE, 4096),)),))

@@ -1,4 +1,4 @@
-"""Times what a forecast of gradient traffic needs: the step, what each method does to its buckets, and the links."""
+"""Times the inputs of a forecast of gradient traffic: the step, each method's work on buckets, and the links."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ _TOPIC = "gradient traffic"
 _MOST_BESIDE = 64
 _LEAST_SHARE = 0.05
 REPETITIONS = 7
-"""How often every step, transfer and pass is timed."""
+"""The number of times that every step, transfer and pass is timed."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Metering:
-    """What is measured and trained on this rank, and how often: the arguments of ``advise_compression``, checked.
+    """The checked arguments of ``advise_compression`` on this rank, and helpers to compare ranks.
 
-    ``methods`` are full names, the uncompressed one first. ``calls`` are this rank's own batches, one per step, the first of
-    which is timed; ``held_out`` are the same on all ranks. ``orders`` runs of ``validate_steps`` steps are trained with each
-    method. ``units`` are the modules that FSDP2 reduces the gradients of, none of a model that is to be replicated, and
-    ``bucket_bytes`` is that of torch's wrapper.
+    ``methods`` are full names, the uncompressed one first. ``calls`` are this rank's own batches, one per step; the first is
+    the one timed. ``held_out`` batches are the same on all ranks. With each method ``orders`` runs of ``validate_steps`` steps
+    are trained. ``units`` are the modules whose gradients FSDP2 reduces (empty for a model to be replicated), and
+    ``bucket_bytes`` is DDP's bucket size.
     """
 
     world: World
@@ -92,20 +92,20 @@ class Metering:
 
     @property
     def backend(self) -> str:
-        """Who sends what lies on the device: a group may have one for each kind of device."""
+        """The backend that sends tensors of this device; a group may have one backend for each kind of device."""
         return dict(each.split(":") for each in dist.get_backend_config().split(","))[self.device.type]
 
     def ask_all(self, value: object) -> list[Any]:
-        """Every rank's value, in the order of ranks; all ranks call it alike."""
+        """Return every rank's value, in the order of ranks; all ranks have to call it."""
         return [json.loads(message) for message in exchange(self.world, _TOPIC, json.dumps(value).encode())]
 
     def slowest(self, rows: Sequence[Sequence[float]]) -> list[list[float]]:
-        """Every number as the rank has it on which it is largest. All ranks get the same."""
+        """Replace each number by its maximum over ranks; all ranks get the same result."""
         return [[max(each) for each in zip(*row, strict=True)] for row in zip(*self.ask_all(rows), strict=True)]
 
 
 def _backward(model: nn.Module, call: Call, loss: Loss | None) -> Callable[[nn.Module], None]:
-    """Forward, loss and backward of a batch, which is moved to the model's device."""
+    """A function that runs forward, loss and backward on a batch, which is moved to the model's device."""
     call = Trainer(model, loss, Blocks(model, ())).own(call)
 
     def backward(module: nn.Module) -> None:
@@ -115,9 +115,9 @@ def _backward(model: nn.Module, call: Call, loss: Loss | None) -> Callable[[nn.M
 
 
 def meter_traffic(metering: Metering) -> ReplicaFigures:
-    """Time the step, what each method does to its gradients, and the link. All ranks call it alike.
+    """Time the step, each method's work on the gradients, and the link. All ranks have to call it.
 
-    All of it is timed in rounds, so that a disturbance of some seconds meets a little of everything.
+    Everything is timed in rounds, so that a disturbance of some seconds affects a little of everything.
     """
     metering.report("first steps", 0.0)
     silent = SilentParallel(metering.model, metering.bucket_bytes, metering.backward)
@@ -159,7 +159,7 @@ def meter_traffic(metering: Metering) -> ReplicaFigures:
 
 
 def compression_hook(model: nn.Module, method: str, group: CountingGroup, seed: int) -> Hook:
-    """What ``compress_gradients`` does to a bucket of a model without its wrapper, on a group of our choice."""
+    """A hook that does what ``compress_gradients`` does to a bucket, for a model without DDP, on a given group."""
     if method == UNCOMPRESSED:
 
         def plain(bucket: KeptBucket) -> torch.futures.Future[torch.Tensor]:
@@ -184,7 +184,7 @@ def compression_hook(model: nn.Module, method: str, group: CountingGroup, seed: 
 
 
 class _Passes:
-    """One method's passes over the buckets, each timed with all ranks at work; the untimed first shows the transfers."""
+    """Passes of one method over the buckets, timed while all ranks run; a first, untimed pass finds the transfers."""
 
     def __init__(self, metering: Metering, method: str, buckets: Sequence[KeptBucket]) -> None:
         device = metering.device
@@ -202,11 +202,11 @@ class _Passes:
         self._rows: list[list[float]] = []
 
     def time(self) -> None:
-        """One pass more."""
+        """Time one more pass."""
         self._rows.append([seconds for each in self._pass() for seconds in each.local_seconds])
 
     def program(self) -> MethodProgram:
-        """What the method does: medians over passes, each that of the slowest rank. All ranks call it alike."""
+        """The method's work: medians over passes of the slowest rank's seconds. All ranks have to call it."""
         untimed = [seconds for each in self._shape for seconds in each.local_seconds]
         rows = self._metering.slowest(self._rows or [untimed])
         local_seconds = iter(medians(rows))
@@ -236,7 +236,7 @@ def _fit_links(metering: Metering, transfers: dict[tuple[Transfer, int], list[fl
 def _time_beside(
     metering: Metering, silent: SilentParallel, links: dict[Transfer, LinkFit], payload_bytes: int
 ) -> tuple[float, float]:
-    """Speed of computing beside transfers, and of transfers beside computing, as shares of what each has alone."""
+    """Speed of compute during transfers, and of transfers during compute, each as a share of its speed alone."""
     first = metering.slowest([[silent.step_beside(payload_bytes, 0)[0]]])[0][0]
     each_seconds = transfer_seconds(links[Transfer.ALL_REDUCE], payload_bytes, metering.world.size)
     count = min(_MOST_BESIDE, math.ceil(1.5 * first / each_seconds) + 1)
@@ -244,16 +244,16 @@ def _time_beside(
         [silent.step_beside(payload_bytes, 0)[0], *silent.step_beside(payload_bytes, count)] for _ in range(REPETITIONS)
     ]
     alone_seconds, beside_seconds, all_seconds = medians(metering.slowest(samples))
-    # While the step was under way a part of the transfers was done; the rest ran alone.
+    # Some of the transfers were done during the step; the rest ran alone afterwards.
     sent_seconds = count * each_seconds - max(0.0, all_seconds - beside_seconds)
     shares = alone_seconds / beside_seconds, sent_seconds / min(beside_seconds, all_seconds)
     return min(1.0, max(_LEAST_SHARE, shares[0])), min(1.0, max(_LEAST_SHARE, shares[1]))
 
 
 def _processor_share(metering: Metering) -> float:
-    """A CPU with as many cores as ranks and threads ask for gives local work a core of its own; a GPU shares itself.
+    """The speed of local work during backward: 0.5 on a GPU; on a CPU 1 with enough cores for all threads, down to 0.5.
 
-    The smallest of all ranks' machines: what they predict from it has to be the same.
+    It is the smallest over all ranks' machines, because all ranks must predict the same.
     """
     if metering.device.type != "cpu":
         return 0.5
@@ -263,7 +263,7 @@ def _processor_share(metering: Metering) -> float:
 
 
 def medians(rows: Sequence[Sequence[float]]) -> list[float]:
-    """Of every column."""
+    """The median of every column."""
     return [statistics.median(column) for column in zip(*rows, strict=True)]
 
 

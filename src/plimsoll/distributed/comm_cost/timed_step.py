@@ -1,9 +1,9 @@
-"""Times a step of data-parallel training that sends nothing, and what each method does to its buckets without a network.
+"""Times a data-parallel step that sends nothing, and each method's work on its buckets without a network.
 
-The wrapper's communication hook gives every bucket back at once: so it shows when each is full, and when backward ends.
-Transfers are timed apart, or beside the step. A method's hook runs on a process group whose collectives come back at once, as
-if every rank had the same tensor. What passes between two of them is local work; what they were given are payloads. So a
-method is measured apart from any link, and for any number of ranks.
+DDP's communication hook returns every bucket at once, which shows when each bucket is full and when backward ends. Transfers
+are timed separately, or during the step. A method's hook runs on a process group whose collectives return at once, as if every
+rank had the same tensor. The time between two collectives is local work, and their arguments are the payloads. So a method is
+measured independently of any link, and for any number of ranks.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from plimsoll.distributed.gradient_compression.switch import Switch, reduce_buck
 from plimsoll.tracing.meters.timing import Marks, wait_for_device
 
 Hook = Callable[[Any], torch.futures.Future[torch.Tensor]]
-"""Takes torch's ``GradBucket``, or what can be asked the same questions."""
+"""A hook that takes torch's ``GradBucket``, or an object with the same methods."""
 
 
 def finished(value: Any, device: torch.device) -> torch.futures.Future[Any]:
-    """A future that has its value already."""
+    """A completed future with this value."""
     future: torch.futures.Future[Any] = torch.futures.Future(devices=[] if device.type == "cpu" else [device])
     future.set_result(value)
     return future
 
 
 class CountingGroup(dist.ProcessGroup):
-    """A process group of one process that claims to have so many; ``now`` is its clock, in seconds."""
+    """A process group of one process that claims to have ``ranks`` ranks; ``now`` is its clock, in seconds."""
 
     def __init__(self, ranks: int, now: Callable[[], float] = time.perf_counter) -> None:
         super().__init__(0, ranks)  # type: ignore[call-arg]  # a group without a store: the stub lacks this form
@@ -51,7 +51,7 @@ class CountingGroup(dist.ProcessGroup):
         self._resumed_seconds = self._now()
 
     def stop(self) -> BucketProgram:
-        """End the pass, and tell what happened in it."""
+        """End the pass and return its local work and transfers."""
         self._local_seconds.append(self._now() - self._resumed_seconds)
         return BucketProgram(tuple(self._local_seconds), tuple(self._transfers))
 
@@ -68,7 +68,7 @@ class CountingGroup(dist.ProcessGroup):
         return "counting"
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]  # the form that torch calls
-        """Sums of equal tensors are multiples; averages, minima and maxima are what they were."""
+        """Reduce equal tensors: a sum is a multiple of the tensor; averages, minima and maxima do not change it."""
         self._note(Transfer.ALL_REDUCE, tensors)
         if opts is None or opts.reduceOp == dist.ReduceOp.SUM:
             for tensor in tensors:
@@ -80,12 +80,12 @@ class CountingGroup(dist.ProcessGroup):
         output.view(self._ranks, -1).copy_(given.reshape(1, -1).expand(self._ranks, -1))
         return self._done([output])
 
-    all_gather_single = _allgather_base  # type: ignore[assignment]  # another name of it since torch 2.13
+    all_gather_single = _allgather_base  # type: ignore[assignment]  # its second name since torch 2.13
 
     def alltoall_base(
         self, output: torch.Tensor, given: torch.Tensor, output_sizes: Any, input_sizes: Any, opts: Any = None
     ) -> dist.Work:
-        """Every rank sends what this one would send to itself: the first part."""
+        """Exchange equal tensors: every rank sends what this rank would send to itself, the first part."""
         self._note(Transfer.ALL_TO_ALL, [given])
         assert not input_sizes, "parts are equal"
         assert not output_sizes, "parts are equal"
@@ -93,11 +93,11 @@ class CountingGroup(dist.ProcessGroup):
         output.view(self._ranks, -1).copy_(first.expand(self._ranks, -1))
         return self._done([output])
 
-    all_to_all_single = alltoall_base  # type: ignore[assignment]  # the same
+    all_to_all_single = alltoall_base  # type: ignore[assignment]  # its second name since torch 2.13
 
 
 class _Done(dist.Work):
-    """A collective that is over."""
+    """A collective that is already complete."""
 
     def __init__(self, result: list[torch.Tensor]) -> None:
         super().__init__()
@@ -117,9 +117,9 @@ class _Done(dist.Work):
 
 
 class KeptBucket:
-    """A copy of torch's bucket, taken inside of its hook. It outlives the step, and can be filled again.
+    """A copy of torch's bucket, made inside its hook. It outlives the step and can be filled again.
 
-    It has those of torch's methods that the hooks of our methods call.
+    It implements the bucket methods that our methods' hooks call.
     """
 
     def __init__(self, bucket: GradBucket) -> None:
@@ -136,7 +136,7 @@ class KeptBucket:
         return self._values.nbytes
 
     def fill(self) -> None:
-        """Put the gradients in anew: a hook may have written to them."""
+        """Restore the gradients, because a hook may have overwritten them."""
         self._buffer = self._values.clone()
 
     def buffer(self) -> torch.Tensor:
@@ -151,7 +151,7 @@ class KeptBucket:
 
 
 def pass_through(hook: Hook, buckets: Sequence[KeptBucket], group: CountingGroup) -> list[BucketProgram]:
-    """What the hook, made for this group, does to each bucket of one step."""
+    """Run the hook, made for this group, on each bucket of one step; return its local work and transfers."""
     found = []
     for bucket in buckets:
         bucket.fill()
@@ -162,16 +162,16 @@ def pass_through(hook: Hook, buckets: Sequence[KeptBucket], group: CountingGroup
 
 
 Backward = Callable[[nn.Module], object]
-"""Takes a model through forward, loss and backward."""
+"""Runs forward, loss and backward of a model."""
 
 _SETTLING_STEPS = 2
-"""Torch deals the buckets out anew after the first backward."""
+"""Untimed steps at the start: torch rebuilds its buckets after the first backward."""
 
 
 def start_transfer(kind: Transfer, payload: torch.Tensor) -> dist.Work:
-    """Begin a transfer on the default group.
+    """Start a transfer on the default group.
 
-    ``payload`` is what this rank gives: of one dimension, its length a multiple of the number of ranks.
+    ``payload`` is this rank's input: one-dimensional, its length a multiple of the number of ranks.
     """
     ranks = dist.get_world_size()
     work: dist.Work | None
@@ -187,13 +187,13 @@ def start_transfer(kind: Transfer, payload: torch.Tensor) -> dist.Work:
 
 
 def payload_of(payload_bytes: int, device: torch.device) -> torch.Tensor:
-    """Zeros in float32, of so many bytes or a little more: every rank gets as many."""
+    """Zeros in float32 of at least ``payload_bytes``, rounded up so that every rank gets equally many."""
     ranks = dist.get_world_size()
     return torch.zeros(max(1, -(-payload_bytes // 4 // ranks)) * ranks, device=device)
 
 
 def time_transfer(kind: Transfer, payload_bytes: int, device: torch.device) -> float:
-    """Seconds of one transfer on this rank, after one that is not timed; all ranks call it alike."""
+    """Seconds of one transfer on this rank, after an untimed one; all ranks have to call it."""
     payload = payload_of(payload_bytes, device)
     for _ in range(2):
         seconds = time_call(lambda: start_transfer(kind, payload).wait(), device)
@@ -201,13 +201,13 @@ def time_transfer(kind: Transfer, payload_bytes: int, device: torch.device) -> f
 
 
 def time_step(wrapped: nn.Module, backward: Backward, device: torch.device) -> float:
-    """The seconds of one step from empty gradients on this rank, from when all are ready for it."""
+    """Seconds of one step without earlier gradients on this rank, measured from when all ranks are ready."""
     wrapped.zero_grad(set_to_none=True)
     return time_call(lambda: backward(wrapped), device)
 
 
 def time_call(call: Callable[[], object], device: torch.device) -> float:
-    """The seconds of anything on this rank, from when all are ready for it."""
+    """Seconds of a call on this rank, measured from when all ranks are ready."""
     wait_for_all(device)
     begin_seconds = time.perf_counter()
     call()
@@ -216,17 +216,17 @@ def time_call(call: Callable[[], object], device: torch.device) -> float:
 
 
 def wait_for_all(device: torch.device) -> None:
-    """Until every rank is here and this one's device is idle."""
+    """Wait until every rank is here and this rank's device is idle."""
     wait_for_device(device)
     dist.barrier()
     wait_for_device(device)
 
 
 class SilentParallel:
-    """The model in torch's wrapper, sending nothing.
+    """The model in DDP, with a hook that sends nothing.
 
-    Making one writes the first rank's parameters and buffers into all ranks' models, as data-parallel training does.
-    ``bucket_bytes`` is ``bucket_cap_mb`` of torch's wrapper, ``None`` for its default.
+    Creating it copies the first rank's parameters and buffers to all ranks' models, as data-parallel training does.
+    ``bucket_bytes`` sets DDP's ``bucket_cap_mb``; ``None`` for its default.
     """
 
     def __init__(self, model: nn.Module, bucket_bytes: int | None, backward: Backward) -> None:
@@ -234,14 +234,14 @@ class SilentParallel:
         self._model = model
         self._backward = backward
         self._wrapped = wrap(model, bucket_bytes)
-        # Torch's reducer holds the switch where no garbage collector sees it: what answers must not know the wrapper.
+        # DDP's reducer keeps the switch alive where the garbage collector cannot see it: its answer must not hold the wrapper.
         self._switch = Switch(self._wrapped.process_group)
         self._wrapped.register_comm_hook(self._switch, reduce_bucket)
         for _ in range(_SETTLING_STEPS):
             self.step()
 
     def step(self) -> list[float]:
-        """One step from empty gradients, begun by all ranks together: seconds until each bucket is full, and until the end."""
+        """Run one step without earlier gradients, on all ranks at once; seconds until each bucket is full, and to the end."""
         clock = Marks(self.device)
 
         def note(bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -257,7 +257,7 @@ class SilentParallel:
         return clock.seconds()
 
     def buckets(self) -> list[KeptBucket]:
-        """The buckets of a step with this rank's own gradients, in the order in which backward fills them."""
+        """The buckets of one step with this rank's own gradients, in the order of backward."""
         found = []
 
         def keep(bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -270,10 +270,10 @@ class SilentParallel:
         return found
 
     def step_beside(self, payload_bytes: int, transfers: int) -> tuple[float, float]:
-        """A step of the model without its wrapper, while so many all-reduces are under way, one after the other.
+        """Run a step of the unwrapped model while ``transfers`` all-reduces run one after the other.
 
         Returns:
-            Seconds of the step, and of all transfers, which begin with it.
+            Seconds of the step, and of step and transfers together; both start at the same time.
         """
         payloads = [payload_of(payload_bytes, self.device) for _ in range(transfers)]
         self._model.zero_grad(set_to_none=True)
@@ -291,12 +291,12 @@ class SilentParallel:
 
 
 def wrap(model: nn.Module, bucket_bytes: int | None) -> DistributedDataParallel:
-    """Torch's wrapper with buckets of so many bytes (``None``: its default)."""
+    """The model in DDP, with buckets of this size (``None``: DDP's default)."""
     return DistributedDataParallel(model, bucket_cap_mb=None if bucket_bytes is None else bucket_bytes / 2**20)
 
 
 def _send_beside(payloads: Sequence[torch.Tensor], device: torch.device) -> Callable[[], None]:
-    """Begin all-reduces beside what comes next; what is returned waits for all of them."""
+    """Start all-reduces in the background; the returned function waits for all of them."""
     if device.type == "cuda":
         works = [start_transfer(Transfer.ALL_REDUCE, payload) for payload in payloads]
 

@@ -1,4 +1,4 @@
-"""Takes real steps with each method: seconds, the gradient's error, and training with and without on held-out data."""
+"""Runs real steps with each method: seconds, the gradient's error, and held-out losses of training with the method."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from plimsoll.tracing.recorder.calling import scalar_loss
 
 
 class SilentScatter(OwnReduceScatter):
-    """Every rank keeps its own part of its own gradients: finite numbers of the right shape, and no more than that."""
+    """A reduce-scatter without communication: every rank keeps its own row, which is finite and has the right shape."""
 
     def __call__(
         self,
@@ -34,18 +34,18 @@ class SilentScatter(OwnReduceScatter):
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,  # noqa: FBT001, FBT002 - FSDP2's signature
     ) -> dist.Work | None:
-        """Give back this rank's row."""
+        """Copy this rank's row to the output."""
         output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()].view_as(output_tensor))
         return None
 
 
 _WARM_STEPS = 1
 _TIMED_STEPS = 2
-"""In each turn of a method: a turn begins with connections of its own."""
+"""Timed steps in each turn of a method; a turn starts with new connections."""
 
 
 _STEPS_FOR_PARTS = 32
-"""Forwards and backwards in which buckets, and what transfers do to a step, are timed; with any number of methods."""
+"""Forwards and backwards for timing buckets and the effect of transfers on a step; the same for any number of methods."""
 _OTHER_STEPS = 4
 
 
@@ -58,14 +58,14 @@ class GradientError:
 
 
 def planned_steps(metering: Metering) -> int:
-    """How many steps will be taken at most: for the parts of a step, in rounds of all methods, and in validation."""
+    """The maximum number of steps: for the parts of a step, for rounds of all methods, and for validation."""
     methods, validated = len(metering.methods), metering.orders * metering.validate_steps
     rounds = metering.measure_rounds * (_WARM_STEPS + _TIMED_STEPS + 1)
     return _OTHER_STEPS + (0 if metering.units else _STEPS_FOR_PARTS) + methods * (1 + rounds + validated)
 
 
 class Parallel:
-    """The model in torch's wrapper, or sharded as it came, sending its gradients for real, with one method or another."""
+    """The model in DDP, or already sharded, and real exchanges of its gradients with any method."""
 
     def __init__(self, metering: Metering) -> None:
         self._metering = metering
@@ -75,9 +75,9 @@ class Parallel:
             self._time()
 
     def measured_rounds(self) -> tuple[dict[str, list[float]], list[float]]:
-        """Seconds of forward and backward with every method, in turns, and of a step that sends no gradients after each.
+        """Seconds of forward and backward with each method, in turns, and of a step without exchange after each turn.
 
-        One figure per turn, the slowest rank's.
+        Each turn gives one figure, the slowest rank's.
         """
         metering, rounds = self._metering, self._metering.measure_rounds
         alone: list[float] = []
@@ -95,7 +95,7 @@ class Parallel:
         return found, alone
 
     def sent_bytes(self) -> dict[str, int]:
-        """What a rank sends per step with every method."""
+        """Bytes that a rank sends per step with every method."""
         found = {}
         for method in self._metering.methods:
             with compress_gradients(self._wrapped, method, seed=self._metering.seed) as handle:
@@ -103,7 +103,7 @@ class Parallel:
         return found
 
     def optimizer_seconds(self) -> float:
-        """What a step of the optimizer takes, once its state exists; the weights are put back."""
+        """Seconds of an optimizer's step after its state exists; the weights are restored."""
         metering = self._metering
         self._time()
         optimizer = self._optimizer()
@@ -112,7 +112,7 @@ class Parallel:
         return statistics.median(metering.slowest([taken[1:]])[0])
 
     def gradient_errors(self) -> dict[str, GradientError]:
-        """The first gradient with every method beside the uncompressed one, from the same batch and random state."""
+        """Compare the first gradient of every method with the uncompressed one, for the same batch and random state."""
         found = {}
         exact = self._gradient(UNCOMPRESSED)
         for method in self._metering.methods:
@@ -121,7 +121,7 @@ class Parallel:
         return found
 
     def held_out_losses(self, method: str, order: int) -> list[float | None]:
-        """Train from the start and evaluate; the losses of all held-out batches, the same on all ranks."""
+        """Train from the start and evaluate; return the losses of all held-out batches, the same on all ranks."""
         metering, world = self._metering, self._metering.world
         place = world.ranks.index(world.rank)
         put_weights(metering.model, self._start)
@@ -138,15 +138,15 @@ class Parallel:
                 optimizer.step()
         share = list(metering.held_out[place :: world.size])
         if len(share) * world.size < len(metering.held_out):
-            share.append(metering.held_out[0])  # not asked for: where parameters are gathered, all ranks take part
+            share.append(metering.held_out[0])  # its loss is ignored; all ranks must join when parameters are gathered
         losses = trainer.evaluate(share)
         reshard(metering.model)
         put_weights(metering.model, self._start)
-        told = metering.ask_all(losses)  # of batches dealt out in turns
+        told = metering.ask_all(losses)  # rank i has the batches i, i + size, …
         return [told[i % world.size][i // world.size] for i in range(len(metering.held_out))]
 
     def agreed(self, methods: Sequence[str]) -> list[str]:
-        """What the first rank names, on all ranks: they are about to train with each of them together."""
+        """Return the first rank's methods on all ranks: they will train with each of them together."""
         named: list[str] = self._metering.ask_all(list(methods))[0]
         return named
 
@@ -184,7 +184,7 @@ class Parallel:
 
 
 def _compare(metering: Metering, exact: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> GradientError:
-    """Of all ranks' parts together; whole gradients, which all ranks have alike, come to the same."""
+    """Compare the parts of all ranks together. If all ranks have the same whole gradients, the result is the same."""
     sums = (
         sum(float(one.square().sum()) for one in exact),
         sum(float(one.square().sum()) for one in other),

@@ -1,5 +1,5 @@
 """Lets the ranks that train a replicated or sharded model exchange fewer bytes of gradients.
 
-What is compressed is each rank's *local* gradient, after what earlier steps left unsent (the residual) was added to it; what
-comes out is the mean over ranks of what they sent, the same bits on every rank. The residual belongs to a parameter and a rank.
+Each rank adds the residual (what earlier steps did not send) to its *local* gradient and compresses the sum. The result is
+the mean over ranks of the values sent, with the same bits on every rank. A residual belongs to one parameter on one rank.
 """

@@ -1,8 +1,8 @@
-"""Averages gradients over ranks: those that are due are compressed, the others are reduced as torch would, all are counted.
+"""Averages gradients over ranks: compresses those that are due, reduces the others as torch would, and counts all bytes.
 
-DDP puts parameters into buckets as it likes; here a bucket is taken apart again. The plain part, which also carries which
-gradients are not finite, is all-reduced first. Where nothing is compressed, that is one all-reduce of the bucket as it lies
-in memory, and its bits are those of DDP without a hook. Under FSDP2 every rank gets its own shards of the mean instead.
+DDP packs parameters into buckets; here a bucket is split into parameters again. The uncompressed part is all-reduced first,
+together with flags for gradients that are not finite. If nothing is compressed, the whole bucket is all-reduced in place, with
+the same bits as DDP without a hook. Under FSDP2 every rank gets only its own shards of the mean.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from plimsoll.distributed.gradient_compression.slots import GradientSlot
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counters:
-    """Counted since compression began, on this rank.
+    """Counters of this rank since compression began.
 
     Attributes:
         steps: reductions of the whole model.
-        uncompressed_bytes: what this rank would have sent without compression, in rings.
-        sent_bytes: what it sent.
-        nonfinite_steps: steps in which some rank had a gradient with NaN or infinity; nothing was kept of such gradients.
+        uncompressed_bytes: bytes that this rank would have sent without compression, in rings.
+        sent_bytes: bytes that it sent.
+        nonfinite_steps: steps with NaN or infinity in a gradient on any rank; such gradients leave no residual.
     """
 
     steps: int = 0
@@ -37,12 +37,12 @@ class Counters:
 
     @property
     def ratio(self) -> float:
-        """How many times fewer bytes were sent; 1 before anything was."""
+        """Uncompressed bytes divided by sent bytes; 1 before anything was sent."""
         return self.uncompressed_bytes / self.sent_bytes if self.sent_bytes else 1.0
 
 
 class Tally:
-    """Counts up. What is only known on the device is added up there, and read when it is asked for."""
+    """Counts steps and bytes. Numbers that only the device knows are added there, and copied to the host on ``read``."""
 
     def __init__(self) -> None:
         self._known = Counters()
@@ -54,7 +54,7 @@ class Tally:
     ) -> None:
         """Count one reduction of some parameters, here and in their slots.
 
-        ``is_nonfinite`` is one truth on the device; a step (from 0) is counted as not finite once.
+        ``is_nonfinite`` is a boolean tensor on the device. A step (counted from 0) counts at most once as not finite.
         """
         sent_bytes = sum(slot.sent_bytes(settings) if slot.is_due(settings) else slot.dense_bytes for slot in slots)
         self._known = replace(
@@ -77,13 +77,13 @@ class Tally:
         return replace(self._known, nonfinite_steps=self._known.nonfinite_steps + counted)
 
     def restore(self, counters: Counters) -> None:
-        """Go on from counts that were saved."""
+        """Continue from saved counters."""
         self._known = counters
         self._nonfinite_steps = self._last_nonfinite = None
 
 
 class Averages:
-    """Averages gradients over the ranks of a group; ``round_`` is ``None`` where nothing is compressed."""
+    """Averages gradients over the ranks of a group; ``round_`` is ``None`` if the method is ``none``."""
 
     def __init__(self, settings: CompressionSettings, round_: Round | None, tally: Tally) -> None:
         self._settings = settings
@@ -100,7 +100,7 @@ class Averages:
         group: dist.ProcessGroup,
         step: int,
     ) -> None:
-        """Put the mean over ranks in the place of the gradients.
+        """Replace the gradients by their mean over ranks.
 
         Slots are in the same order on every rank. ``gradients`` are views of the bucket's memory ``flat``, one per slot.
         ``step`` is the step of training, for the counts.
@@ -133,14 +133,14 @@ class Averages:
         group: dist.ProcessGroup,
         step: int,
     ) -> None:
-        """Put the mean of this rank's row into ``output``. ``rows`` are ``(ranks, elements)``, slots in their order."""
+        """Write the mean of this rank's row to ``output``; ``rows`` are ``(ranks, elements)``, in the order of the slots."""
         widths = [slot.shape[1] for slot in slots]
         pieces, shards = rows.split(widths, dim=1), output.split(widths)
         due = [i for i, slot in enumerate(slots) if slot.is_due(self._settings)]
         plain = [i for i, slot in enumerate(slots) if not slot.is_due(self._settings)]
         is_nonfinite = torch.zeros((), dtype=torch.bool, device=rows.device)
         if not due:
-            # As it lies in memory: the bits are those of the reduce-scatter that this stands in for.
+            # Reduce the memory as a whole: then the bits equal the reduce-scatter's that this replaces.
             reduce_rows(output, rows, group, dist.ReduceOp.AVG)
             is_nonfinite = ~output.isfinite().all()
             for slot, shard in zip(slots, shards, strict=True):
@@ -157,7 +157,7 @@ class Averages:
             for i in due:
                 _spread_velocity(slots[i], group)
             offers = [offer(slots[i], pieces[i], self._settings.momentum) for i in due]
-            # Each rank has its own shard only: what is void somewhere has to be void everywhere.
+            # Each rank only has its own shard. If a gradient is not finite on one rank, all ranks must know.
             is_void = torch.stack([each.is_not_finite for each in offers])
             dist.all_reduce(is_void, group=group)
             outcomes = self._round.reduce(offers, group)
@@ -173,7 +173,7 @@ class Averages:
         flat: torch.Tensor,
         group: dist.ProcessGroup,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Average what is not compressed; which offers are void on some rank, and whether anything is not finite."""
+        """Average the uncompressed gradients. Return which offers are not finite on some rank, and if anything is not."""
         flags = torch.stack([each.is_not_finite for each in offers]).to(flat.dtype)
         message = torch.cat([*(each.reshape(-1) for _, each in plain), flags])
         average_whole(message, group)
@@ -187,7 +187,7 @@ class Averages:
 
 
 def _spread_velocity(slot: GradientSlot, group: dist.ProcessGroup) -> None:
-    """After warm-up: momentum of this rank's shard of the mean becomes momentum of its own gradients, of the same mean."""
+    """After warm-up, turn the momentum of this rank's shard of the mean into momentum of its own gradient with that mean."""
     if slot.velocity is not None and slot.velocity.dim() == 1:
         rows = slot.velocity.new_zeros(slot.shape)
         rows[group.rank()] = slot.velocity * group.size()
@@ -195,6 +195,6 @@ def _spread_velocity(slot: GradientSlot, group: dist.ProcessGroup) -> None:
 
 
 def average_whole(message: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """All-reduce as DDP does without a hook: divided first, by multiplication, so that the bits are the same."""
+    """All-reduce like DDP without a hook: first multiply by 1 / ranks, so that the bits are the same."""
     message.mul_(1 / group.size())
     dist.all_reduce(message, group=group)

@@ -1,4 +1,4 @@
-"""The verb ``compress_gradients``: from its call on, the ranks of a model exchange compressed gradients."""
+"""The function ``compress_gradients``: after its call, the ranks of a model exchange compressed gradients."""
 
 from __future__ import annotations
 
@@ -46,32 +46,32 @@ def compress_gradients(
     min_elements: int = 1024,
     replicate_group: dist.ProcessGroup | None = None,
 ) -> CompressionHandle:
-    """Exchange fewer bytes of gradients between ranks, and add what was not sent to the next step's gradient.
+    """Exchange fewer bytes of gradients between ranks; add what was not sent to the next step's gradient.
 
     Every rank calls this with the same arguments, after the model was wrapped and before a backward. Parameters, optimizer
-    and ``state_dict`` stay as they are. Whether it pays depends on the link: it usually does not within one machine.
+    and ``state_dict`` do not change. Whether it saves time depends on the link; within one machine it usually does not.
 
     Args:
         model: under ``DistributedDataParallel``, or sharded by FSDP2's ``fully_shard`` over a mesh of one dimension.
         method: ``"none"``, ``"powersgd:4"``, ``"topk:1%"``, ``"randomk:1%"``, ``"sign"``, ``"int8"``.
-        exclude: patterns (``fnmatch``) of parameter names that are sent as they are.
-        momentum: with ``topk`` and ``randomk``, momentum before compression; the optimizer then has to have none.
-        warmup_steps: reductions that are not compressed at the start.
-        seed: of random places and first factors; the same on all ranks.
-        min_ratio: compress a parameter only if that divides its bytes by so much.
-        min_elements: compress a parameter only if it has so many elements.
-        replicate_group: FSDP2 only: the ranks that hold the same shards. The all-reduce among them is made, and
+        exclude: patterns (``fnmatch``) of names of parameters that are not compressed.
+        momentum: with ``topk`` and ``randomk``, momentum before compression; then use an optimizer without momentum.
+        warmup_steps: the number of reductions at the start that are not compressed.
+        seed: seed of random places and first factors; the same on all ranks.
+        min_ratio: compress a parameter only if this divides its bytes by at least this number.
+        min_elements: compress a parameter only if it has at least this many elements.
+        replicate_group: FSDP2 only: the ranks that hold the same shards. The all-reduce among them is added, and
             compressed; the reduce-scatter stays torch's.
 
     Returns:
         A handle with counts, a description, the state to save, and ``remove``.
 
     Raises:
-        InvalidOption: an unknown method or one that is not for this layout, a number out of range, a pattern that matches
-            nothing, or a model whose gradients have a hook already.
-        InvalidModel: neither DDP nor FSDP2, or a layout whose reductions have no hook.
-        RanksDiffer: ranks that ask for different things, or have different models.
-        RankFailed, RankMissing: another rank was refused, or did not come.
+        InvalidOption: the method is unknown or does not support this layout, a number is out of range, a pattern matches
+            nothing, or the model's gradients already have a hook.
+        InvalidModel: the model uses neither DDP nor FSDP2, or its layout does not offer a hook for its reductions.
+        RanksDiffer: ranks pass different arguments, or have different models.
+        RankFailed, RankMissing: another rank was refused, or did not call.
 
     Example:
         >>> handle = compress_gradients(DDP(model), "powersgd:4", warmup_steps=100)  # doctest: +SKIP
@@ -146,7 +146,7 @@ def _compress_shards(
 
 
 def check_scatters(method: Method) -> None:
-    """Refuse a method that cannot take the place of a reduce-scatter.
+    """Raise if a method cannot replace a reduce-scatter.
 
     Raises:
         InvalidOption: ``powersgd``.
@@ -162,7 +162,7 @@ def check_scatters(method: Method) -> None:
 
 @contextlib.contextmanager
 def _agreeing(settings: CompressionSettings, group: dist.ProcessGroup) -> Iterator[list[GradientSlot]]:
-    """Around what fills the list of slots: where one rank is refused, none begins; else all compress in the same way.
+    """Run the block that fills the list of slots, then check that all ranks agree; raise on all if one rank is refused.
 
     Without this, a rank would wait for the others in its next collective, or could not read what they send.
     """

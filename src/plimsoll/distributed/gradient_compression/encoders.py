@@ -1,11 +1,11 @@
-"""What topk, sign and int8 put on the wire: rows of numbers as bytes of a fixed length per row, and back.
+"""The wire formats of topk, sign and int8: encode rows of numbers as bytes of a fixed length per row, and decode them.
 
-A row is what one rank sends to another about one parameter, in float32. The length of its payload follows from the
-number of elements alone, so all ranks know it without asking. Payloads are whole multiples of 4 bytes.
+A row is what one rank sends to another for one parameter, in float32. The length of its payload depends only on the number of
+elements and the gradient's dtype, so all ranks know it. Payloads are whole multiples of 4 bytes.
 
-An encoder has ``payload_bytes`` of one row of so many elements of a gradient of some dtype. ``encode`` turns ``(rows,
-elements)`` float32 into ``(rows, payload_bytes)`` uint8, and ``decode`` turns them back. What is lost is the caller's to keep:
-it decodes its own payload and takes the difference.
+An encoder has ``payload_bytes``, the length for one row. ``encode`` turns ``(rows, elements)`` float32 into ``(rows,
+payload_bytes)`` uint8, and ``decode`` does the reverse. The caller keeps the encoding error: it decodes its own payload and
+takes the difference.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MOST_INT8 = 127
 
 
 def encoder_of(method: Method) -> Encoder:
-    """The encoder behind ``topk``, ``sign`` and ``int8``."""
+    """The encoder of ``topk``, ``sign`` and ``int8``."""
     if method.kind == "topk":
         return TopKEncoder(method)
     if method.kind == "sign":
@@ -36,10 +36,10 @@ def encoder_of(method: Method) -> Encoder:
 
 @dataclass(frozen=True, slots=True)
 class TopKEncoder:
-    """The elements of the largest magnitude with their places; values travel in the gradient's own dtype.
+    """The elements of the largest magnitude with their places; values are sent in the gradient's own dtype.
 
     Source: Lin et al. 2018, "Deep Gradient Compression"; Stich et al. 2018, "Sparsified SGD with memory".
-    Known weakness: among equal magnitudes the choice is the device's, and on a GPU need not repeat.
+    Known weakness: the device picks among equal magnitudes, and a GPU may pick others in a second run.
     """
 
     method: Method
@@ -103,8 +103,8 @@ class SignEncoder:
 class Int8Encoder:
     """Whole numbers from -127 to 127 and the largest magnitude of each block of ``block`` neighbours, rounded to nearest.
 
-    Source: Dettmers 2015, "8-bit approximations for parallelism in deep learning" (a data type of its own there; the
-    linear one here).
+    Source: Dettmers 2015, "8-bit approximations for parallelism in deep learning" (he uses a special data type, here the
+    steps are linear).
     """
 
     block: int
@@ -118,7 +118,7 @@ class Int8Encoder:
         elements = rows.shape[1]
         blocks = _blocks(rows, self.block)
         largest = blocks.abs().amax(dim=2)
-        # A block of zeros divides by the smallest normal number instead of 0 and stays zero.
+        # In a block of zeros, divide by the smallest normal number instead of 0; the block stays zero.
         steps = (largest / _MOST_INT8).clamp_min(torch.finfo(torch.float32).tiny)
         codes = (blocks / steps.unsqueeze(2)).round().clamp(-_MOST_INT8, _MOST_INT8).to(torch.int8)
         return torch.cat([_pad(as_bytes(codes.flatten(1)[:, :elements].contiguous())), as_bytes(steps)], dim=1)
@@ -134,7 +134,7 @@ Encoder: TypeAlias = TopKEncoder | SignEncoder | Int8Encoder
 
 
 def narrow(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """float32 in the gradient's own dtype; what lies beyond its range is cut, and stays in the residual."""
+    """Convert float32 to the gradient's own dtype; values beyond its range are clipped, and the rest stays in the residual."""
     limit = torch.finfo(dtype).max
     return values.clamp(-limit, limit).to(dtype)
 
@@ -158,12 +158,12 @@ def _pad(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _blocks(rows: torch.Tensor, block: int) -> torch.Tensor:
-    """``(rows, blocks, block)``, the last one padded with zeros."""
+    """Split rows into ``(rows, blocks, block)``, the last block padded with zeros."""
     padded = torch.nn.functional.pad(rows, (0, -rows.shape[1] % block))
     return padded.view(len(rows), -1, block)
 
 
 def _block_sizes(elements: int, block: int, device: torch.device) -> torch.Tensor:
-    """How many elements each block has: the last one may be short."""
+    """The number of elements in each block; the last block may be shorter."""
     starts = torch.arange(0, elements, block, device=device)
     return (elements - starts).clamp_max(block).float()

@@ -1,18 +1,18 @@
-"""Error feedback: what a step could not send is kept and added to the next step's gradient.
+"""Error feedback: keep what a step did not send, and add it to the next step's gradient.
 
-With gradient g, residual r and momentum m, each of one parameter on one rank, all in float32::
+With gradient g, residual r and momentum m, each for one parameter on one rank, all in float32::
 
     u ← m·u + g          velocity, only with momentum; otherwise u is g
     v ← r + u            offered
-    r ← v - sent(v)      what the compressor left
+    r ← v - sent(v)      not sent
     u ← 0 where sent     momentum factor masking
 
-A rank whose gradient of a parameter is zero throughout, because its part of the batch did not use it, offers nothing and
-keeps what it has: what it sent would be lost where no rank used the parameter, since DDP leaves such gradients alone. A
-gradient that is not finite offers zeros, is reported, and leaves residual and velocity as they were.
+If a rank's gradient of a parameter is all zeros, because its part of the batch did not use the parameter, the rank offers
+nothing and keeps its residual. What it sent would be lost if no rank used the parameter, since DDP ignores such gradients. For
+a gradient that is not finite, the rank offers zeros, reports it, and does not change residual and velocity.
 
-What waits can make a mean too large for float16, of gradients that all fit. It is cut to the largest float16, and what was cut
-off waits on: the mean of all residuals is still what was never sent.
+With residuals added, a mean can be too large for float16 although all gradients fit. The mean is clipped to the largest
+float16, and the rest goes back to the residual: the mean of all residuals still equals what was never sent.
 
 Source: Seide et al. 2014; Stich et al. 2018, algorithm 1; Lin et al. 2018, algorithm 1 and section 3.2 (momentum).
 """
@@ -30,10 +30,10 @@ _MOST_FLOAT16 = torch.finfo(torch.float16).max
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """What a rank has to send for a parameter in one step: ``values``, zeros where it offers nothing.
+    """What a rank offers for a parameter in one step.
 
-    ``values`` are float32, of the gradient's shape. ``waiting`` is the same, or the residual where the rank offers nothing.
-    ``is_not_finite`` is one number, above 0 where the local gradient has NaN or infinity.
+    ``values`` are float32 in the gradient's shape, zeros if the rank offers nothing. ``waiting`` equals ``values``, or the
+    residual if the rank offers nothing. ``is_not_finite`` is one number, above 0 if the local gradient has NaN or infinity.
     """
 
     slot: GradientSlot
@@ -45,12 +45,12 @@ class Offer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedbackOutcome:
-    """What came of an offer.
+    """The result of an offer.
 
     Attributes:
-        mean: of what all ranks sent, flat; sharded, of this rank's shard.
-        sent: what this rank sent, of the offer's shape.
-        kept: other state of the slot, by the name of its field, as it is from now on.
+        mean: the mean over ranks of the values sent, flat; under ``shard``, of this rank's shard.
+        sent: what this rank sent, in the offer's shape.
+        kept: new values of other fields of the slot, by name.
     """
 
     mean: torch.Tensor
@@ -59,7 +59,7 @@ class FeedbackOutcome:
 
 
 def offer(slot: GradientSlot, gradient: torch.Tensor, momentum: float) -> Offer:
-    """Add what waits to a gradient of any shape and dtype; ``momentum`` is 0 for none."""
+    """Add the residual to a gradient of any shape and dtype; ``momentum`` is 0 for none."""
     local = gradient.float()
     is_finite = local.isfinite().all()
     is_used = (local != 0).any() & is_finite
@@ -83,10 +83,10 @@ def offer(slot: GradientSlot, gradient: torch.Tensor, momentum: float) -> Offer:
 def settle(
     offered: Offer, outcome: FeedbackOutcome, is_not_finite: torch.Tensor, row: int | None = None
 ) -> torch.Tensor:
-    """Keep what was not sent, and return the mean: NaN where any rank's gradient was not finite.
+    """Keep what was not sent, and return the mean: NaN if any rank's gradient was not finite.
 
-    ``is_not_finite`` is one number, above 0 where any rank's gradient was not; nothing is changed then. ``row`` is that of
-    this rank's shard, which the mean is of; ``None`` where every rank has the whole mean.
+    ``is_not_finite`` is one number, above 0 if any rank's gradient was not finite; then the state does not change. ``row`` is
+    the row of this rank's shard, and ``mean`` is the mean of this row; ``None`` if every rank has the whole mean.
     """
     slot = offered.slot
     is_void = is_not_finite > 0
@@ -98,7 +98,7 @@ def settle(
         if row is None:
             residual += beyond.view_as(residual)
         else:
-            residual[row] += beyond * slot.ranks  # it waits on this rank alone
+            residual[row] += beyond * slot.ranks  # only this rank keeps it, so it counts for all ranks
     slot.residual = torch.where(is_void, _or_zeros(slot.residual, residual), residual)
     if offered.velocity is not None:
         masked = torch.where(outcome.sent != 0, 0.0, offered.velocity)
@@ -109,7 +109,7 @@ def settle(
 
 
 def with_velocity(slot: GradientSlot, mean: torch.Tensor, momentum: float) -> torch.Tensor:
-    """The mean of a parameter that is not compressed, with the momentum that the others have: the optimizer has none then."""
+    """Apply momentum to the mean of an uncompressed parameter: the optimizer has to run without momentum."""
     before = _or_zeros(slot.velocity, mean.to(torch.promote_types(mean.dtype, torch.float32)))
     velocity = before.mul(momentum).add_(mean)
     slot.velocity = torch.where(velocity.isfinite().all(), velocity, before)
@@ -117,5 +117,5 @@ def with_velocity(slot: GradientSlot, mean: torch.Tensor, momentum: float) -> to
 
 
 def _or_zeros(kept: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    # A state that was saved may have been loaded to another device.
+    # A saved state may have been loaded to another device.
     return torch.zeros_like(like) if kept is None else kept.to(like.device)

@@ -1,4 +1,4 @@
-"""What a caller holds while gradients are compressed: counts, a description, the state to save, and the way back."""
+"""The handle that a caller gets for compressed gradients: counters, a description, the state to save, and removal."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class CompressionHandle(RemovedAtEnd):
 
     @property
     def is_active(self) -> bool:
-        """Whether gradients are still compressed."""
+        """True while gradients are compressed."""
         return self._attachment is not None
 
     @property
@@ -54,13 +54,13 @@ class CompressionHandle(RemovedAtEnd):
 
     @property
     def step_bytes(self) -> int:
-        """What this rank sends in a step once warm-up is over, if every parameter has a gradient."""
+        """Bytes that this rank sends in a step after warm-up, if every parameter has a gradient."""
         return sum(slot.sent_bytes(self._settings) for slot in self._slots)
 
     def remove(self) -> None:
-        """Leave the gradients to torch again, and let go of what was not sent; a second call does nothing.
+        """Leave the gradients to torch again and free the residuals; a second call does nothing.
 
-        Every rank calls it, between two steps. What was not sent yet is lost unless ``state_dict`` was taken before.
+        Every rank must call it, between two steps. The residuals are lost unless ``state_dict`` was called before.
         """
         attachment, self._attachment = self._attachment, None
         if attachment is None:
@@ -71,7 +71,7 @@ class CompressionHandle(RemovedAtEnd):
                 setattr(slot, kind, None)
 
     def rescale(self, factor: float) -> None:
-        """Multiply what was not sent, and momentum, by a factor: what a change of the loss scale does to gradients.
+        """Multiply residuals and momentum by a factor, as a change of the loss scale does with gradients.
 
         Call it after ``scaler.update()`` with the new scale over the old one.
 
@@ -79,7 +79,7 @@ class CompressionHandle(RemovedAtEnd):
             factor: above 0.
 
         Raises:
-            InvalidOption: a factor that is 0, negative or not finite: what was not sent would be lost, or turned round.
+            InvalidOption: the factor is 0, negative or not finite; it would erase or reverse the residuals.
         """
         if not 0 < factor < math.inf:
             raise InvalidOption(
@@ -94,7 +94,7 @@ class CompressionHandle(RemovedAtEnd):
                         kept.mul_(factor)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on, of this rank: save one per rank."""
+        """Everything that the next step needs from this rank; save one per rank."""
         return {
             "schema_version": _SCHEMA_VERSION,
             "settings": self._settings.as_text(),
@@ -111,13 +111,13 @@ class CompressionHandle(RemovedAtEnd):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state, as if the run had not been interrupted.
+        """Continue from a saved state, as if the run had not been interrupted.
 
         Args:
-            state: what ``state_dict`` gave on this rank.
+            state: the result of ``state_dict`` on this rank.
 
         Raises:
-            CompressionMismatch: the state of another method, model, layout, number of ranks, or rank; nothing is changed.
+            CompressionMismatch: the state is for another method, model, layout, number of ranks, or rank; nothing changes.
         """
         mine = self.state_dict()
         for what in ("schema_version", "settings", "layout", "ranks", "rank", "shapes"):
@@ -127,14 +127,14 @@ class CompressionHandle(RemovedAtEnd):
             slot.reductions = state["reductions"][slot.name]
             for kind in STATE:
                 kept = state[kind].get(slot.name)
-                # On the host: the stream that gradients are exchanged in takes it to its device, in memory of its own.
+                # Load to the host. The stream that exchanges gradients copies it to the device, into its own memory.
                 setattr(slot, kind, None if kept is None else kept.detach().to("cpu", copy=True))
         self._tally.restore(Counters(**state["counters"]))
         if self._attachment is not None:
             self._attachment.restore(state["counters"]["steps"])
 
     def describe(self) -> str:
-        """What is compressed, what is not and why, and what a step sends on this rank."""
+        """Describe what is compressed, what is not and why, and how much this rank sends in a step."""
         compressed = [slot for slot in self._slots if slot.is_compressed]
         ranks = self._slots[0].ranks if self._slots else 1
         before = sum(slot.dense_bytes for slot in self._slots)

@@ -1,4 +1,4 @@
-"""What a method of gradient compression is called, and how the caller wants it done."""
+"""The names of methods of gradient compression, and the caller's settings."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _FORMS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """How gradients are compressed; only the field that its kind has is set.
+    """A method of gradient compression; only the field for its kind is set.
 
     Attributes:
         rank: columns of each factor of ``powersgd``.
-        share: of the elements that ``topk`` and ``randomk`` send, above 0 and at most 1.
+        share: the share of elements that ``topk`` and ``randomk`` send, above 0 and at most 1.
         block: elements that share one scale, for ``sign`` and ``int8``.
     """
 
@@ -43,22 +43,22 @@ class Method:
 
     @property
     def is_sparse(self) -> bool:
-        """Whether it sends some elements as they are, and of the others nothing."""
+        """True if it sends some elements unchanged and omits the others."""
         return self.kind in ("topk", "randomk")
 
     def elements_sent(self, elements: int) -> int:
-        """How many of so many elements ``topk`` and ``randomk`` send: at least one."""
+        """The number of elements that ``topk`` and ``randomk`` send of ``elements``: at least one."""
         return min(elements, max(1, round(self.share * elements)))
 
 
 def parse_method(text: str) -> Method:
-    """What a method's name and parameter mean.
+    """Parse a method's name and parameter.
 
     Args:
         text: ``"none"``, ``"powersgd:4"``, ``"topk:1%"``, ``"randomk:0.01"``, ``"sign"``, ``"int8:256"``.
 
     Raises:
-        InvalidOption: no such method, or not with this parameter.
+        InvalidOption: the method does not exist, or its parameter is not valid.
 
     Example:
         >>> parse_method("topk:1%").share
@@ -109,21 +109,21 @@ def _share(text: str, parameter: str) -> float:
 
 
 EXCLUDED = ("*norm*", "*bias*", "*embed*", "*lm_head*")
-"""Not compressed by default: norms and biases are small; few rows of an embedding have a gradient in a step."""
+"""Not compressed by default: norms and biases are small, and few rows of an embedding have a gradient in one step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompressionSettings:
-    """How gradients are compressed.
+    """The settings of gradient compression.
 
     Attributes:
-        method: what is done to a parameter's gradient.
-        exclude: patterns (``fnmatch``) of parameter names that are not compressed.
-        momentum: factor of the momentum that is applied before compression, 0 for none.
-        warmup_steps: reductions of a parameter before the first compressed one.
-        seed: of random places and of the first factors of ``powersgd``.
-        min_ratio: a parameter is compressed if that divides its bytes by at least so much.
-        min_elements: a parameter with fewer elements is not compressed.
+        method: how a parameter's gradient is compressed.
+        exclude: patterns (``fnmatch``) of names of parameters that are not compressed.
+        momentum: decay of the momentum before compression; 0 for none.
+        warmup_steps: a parameter's number of uncompressed reductions at the start.
+        seed: seed of random places and of the first factors of ``powersgd``.
+        min_ratio: compress a parameter if this divides its bytes by at least this number.
+        min_elements: do not compress a parameter with fewer elements.
     """
 
     method: Method
@@ -150,7 +150,7 @@ class CompressionSettings:
             )
 
     def as_text(self) -> dict[str, Any]:
-        """Everything that ranks, and a saved state, have to agree on."""
+        """Everything that must be equal on all ranks and in a saved state."""
         return {**asdict(self), "method": str(self.method), "exclude": list(self.exclude)}
 
 

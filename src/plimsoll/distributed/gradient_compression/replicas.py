@@ -1,11 +1,10 @@
 """Compresses the gradients of a model under DistributedDataParallel, through its communication hook.
 
-The reducer of DDP takes one hook for its whole life. Ours stays when compression is removed, and then does what DDP does
-without a hook, to the bit; a later call uses it again.
+DDP's reducer accepts one hook in its lifetime. Our hook stays when compression is removed, and then does exactly what DDP does
+without a hook, bit for bit; a later call uses it again.
 
-On a CPU the collectives of a hook run on a thread of their own and in a process group of their own, one bucket after the
-other: gloo pairs collectives by the order in which they are called, and callbacks of two buckets would race. On a GPU they
-are queued on a stream of their own from within the hook.
+On a CPU the hook's collectives run on their own thread and in their own process group, one bucket after the other. gloo matches
+collectives by the order of calls, and callbacks of two buckets would race. On a GPU the hook queues them on their own stream.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from plimsoll.errors import InvalidOption, RankFailed
 
 
 def parts_of_replicas(model: DistributedDataParallel) -> list[GradientPart]:
-    """The trained parameters as they are reduced."""
+    """The trained parameters, with shape and dtype of their reductions."""
     return [
         GradientPart(name=name, shape=tuple(parameter.shape), dtype=parameter.dtype)
         for name, parameter in model.module.named_parameters()
@@ -35,7 +34,7 @@ def parts_of_replicas(model: DistributedDataParallel) -> list[GradientPart]:
 
 
 class Replicas:
-    """The buckets of one model, while compression is on; ``switch`` is that of ``free_switch_of``."""
+    """Compresses the buckets of one model; ``switch`` is the result of ``free_switch_of``."""
 
     def __init__(
         self, model: DistributedDataParallel, switch: Switch | None, slots: list[GradientSlot], averages: Averages
@@ -62,12 +61,13 @@ class Replicas:
         switch.answer = self.reduce
 
     def reduce(self, bucket: GradBucket) -> Reduced:
-        """Average a bucket, now or soon."""
+        """Average a bucket, at once (on a GPU queued) or on the thread."""
         flat, gradients, step = bucket.buffer(), bucket.gradients(), self._step
         slots = [self._slots[each] for each in bucket.parameters()]
         self._step += bucket.is_last()
 
         def job() -> torch.Tensor:
+            # gloo aborts the process if two ranks call different collectives of one group: exchange nothing after a failure.
             if self._failure is not None:
                 raise RankFailed(
                     f"An earlier exchange of gradients failed on this rank ({self._failure}).",
@@ -92,25 +92,25 @@ class Replicas:
         return _on_thread(self._thread, job)
 
     def restore(self, step: int) -> None:
-        """Count steps from here on."""
+        """Continue to count steps from here."""
         self._step = step
 
     def detach(self) -> None:
-        """Leave the buckets to the all-reduce of DDP."""
+        """Leave the buckets to DDP's all-reduce."""
         self._switch.answer = None
         if self._thread is not None:
             self._thread.shutdown(wait=True)
             self._thread = None
         is_whole = self._own_group is not None and self._own_group.size() == dist.get_world_size()
-        # A smaller group stays until the program ends: torch would give a later one its name, and gloo its old addresses.
-        # So does one that failed: what is left of its collectives may hold it on its own threads.
+        # A smaller group stays until the program ends: torch would give its name to a later group, and gloo its addresses.
+        # A failed group stays too: its unfinished collectives may hold it on its own threads.
         if is_whole and self._failure is None:
             dist.destroy_process_group(self._own_group)
         self._own_group = None
 
 
 def _twin_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same ranks; the call is collective among them."""
+    """A new group of the same ranks; all of them have to call this."""
     ranks = dist.get_process_group_ranks(group)
     is_whole = len(ranks) == dist.get_world_size()
     twin: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=not is_whole)
@@ -118,12 +118,12 @@ def _twin_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def free_switch_of(model: DistributedDataParallel) -> Switch | None:
-    """The hook that an earlier call left.
+    """Return the switch that an earlier call left in the model; None if the model is without a hook.
 
     Raises:
-        InvalidOption: the model has somebody else's, or is compressed already.
+        InvalidOption: the model has another hook, or is compressed already.
     """
-    # DDP notes its hooks here and shows them nowhere else; registering a second one fails, whoever set the first.
+    # Hooks can only be read from this private list. Registering a second hook fails, whoever registered the first.
     for hook, state in model._comm_hooks:
         if isinstance(state, Switch):
             if state.answer is not None:
@@ -138,7 +138,7 @@ def free_switch_of(model: DistributedDataParallel) -> Switch | None:
 
 
 def twice() -> InvalidOption:
-    """The error of a model whose gradients are compressed already."""
+    """The error for a model whose gradients are compressed already."""
     return InvalidOption(
         "The gradients of this model are compressed already.",
         why="what one compression left unsent would be lost to the other",
@@ -154,7 +154,7 @@ def _on_thread(thread: ThreadPoolExecutor, job: Callable[[], torch.Tensor]) -> R
         if error is None:
             promised.set_result(done.result())
         else:
-            # Torch's reducer takes the exception for a tensor, and shows of it only its text.
+            # torch's reducer treats the exception like a tensor, and shows only its text.
             told = RuntimeError(f"{type(error).__name__}: {error}")
             promised.set_exception(told)  # type: ignore[arg-type]  # torch types it as a result
 

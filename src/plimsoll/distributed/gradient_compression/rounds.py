@@ -1,6 +1,6 @@
-"""Compressed forms of all-reduce and reduce-scatter: every rank offers a gradient, and gets the mean or its shard of it.
+"""Compressed forms of all-reduce and reduce-scatter: every rank offers a gradient and gets the mean, or its shard of it.
 
-PowerSGD is torch's own. Places that randomk sends are drawn from a seed that all ranks share, so they need not be sent.
+PowerSGD is torch's own. ``randomk`` draws its places from a seed that all ranks share, so the places need not be sent.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _reduce_scatter = _NAMES["reduce_scatter_single" if "reduce_scatter_single" in _
 
 
 def gather_rows(payload: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """``(1, bytes)`` of every rank as ``(ranks, bytes)``."""
+    """All-gather: ``(1, bytes)`` of every rank becomes ``(ranks, bytes)``."""
     gathered = payload.new_empty(group.size(), payload.shape[1])
     _all_gather(gathered, payload, group=group)
     return gathered
 
 
 def exchange_rows(payloads: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Row i of ``(ranks, bytes)`` goes to rank i; the rows that came from every rank."""
+    """All-to-all: row i of ``(ranks, bytes)`` goes to rank i; return the rows received from every rank."""
     received = torch.empty_like(payloads)
     dist.all_to_all_single(received, payloads, group=group)
     return received
@@ -49,7 +49,7 @@ def reduce_rows(
     group: dist.ProcessGroup,
     op: dist.ReduceOp | dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> None:
-    """Row i of the sum over ranks of ``(ranks, elements)`` into the output of rank i."""
+    """Reduce-scatter: rank i's output gets row i of the sum over ranks of ``(ranks, elements)``."""
     _reduce_scatter(output, rows.view(-1), op=op, group=group)
 
 
@@ -57,17 +57,17 @@ _STATE_BYTES = 8
 
 
 def generator_for(seed: int, slot: GradientSlot, row: int = 0) -> torch.Generator:
-    """Random numbers that depend on the seed, the parameter, how often it was reduced, and nothing else."""
+    """A generator that depends on the seed, the parameter, its number of reductions and the row, and on nothing else."""
     text = struct.pack("<qqqq", seed, slot.number, slot.reductions, row)
     digest = hashlib.blake2b(text, digest_size=_STATE_BYTES).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 def draw_places(generator: torch.Generator, elements: int, sent: int) -> torch.Tensor:
-    """``sent`` different places below ``elements``, ascending: one out of each of ``sent`` equal stretches.
+    """Draw ``sent`` different places below ``elements``, ascending: one from each of ``sent`` equal stretches.
 
-    Every place is as likely as any other (up to the last element of a stretch that is not whole). Unlike in a free draw, two
-    neighbours rarely come together, and nothing has to be shuffled.
+    Every place is equally likely (except for rounding, if the stretches are not whole). Compared with a free draw, two
+    neighbours are rarely drawn together, and no shuffle is needed.
 
     Example:
         >>> draw_places(torch.Generator().manual_seed(0), 4, 4)
@@ -80,7 +80,7 @@ def draw_places(generator: torch.Generator, elements: int, sent: int) -> torch.T
 
 
 def round_of(settings: CompressionSettings, form: Form) -> Round | None:
-    """The compressed reduction of a method; ``None`` where the method is none."""
+    """The compressed reduction of a method; ``None`` for the method ``none``."""
     method = settings.method
     if method.kind == "none":
         return None
@@ -94,16 +94,16 @@ def round_of(settings: CompressionSettings, form: Form) -> Round | None:
 
 
 def _rows_of(values: torch.Tensor, form: Form) -> torch.Tensor:
-    """One row for every rank that gets its own part of the mean, else one row for all."""
+    """One row per rank if each rank gets its own part of the mean, else a single row."""
     return values if form == "shard" else values.view(1, -1)
 
 
 @dataclass(frozen=True, slots=True)
 class Payloads:
-    """Every rank gets everyone's payload of the rows that it averages.
+    """Every rank gets all ranks' payloads for the rows that it averages.
 
-    For the whole mean that is one all-gather, and what a rank sends grows with the number of ranks. For shards it is one
-    all-to-all.
+    For the whole mean this is one all-gather, and the bytes that a rank sends grow with the number of ranks. For shards it
+    is one all-to-all.
     """
 
     encoder: Encoder
@@ -125,9 +125,10 @@ class Payloads:
 
 @dataclass(frozen=True, slots=True)
 class TwoPassMean:
-    """Every rank averages one chunk, compressed on the way in and once more on the way out; the second loss has a residual too.
+    """Every rank averages one chunk; gradients are compressed before the average, and chunks once more after it.
 
-    What a rank sends does not grow with the number of ranks. Source: Tang et al. 2019, "DoubleSqueeze".
+    The loss of the second compression has its own residual. The bytes that a rank sends do not grow with the number of
+    ranks. Source: Tang et al. 2019, "DoubleSqueeze".
     """
 
     encoder: Encoder
@@ -141,7 +142,7 @@ class TwoPassMean:
         for each, row, theirs in zip(offers, rows, columns_of(received, mine), strict=True):
             chunk = average(self.encoder, theirs, row.shape[1], each.slot.dtype, ranks)
             waiting = torch.zeros_like(chunk) if each.slot.owned is None else each.slot.owned.to(chunk.device)
-            # As for a rank's own gradient: what nobody used now waits, or it would be sent and thrown away.
+            # If no rank used the parameter now, the residual has to wait: DDP would throw away what is sent.
             is_used = (chunk != 0).any()
             chunks.append(torch.where(is_used, chunk + waiting, 0.0))
             owned.append(torch.where(is_used, chunks[-1], waiting))
@@ -161,7 +162,7 @@ class TwoPassMean:
 
 @dataclass(frozen=True, slots=True)
 class SharedPlaces:
-    """All ranks send the same places of a row, so a plain reduction of the values adds up; the places need not be sent."""
+    """All ranks send the same places of a row, so a plain reduction adds the values up, and the places need not be sent."""
 
     settings: CompressionSettings
     form: Form
@@ -195,7 +196,7 @@ class SharedPlaces:
 
 
 def average(encoder: Encoder, payloads: torch.Tensor, elements: int, dtype: torch.dtype, ranks: int) -> torch.Tensor:
-    """The mean of one parameter's payloads, added in the order of ranks, one rank decoded at a time."""
+    """The mean of one parameter's payloads, added in the order of ranks; decodes one rank at a time."""
     total = encoder.decode(payloads[:1], elements, dtype).view(-1).mul_(1 / ranks)
     for rank in range(1, ranks):
         total.add_(encoder.decode(payloads[rank : rank + 1], elements, dtype).view(-1), alpha=1 / ranks)
@@ -203,32 +204,32 @@ def average(encoder: Encoder, payloads: torch.Tensor, elements: int, dtype: torc
 
 
 def columns_of(rows: torch.Tensor, like: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """What was put side by side, apart again."""
+    """Split concatenated rows into pieces with the widths of ``like``."""
     return torch.split(rows, [each.shape[1] for each in like], dim=1)
 
 
 def pad_rows(values: torch.Tensor, ranks: int) -> torch.Tensor:
-    """A parameter's numbers as ``(ranks, chunk)``, the end filled with zeros."""
+    """A parameter's elements as ``(ranks, chunk)``, padded with zeros at the end."""
     flat = values.reshape(-1)
     return torch.nn.functional.pad(flat, (0, -len(flat) % ranks)).view(ranks, -1)
 
 
 _BUCKET = 0
 _FIRST_STEP = 2
-"""Torch's state refuses to start earlier, because DDP rebuilds its buckets after the first step; ours are not DDP's."""
+"""torch's state does not allow an earlier start, because DDP rebuilds its buckets after the first step; our buckets stay."""
 _EPSILON = 1e-8
-"""Added to the length of columns before dividing by it: a column of zeros stays zero instead of NaN."""
+"""Added to the length of columns before dividing by it, so that a column of zeros stays zero instead of NaN."""
 _LETTING_GO_SECONDS = 1.0
-"""How long to wait at most for torch's callbacks to be gone; it takes microseconds."""
+"""The longest wait until torch frees its callbacks; usually it takes microseconds."""
 
 
 class _State(PowerSGDState):
-    """Torch's state, with a place for weak references."""
+    """torch's state in a class of our own, whose instances allow weak references."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """What torch's hook reads of a bucket of DDP's."""
+    """The part of DDP's bucket interface that torch's hook uses."""
 
     flat: torch.Tensor
     matrices: list[torch.Tensor]
@@ -248,13 +249,17 @@ class _Bucket:
 
 @dataclass(frozen=True, slots=True)
 class LowRankMean:
-    """One step of subspace iteration per reduction, warm-started from the factor of the one before; two all-reduces."""
+    """One step of subspace iteration per reduction, starting from the factor of the previous one; two all-reduces.
+
+    torch's hook does the arithmetic, but its state is per bucket, and DDP rebuilds its buckets after the first step. So the
+    factors are kept in the slots, per parameter, and the hook gets buckets of our own.
+    """
 
     rank: int
     seed: int
 
     def reduce(self, offers: Sequence[Offer], group: dist.ProcessGroup) -> list[FeedbackOutcome]:
-        # Torch lays factors out by shape, in the order in which shapes first come.
+        # torch orders factors by shape, in the order of each shape's first occurrence.
         first = {shape: i for i, shape in reversed(list(enumerate(_matrix_of(each.slot) for each in offers)))}
         order = sorted(range(len(offers)), key=lambda i: first[_matrix_of(offers[i].slot)])
         ordered = [offers[i] for i in order]
@@ -263,10 +268,10 @@ class LowRankMean:
         matrices = [piece.view(_matrix_of(each.slot)) for piece, each in zip(pieces, ordered, strict=True)]
         factors = [self._right_factor(each.slot, flat.device) for each in ordered]
         state = self._state(ordered, factors, group)
-        powerSGD_hook(state, _Bucket(flat, matrices)).wait()  # type: ignore[arg-type]  # it is asked the same questions
+        powerSGD_hook(state, _Bucket(flat, matrices)).wait()  # type: ignore[arg-type]  # _Bucket has all that the hook uses
         right_factors = state.q_memory_dict[_BUCKET]
-        # The callbacks of torch's hook hold the group, and a thread of the group lets go of them after the result is there.
-        # A group that is destroyed meanwhile ends on its own thread, which aborts the process.
+        # The callbacks of torch's hook hold the group. A thread of the group frees them after the result is there. If the
+        # group is destroyed before that, its last reference is dropped on its own thread, which aborts the process.
         let_go = threading.Event()
         weakref.finalize(state, let_go.set)
         del state
@@ -275,7 +280,7 @@ class LowRankMean:
         outcomes: list[FeedbackOutcome | None] = [None] * len(offers)
         for i, each, piece, kept in zip(order, ordered, pieces, right_factors.split(widths), strict=True):
             _, columns, rank = factors_of(each.slot.shape, self.rank)
-            # As in torch and in the paper, what all agreed on counts as sent: residuals add up over ranks.
+            # As in torch and in the paper, the agreed mean counts as sent: residuals add up over ranks.
             sent = piece.view_as(each.values)
             outcomes[i] = FeedbackOutcome(mean=piece, sent=sent, kept={"factor": kept.view(columns, rank).clone()})
         return [outcome for outcome in outcomes if outcome is not None]
@@ -298,7 +303,7 @@ class LowRankMean:
         return state
 
     def _right_factor(self, slot: GradientSlot, device: torch.device) -> torch.Tensor:
-        """The factor of the step before; columns that came out as zeros would stay zeros for ever and are drawn anew."""
+        """The factor of the last step. Columns of zeros would stay zero for ever, so they are drawn again."""
         _, columns, rank = factors_of(slot.shape, self.rank)
         drawn = torch.randn(columns, rank, generator=generator_for(self.seed, slot)).to(device)
         if slot.factor is None:
@@ -312,4 +317,4 @@ def _matrix_of(slot: GradientSlot) -> tuple[int, int]:
 
 
 Round: TypeAlias = LowRankMean | SharedPlaces | TwoPassMean | Payloads
-"""One compressed reduction of several parameters: the same call of its ``reduce`` on every rank of a group."""
+"""One compressed reduction of several parameters; every rank of a group has to call ``reduce`` alike."""

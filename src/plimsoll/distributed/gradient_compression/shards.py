@@ -1,6 +1,6 @@
-"""Compresses the gradients of a model under FSDP2, in place of the reduce-scatter of each of its modules.
+"""Compresses the gradients of a model under FSDP2, by replacing the reduce-scatter of each of its modules.
 
-FSDP2's own class of a reduce-scatter is private: seen in torch 2.9 to 2.15.
+The base class of FSDP2's reduce-scatters is private: seen in torch 2.9 to 2.15.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _ReduceScatter: Any = internal("torch.distributed.fsdp._fully_shard._fsdp_api.Re
 
 
 class OwnReduceScatter(_DefaultAllocMixin, _ReduceScatter):
-    """A reduce-scatter that FSDP2 can be given in place of its own; its memory is allocated as for that one."""
+    """A base for reduce-scatters that replace FSDP2's; memory is allocated in the same way as FSDP2's own."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardUnit:
-    """One module that ``fully_shard`` was called on, with the parameters that it reduces, in that order."""
+    """A module that ``fully_shard`` was called on, with its parameters in the order of reduction."""
 
     module: FSDPModule
     names: tuple[str, ...]
@@ -45,23 +45,23 @@ class ShardUnit:
 
     @property
     def ranks(self) -> int:
-        """How many ranks share the parameters."""
+        """The number of ranks that share the parameters."""
         return self.parameters[0].device_mesh.size()
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
-        """What FSDP2's mixed precision reduces in, where the caller set it."""
+        """The dtype that FSDP2's mixed precision reduces in; None if the caller did not set one."""
         policy = self.module._get_fsdp_state()._mp_policy
         return policy.reduce_dtype or policy.param_dtype
 
     @property
     def gradient_bytes(self) -> int:
-        """Of all its gradients, unsharded, as they are reduced."""
+        """Bytes of all its unsharded gradients in the dtype of the reduction."""
         return sum(each.numel() * (self.reduce_dtype or each.dtype).itemsize for each in self.parameters)
 
     @property
     def shard_shapes(self) -> list[tuple[int, ...]]:
-        """Of one rank's padded shard of each parameter."""
+        """Shapes of one rank's padded shard of each parameter."""
         shapes = []
         for parameter in self.parameters:
             dim = parameter.placements[0].dim  # type: ignore[attr-defined]  # FSDP2 shards
@@ -75,7 +75,7 @@ def units_of(model: nn.Module) -> list[ShardUnit]:
     """The units of a model that FSDP2 shards, in the order of ``named_modules``.
 
     Raises:
-        InvalidModel: FSDP2's own HSDP, or parameters that are sharded over several meshes.
+        InvalidModel: the model uses FSDP2's own HSDP, or its parameters are sharded over several meshes.
     """
     seen: set[nn.Parameter] = set()
     units = []
@@ -83,7 +83,7 @@ def units_of(model: nn.Module) -> list[ShardUnit]:
         unit = module if isinstance(module, FSDPModule) else None
         if unit is None:
             continue
-        unit.reshard()  # a forward without a backward leaves the root's parameters gathered, as plain tensors
+        unit.reshard()  # after a forward without a backward the root's parameters are still gathered, as plain tensors
         named = [(f"{prefix}.{name}" if prefix else name, each) for name, each in _own_parameters(module, seen)]
         trained = [(name, each) for name, each in named if each.requires_grad]
         if not trained:
@@ -100,7 +100,7 @@ def units_of(model: nn.Module) -> list[ShardUnit]:
 
 
 def _own_parameters(module: nn.Module, seen: set[nn.Parameter]) -> Iterator[tuple[str, nn.Parameter]]:
-    """What FSDP2 takes into the unit of a module: children before their parents, no nested units, shared parameters once."""
+    """The parameters in a module's FSDP2 unit: children before parents, without nested units, shared parameters once."""
 
     def visit(each: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
         for name, child in each.named_children():
@@ -115,7 +115,7 @@ def _own_parameters(module: nn.Module, seen: set[nn.Parameter]) -> Iterator[tupl
 
 
 def parts_of_shards(unit: ShardUnit, form: Form) -> list[GradientPart]:
-    """A unit's parameters as they are reduced: in a reduce-scatter one row per rank, else this rank's shards."""
+    """A unit's parameters in their reduced shapes: one row per rank in a reduce-scatter, else this rank's shards."""
     return [
         GradientPart(
             name=name,
@@ -127,9 +127,9 @@ def parts_of_shards(unit: ShardUnit, form: Form) -> list[GradientPart]:
 
 
 class Shards:
-    """The units of one model, while their reduce-scatters are compressed; or, with a group, the all-reduces among its ranks.
+    """Compresses the reduce-scatters of one model's units, or, with ``group``, all-reduces among the ranks of the group.
 
-    A group has the ranks that hold the same shards. ``slots`` are those of each unit.
+    The ranks of ``group`` hold the same shards. ``slots`` has one list per unit.
     """
 
     def __init__(
@@ -153,22 +153,22 @@ class Shards:
                 hook = _AverageShards(each, averages, group)
                 self._hooks.append(hook)
                 undo: Callable[..., None] = module.set_all_reduce_hook
-                self._undo.append(functools.partial(undo, None))  # what it is before anybody sets one
+                self._undo.append(functools.partial(undo, None))  # None is FSDP2's default
                 module.set_all_reduce_hook(hook)
 
     def restore(self, step: int) -> None:
-        """Count steps from here on."""
+        """Continue to count steps from here."""
         for hook in self._hooks:
             hook.step = step
 
     def detach(self) -> None:
-        """Put back what was there."""
+        """Restore the hooks that the modules had before."""
         for undo in self._undo:
             undo()
 
 
 class _CompressedReduceScatter(OwnReduceScatter):
-    """What FSDP2 calls in the place of its reduce-scatter, in its own stream."""
+    """The compressed reduce-scatter; FSDP2 calls it in its own stream."""
 
     def __init__(self, slots: Sequence[GradientSlot], averages: Averages) -> None:
         self._slots = slots
@@ -186,7 +186,7 @@ class _CompressedReduceScatter(OwnReduceScatter):
         expected = sum(slot.elements for slot in self._slots)
         step, self.step = self.step, self.step + 1
         if input_tensor.numel() != expected:
-            # Some parameters had no gradient in this step. Which ones FSDP2 does not say, but all ranks agree.
+            # Some parameters had no gradient in this step. FSDP2 does not say which, but all ranks agree: do not compress.
             reduce_rows(output_tensor, input_tensor, group, op)
             return None
         _check_op(op)
@@ -198,7 +198,7 @@ class _CompressedReduceScatter(OwnReduceScatter):
 
 
 class _AverageShards:
-    """What FSDP2 calls after its reduce-scatter."""
+    """The compressed all-reduce; FSDP2 calls it after its reduce-scatter."""
 
     def __init__(self, slots: Sequence[GradientSlot], averages: Averages, group: dist.ProcessGroup) -> None:
         self._slots = slots
@@ -228,7 +228,7 @@ def _check_op(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> None:
 
 
 def check_free(units: Sequence[ShardUnit]) -> None:
-    """Refuse a model whose gradients have a hook already."""
+    """Raise if the model's gradients have a hook already."""
     for unit in units:
         group = _group_of(unit.module)
         if isinstance(group._reduce_scatter_comm, _CompressedReduceScatter) or isinstance(
@@ -244,7 +244,7 @@ def check_free(units: Sequence[ShardUnit]) -> None:
 
 
 def check_default(units: Sequence[ShardUnit]) -> None:
-    """Refuse a model whose reduce-scatter is not torch's own."""
+    """Raise if the model's reduce-scatter is not torch's default."""
     for unit in units:
         comm = _group_of(unit.module)._reduce_scatter_comm
         if type(comm) is not _DefaultReduceScatter:
@@ -256,7 +256,7 @@ def check_default(units: Sequence[ShardUnit]) -> None:
 
 
 def _group_of(module: FSDPModule) -> Any:
-    """Where FSDP2 keeps its hooks. They can be set in public but only be read here, and what was there has to come back."""
+    """The private object with FSDP2's hooks. The public API can only set hooks, and ``detach`` has to restore the old ones."""
     groups = groups_of(module)
     if len(groups) != 1:
         raise InvalidModel(

@@ -1,8 +1,7 @@
-"""What compression knows of each parameter: whether it is compressed, how many bytes that sends, what waits between steps.
+"""One slot per parameter: whether its gradient is compressed, how many bytes it sends, and its state between steps.
 
-Bytes are those that each rank's link carries in each direction: all-reduce passes every byte twice around the ring,
-reduce-scatter and all-gather once. What a library does on other topologies may differ. The same figures are counted while
-training.
+Bytes are the bytes that each rank's link carries in each direction: all-reduce passes every byte twice around the ring,
+reduce-scatter and all-gather once. Libraries may differ on other topologies. The same figures are counted in training.
 
 Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
 """
@@ -23,20 +22,23 @@ from plimsoll.distributed.gradient_compression.method import EXCLUDED, Compressi
 from plimsoll.errors import InvalidOption
 
 Form = Literal["mean", "shard"]
-"""Whether every rank gets the whole mean, as DDP's ranks do, or its own shard of it, as FSDP2's do."""
+"""``mean``: every rank gets the whole mean, as under DDP. ``shard``: every rank gets its shard of it, as under FSDP2."""
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-"""What is compressed; everything else is sent as it is."""
+"""The dtypes that are compressed; gradients of other dtypes are sent uncompressed."""
 
 
 def dense_bytes(elements: int, dtype: torch.dtype, ranks: int, form: Form) -> int:
-    """Sent by one rank for a gradient that is not compressed."""
+    """Bytes that one rank sends for an uncompressed gradient."""
     transfer = Transfer.ALL_REDUCE if form == "mean" else Transfer.REDUCE_SCATTER
     return int(transfer.wire_bytes(elements * dtype.itemsize, ranks))
 
 
 def compressed_bytes(method: Method, shape: Sequence[int], dtype: torch.dtype, ranks: int, form: Form) -> int:
-    """Sent by one rank for a gradient that is compressed; sharded, ``shape`` is ``(ranks, elements of a padded shard)``."""
+    """Bytes that one rank sends for a compressed gradient.
+
+    For ``shard``, ``shape`` is ``(ranks, elements of a padded shard)``.
+    """
     elements = math.prod(shape)
     chunk = -(-elements // ranks)
     if method.kind == "powersgd":
@@ -54,7 +56,7 @@ def compressed_bytes(method: Method, shape: Sequence[int], dtype: torch.dtype, r
 
 
 def factors_of(shape: Sequence[int], rank: int) -> tuple[int, int, int]:
-    """Rows and columns of the matrix that a parameter is taken for, and how many columns its factors have.
+    """Rows and columns of a parameter reshaped to a matrix, and the number of columns of its factors.
 
     Example:
         >>> factors_of((64, 3, 3, 3), 4)
@@ -66,9 +68,9 @@ def factors_of(shape: Sequence[int], rank: int) -> tuple[int, int, int]:
 
 
 STATE = ("residual", "velocity", "factor", "owned")
-"""The tensors of a slot that live from step to step."""
+"""The fields of a slot with tensors that live from step to step."""
 
-_MOST_ELEMENTS = 2**31 - 1
+_MOST_ELEMENTS = 2**31 - 1  # places of elements are sent as int32
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,14 +78,14 @@ class GradientSlot:
     """One parameter on one rank.
 
     Attributes:
-        number: its place among the parameters, the same on all ranks.
-        shape: of its gradient; sharded, ``(ranks, elements of a padded shard)``.
-        reason: why it is not compressed; empty where it is.
-        reductions: how often it was reduced so far.
+        number: its position among the parameters, the same on all ranks.
+        shape: the gradient's shape; for ``shard``, ``(ranks, elements of a padded shard)``.
+        reason: why it is not compressed; empty if it is compressed.
+        reductions: the number of its reductions so far.
         residual: what this rank has not sent yet, float32.
         velocity: momentum before compression, float32.
         factor: the right factor of ``powersgd`` from the last step, ``(columns, rank)`` float32, the same on all ranks.
-        owned: what the second pass of ``int8`` has not sent yet of the chunk that this rank averages, float32.
+        owned: the residual of the second pass of ``int8``, for the chunk that this rank averages, float32.
     """
 
     name: str
@@ -101,38 +103,38 @@ class GradientSlot:
 
     @property
     def elements(self) -> int:
-        """How many numbers its gradient has."""
+        """The number of elements of its gradient."""
         return math.prod(self.shape)
 
     @property
     def is_compressed(self) -> bool:
-        """Whether it is, once warm-up is over."""
+        """True if it is compressed after warm-up."""
         return not self.reason
 
     @property
     def dense_bytes(self) -> int:
-        """What one rank sends for it uncompressed."""
+        """Bytes that one rank sends for it uncompressed."""
         return dense_bytes(self.elements, self.dtype, self.ranks, self.form)
 
     def sent_bytes(self, settings: CompressionSettings) -> int:
-        """What one rank sends for it once warm-up is over."""
+        """Bytes that one rank sends for it after warm-up."""
         if not self.is_compressed:
             return self.dense_bytes
         return compressed_bytes(settings.method, self.shape, self.dtype, self.ranks, self.form)
 
     def is_due(self, settings: CompressionSettings) -> bool:
-        """Whether its next reduction is a compressed one."""
+        """True if its next reduction is compressed."""
         return self.is_compressed and self.reductions >= settings.warmup_steps
 
     @property
     def state_bytes(self) -> int:
-        """What it holds on this rank between steps."""
+        """Bytes of its state on this rank between steps."""
         return sum(kept.nbytes for kind in STATE if (kept := getattr(self, kind)) is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientPart:
-    """A parameter as it is reduced: the gradient's shape and dtype need not be the parameter's."""
+    """A parameter's gradient in its reduction, where shape and dtype may differ from the parameter's."""
 
     name: str
     shape: tuple[int, ...]
@@ -142,10 +144,10 @@ class GradientPart:
 def make_slots(
     parts: Iterable[GradientPart], settings: CompressionSettings, *, ranks: int, form: Form
 ) -> list[GradientSlot]:
-    """One slot per parameter, in the order given.
+    """Make one slot per parameter, in the order given.
 
     Raises:
-        InvalidOption: a pattern of the caller's that matches no parameter.
+        InvalidOption: one of the caller's patterns matches no parameter.
     """
     parts = list(parts)
     _check_patterns(settings.exclude, [part.name for part in parts])
@@ -187,7 +189,7 @@ def _reason_not_to(part: GradientPart, settings: CompressionSettings, ranks: int
         return f"fewer than {settings.min_elements} elements"
     if elements > _MOST_ELEMENTS:
         return f"more than {_MOST_ELEMENTS} elements: places are sent as 32-bit integers"
-    # A single rank sends nothing; it decides as the smaller of two would.
+    # One rank alone sends nothing. Then decide as with two ranks.
     several = max(2, ranks)
     dense = dense_bytes(elements, part.dtype, several, form)
     compressed = compressed_bytes(settings.method, part.shape, part.dtype, several, form)

@@ -1,6 +1,6 @@
-"""The one communication hook that DDP's reducer takes for its whole life; who answers it may change.
+"""The single communication hook that DDP's reducer accepts in its lifetime; compression is switched on and off inside it.
 
-There is no ``from __future__ import annotations`` here: DDP compares a hook's annotations with classes, not with names.
+Do not add ``from __future__ import annotations`` here: DDP compares a hook's annotations with classes, not with names.
 """
 
 from collections.abc import Callable
@@ -11,20 +11,20 @@ import torch.distributed as dist
 from torch.distributed import GradBucket
 
 Reduced: TypeAlias = torch.futures.Future[torch.Tensor]
-"""The bucket's memory, once it is averaged."""
+"""A future of the bucket's memory after averaging."""
 
 
 class Switch:
-    """What DDP holds on to: compression while there is one, otherwise the all-reduce that DDP would do."""
+    """The hook's state in DDP: compression while it is on, otherwise the all-reduce that DDP itself would do."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.answer: Callable[[GradBucket], Reduced] | None = None
-        """Averages a bucket, now or soon."""
+        """Averages a bucket, at once or asynchronously; None while compression is off."""
 
 
 def reduce_bucket(switch: Switch, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """What DDP calls for every bucket."""
+    """The hook that DDP calls for every bucket."""
     if switch.answer is not None:
         return switch.answer(bucket)
     flat = bucket.buffer().mul_(1 / switch.group.size())

@@ -1,9 +1,9 @@
 """``attach_schedule``: manages the stages of a pipeline under one budget per rank, from the first step on.
 
-The first ``schedule.step(...)`` that trains traces each stage on the micro-batch that it is called with, or that its receive
-buffers show, before anything else runs; all ranks refuse together if one cannot meet its budget. That step runs at the lowest
-memory and is measured as a whole. The plans for the budget, with what the traces did not see taken off, run from the second
-step on; steps are measured until one keeps to the budget on every rank.
+The first ``schedule.step(...)`` that trains traces each stage before anything else runs. The trace uses the micro-batch of the
+stage's call, or one like its receive buffers. If any rank cannot meet its budget, all ranks raise. This step runs at the lowest
+memory and is measured as a whole. From the second step on, stages run plans for the budget minus the bytes that the traces did
+not see. Steps are measured until one keeps to the budget on every rank.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ from plimsoll.tracing.torch_internals import is_at_least
 from plimsoll.units import check_count, format_bytes
 
 _MOST_STEPS = 5
-"""So many steps calibrate at most; what exceeds the budget even then stays, with a warning."""
+"""The maximum number of calibration steps. If the last one still exceeds the budget, its plans stay, with a warning."""
 
 
 class ScheduleAttachment(RemovedAtEnd):
-    """A budget at work on a schedule. ``plans``, by stage, are there once the first training step has begun."""
+    """A budget applied to a schedule. ``plans``, by stage, exist after the first training step has begun."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class ScheduleAttachment(RemovedAtEnd):
         self._excess_bytes = 0
         self._steps_run = 0
         self.is_calibrating = True
-        """Whether steps are still measured, and plans may change."""
+        """True while steps are measured and plans may change."""
         self._is_tracing = False
         self._measuring: MeasuredStep | None = None
         self._measured: MeasuredStep | None = None
@@ -107,7 +107,7 @@ class ScheduleAttachment(RemovedAtEnd):
 
     @property
     def report(self) -> ScheduleReport:
-        """What this rank's stages do under their plans, predicted beside measured. ``str`` shows it."""
+        """This rank's stages under their plans, with predicted and measured figures. ``str`` shows it."""
         made = self._made
         return ScheduleReport(
             schedule=type(self.schedule).__name__,
@@ -127,7 +127,7 @@ class ScheduleAttachment(RemovedAtEnd):
         )
 
     def remove(self) -> None:
-        """Undo everything: schedule and stages are as they were before. Harmless when called twice."""
+        """Restore schedule and stages. A second call does nothing."""
         self._stop_measuring()
         for wrapped in self._wrapped:
             wrapped.remove()
@@ -138,9 +138,9 @@ class ScheduleAttachment(RemovedAtEnd):
         self.is_calibrating = False
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """In place of ``schedule.step``."""
+        """Run instead of ``schedule.step``."""
         if not trains(self.schedule):
-            self._stop_measuring()  # evaluation is no part of the step before it
+            self._stop_measuring()  # evaluation does not belong to the training step before it
             return original(*args, **kwargs)
         self._arguments, self._call = args, kwargs
         try:
@@ -162,7 +162,7 @@ class ScheduleAttachment(RemovedAtEnd):
             raise
 
     def _initialize(self, original: Callable[..., Any], args: Any, kwargs: Any, *more: Any, **named: Any) -> None:
-        """In place of what torch calls when a step begins, with its first micro-batch."""
+        """Run instead of torch's method that a step calls first, with its first micro-batch."""
         original(args, kwargs, *more, **named)
         if not trains(self.schedule) or self._planner is not None:
             return
@@ -171,15 +171,15 @@ class ScheduleAttachment(RemovedAtEnd):
                 self._begin_stage(index, args if stage.is_first else first_input(stage), kwargs or {})
         self._drop_hooks()
         self._agree_at_first()
-        self._measure()  # not before: tracing has a meter of its own, and on a CPU there is only one
+        self._measure()  # not earlier: tracing uses its own meter, and on a CPU only one can run
 
     def _before_forward(self, index: int, stage: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A stage is about to run; where torch infers shapes, that is before anything else of the step."""
+        """Trace a stage right before it runs. If torch infers shapes, this is before anything else of the step."""
         if trains(self.schedule) and not self._is_tracing and index not in self._steps and not self._errors:
             self._begin_stage(index, args, kwargs)
 
     def _begin_stage(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Trace a stage and let it run at its smallest peak. What fails is told to all ranks before the first micro-batch."""
+        """Trace a stage and let it run at its smallest peak. Errors are kept until all ranks agree to raise."""
         stage, rank = self._rank.stages[index], self._rank
         self._is_tracing = True
         try:
@@ -204,20 +204,20 @@ class ScheduleAttachment(RemovedAtEnd):
             )
             self._steps[index] = step
             self._run(index, step.plan(step.range_bytes[0]))
-        except Exception as error:  # noqa: BLE001 - whatever it is: the other ranks wait, and have to be told
+        except Exception as error:  # noqa: BLE001 - any error: the other ranks wait, so `_agree_at_first` must raise on all
             self._errors.append(error)
         finally:
             self._is_tracing = False
 
     def _loss(self, output: Any) -> torch.Tensor:
-        """The schedule's loss of its first micro-batch."""
+        """The schedule's loss for its first micro-batch."""
         target = self._call.get("target")
         if isinstance(target, torch.Tensor):
             target = torch.tensor_split(target, self._rank.micro_batches)[0]
         return loss_of(self.schedule, output, target, self._call.get("loss_kwargs"))
 
     def _agree_at_first(self) -> None:
-        """All stages of all ranks are traced, and no micro-batch has run: refuse together, or go on."""
+        """After all ranks traced their stages, before any micro-batch runs: raise on all ranks, or continue on all."""
         with self._agreement.together("traced"):
             for error in self._errors:
                 raise error
@@ -227,13 +227,13 @@ class ScheduleAttachment(RemovedAtEnd):
         mine, _ = self._agreement.compare(self._standing(does_fit=False))
         planner = RankPlanner(self._steps, self._rank.actions, self._beside_bytes)
         with self._agreement.together("lowest"):
-            planner.solve(budget_bytes, budget_bytes - mine.room_bytes)  # below the floor this step must not begin
+            planner.solve(budget_bytes, budget_bytes - mine.room_bytes)  # raises below the floor, before the step
             made = planner.lowest()
         self._planner = planner
         self._take(mine, made)
 
     def _settle(self) -> None:
-        """A step is over: keep its plans if every rank fits, else take off what was measured beyond them."""
+        """After a step: keep its plans if every rank fits, else plan again without the bytes measured beyond the plans."""
         assert self._planner is not None
         self._stop_measuring()
         step, self._measured = self._measured, None
@@ -251,7 +251,7 @@ class ScheduleAttachment(RemovedAtEnd):
         self._take(mine, made)
 
     def _note(self, step: MeasuredStep) -> None:
-        """What a measured step took, beyond what its plans predict.
+        """Store a measured step's peak and how far it exceeds the plans' prediction.
 
         Raises:
             BudgetBelowFloor: the optimizer's step alone takes more than the budget.
@@ -280,7 +280,7 @@ class ScheduleAttachment(RemovedAtEnd):
         )
 
     def _take(self, mine: Standing, made: RankPlan) -> None:
-        """Run the plans that this rank's replicas agree on."""
+        """Run the plans that this rank's replicas agreed on."""
         assert self._planner is not None
         plans, self._seconds = self._agreement.adopt(mine, made)
         self._made = RankPlan(plans, self._planner.peak_of(plans), made.seconds)
@@ -302,18 +302,18 @@ class ScheduleAttachment(RemovedAtEnd):
         )
 
     def _measure(self) -> None:
-        """Start the meter for what is left of a step, up to the next one."""
+        """Start the meter for the rest of this step, up to the next step."""
         self._stop_measuring()
         stages = self._rank.stages.values()
         for stage in stages:
-            stage.clear_runtime_states()  # as the step itself is about to: what it lets go of was not there before
+            stage.clear_runtime_states()  # the step would free these states too; if measured, they would count as its own
         modules = nn.ModuleList([stage.submod for stage in stages])
         received = [tensor for stage in stages for tensor in received_buffers(stage)]
         self._measuring = step = MeasuredStep(modules, (self._arguments, received), self._call)
         self._watch = OptimizerWatch(modules.parameters(), self._optimizers, lambda: step.note(OPTIMIZER))
 
     def _stop_measuring(self) -> None:
-        """A step is over: what was measured waits for ``_settle``."""
+        """End the measurement of a step; `_settle` reads the result."""
         step, self._measuring = self._measuring, None
         if step is not None:
             self._measured = step if step.end() else None
@@ -336,10 +336,10 @@ class ScheduleAttachment(RemovedAtEnd):
 
     @property
     def _beside_bytes(self) -> int:
-        """What the rank is given and receives in a step, but for the one micro-batch that the traces have."""
+        """Bytes of a step's arguments and receive buffers, without the one micro-batch that is in the traces."""
         stages = self._rank.stages
         traced = {index: step.traced.received_bytes for index, step in self._steps.items()}
-        if is_at_least(2, 15):  # a buffer is there from its receipt to the end of its micro-batch's backward
+        if is_at_least(2, 15):  # a buffer lives from its receive to the end of its micro-batch's backward
             in_flight = most_in_flight(self._rank.actions)
             received_bytes = sum(in_flight[index] * traced[index] for index in traced if not stages[index].is_first)
         else:
@@ -361,14 +361,14 @@ class ScheduleAttachment(RemovedAtEnd):
 
 
 def received_buffers(stage: Stage) -> list[torch.Tensor]:
-    """The receive buffers of a stage that exist now. Before torch 2.15 those of all micro-batches exist through a step."""
+    """The receive buffers of a stage that exist now. Before torch 2.15 all micro-batches' buffers exist through a step."""
     chunks = [*stage.args_recv_info.values(), *stage.grad_recv_info.values()]
-    found = (getattr(info, "buffer", None) for chunk in chunks for info in chunk)  # the model's own input has none
+    found = (getattr(info, "buffer", None) for chunk in chunks for info in chunk)  # None for the model's own input
     return [buffer for buffer in found if isinstance(buffer, torch.Tensor)]
 
 
 def stand_ins(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Tensors of the same kind with numbers in them: buffers that nothing was received in may hold anything."""
+    """Tensors like the arguments with defined numbers: a receive buffer may contain anything before the first receive."""
     return tuple(
         (torch.ones_like(arg) if arg.is_floating_point() else torch.zeros_like(arg)).requires_grad_(arg.requires_grad)
         if isinstance(arg, torch.Tensor)
@@ -390,14 +390,15 @@ def attach_schedule(
     """Keep every stage of this rank under ``budget`` while ``schedule.step`` trains.
 
     Call it on every rank of the job. The first training step traces each stage on this rank alone and runs at the lowest
-    memory that the engine can reach; from the second on the stages run the plans that are cheapest under the budget with as
-    many micro-batches in flight as the schedule has there. ``schedule.eval`` is left alone.
+    memory that the engine can reach. From the second step on, the stages run the cheapest plans under the budget, for the
+    number of micro-batches that the schedule has in flight there. ``schedule.eval`` is not changed.
 
     Args:
-        schedule: of ``torch.distributed.pipelining``, with its stages and ``loss_fn``; its stages' modules unmanaged.
-        budget: bytes per rank, as for ``plimsoll.plan``: everything that its stages take together over a whole
-            ``schedule.step`` and the optimizer's, receive buffers, kept outputs and optimizer state included.
-        optimizer: one, or several; its state counts from the start. Without it the first step measures it.
+        schedule: a schedule of ``torch.distributed.pipelining``, with its stages and ``loss_fn``; its stages' modules must be
+            unmanaged.
+        budget: bytes per rank, as for ``plimsoll.plan``: everything that its stages take together during a whole
+            ``schedule.step`` and the optimizer's step, including receive buffers, kept outputs and optimizer state.
+        optimizer: one or several; their state counts from the start. Without it the first step measures the state.
         regions: as for ``plimsoll.plan``, within each stage's module.
         verify_every: as for ``plimsoll.apply``.
         ranks: global ranks that run this job; by default all.
@@ -407,9 +408,10 @@ def attach_schedule(
         An attachment with ``plans`` (by stage), ``report`` and ``remove()``; also a context manager.
 
     Raises:
-        InvalidBudget, InvalidModel, InvalidOption: at once. A stage without parameters to train is an InvalidModel.
-        BudgetBelowFloor: in the first or a later call of ``step``, on the rank whose stages cannot meet the budget, before
-            any micro-batch of that step; on all others RankFailed, which names it. Everything is as it was before.
+        InvalidBudget, InvalidModel, InvalidOption: raised by this call. A stage without trainable parameters is an
+            InvalidModel.
+        BudgetBelowFloor: raised by ``step``, before any of its micro-batches runs, on the rank whose stages cannot meet the
+            budget. All other ranks raise RankFailed, which names it. Schedule and stages are restored.
         RanksDiffer: replicas of a stage have different models.
 
     Example:
@@ -417,7 +419,7 @@ def attach_schedule(
         >>> schedule.step(batch, target=labels)  # doctest: +SKIP
         >>> print(handle.report)  # doctest: +SKIP
 
-    Known weakness: recomputation only; a rank's stages share its budget by one number, not by a common price.
+    Known weakness: recomputation only; all stages of a rank use the same share of their ranges, not a common price.
     """
     check_count("verify_every", verify_every, least=0)
     limit = Budget.required(budget)

@@ -1,4 +1,4 @@
-"""Plans the stages of one rank so that their bytes together stay within its budget, alike on all replicas of a stage."""
+"""Plans the stages of one rank within their common budget; all replicas of a stage get the same plan."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from plimsoll.session.rendezvous.world import World
 from plimsoll.units import budget_text, format_bytes
 
 _HALVINGS = 7
-"""To within a hundredth of what the stages can give up."""
+"""Steps of the bisection: they find the budget to within a hundredth of the range between floor and unmanaged peak."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """A plan per stage, the peak that they come to on this rank (``beside_bytes`` of the planner included), and seconds."""
+    """A plan per stage, their peak on this rank (including the planner's ``beside_bytes``), and their seconds."""
 
     plans: dict[int, Plan]
     peak: RankPeak
@@ -35,7 +35,7 @@ class RankPlan:
 
 
 class RankPlanner:
-    """Plans of one rank, from its stages and what it does in a step; ``beside_bytes`` are held all the time besides them."""
+    """Plans of one rank, from its stages and its actions in a step; ``beside_bytes`` are held all the time in addition."""
 
     def __init__(self, steps: Mapping[int, StageStep], actions: Sequence[Action], beside_bytes: int) -> None:
         self._steps = dict(steps)
@@ -43,14 +43,14 @@ class RankPlanner:
         self._beside_bytes = beside_bytes
 
     def lowest(self) -> RankPlan:
-        """Every stage at its smallest peak."""
+        """Plan every stage at its smallest peak."""
         return self._at(0.0)
 
     def solve(self, budget_bytes: int, excess_bytes: int = 0) -> RankPlan:
-        """The plans for a budget for everything on the rank, less what was measured beyond predictions.
+        """Plan for a budget of the whole rank, minus the bytes that were measured beyond predictions.
 
         Raises:
-            BudgetBelowFloor: names the stage in whose action the smallest peak lies.
+            BudgetBelowFloor: even the smallest peak is too large; the error names the stage that has it.
         """
         room_bytes = budget_bytes - excess_bytes
         if self._peak(1.0).peak_bytes <= room_bytes:
@@ -67,7 +67,7 @@ class RankPlanner:
         return self._at(low)
 
     def peak_of(self, plans: Mapping[int, Plan]) -> RankPeak:
-        """What given plans come to on this rank."""
+        """The peak of given plans on this rank."""
         return self._peak_of({index: self._steps[index].under(plan) for index, plan in plans.items()})
 
     def _budget(self, index: int, share: float) -> int:
@@ -109,12 +109,12 @@ class RankPlanner:
 
 
 TIMEOUT_SECONDS = 300.0
-"""Where torch infers shapes, ranks trace their stages one after the other: the first waits for the last."""
+"""If torch infers shapes, ranks trace their stages one after the other, and the first waits until the last is done."""
 _TOPIC = "planning pipeline stages"
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank tells the others: its stages and their models, its room, and whether its last step kept to it."""
+    """A rank's message to the others: its stages and their models, its room, and whether its last step fitted."""
 
     stages: tuple[int, ...]
     fingerprints: tuple[str, ...]
@@ -123,18 +123,18 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StageAgreement(Agreement):
-    """The ranks of a job, seen from one of them; without others (``world`` is ``None``) everything is as this rank has it."""
+    """Agreement among the ranks of a job; with ``world`` ``None`` there is only this rank, and its own values count."""
 
     def __init__(self, world: World | None, timeout_seconds: float) -> None:
         conversation = None if world is None else Conversation(world, _TOPIC, timeout_seconds=timeout_seconds)
         super().__init__(conversation, _TOPIC)
 
     def compare(self, mine: Standing) -> tuple[Standing, bool]:
-        """This rank's standing with the room of its tightest replica, and whether all ranks fit.
+        """Return this rank's standing with the room of its tightest replica, and whether all ranks fit.
 
         Raises:
             RanksDiffer: replicas of a stage have different models.
-            RankMissing: a rank did not come.
+            RankMissing: a rank did not answer.
         """
         everyone = self.all_of("standing", mine, Standing)
         replicas = [other for other in everyone if other.stages == mine.stages]
@@ -144,7 +144,7 @@ class StageAgreement(Agreement):
         return msgspec.structs.replace(mine, room_bytes=room_bytes), all(other.does_fit for other in everyone)
 
     def adopt(self, mine: Standing, made: RankPlan) -> tuple[dict[int, Plan], dict[int, ActionSeconds]]:
-        """The plans of the first replica, and the seconds of every stage that some rank runs."""
+        """Return the first replica's plans, and the seconds of every stage that any rank runs."""
         offers = self.all_of("plans", _Offer(stages=mine.stages, seconds=made.seconds, plans=made.plans), _Offer)
         first = next(offer for offer in offers if offer.stages == mine.stages)
         everyones: dict[int, ActionSeconds] = {}

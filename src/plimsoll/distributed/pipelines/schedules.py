@@ -1,10 +1,10 @@
 """Reads a schedule of ``torch.distributed.pipelining``: this rank's stages, and the order of every rank's actions.
 
-Schedules of several stages per rank carry a table of their actions. Those of one stage run fixed loops; the table that torch
-2.13 prints for 1F1B counts the last rank's forwards from one, so GPipe's and 1F1B's orders are taken from ``orders``, which is
-tested against what torch runs.
+Schedules with several stages per rank carry a table of their actions. Schedules with one stage run fixed loops. The table that
+torch 2.13 prints for 1F1B counts the last rank's forwards from one, so the orders of GPipe and 1F1B come from ``orders``, which
+is tested against torch's execution.
 
-All that is private in torch's schedules and stages is read here: seen in torch 2.9 to 2.15.
+Only this file uses private members of torch's schedules and stages: seen in torch 2.9 to 2.15.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _LOOPS: dict[type, PipelineSchedule] = {
 
 @dataclass(frozen=True, slots=True)
 class RankSchedule:
-    """What one rank does in a step.
+    """The schedule of one rank.
 
-    ``stages`` are its own, by index. ``orders`` are the actions of all pipeline ranks, ``rank`` is this one's place in them.
-    ``keeps_sends``: what was sent is held until the step ends.
+    ``stages`` are its own stages, by index. ``orders`` are the actions of all pipeline ranks, ``rank`` is this rank's position
+    in them. ``keeps_sends``: sent tensors are held until the step ends.
     """
 
     stages: dict[int, Stage]
@@ -52,25 +52,25 @@ class RankSchedule:
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        """Those of this rank."""
+        """The actions of this rank."""
         return self.orders[self.rank]
 
     def splits_backward(self, stage: int) -> bool:
-        """Whether a stage of this rank makes gradients of its input and of its weights one after the other."""
+        """True if a stage of this rank computes gradients of its input first and of its weights later."""
         return any(action.stage == stage and action.work is ActionKind.INPUT_GRADIENT for action in self.actions)
 
     @property
     def stage_count(self) -> int:
-        """Stages of the whole pipeline."""
+        """The number of stages of the whole pipeline."""
         return 1 + max(action.stage for actions in self.orders for action in actions)
 
 
 def read_schedule(schedule: object) -> RankSchedule:
-    """Find this rank's stages and everyone's actions in a schedule that was made with its stages, on this rank.
+    """Find this rank's stages and all ranks' actions in a schedule.
 
     Raises:
-        InvalidModel: no schedule of ``torch.distributed.pipelining``, or one whose order cannot be read.
-        InvalidOption: it has no loss, so that it does not train.
+        InvalidModel: it is not a schedule of ``torch.distributed.pipelining``, or its order cannot be read.
+        InvalidOption: it does not have a loss, so it does not train.
 
     Example:
         >>> read_schedule(schedule).actions[:2]  # doctest: +SKIP
@@ -109,26 +109,26 @@ def read_schedule(schedule: object) -> RankSchedule:
 
 
 def initializer(schedule: Schedule) -> str:
-    """The name of what a schedule calls when a step begins, with its first micro-batch."""
+    """The name of the method that a schedule calls when a step begins, with its first micro-batch."""
     return "_initialize_stage" if isinstance(schedule, PipelineScheduleSingle) else "_initialize_stages"
 
 
 def trains(schedule: Schedule) -> bool:
-    """Whether a step runs backward: ``eval`` switches that off, and torch refuses it without gradients."""
+    """True if a step runs backward: ``eval`` switches it off, and torch cannot run it without gradients."""
     return bool(schedule._has_backward) and torch.is_grad_enabled()
 
 
 def loss_of(schedule: Schedule, output: Any, target: Any, options: dict[str, Any] | None) -> torch.Tensor:
-    """The schedule's own loss of one micro-batch."""
+    """The schedule's own loss for one micro-batch."""
     assert schedule._loss_fn is not None
     value: torch.Tensor = schedule._loss_fn(output, target, **(options or {}))
     return value
 
 
 def first_input(stage: Stage) -> tuple[Any, ...]:
-    """Buffers like those that receive the first micro-batch of a stage.
+    """Tensors like the buffers that receive the first micro-batch of a stage.
 
-    Before torch 2.15 they exist when a step begins. Since then torch makes each right before it receives into it.
+    Before torch 2.15 these buffers exist when a step begins. Since then torch allocates each right before its receive.
     """
     if is_at_least(2, 15):
         infos: tuple[Any, ...] = stage.args_recv_info[0]
@@ -167,7 +167,7 @@ def _checked(schedule: Schedule, stages: dict[int, Stage], actions: Iterable[Act
 
 
 def _compute_actions(table: Iterable[Any]) -> Iterator[Action]:
-    """Torch's actions as ours, without communication; an action of several is its parts, one after the other."""
+    """Translate torch's actions to ours, without communication; a combined action becomes its parts in order."""
     for action in table:
         if action is None:
             continue
@@ -180,7 +180,7 @@ def _compute_actions(table: Iterable[Any]) -> Iterator[Action]:
 
 
 def _whole_where_first(orders: Orders) -> Orders:
-    """The first stage has no input gradient to make: torch leaves its ``I`` empty and runs all of backward in its ``W``."""
+    """The first stage does not compute an input gradient: torch skips its ``I`` and runs the whole backward in its ``W``."""
     halved = {action for actions in orders for action in actions if action.work is ActionKind.INPUT_GRADIENT}
 
     def as_run(action: Action) -> Action | None:
@@ -202,9 +202,9 @@ def _unreadable(schedule: Schedule) -> InvalidModel:
 
 
 class Wrapped:
-    """Stands in for the method ``owner.name`` on this very object, whose class is left alone, until ``remove``.
+    """Replaces the method ``owner.name`` on one object, without changing its class, until ``remove``.
 
-    ``run`` is called with what was there before, then the arguments.
+    ``run`` is called with the original method, then the arguments.
     """
 
     def __init__(self, owner: object, name: str, run: Callable[..., Any]) -> None:
@@ -216,12 +216,12 @@ class Wrapped:
         vars(owner)[name] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._run is None:  # somebody has wrapped this one and still calls it
+        if self._run is None:  # removed, but other code has wrapped this wrapper and still calls it
             return self._original(*args, **kwargs)
         return self._run(self._original, *args, **kwargs)
 
     def remove(self) -> None:
-        """Put back what was there; where somebody has wrapped ours, only step aside. Harmless when called twice."""
+        """Restore the original; if other code has wrapped ours, only pass calls through. A second call does nothing."""
         self._run = None
         if vars(self._owner).get(self._name) is not self:
             return
@@ -233,7 +233,7 @@ class Wrapped:
 
 @dataclass(frozen=True, slots=True)
 class StageReport:
-    """One stage of this rank. ``predicted_extra_seconds`` are those of recomputing one micro-batch."""
+    """One stage of this rank. ``predicted_extra_seconds`` are the seconds of recomputing one micro-batch."""
 
     stage: int
     in_flight: int
@@ -243,7 +243,7 @@ class StageReport:
 
 @dataclass(frozen=True, slots=True)
 class AddedSeconds:
-    """What recomputation adds to a step of the whole pipeline, by its timeline; and to the rank that takes longest."""
+    """The seconds that recomputation adds to a step of the whole pipeline, and the rank that takes longest."""
 
     predicted_step_seconds: float
     predicted_added_seconds: float
@@ -260,10 +260,10 @@ class AddedSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleReport:
-    """A rank under its plans. ``rank`` is that of the pipeline; bytes are of everything on it over a step.
+    """A rank under its plans. ``rank`` is its pipeline rank; bytes are the sum of everything on it during a step.
 
-    ``excess_bytes`` were measured beyond what plans predict, and are in the prediction. ``added`` is ``None`` where the
-    seconds of other ranks' stages are not known.
+    ``excess_bytes`` were measured beyond the plans' prediction, and are included in the prediction. ``added`` is ``None`` if
+    the seconds of other ranks' stages are not known.
     """
 
     schedule: str
@@ -303,7 +303,7 @@ class ScheduleReport:
 
 
 def added_seconds(orders: Orders, seconds: Mapping[int, ActionSeconds], stage_count: int) -> AddedSeconds | None:
-    """The timeline of the pipeline with its stages' recomputation; ``None`` if some stage's seconds are not known."""
+    """Simulate the pipeline's timeline with its stages' recomputation; ``None`` if a stage's seconds are not known."""
     if any(stage not in seconds for stage in range(stage_count)):
         return None
     growth = bubble_growth(orders, [seconds[stage] for stage in range(stage_count)])

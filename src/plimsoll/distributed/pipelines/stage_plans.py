@@ -1,8 +1,8 @@
-"""``apply_stages``: manages the stages of a pipeline by plans that were saved for them.
+"""``apply_stages``: manages the stages of a pipeline by saved plans.
 
-``plimsoll estimate --plans DIR`` names regions as the whole model does; a stage's module may have a shorter or a longer path to
-the same block. A region is found where one path ends with the other; what is not found, or found twice, is refused, never
-guessed by position.
+``plimsoll estimate --plans DIR`` names regions by their paths in the whole model. In a stage's module the path to the same
+block may be shorter or longer. A region matches a module if one path is the end of the other. A region that matches nothing,
+or several modules, is an error; regions are never matched by position.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from plimsoll.units import check_count
 
 
 class StagesHandle(RemovedAtEnd):
-    """Plans at work on this rank's stages, by stage. Use it as a context manager, or call ``remove`` when done."""
+    """Applied plans of this rank's stages, by stage. Use it as a context manager, or call ``remove`` when done."""
 
     def __init__(self, plans: Mapping[int, Plan], handles: Sequence[Handle]) -> None:
         self.plans = dict(plans)
@@ -48,25 +48,25 @@ def apply_stages(
     ranks: Sequence[int] | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> StagesHandle:
-    """Manage this rank's stages by plans that exist already.
+    """Manage this rank's stages by existing plans.
 
-    Call it on every rank of the job: all apply their plans, or none does.
+    Call it on every rank of the job: either all ranks apply their plans, or none does.
 
     Args:
-        schedule: of ``torch.distributed.pipelining``, with its stages.
+        schedule: a schedule of ``torch.distributed.pipelining``, with its stages.
         plans: by stage, or the directory that ``plimsoll estimate --plans`` wrote. A stage without a plan keeps everything.
         verify_every: as for ``plimsoll.apply``.
         ranks: global ranks that run this job; by default all.
         timeout_seconds: how long ranks wait for each other.
 
     Returns:
-        A handle with ``plans``, whose regions go by the names of the stages' modules, and ``remove()``.
+        A handle with ``plans``, whose regions have the names of the stages' modules, and ``remove()``.
 
     Raises:
         PlanMismatch: a region is not in the stage, the device is of another kind, or the schedule has more micro-batches in
-            flight than the plan was made for.
-        InvalidOption: ``plans`` is no mapping, or has a plan for a stage that no rank runs.
-        PlanFileError: the directory has no plan for this rank.
+            flight than the plan assumes.
+        InvalidOption: ``plans`` is not a mapping, or has a plan for a stage that does not exist.
+        PlanFileError: the directory does not contain a plan for this rank.
         RankFailed: another rank refused.
 
     Example:
@@ -92,7 +92,7 @@ def apply_stages(
 
 
 def _assigned(rank: RankSchedule, plans: Mapping[int, Plan] | str | Path) -> dict[int, Plan]:
-    """This rank's plans by stage, with the regions' names in its modules."""
+    """This rank's plans by stage, with the regions named as in its modules."""
     if isinstance(plans, str | Path):
         mine = _read(rank, Path(plans))
     else:
@@ -115,7 +115,7 @@ def _assigned(rank: RankSchedule, plans: Mapping[int, Plan] | str | Path) -> dic
 
 
 def _check_stages(rank: RankSchedule, plans: object) -> None:
-    """Refuse what is no mapping, or has a plan for a stage that no rank runs."""
+    """Raise if ``plans`` is not a mapping, or has a plan for a stage that does not exist."""
     if not isinstance(plans, Mapping):
         raise InvalidOption(
             f"A {type(plans).__name__} does not say which plan is for which stage.",
@@ -132,7 +132,7 @@ def _check_stages(rank: RankSchedule, plans: object) -> None:
 
 
 def _read(rank: RankSchedule, directory: Path) -> dict[int, Plan]:
-    """The files of this rank; with several stages each goes to the one that has its regions."""
+    """Read the files of this rank; each belongs to the one stage that has its regions."""
     paths = sorted(directory.glob(f"rank-{rank.rank}-stage-*.json"))
     if not paths:
         raise PlanFileError(
@@ -155,10 +155,10 @@ def _read(rank: RankSchedule, directory: Path) -> dict[int, Plan]:
 
 
 def renamed(plan: Plan, module: nn.Module, what: str) -> Plan:
-    """The plan, which may be for the whole model, with its regions named as in a stage's module; errors call that ``what``.
+    """Rename the regions of a plan, which may be for the whole model, to paths in a stage's module; errors call it ``what``.
 
     Raises:
-        PlanMismatch: a region is not there, or cannot be told from another one.
+        PlanMismatch: a region does not match any module, or matches ambiguously.
     """
     missing = _missing(plan, module)
     if missing:
@@ -188,7 +188,7 @@ def _missing(plan: Plan, module: nn.Module) -> list[str]:
 
 
 def _places(name: str, module: nn.Module) -> list[str]:
-    """Modules that a region may be: of that very path; else the longest whose path ends its own; else all that end with it."""
+    """Modules that match a region: its own path; else the longest path that ends its path; else all paths that end with it."""
     paths = [path for path, _ in module.named_modules() if path]
     if name in paths:
         return [name]

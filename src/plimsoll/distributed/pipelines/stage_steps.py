@@ -1,7 +1,7 @@
-"""Traces one pipeline stage on one of its micro-batches, and says what it holds under any budget.
+"""Traces one pipeline stage on one of its micro-batches, and computes its memory under any budget.
 
-The stage's module is traced on this rank alone, forward and backward, with the gradients of earlier micro-batches there. What
-it receives belongs to buffers that last, so that it is no part of what a waiting micro-batch holds.
+The stage's module is traced on this rank alone, forward and backward, with existing gradients of earlier micro-batches. Its
+received inputs are in receive buffers that live through the step, so they are not counted for each waiting micro-batch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from plimsoll.tracing.recorder.calling import Loss, output_tensors
 
 @dataclass(frozen=True, slots=True)
 class TracedStage:
-    """A stage's step of one micro-batch: what it is called with takes ``received_bytes``, what it returns ``output_bytes``."""
+    """A stage's step of one micro-batch; its arguments have ``received_bytes``, its return value has ``output_bytes``."""
 
     index: int
     trace: Trace
@@ -58,11 +58,11 @@ def trace_stage(
 ) -> TracedStage:
     """Trace one micro-batch of one stage, called with ``args`` and ``kwargs``.
 
-    ``loss`` is that of the last stage, from its output; ``None``: its output's gradient is received. With several micro-batches
-    in a step gradients last from one to the next.
+    ``loss`` is the last stage's loss of its output. For other stages it is ``None``: they receive their output's gradient. With
+    several micro-batches in a step, gradients live from one to the next.
 
     Raises:
-        InvalidModel, InvalidBatch, InvalidLoss, InvalidRegions, TracingFailed: as ``plimsoll.plan``.
+        InvalidModel, InvalidBatch, InvalidLoss, InvalidRegions, TracingFailed: see ``plimsoll.plan``.
     """
     seen = _Output(loss)
     batch = _as_batch(index, module, args, kwargs)
@@ -75,15 +75,15 @@ def trace_stage(
 
 
 def bytes_of(values: Any) -> int:
-    """Bytes of the tensors in there."""
+    """Bytes of the tensors in nested values."""
     return storage_bytes(output_tensors(values))
 
 
 def _as_batch(index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The call as one tuple or one dictionary.
+    """Return the call's arguments as one tuple or one dictionary.
 
     Raises:
-        InvalidBatch: it has both, and the stage's forward does not name its positional arguments.
+        InvalidBatch: the call has both kinds, and the stage's forward does not name its positional arguments.
     """
     if not args or not kwargs:
         return args or kwargs
@@ -102,7 +102,7 @@ def _as_batch(index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict
 
 
 class _Output:
-    """The loss of a stage: its own, or the sum of what it returns, whose gradient takes no memory. Notes the bytes."""
+    """The loss for tracing: the stage's own, or the sum of its output, whose gradient takes 0 bytes. Notes output bytes."""
 
     def __init__(self, loss: Loss | None) -> None:
         self._loss = loss
@@ -117,7 +117,7 @@ class _Output:
 
 
 def _with_received(trace: Trace) -> Trace:
-    """What comes into the stage lies in buffers that are there all the time, one per micro-batch."""
+    """The trace with received inputs as buffers that live through the step, one per micro-batch."""
     storages = tuple(
         msgspec.structs.replace(storage, category=Category.COMMUNICATION, dies=len(trace.ops))
         if storage.category is Category.INPUT
@@ -128,10 +128,10 @@ def _with_received(trace: Trace) -> Trace:
 
 
 class StageStep:
-    """A traced stage among ``in_flight`` micro-batches, the most that are between forward and the end of backward.
+    """A traced stage with ``in_flight`` micro-batches, the maximum between forward and the end of backward.
 
-    A finished micro-batch leaves ``left_bytes`` until the step ends, when outputs of ``merged_bytes`` are put together.
-    ``known_choices`` are of regions of other stages; those of this one are added.
+    A finished micro-batch leaves ``left_bytes`` until the step ends, when outputs of ``merged_bytes`` are concatenated.
+    ``known_choices`` are choices of other stages' regions; this stage's choices are added.
     """
 
     def __init__(
@@ -150,27 +150,27 @@ class StageStep:
 
     @property
     def range_bytes(self) -> tuple[int, int]:
-        """The smallest and the largest budget that make a difference to the stage alone."""
+        """The smallest and the largest budget of this stage alone that change its plan."""
         low = self.planner.floor.peak_bytes
         return low, max(low, self.planner.loosest.peak_bytes)
 
     def simulation(self, budget_bytes: int) -> Simulation:
-        """The step under the best plan for a budget of this stage's own."""
+        """Simulate the step under the best plan for a budget of this stage alone."""
         if budget_bytes >= self.planner.loosest.peak_bytes:
             return self.planner.loosest
         return self.planner.best_within(budget_bytes).simulation or self.planner.floor
 
     def plan(self, budget_bytes: int) -> Plan:
-        """The same, as a plan."""
+        """The best plan for a budget of this stage alone."""
         budget_bytes = max(budget_bytes, self.planner.floor.peak_bytes)
         return solve(self.planner, budget_bytes=budget_bytes)
 
     def under(self, plan: Plan) -> Simulation:
-        """The step under a given plan."""
+        """Simulate the step under a given plan."""
         return run_choices(self.planner.index, choices_of(self.planner.index, plan.regions))
 
     def memory(self, simulation: Simulation) -> StageMemory:
-        """What the stage takes under a simulated plan."""
+        """The stage's memory under a simulated plan."""
         index = simulation.index
         held = held_bytes(simulation)
         waiting_bytes = index.waiting * held
@@ -189,7 +189,7 @@ class StageStep:
         )
 
     def seconds(self, simulation: Simulation) -> ActionSeconds:
-        """Seconds of one micro-batch; backward's are halved between gradients of inputs and of weights."""
+        """Seconds of one micro-batch; backward is split equally between gradients of inputs and of weights."""
         index = simulation.index
         forward = float(index.seconds_before[index.handover // 2])
         backward = index.base_seconds - forward
@@ -202,11 +202,11 @@ class StageStep:
 
 
 def split_backward(simulation: Simulation) -> tuple[int, int]:
-    """The first half of a backward: its peak bytes, and the bytes that it leaves for the second half beyond what it found.
+    """Return the peak bytes of backward's first half, and the bytes that it adds for the second half.
 
-    It is as the whole one, but nothing is let go, and what the second half needs comes besides.
-    The second half makes the gradients of weights, from what the ops that read weights have saved (held, where it was rebuilt)
-    and from the gradients of what they returned (torch holds those).
+    The first half runs like the whole backward, but frees nothing, and also holds what the second half needs. The second half
+    computes the gradients of weights. It reads what the ops with weights saved (rebuilt values therefore stay alive), and the
+    gradients of these ops' outputs (torch holds them).
     """
     index = simulation.index
     calls = [
@@ -219,7 +219,7 @@ def split_backward(simulation: Simulation) -> tuple[int, int]:
     end = index.handover
 
     def reach(until: int, more_bytes: int) -> None:
-        """Go on to an instant, with so many bytes beside those of the whole backward."""
+        """Advance to an instant, with ``more_bytes`` on top of the whole backward's bytes."""
         nonlocal peak_bytes, end
         peak_bytes = max(peak_bytes, int(simulation.curve[end:until].max(initial=0)) + more_bytes)
         end = max(end, until)
@@ -235,14 +235,14 @@ def split_backward(simulation: Simulation) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Between:
-    """One region: sizes of the storages that are kept for backward, and bytes rebuilt and made for its second half."""
+    """One region: sizes of the storages kept for backward, and bytes rebuilt and computed for backward's second half."""
 
     kept: dict[int, int]
     rebuilt_bytes: int
     gradient_bytes: int
 
     def kept_bytes(self, seen: set[int]) -> int:
-        """What is kept, each storage once over all regions; ``seen`` grows."""
+        """Bytes kept, counting each storage once over all regions; adds to ``seen``."""
         fresh = self.kept.keys() - seen
         seen |= fresh
         return sum(self.kept[storage] for storage in fresh)
@@ -259,7 +259,7 @@ def _between(view: RegionView, kept: frozenset[int]) -> _Between:
         if weights.isdisjoint(op.reads):
             continue
         gradients.update(graph.values[value].storage for value in op.writes)
-        # A norm saves its statistics beside its input; no op with a weight saves its own first result.
+        # A norm saves its input and its statistics. No op with a weight saves its own first result.
         used = {*op.reads, *op.writes[1:]}
         rebuilt.update(graph.values[v].storage for v in view.droppable if v in used and v not in kept)
     return _Between(

@@ -1,1 +1,1 @@
-"""Seconds of ops and collectives on devices that are not here: the roofline and its catalogue of devices."""
+"""Seconds of ops and collectives on devices that this machine does not have: a roofline and its catalogue of devices."""

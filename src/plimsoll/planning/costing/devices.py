@@ -1,6 +1,6 @@
-"""Looks up a device by name, for planning with a roofline when the device is not here.
+"""Looks up a device by name, for planning with a roofline on a machine that does not have the device.
 
-The figures are in ``devices.toml``: each with its source, and with what is assumed of them.
+The figures are in ``devices.toml``, each with its source and its assumptions.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ _MOST_CORRECTION = 10.0
 _TERA = 1e12
 _GIGA = 1e9
 _CLOCK_BY_POWER = 0.5
-"""The clock goes with this power of the power limit: dynamic power is clock · voltage², and a lower clock needs less voltage.
-Assumed, between the 1/3 of a voltage in step with the clock and the 1 of a fixed one."""
+"""The clock is proportional to the power limit raised to this exponent: dynamic power is clock · voltage², and a lower clock
+needs less voltage. 0.5 is an assumption, between 1/3 (voltage proportional to the clock) and 1 (constant voltage)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
     """One device. ``peak_flops_per_second`` is keyed by the dtype names of traces (``f32``, ``bf16``, …) and is dense.
 
-    ``tf32`` is what an NVIDIA device uses for f32 convolutions unless told otherwise; f32 matrix products use ``f32``.
-    ``memory_bytes`` is what the driver leaves to programs. ``launch_seconds`` is the least that one op takes, however small.
-    ``achieved_arithmetic`` is the share of the peak that large matrix products reach, ``achieved_attention`` what fused
-    attention does (cuDNN's is ``cudnn_attention`` times as fast), ``achieved_bandwidth`` and ``achieved_link`` those of
-    bandwidths. ``multiprocessors`` work on a product's tiles at a time, and ``watts`` is the power limit as delivered; both
-    are 0 where they are not known.
+    ``tf32`` is the peak for f32 convolutions on an NVIDIA device by default; f32 matrix products use ``f32``.
+    ``memory_bytes`` is the memory that the driver leaves to programs. ``launch_seconds`` is the least time of one op.
+    ``achieved_arithmetic`` is the share of the peak that large matrix products reach, ``achieved_attention`` the share of
+    fused attention (cuDNN's is ``cudnn_attention`` times as fast), ``achieved_bandwidth`` and ``achieved_link`` the shares of
+    the bandwidths. ``multiprocessors`` is how many tiles of a product run at a time, and ``watts`` is the power limit as
+    delivered; both are 0 if not known.
 
-    Links are per direction and device: ``link_bytes_per_second`` to the other devices of a node, 0 for a device that works
-    alone, ``network_bytes_per_second`` to other nodes, ``host_link_bytes_per_second`` to the host's
-    memory. ``aliases`` are what drivers and people call it.
+    Links are per direction and device: ``link_bytes_per_second`` to the other devices of a node (0 for a single device),
+    ``network_bytes_per_second`` to other nodes, ``host_link_bytes_per_second`` to the host's memory. ``aliases`` are other
+    names that drivers and people use.
     """
 
     name: str
@@ -68,16 +68,16 @@ class Device:
     aliases: tuple[str, ...] = ()
     is_corrected: bool = False
     achieved_in: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """What products and fused attention reached with the kernels of earlier years, where that is known."""
+    """By year, the shares that products and fused attention reached with the kernels of that year, if known."""
 
     def flops_per_second(self, dtype: str) -> float:
-        """Dense peak for ``dtype``; what has no peak of its own (integers, booleans) runs like f32."""
+        """Dense peak for ``dtype``; a dtype without a peak (integers, booleans) has the peak of f32."""
         family = "f8" if dtype.startswith("float8") else dtype
         return self.peak_flops_per_second.get(family, self.peak_flops_per_second["f32"])
 
 
 class DeviceCorrection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How many times as fast one machine's device runs as the catalogue says: products, memory, links, the least of an op."""
+    """How many times as fast one machine's device is as the catalogue says: products, memory, links, launches."""
 
     device: str
     arithmetic: float = 1.0
@@ -88,10 +88,10 @@ class DeviceCorrection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 def read_correction(path: Path) -> Device:
-    """The device of a file that ``plimsoll estimate --save-device`` wrote.
+    """Return the device of a file that ``plimsoll estimate --save-device`` wrote.
 
     Raises:
-        UnknownDevice: it cannot be read, or is no such file; the device that it corrects is not in the catalogue.
+        UnknownDevice: the file cannot be read or has another format, or the catalogue does not have the corrected device.
     """
     try:
         found: DeviceCorrection = decode_json(read_file(path, _LIMITS), _LIMITS, DeviceCorrection)
@@ -129,13 +129,13 @@ def known_devices() -> tuple[Device, ...]:
 
 
 def find_device(name: str) -> Device:
-    """The device called ``name``; case, spaces, dashes and the vendor's name do not matter. Or that of a correction's file.
+    """Return the device called ``name``; case, spaces, dashes and the vendor's name do not matter.
 
-    What a system does otherwise stands behind an ``@``: the power limit (``H100-SXM@500W``), what the network gives each device
-    (``A100-80GB@50Gb/s``), the year of the kernels (``H100-SXM@2023``).
+    ``name`` may also be the path of a correction file. After an ``@`` it may say how a system differs: its power limit
+    (``H100-SXM@500W``), its network per device (``A100-80GB@50Gb/s``), or the year of its kernels (``H100-SXM@2023``).
 
     Raises:
-        UnknownDevice: no such device, or nothing that can be changed; the error shows what is known.
+        UnknownDevice: the device does not exist, or the change is not possible; the error lists what is known.
 
     Example:
         >>> find_device("NVIDIA H100 SXM").name
@@ -166,7 +166,7 @@ def find_device(name: str) -> Device:
 
 
 def _changed(device: Device, change: str) -> Device:
-    """The device under a power limit, with another network, or with the kernels of another year."""
+    """The device under another power limit, with another network, or with the kernels of another year."""
     if change.strip() in device.achieved_in:
         arithmetic, attention = device.achieved_in[change.strip()]
         clock = device.achieved_arithmetic / find_device(device.name.partition("@")[0]).achieved_arithmetic

@@ -1,4 +1,4 @@
-"""What goes to a device's host: seconds of copies, of an optimizer's step there, and the forms of activations sent there."""
+"""Costs of using a device's host: seconds of copies and of optimizer steps there, and forms of offloaded activations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from plimsoll.planning.costing.devices import Device
 from plimsoll.units import MIB
 
 HOST, HOST_COPY, HOST_STEP = "host", "host_copy", "host_step"
-"""The group of ops that need the host, and the two of them."""
+"""The group of ops that use the host, and the names of its two ops."""
 HOST_LINK_SHARE = 0.8
 _HOST_STEP_BYTES_PER_SECOND = 56e9
 _LEAST_SENT_BYTES = MIB
@@ -24,10 +24,10 @@ _LEAST_SENT_BYTES = MIB
 def host_link(device: Device) -> LinkCost:
     """The link between a device and its host.
 
-    Source: four fifths of a link are reached (25 of 32 GB/s for pinned memory over PCIe 4.0).
+    Source: a link reaches four fifths of its peak (25 of 32 GB/s for pinned memory over PCIe 4.0).
 
     Raises:
-        InvalidLayout: the device has none in the catalogue.
+        InvalidLayout: the catalogue does not list a host link for this device.
     """
     if not device.host_link_bytes_per_second:
         raise InvalidLayout(
@@ -44,11 +44,11 @@ def host_link(device: Device) -> LinkCost:
 def host_seconds(spec: OpSpec, device: Device, layout: Layout | None) -> float:
     """Seconds of a copy between device and host, or of an optimizer's step that the host runs for all ranks of a node.
 
-    Source: Ren et al. 2021 (ZeRO-Offload), table 4: about half a second for a billion parameters, so that 28 bytes of
-    each pass at 56 GB/s.
+    Source: Ren et al. 2021 (ZeRO-Offload), table 4: about half a second for a billion parameters, that is 56 GB/s for 28
+    bytes per parameter.
 
     Raises:
-        InvalidLayout: the device has no link to a host in the catalogue.
+        InvalidLayout: the catalogue does not list a host link for this device.
     """
     if spec.name == HOST_STEP:
         ranks = min(1 if layout is None else layout.ranks, device.ranks_per_node)
@@ -58,24 +58,25 @@ def host_seconds(spec: OpSpec, device: Device, layout: Layout | None) -> float:
 
 
 def host_forms(trace: Trace, device: Device) -> Forms:
-    """What blocks save as the host may hold it where the engine sends it; the last block has nothing to hide its transfers
-    behind, and keeps.
+    """The forms that the engine may use to hold the blocks' saved values on the host.
+
+    The last block keeps its values, because no later block hides its transfers.
 
     Example:
         >>> host_forms(trace, find_device("H100")).link.name  # doctest: +SKIP
         'host'
 
     Raises:
-        InvalidLayout: the device has no link to a host in the catalogue.
+        InvalidLayout: the catalogue does not list a host link for this device.
     """
     return _forms(trace.regions[:-1], host_link(device), _LEAST_SENT_BYTES)
 
 
 def host_forms_of_switches(trace: Trace, device: Device) -> Forms:
-    """The same where a framework's own switches send it: of every block, and of any size.
+    """The same for a framework's own offloading switches: of every block, and for values of any size.
 
     Raises:
-        InvalidLayout: the device has no link to a host in the catalogue.
+        InvalidLayout: the catalogue does not list a host link for this device.
     """
     return _forms(trace.regions, host_link(device), 1)
 

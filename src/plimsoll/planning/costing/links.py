@@ -2,17 +2,17 @@
 
     seconds = share · bytes / (bandwidth · achieved) + hops · latency + launch
 
-``share`` is what each rank sends, per byte of the whole tensor: 2(n-1)/n for an all-reduce, (n-1)/n to gather, scatter or
-exchange, 1 from one rank to another. A group that lies within a node goes over its links. One that spans nodes runs one ring
-per port, so the nodes' ports together are its bandwidth, where the links are not less; an exchange sends over the network
-what goes to other nodes only.
+``share`` is the number of bytes that each rank sends, per byte of the whole tensor: 2(n-1)/n for an all-reduce, (n-1)/n to
+gather, scatter or exchange, 1 from one rank to another. A group within a node uses the node's links. A group that spans nodes
+runs one ring per port, so its bandwidth is the sum of a node's ports, or the links' bandwidth if that is lower. An exchange
+sends only the bytes for other nodes over the network.
 
 Which groups lie within a node follows from the order of ranks in a layout: ``tp`` fastest, then ``cp``, ``dp``, ``pp``.
 
 Source: the α-β model of Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005;
-shares as in nccl-tests (doc/PERFORMANCE.md, "bus bandwidth"). Known weaknesses: contention between groups, messages too
-small for the bandwidth, and switches that reduce (which make an all-reduce up to 1.3 times as fast on eight H100) are not
-modelled. ``RELATIVE_ERROR`` is what these amount to for messages of some MiB and more.
+shares as in nccl-tests (doc/PERFORMANCE.md, "bus bandwidth"). Known weaknesses: contention between groups, lower bandwidth of
+small messages, and switches that reduce (which make an all-reduce up to 1.3 times as fast on eight H100) are not modelled.
+``RELATIVE_ERROR`` is the effect of all this for messages of some MiB and more.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from plimsoll.errors import InvalidLayout
 from plimsoll.planning.costing.devices import Device
 
 RELATIVE_ERROR = 0.3
-"""Half the range in which seconds of large collectives are expected, as a share: an assumption, not a measurement."""
+"""Expected error of the seconds of large collectives, up or down, as a share: an assumption, not a measurement."""
 
 _LINK_HOP_SECONDS = 1e-6
-"""Latency of one step between devices of a node."""
+"""Latency of one step between two devices of a node."""
 _NETWORK_HOP_SECONDS = 5e-6
-"""Latency of one step between nodes."""
+"""Latency of one step between two nodes."""
 _ACHIEVED_EXCHANGE = 0.9
-"""Of links and network, by kernels that exchange rows: DeepEP's dispatch and combine reached 153 to 158 GB/s of NVLink's 160 on
-an H800 within a node, and 43 to 58 GB/s with ports of 50 among two to eight, what stays in the node counted (its
-``docs/legacy.md``)."""
+"""Share of links' and network's bandwidth that kernels for exchanging rows reach. DeepEP's dispatch and combine reached 153 to
+158 of NVLink's 160 GB/s on an H800 within a node, and 43 to 58 GB/s with 50 GB/s ports among two to eight nodes; the latter
+also counts bytes that stay in the node (its ``docs/legacy.md``)."""
 
 
 class Collective(enum.StrEnum):
-    """What a group does. ``RING_EXCHANGE``: every rank's part passes every rank (ring attention's keys and values)."""
+    """The collectives. ``RING_EXCHANGE``: every rank's part passes every rank (ring attention's keys and values)."""
 
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
@@ -51,19 +51,21 @@ class Collective(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankGroup:
-    """``ranks`` ranks, each ``stride`` after the one before."""
+    """A group of ``ranks`` ranks, each ``stride`` after the one before."""
 
     ranks: int
     stride: int = 1
 
     def ranks_in_node(self, device: Device) -> int:
-        """How many of the group share a node, at most."""
+        """The largest number of the group's ranks that share a node."""
         return max(1, min(self.ranks, device.ranks_per_node // self.stride))
 
 
 def group_of(layout: Layout, dimension: str) -> RankGroup:
-    """The group that a dimension of a layout makes: ``tp``, ``cp``, ``dp``, ``pp``, ``ep``, ``shards`` (ZeRO's: dp · cp, or
-    a replica's part of it) or ``replicas`` (HSDP's).
+    """Return the group of ranks along a dimension of a layout.
+
+    The dimensions are ``tp``, ``cp``, ``dp``, ``pp``, ``ep``, ``shards`` (ZeRO's: dp · cp, or a replica's part of it) and
+    ``replicas`` (HSDP's).
 
     Example:
         >>> group_of(Layout(tp=4, dp=2, pp=2), "dp")
@@ -91,18 +93,18 @@ def collective_seconds(
     stride: int = 1,
     copies: float = 0.0,
 ) -> float:
-    """Seconds of one collective.
+    """Return the seconds of one collective.
 
     Args:
-        kind: what is done.
-        whole_bytes: size of the whole tensor on one rank: the gathered one, the one that is reduced, exchanged or sent.
-        ranks: size of the group; with one rank nothing is sent.
-        device: its links and network.
+        kind: the collective.
+        whole_bytes: size of the whole tensor on one rank: after a gather, or before it is reduced, exchanged or sent.
+        ranks: size of the group; a group of one rank sends nothing.
+        device: a device with its links and network.
         stride: distance between neighbours of the group in the order of ranks.
-        copies: of an exchange that sends a row to no node twice, to how many ranks each row goes; 0 otherwise.
+        copies: for an exchange that sends each row to each node at most once: the number of ranks that get a row; else 0.
 
     Raises:
-        InvalidLayout: the device has no links in the catalogue.
+        InvalidLayout: the catalogue does not list links for this device.
 
     Example:
         >>> from plimsoll.planning.costing.devices import find_device
@@ -129,9 +131,10 @@ def collective_seconds(
 
 
 def _row_seconds(whole_bytes: float, copies: float, group: RankGroup, device: Device) -> float:
-    """Rows that go to each node once, over the network, and from there to ranks over links, both at once.
+    """Seconds for sending each row to each node once over the network, and on to ranks over links, both at the same time.
 
-    That a node is one of a row's, of whose ranks each is one with the probability copies / ranks, is taken to be independent.
+    A row goes to a node if any of the node's ranks needs it. Each rank needs it with probability copies / ranks,
+    independently of the others.
     """
     within = group.ranks_in_node(device)
     nodes = group.ranks / within
@@ -159,7 +162,7 @@ def _transfer_seconds(kind: Collective, whole_bytes: float, group: RankGroup, de
 
 
 def _hop_seconds(kind: Collective, within: int, nodes: int) -> float:
-    """Latency of the steps: one by one within a node, by a tree between nodes."""
+    """Latency of all steps: a chain within a node, a tree between nodes."""
     if kind is Collective.SEND:
         return _LINK_HOP_SECONDS if within > 1 else _NETWORK_HOP_SECONDS
     one_way = (within - 1) * _LINK_HOP_SECONDS + math.ceil(math.log2(nodes)) * _NETWORK_HOP_SECONDS

@@ -1,13 +1,13 @@
-"""Prices every op of a trace by a roofline, for a device that is not here.
+"""Computes the seconds of every op of a trace by a roofline, for a device that this machine does not have.
 
     seconds = max(flops / (peak · achieved), bytes / (bandwidth · achieved)) + launch
 
-What is achieved of the peak depends on the op (``achieved_share``). Collectives, which have a group, go by the links instead
-(see ``links``).
+The achieved share of the peak depends on the op (``achieved_share``). Collectives have a group, and their seconds depend on the
+links instead (see ``links``).
 
 Source: Williams, Waterman, Patterson, "Roofline: an insightful visual performance model for multicore architectures",
-CACM 2009, eq. 1, with a constant per launch added. Known weakness: small matrix products and attention reach less of the
-peak than large ones, caches make small ops faster than the bandwidth says, and kernels that overlap are counted apart.
+CACM 2009, eq. 1, plus a constant per launch. Known weakness: small matrix products and attention reach less of the peak than
+large ones, caches make small ops faster than the bandwidth says, and the seconds of overlapping kernels are added up.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from plimsoll.planning.costing.links import Collective, collective_seconds, grou
 
 _PRODUCTS = frozenset(["mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "linear"])
 FUSED = "fused_with_the_op_before"
-"""What runs in the kernel of the op before it, and is not launched."""
+"""An op that runs in the kernel of the op before it, so it does not cost a launch."""
 _HOST_SLOT_SECONDS = 4e-6
-"""Pack, guard and unpack of one slot in Python, on a 2024 server core with warm caches; hidden where the device is behind."""
+"""Pack, guard and unpack of one slot in Python, on a 2024 server core with warm caches; hidden while the device lags behind."""
 _HOST_REPLAY_SECONDS = 0.5e-6
-"""Python around one replayed op, as measured on a 2024 server core."""
+"""Python around one replayed op, measured on a 2024 server core."""
 
 
 _TILES = {(256, 128): 1.0, (128, 128): 0.95, (128, 64): 0.8, (64, 64): 0.6}
-"""What products of tiles of these sizes reach of the largest ones'."""
+"""The rate of products with tiles of these sizes, as a share of the rate with the largest tiles."""
 _ATTENTION_BACKWARD = 0.8
-"""What the backward of fused attention reaches of its forward's rate."""
+"""The rate of fused attention's backward, as a share of its forward's rate."""
 
 
 def peak_flops_per_second(spec: OpSpec, device: Device) -> float:
-    """The dense peak for one op: that of its dtype, but for convolutions in f32, which run in tf32 where there is one.
+    """The dense peak of the op's dtype; f32 convolutions use the tf32 peak if the device has one.
 
     Example:
         >>> convolution = OpSpec(name="convolution", flops=1, moved_bytes=1, dtype="f32")
@@ -50,7 +50,7 @@ def peak_flops_per_second(spec: OpSpec, device: Device) -> float:
 
 
 def is_product(name: str) -> bool:
-    """Whether an op is a matrix product, a convolution or attention: what no compiler fuses with its neighbours.
+    """True if an op is a matrix product, a convolution or attention: compilers do not fuse these with their neighbours.
 
     Example:
         >>> is_product("addmm"), is_product("_scaled_dot_product_flash_attention_backward"), is_product("mul")
@@ -68,10 +68,11 @@ def roofline_seconds(spec: OpSpec, device: Device) -> float:
 
 
 def achieved_share(spec: OpSpec, device: Device) -> float:
-    """The share of the peak that an op reaches: by whether it is attention, and by how a product's tiles fill the device.
+    """The share of the peak that an op reaches: it differs for attention, and for products it depends on their tiles.
 
-    Tiles of a product are worked on in waves, one per multiprocessor; the last wave is as long as the others however few
-    tiles it has. Smaller tiles fill it better and each reach less: the best counts, as libraries choose it.
+    The multiprocessors compute a product's tiles in waves, one tile each. The last wave takes as long as the others, however
+    few tiles it has. Smaller tiles fill the last wave better but are slower each: the best size counts, because libraries
+    choose it.
 
     Example:
         >>> h100 = find_device("H100")  # doctest: +SKIP
@@ -102,15 +103,15 @@ def _filled(tiles: int, multiprocessors: int) -> float:
 def roofline_costs(trace: Trace, device: Device, layout: Layout | None = None) -> Costs:
     """Seconds of every op of ``trace`` on ``device``.
 
-    The spread of every op is 0: a roofline has none, and says nothing about its own error.
+    The spread of every op is 0, because a roofline does not estimate its own error.
 
     Args:
-        trace: with or without collectives.
-        device: its peaks and links.
-        layout: how many ranks each group has, for the trace of one rank of several.
+        trace: a trace, with or without collectives.
+        device: a device with its peaks and links.
+        layout: the sizes of the groups, for the trace of one rank of several.
 
     Raises:
-        InvalidLayout: the trace has collectives over a group, and no layout says how large that is; no link is known.
+        InvalidLayout: the trace has collectives and no layout is given, or the device's links are not known.
 
     Example:
         >>> roofline_costs(trace, find_device("H100-SXM"))  # doctest: +SKIP
@@ -144,8 +145,9 @@ def _seconds(spec: OpSpec, device: Device, layout: Layout | None) -> float:
 
 
 def _exposed(spec: OpSpec, key: str, alone: dict[str, float], layout: Layout | None) -> float:
-    """What the products beside an op leave of it: a collective before or after them has half of their time each, and the
-    first of its pieces nothing runs beside.
+    """Seconds of an op that are not hidden behind the products that run at the same time.
+
+    A collective is before or after each of these products, so it gets half of their time. Its first piece is never hidden.
     """
     if not spec.beside or layout is None:
         return alone[key]
@@ -154,11 +156,11 @@ def _exposed(spec: OpSpec, key: str, alone: dict[str, float], layout: Layout | N
 
 
 def _kind(spec: OpSpec) -> Collective:
-    """``all_reduce`` of ``plimsoll.all_reduce_``, and of whatever namespace."""
+    """The collective named by an op, such as ``all_reduce`` for ``plimsoll.all_reduce_``; the namespace does not matter."""
     return Collective.ALL_TO_ALL if spec.copies else Collective(spec.name.rpartition(".")[2].removesuffix("_"))
 
 
 def optimizer_seconds(trace: Trace, costs: Costs) -> float:
-    """Seconds of the optimizer's step; 0 where none was traced."""
+    """Seconds of the optimizer's step; 0 if the trace has none."""
     ops = (op for op in trace.ops if op.phase is Phase.OPTIMIZER and op.cost_key in costs.ops)
     return sum(costs.ops[op.cost_key].seconds for op in ops)
