@@ -304,8 +304,8 @@ class CallReplay:
         return self._run(self.recipes.alone(slot), leaves, {})
 
     def _run(self, segment: SegmentFunction, leaves: tuple[Readable, ...], env: dict[int, torch.Tensor]) -> Any:
-        """Run a recipe as its ops were recorded: below autograd, outside of autocast, under forward's flags. An active profiler sees
-        it under its region's name.
+        """Run a recipe as its ops were recorded: below autograd, outside of autocast, under forward's flags. An active profiler
+        shows it under its region's name.
         """
         with below_autograd():
             if not (self._is_special or torch.is_grad_enabled() or is_autocast_on()):
