@@ -349,7 +349,7 @@ def _is_no_number(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def _has_no_dropout(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the op has a dropout probability, and it is 0. Ops whose draws depend on data (binomial) have no such
+    """Whether the op has a dropout probability, and it is 0. Ops whose draws depend on data (binomial) lack such an
     argument.
     """
     for position, argument in enumerate(func._schema.arguments):
