@@ -31,6 +31,7 @@ from plimsoll.engine.torch_calls import Constant, Number, Outsider, Several, Str
 from plimsoll.planning.expressions import Dimensions, Expression, Fitter, Sizes
 from plimsoll.tracing.recorder.recorder import RecordedOp, RecordedValue, Ref
 
+# An offset and a factor fit any two numbers, so only a third recording can confirm an expression.
 LEAST_RECORDINGS = 3
 MOST_RECORDINGS = 8
 """A family with more different recordings is not worth deriving: its region is recorded at every size."""
@@ -44,7 +45,7 @@ _FROM_WHOLE: tuple[tuple[Callable[[int], float], Callable[[float], float]], ...]
     (lambda whole: whole**-0.5, lambda value: value**-2),
     (math.sqrt, lambda value: value**2),
 )
-"""How Python code makes other numbers of sizes, each with its inverse: scales of means and of attention."""
+"""How Python code derives numbers from sizes (scales of means and of attention), with the inverse of each function."""
 _WHOLE: tuple[tuple[Callable[[int], int], Callable[[int], int]], ...] = ((int, int),)
 
 
@@ -263,8 +264,7 @@ class Opened:
     """A region's behaviour in calls at one size that differ in numbers alone.
 
     ``is_told``: every number can be derived from the numbers that a call is given. ``special`` are the indices of recordings
-    with a
-    number that may select other operations, such as 0: calls with these numbers need their own recipes.
+    with a number that may select other operations, such as 0: calls with these numbers need their own recipes.
     """
 
     def __init__(self, first: Recording, points: Sequence[tuple[Number, ...]]) -> None:

@@ -148,7 +148,7 @@ class Handle(RemovedAtEnd):
         for name, module in managed.items():
             if (
                 name in self._known and self._known[name].module is module
-            ):  # a list of layers may have been put in order anew
+            ):  # the user may have reordered a list of layers
                 self._known[name].use(calls[name])
             elif name not in self._compiled:
                 self._known[name] = _region_class(plan, name)(name, module, calls[name], shared)
@@ -156,7 +156,7 @@ class Handle(RemovedAtEnd):
         if self._units is not None:
             self._units.use(plan)
         elif plan.compiled:
-            from plimsoll.engine.compiled.units import CompiledUnits  # inductor is imported where something is compiled
+            from plimsoll.engine.compiled.units import CompiledUnits  # import inductor only if something is compiled
 
             self._units = CompiledUnits(self._original, plan, shared)
         self.regions = {name: self._known[name] for name in calls if name in self._known}
@@ -375,7 +375,7 @@ def _region_class(plan: Plan, name: str) -> type[ManagedRegion]:
     """The class for a region that runs eagerly: an ordinary region, or one inside a compiled unit."""
     if not any(name.startswith(unit.path + ".") for unit in plan.compiled):
         return ManagedRegion
-    from plimsoll.engine.compiled.units import RegionInCompiled  # inductor is imported where something is compiled
+    from plimsoll.engine.compiled.units import RegionInCompiled  # import inductor only if something is compiled
 
     return RegionInCompiled
 

@@ -2,13 +2,13 @@
 
 Recipes contain the decisions of forward's Python code: constants, slices, which weight is used, whether a layer is skipped. All
 of these reach torch as arguments of its functions. So a `TorchFunctionMode` compares every torch call in a region with the
-recorded *stream* of calls: the function, its host arguments, and for each tensor which earlier call made it, or which
-parameter or input it is. If the state of the host has changed, a call differs, and the region keeps everything.
+recorded *stream* of calls: the function, its host arguments, and for each tensor which earlier call made it, or which parameter
+or input it is. If the state of the host has changed, a call differs, and the region keeps everything.
 
 Host arguments are compared by type and value, never by hash alone (``1 == 1.0 == True``). Tensors are compared by identity
-through weak references, so the comparison keeps no tensor alive. A tensor from outside that is neither parameter nor input
-must look like the recorded tensor; its contents may differ from call to call. Torch calls do not show everything: samples and
-inspections catch the rest (constants inside a C++ extension, data that numpy changed).
+through weak references, because strong ones would raise forward's peak. A tensor from outside that is neither parameter nor
+input must look like the recorded tensor; its contents may differ from call to call. Torch calls do not show everything: samples
+and inspections catch the rest (constants inside a C++ extension, data that numpy changed).
 """
 
 from __future__ import annotations
@@ -63,8 +63,7 @@ class Junction:
     """A node in the tree of known streams: the calls that may come next, and the program of a call that ends here.
 
     Nearly every node has one next call. That call's function, its matcher and the node after it are separate fields, because
-    this
-    look-up is on the path of every torch call.
+    this look-up is on the path of every torch call.
     """
 
     branches: list[tuple[TorchCall, Matches, Junction]] = field(default_factory=list)

@@ -60,10 +60,8 @@ class Entry(NamedTuple):
     """Everything that is known about a call before forward runs.
 
     ``signature`` determines which recipes may serve the call. ``sources`` are the region's current parameters and buffers, in
-    the
-    order of `SignatureReader.places`. ``inputs`` are the tensors among the arguments, ``flags`` are torch's flags, and
-    ``modes``
-    are the user's active function modes.
+    the order of `SignatureReader.places`. ``inputs`` are the tensors among the arguments, ``flags`` are torch's flags, and
+    ``modes`` are the user's active function modes.
     """
 
     signature: tuple[Any, ...]

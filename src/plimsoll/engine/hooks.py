@@ -1,8 +1,8 @@
 """The saved-tensor hooks of a managed region, and the cells that they give to autograd instead of tensors.
 
-While the region runs, its cells hold everything that autograd saves: only after the region has returned is it known whether
-the call matches the recorded one. Then each cell is *kept* or *dropped*, and the `OpenCall` is done. Tensors that autograd
-frees during forward, such as the graph of a detached tensor, are freed at once. The exception is a node that has saved its own
+While the region runs, its cells hold everything that autograd saves: only after the region has returned is it known whether the
+call matches the recorded one. Then each cell is *kept* or *dropped*, and the `OpenCall` is done. Tensors that autograd frees
+during forward, such as the graph of a detached tensor, are freed at once. The exception is a node that has saved its own
 output: output and node form a cycle, which is broken when the region returns.
 
 Cells own memory by plain references, so reference counting frees what is no longer needed, and a table of live tensors is not
@@ -44,8 +44,7 @@ class Cell:
     A cell is *open* while the region runs (``tensor`` is what autograd has saved), then *kept* (``tensor`` and ``version`` are
     set) or *dropped* (``leaves`` and ``sample`` are set). ``between`` is the state that `split_backward` attaches to a dropped
     cell. For a DTensor, the cell holds the local shard and ``shell`` holds the rest of the DTensor (``None`` for other
-    tensors);
-    the shell's version counts too.
+    tensors); the shell's version counts too.
     """
 
     __slots__ = ("__weakref__", "between", "index", "leaves", "restorer", "sample", "shell", "tensor", "version")
@@ -134,8 +133,7 @@ class OpenCall:
     """One call of a region while it runs: the saved tensors in the order of saving; for DTensors the local shards.
 
     Only autograd owns cells until the region has returned. After ``end``, ``cells`` has the cells that are still alive (`GONE`
-    for
-    the others), and ``tensors`` has their tensors.
+    for the others), and ``tensors`` has their tensors.
     """
 
     __slots__ = ("_points", "cells", "references", "sharded", "sources", "states", "storages", "tensors")

@@ -95,8 +95,7 @@ class Inspector:
         alone.
 
         If the link is full, the call is not inspected and a warning is raised; training continues. While a CUDA graph is
-        captured
-        no call is inspected: the copies would go over the link.
+        captured no call is inspected: the copies would go over the link.
         """
         if plan.collectives or (not self._is_thorough and plan.name != self._chosen) or is_capturing(plan.device_type):
             return None

@@ -4,9 +4,8 @@ A ``TorchFunctionMode`` may turn a call into others. Modes form a stack: torch a
 go to the mode below. So `LowestMode` enters below all others and sees the calls that they make. (``torch.set_default_device``
 enters its mode in the same way.)
 
-A ``TorchDispatchMode`` may turn an operation into others. A recording shows this: recipes do not repeat an operation that
-gives other bits without the mode (see ``verifying``). Steady calls do not show it: if a mode changes later, only samples find
-it.
+A ``TorchDispatchMode`` may turn an operation into others. A recording shows this: recipes do not repeat an operation that gives
+other bits without the mode (see ``verifying``). Steady calls do not show it: if a mode changes later, only samples find it.
 """
 
 from __future__ import annotations

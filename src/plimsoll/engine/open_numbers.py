@@ -2,8 +2,8 @@
 
 A recipe contains the constants of forward. If one changes in every call (a schedule, a count), every call would be recorded
 again. So if recordings of equal calls differ only in numbers, the number that a torch call gets becomes an input of the recipe.
-Two recordings suggest it and a third confirms it, for every number in the recorded operations. Later calls take the number
-from their own arguments.
+Two recordings suggest it and a third confirms it, for every number in the recorded operations. Later calls take the number from
+their own arguments.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ class Derivation:
     """All ways to derive a number from the numbers that a call is given, found in several recordings.
 
     Two given numbers may be related in all recordings (a share, and one minus it) and not in a later call. The recordings do
-    not
-    show which of the two an operation got. So a later call is served only if all ways lead to the same number.
+    not show which of the two an operation got. So a later call is served only if all ways lead to the same number.
     """
 
     def __init__(self, values: tuple[Number, ...], given: Mapping[int, tuple[Number, ...]]) -> None:

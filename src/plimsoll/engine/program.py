@@ -36,8 +36,7 @@ class Shared:
     """State that all regions of one managed model share.
 
     It holds the ``links`` between regions, the ``inputs`` that they hold, the objects that pack, move, check and inspect
-    values,
-    the surprises so far (``alarm``), and the ``sensor`` (``None`` if no step is measured).
+    values, the surprises so far (``alarm``), and the ``sensor`` (``None`` if no step is measured).
 
     ``splits_backward``: gradients of inputs and of weights are computed one after the other, from one graph (see
     ``split_backward``).
@@ -69,10 +68,8 @@ class Program:
     """Serves calls of one region under one signature: its replay plan, guard, sampler, packer and recipes.
 
     ``node_counts`` is the number of autograd nodes that such a call may make. ``shares`` is the payload size that the plan
-    assumed,
-    as a share of the value's bytes, by value name. ``is_self_compiling``: the region calls operators that take functions.
-    ``like``
-    is the program of calls that differ only in numbers.
+    assumed, as a share of the value's bytes, by value name. ``is_self_compiling``: the region calls operators that take
+    functions. ``like`` is the program of calls that differ only in numbers.
     """
 
     def __init__(
@@ -117,8 +114,7 @@ class Program:
         """Turn the open cells of a call that the guard has accepted into kept and dropped cells.
 
         ``inputs`` are the tensors that the region was called with (used only if the plan ``needs_inputs``), and ``versions``
-        their
-        versions at that time. ``link`` rebuilds the input that is not held.
+        their versions at that time. ``link`` rebuilds the input that is not held.
 
         Returns False, with nothing done, if an input that recipes need was modified since the region was entered.
 

@@ -41,10 +41,8 @@ class Recording:
 
     ``sources`` has the parameters and buffers by graph value. ``unsaved`` are the sources that autograd did not save and that
     recipes must therefore read from a copy; ``scratched`` are buffers that the region itself writes. ``first_input`` is the
-    graph
-    value of the first argument. ``nodes`` is the number of autograd nodes made, ``casts`` the number of them made by casts,
-    which
-    autocast caches.
+    graph value of the first argument. ``nodes`` is the number of autograd nodes made, ``casts`` the number of them made by
+    casts, which autocast caches.
     """
 
     name: str

@@ -1,8 +1,7 @@
 """Rebuild dropped tensors in backward: run a region's recipes, each op at most once per backward pass.
 
 A `CallReplay` belongs to one call. It does not own saved tensors; cells do. It holds what else recipes need: the parameter
-objects that forward used and their memory, the generator states, and rebuilt values that later slots of the same backward
-read.
+objects that forward used and their memory, the generator states, and rebuilt values that later slots of the same backward read.
 """
 
 from __future__ import annotations
@@ -49,8 +48,7 @@ class Recipes:
     """The compiled recipes of one region under one signature, for each order of reading that backward has shown.
 
     ``halves`` holds tensors between the halves of a split backward; ``None`` if backward is not split. ``like`` are the recipes
-    of
-    calls with other numbers, whose backward reads in the same order.
+    of calls with other numbers, whose backward reads in the same order.
     """
 
     def __init__(self, plan: ReplayPlan, sampler: Sampler, halves: Halves | None, like: Recipes | None = None) -> None:
@@ -78,6 +76,7 @@ class Recipes:
         for place, is_copied in self._sources:
             found = sources[place]
             assert found is not None, "a call that lacks a parameter makes another stream of torch calls"
+            # Copy in every call: a copy kept until the version changes would miss writes through ``.data``.
             bound.append(local_of(found).clone() if is_copied else found)
         return bound
 
@@ -282,7 +281,7 @@ class CallReplay:
         """Serve a read that does not follow the expected order: run all segments up to the slot, or rebuild the slot alone."""
         code = self._code
         if self._position == 0 and slot != BOUNDARY and code.order[:1] == (BOUNDARY,):
-            self._code = self.recipes.code  # the later region turned out not to need this one's outputs
+            self._code = self.recipes.code  # the later region did not need this region's outputs after all
             return self.run(slot, leaves)
         place = code.places.get(slot, -1)
         if place >= self._position:

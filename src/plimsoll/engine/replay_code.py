@@ -37,12 +37,10 @@ class Sources:
     """Where a recipe finds its inputs, by graph value id.
 
     ``parameters``: position in the tuple that is read at the start of a call. ``protected``: positions whose tensor must not
-    have
-    changed since forward, with the tensor's name. ``held``: positions whose memory the call holds, each with its place.
+    have changed since forward, with the tensor's name. ``held``: positions whose memory the call holds, each with its place.
     ``geometries``: sizes, strides and offset of the tensors that cells hold. ``links``: the input that the region before
-    rebuilds.
-    ``packed``: values that are held in another form; a separate step brings each of them back. ``sharded``: positions of
-    parameters that are DTensors; recipes read their local shards.
+    rebuilds. ``packed``: values that are held in another form; a separate step brings each of them back. ``sharded``: positions
+    of parameters that are DTensors; recipes read their local shards.
     """
 
     parameters: Mapping[int, int]

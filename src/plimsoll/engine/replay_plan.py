@@ -1,7 +1,7 @@
 """The fate of every saved tensor of a region under one signature: kept, packed, or dropped and rebuilt by certain ops.
 
-`choose` resolves the names in a plan to values of the recorded graph. A `ReplayPlan` follows from that choice alone and
-never changes: calls of the region, and replays in their backwards, only read it.
+`choose` resolves the names in a plan to values of the recorded graph. A `ReplayPlan` follows from that choice alone and never
+changes: calls of the region, and replays in their backwards, only read it.
 """
 
 from __future__ import annotations
@@ -29,12 +29,9 @@ class ParameterSource:
     """A parameter or buffer, and its place among all that a call finds at its entry.
 
     A small buffer is copied per call, because the model may write to it before backward. A small parameter that autograd does
-    not
-    save is copied too. Other parameters must not change. Recipes read the memory that forward read, because a parameter may
-    have
-    other memory (``.data``) during forward. A parameter that ``is_gathered`` (ZeRO-3) is gathered into other memory for
-    backward,
-    and recipes read that memory.
+    not save is copied too. Other parameters must not change. Recipes read the memory that forward read, because a parameter may
+    have other memory (``.data``) during forward. A parameter that ``is_gathered`` (ZeRO-3) is gathered into other memory for
+    backward, and recipes read that memory.
     """
 
     name: str
@@ -79,8 +76,7 @@ def choose(
     """Resolve the names that a plan drops. Values that cannot be rebuilt are kept; ``obstacles`` says why.
 
     ``links`` are inputs that the region before can rebuild (for a dropped boundary), ``forms`` the codec or link of packed
-    values.
-    ``is_private`` says of a form that only the value's own slots can use it, not recipes.
+    values. ``is_private`` says of a form that only the value's own slots can use it, not recipes.
     """
     slot_values = {slot.value for slot in graph.slots if slot.is_managed}
     packed = {v: forms[graph.values[v].name] for v in slot_values - links if forms and graph.values[v].name in forms}
@@ -116,9 +112,8 @@ def choose(
 class ReplayPlan:
     """The plan of one region under one signature. Derived attributes are computed at first use and cached.
 
-    ``codecs`` has the codec of each packed value, ``None`` for values that go over the link. ``parameters`` are graph value
-    and place of every parameter and buffer that ops read. ``not_rebuildable`` has the values that no recipe can rebuild, each
-    with
+    ``codecs`` has the codec of each packed value, ``None`` for values that go over the link. ``parameters`` are graph value and
+    place of every parameter and buffer that ops read. ``not_rebuildable`` has the values that no recipe can rebuild, each with
     the reason.
     """
 

@@ -5,8 +5,8 @@ every saved tensor. A random op can be repeated if the generator was not used be
 starts from the state recorded at that point. Recording it costs about 2 µs on a CPU. It is held as a generator: a CPU's state
 takes 2.5 KiB as a generator, and 5 KiB as a tensor.
 
-On replay the recipe sets the generator to the state of the op's point, runs the op, and restores the generator in a
-``finally`` (see ``replay_code``), so that a replay never changes the random numbers of the training run itself.
+On replay the recipe sets the generator to the state of the op's point, runs the op, and restores the generator in a ``finally``
+(see ``replay_code``), so that a replay never changes the random numbers of the training run itself.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ gradients. The stride between samples has no common factor with the number of el
 features. Every call samples at another offset.
 
 On a CPU, samples are compared at once. On a GPU, that would make the host wait for the device at every slot. So each comparison
-leaves a flag on the device, and all flags of a backward pass are read together at its end, still before the optimizer can
-step. No samples are taken while a CUDA graph is captured: the host could not read the flags of its replays.
+leaves a flag on the device, and all flags of a backward pass are read together at its end, still before the optimizer can step.
+No samples are taken while a CUDA graph is captured: the host could not read the flags of its replays.
 """
 
 from __future__ import annotations

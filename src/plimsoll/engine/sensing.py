@@ -6,12 +6,12 @@ While all saved values of a region are held, codecs are tried on them. The resul
 The effect of noise on gradients is followed through backward to first order. Right before an autograd node runs, the node is
 run again once per saved value that it reads, each time with that value read through a lossy codec. The difference is exactly
 the noise that the value adds to the node's outputs. From there on, noise is one number per value and edge: a squared norm. A
-node passes on the *relative* noise of its incoming gradient. Noises that meet add as squares (they are assumed independent),
-so the gradient of a parallel branch (a residual connection) dilutes noise. Noise that reaches a parameter is counted; noise
-that leaves the region is reported relative to the gradient that leaves it.
+node passes on the *relative* noise of its incoming gradient. Noises that meet add as squares (they are assumed independent), so
+the gradient of a parallel branch (a residual connection) dilutes noise. Noise that reaches a parameter is counted; noise that
+leaves the region is reported relative to the gradient that leaves it.
 
-Some nodes are not run again: nodes of ``torch.autograd.Function`` (their backward is user Python, which may count calls),
-nodes that raise, and all nodes of a region with collectives. The values that they read count as too sensitive.
+Some nodes are not run again: nodes of ``torch.autograd.Function`` (their backward is user Python, which may count calls), nodes
+that raise, and all nodes of a region with collectives. The values that they read count as too sensitive.
 
 A compiled block is one node of that kind. For compiled blocks the whole step is run again for each of their values, with noise
 in that value in all equal blocks at once.
@@ -66,8 +66,8 @@ class Seen:
     """Measurements of one value.
 
     Per squared unit of the value's noise, ``parameter_error`` is the squared error of the region's parameter gradients and
-    ``flow_error`` the squared relative error of the gradient that leaves the region. ``readers`` are the names of the
-    autograd nodes that read it.
+    ``flow_error`` the squared relative error of the gradient that leaves the region. ``readers`` are the names of the autograd
+    nodes that read it.
     """
 
     dtype: torch.dtype

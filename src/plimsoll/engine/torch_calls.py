@@ -24,7 +24,7 @@ from plimsoll.tracing.torch_internals import FUNCTION_SPACES, TensorBase, withou
 Number = int | float
 
 TensorRef = Callable[[], torch.Tensor | None]
-"""A weak reference, or `nothing`."""
+"""A weak reference, or a function that returns None for a missing tensor."""
 
 
 class References(list[TensorRef]):
@@ -89,8 +89,7 @@ class TorchCall:
     """One call in a stream. An argument is the number of a known tensor, or one of the classes above.
 
     ``made`` is the number of tensors that it returned; if they were made from data, it describes them. ``results`` describes
-    the
-    tensors of the recorded call. It is not compared, because sizes may depend on data.
+    the tensors of the recorded call. It is not compared, because sizes may depend on data.
     """
 
     func: Any

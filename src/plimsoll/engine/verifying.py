@@ -315,7 +315,7 @@ def unset_outputs(pairs: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> tup
     numbers, and some other output has equal bits. Fused attention without dropout returns such a seed and offset.
 
     Args:
-        pairs: what both runs made, by position. `soil` memory before the second run, or old contents may agree by accident.
+        pairs: the outputs of both runs, by position. Call `soil` before the second run, or old contents may agree.
     """
     wrong = [position for position, (first, second) in pairs.items() if not same_bits(first, second)]
     if len(wrong) < len(pairs) and all(_is_no_number(*pairs[position]) for position in wrong):

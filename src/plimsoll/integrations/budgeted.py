@@ -149,10 +149,8 @@ class BudgetedTraining:
         """Begin a training: ``model`` is the module that the framework calls.
 
         ``beside`` are other modules of the framework, such as a reference model; their bytes are subtracted from the budget,
-        because
-        the step does not include them. ``taken_over`` is the number of memory-saving features of the framework that the
-        integration has
-        already switched off. ``takes_compiled``: plan models compiled by torch.compile too.
+        because the step does not include them. ``taken_over`` is the number of memory-saving features of the framework that the
+        integration has already switched off. ``takes_compiled``: plan models compiled by torch.compile too.
         """
         taken_over += switch_off(model, self._undo_work)
         if taken_over:
@@ -279,9 +277,8 @@ def _compiled(model: nn.Module) -> InvalidModel:
 def switch_off(model: nn.Module, undo: contextlib.ExitStack) -> int:
     """Switch activation checkpointing off, so that every layer runs once. ``undo`` restores it.
 
-    A budget decides for every saved activation, but a layer that reruns as a whole leaves nothing to decide. Frameworks
-    keep the switch in a flag on modules, in torch's wrapper modules (FSDP plugins), or in a function that models call
-    (DeepSpeed).
+    A budget decides for every saved activation, but a layer that reruns as a whole leaves nothing to decide. Frameworks keep
+    the switch in a flag on modules, in torch's wrapper modules (FSDP plugins), or in a function that models call (DeepSpeed).
 
     Returns:
         The number of layers that were checkpointed or offloaded.

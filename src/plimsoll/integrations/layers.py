@@ -96,11 +96,10 @@ def calling(layers: Sequence[Any], around: Around, method: str = "__call__") -> 
     """Inside the block, a method of every layer goes through ``around``.
 
     Python looks ``__call__`` up on the class only, so an attribute of the layer would have no effect, and the step holds the
-    layers
-    themselves, so replacements cannot be passed. A patched class would affect its other objects too, and would run twice for a
-    subclass whose own ``__call__`` calls ``super``. So each layer temporarily gets its own subclass as its class:
-    ``isinstance``
-    still holds, and other objects are not affected. ``object.__setattr__`` bypasses the frameworks' hooks on assignment.
+    layers themselves, so replacements cannot be passed. A patched class would affect its other objects too, and would run twice
+    for a subclass whose own ``__call__`` calls ``super``. So each layer temporarily gets its own subclass as its class:
+    ``isinstance`` still holds, and other objects are not affected. ``object.__setattr__`` bypasses the frameworks' hooks on
+    assignment.
     """
     with contextlib.ExitStack() as undo:
         for name, layer in zip(kinds_of(layers), layers, strict=True):
@@ -124,8 +123,7 @@ class LayeredStep:
     """Layers in the order of the forward pass, and the costs of the rest of the step.
 
     ``rest_seconds`` are the seconds outside of layers, in forward and in backward; ``flops`` are the whole step's. ``device``
-    is
-    where seconds were measured or for which they were computed, and ``source`` says which; ``signature`` has the batch's
+    is where seconds were measured or for which they were computed, and ``source`` says which; ``signature`` has the batch's
     shapes.
     """
 

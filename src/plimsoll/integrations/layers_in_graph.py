@@ -1,7 +1,7 @@
 """Costs of the layers of a traced ``tf.function``: bytes of tensors that they make and their gradients read, and seconds.
 
-Operations of a graph are in the order of their creation. So the operations of a layer's call, or of the gradient, are
-ranges of that list. The bytes of the whole step are counted while it runs.
+Operations of a graph are in the order of their creation. So the operations of a layer's call, or of the gradient, are ranges of
+that list. The bytes of the whole step are counted while it runs.
 
 TensorFlow's allocator returns a whole free chunk if it is less than twice as large as requested, and counts the whole chunk. So
 the bytes of the same step depend on what else the process holds and held. Another trace may also run in another order. A plan's

@@ -55,8 +55,8 @@ class TracedStep:
 class PlanMeter:
     """How plans are measured.
 
-    ``measure`` returns the bytes of a step under these plans; ``name`` names what counts them. ``unmanaged_bytes`` is what
-    the framework itself holds from forward to backward; ``kept_bytes`` is ``measure``'s result if everything is kept, if known.
+    ``measure`` returns the bytes of a step under these plans; ``name`` names what counts them. ``unmanaged_bytes`` is what the
+    framework itself holds from forward to backward; ``kept_bytes`` is ``measure``'s result if everything is kept, if known.
     """
 
     framework: str

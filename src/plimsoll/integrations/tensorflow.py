@@ -5,8 +5,7 @@
 
 ``tf.recompute_grad`` takes whole functions, so there is one decision per layer. The bytes that a layer holds for its gradient
 are read from the graph of a traced ``tf.function``: tensors that the layer's operations make and the gradient's operations
-read.
-A plan is run before it is returned, and its allocated bytes are compared with the budget.
+read. A plan is run before it is returned, and its allocated bytes are compared with the budget.
 
 Known weakness: on a CPU TensorFlow does not count tensors of less than 256 KiB. Time is modelled as arithmetic and traffic at
 two rates that are measured here. A layer that writes variables or draws random numbers never runs again: it would do so twice.
@@ -86,8 +85,7 @@ def allocated_bytes(step: Callable[..., Any], *args: Any) -> int:
     """The peak of the bytes that one run of a step and its gradient allocates: the maximum of several runs.
 
     With several inter-op threads, operations run in the order in which they become ready, so peaks differ between runs. It
-    stops
-    after three equal runs, or when four runs have not raised the maximum.
+    stops after three equal runs, or when four runs have not raised the maximum.
 
     Args:
         step: returns a scalar; run inside of ``tf.function``, four times at least.
@@ -149,7 +147,7 @@ def _gradient(step: Callable[..., Any], *args: Any) -> Any:
     return loss, tape.gradient(loss, tape.watched_variables())
 
 
-# Layers that run otherwise ------------------------------------------------------------------------------------------
+# Layers that run again ----------------------------------------------------------------------------------------------
 
 
 def _rerunning(step: Callable[..., Any], names: Collection[str], layers: Sequence[Any]) -> Callable[..., Any]:

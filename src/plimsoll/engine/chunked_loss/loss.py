@@ -55,8 +55,8 @@ def linear_cross_entropy(
 
     Raises:
         InvalidLoss: shapes or dtypes that do not belong together; when differentiated twice or in forward mode.
-        InvalidOption: no such reduction, label smoothing outside 0 to 1, a softcap that is not above 0, an
-            ``accumulate_dtype`` of integers, or no chunk of that size.
+        InvalidOption: no such reduction, label smoothing outside 0 to 1, a softcap that is not above 0, an ``accumulate_dtype``
+            of integers, or no chunk of that size.
 
     Example:
         >>> hidden, weight = torch.randn(6, 4), torch.randn(10, 4)
@@ -64,8 +64,8 @@ def linear_cross_entropy(
         torch.Size([])
 
     Source: the gradient in forward is that of Liger-Kernel (Hsu et al. 2024, arXiv:2410.10989) and of torch 2.13's
-    ``torch.nn.functional.linear_cross_entropy``, which is used where it holds nothing more: with a frozen weight and without
-    a reduction. Elsewhere it holds a second gradient of the weight when backward begins (measured, see the docs).
+    ``torch.nn.functional.linear_cross_entropy``, which is used where it holds nothing more: with a frozen weight and without a
+    reduction. Elsewhere it holds a second gradient of the weight when backward begins (measured, see the docs).
     """
     _check(hidden, weight, labels, bias)
     _check_options(reduction, label_smoothing, softcap, accumulate_dtype)

@@ -1,17 +1,17 @@
 """Operations of int8, int4 and fp8 on blocks of elements: scale, rotate, round at random.
 
-A block is ``width`` neighbours in memory. Its scale is a bfloat16, rounded up, so that no element of the block exceeds the
-last code. An affine block also has the value of its code 0 in bfloat16, rounded down. The scale is NaN if the block contains
-NaN, infinity, or values so close to the end of the dtype's range that decoding might leave it.
+A block is ``width`` neighbours in memory. Its scale is a bfloat16, rounded up, so that no element of the block exceeds the last
+code. An affine block also has the value of its code 0 in bfloat16, rounded down. The scale is NaN if the block contains NaN,
+infinity, or values so close to the end of the dtype's range that decoding might leave it.
 
 Rotation multiplies groups of 32 neighbours by an orthogonal Hadamard matrix, which is its own inverse. An outlier becomes 32
-entries of a sixth of its size, so that the scale of its block is small again. The error made in the new basis has the same
-L2 norm in the old basis. Normally distributed blocks are not changed in distribution. An exact zero comes back as a small
-number. Outside of the kernels, rotation is a float32 matrix product of torch's: if the user lowers their precision, rotation is
-less precise too.
+entries of a sixth of its size, so that the scale of its block is small again. The error made in the new basis has the same L2
+norm in the old basis. Normally distributed blocks are not changed in distribution. An exact zero comes back as a small number.
+Outside of the kernels, rotation is a float32 matrix product of torch's: if the user lowers their precision, rotation is less
+precise too.
 
-Source: the idea is from QuaRot (Ashkboos et al., NeurIPS 2024), section 4, which rotates the weights' channels. Here a group
-is any 32 neighbours in memory. Why 32, and what it brings: docs/lab-notes.md.
+Source: the idea is from QuaRot (Ashkboos et al., NeurIPS 2024), section 4, which rotates the weights' channels. Here a group is
+any 32 neighbours in memory. Why 32, and what it brings: docs/lab-notes.md.
 """
 
 from __future__ import annotations

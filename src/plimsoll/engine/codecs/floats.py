@@ -64,8 +64,7 @@ class Float8(Codec):
     """float8 (e4m3) with a scale per block, for tensors that span many orders of magnitude.
 
     It keeps 4 significant bits at every magnitude down to 2**-15 of the block's largest. So the error is at most 1/16 of the
-    value
-    itself; int8's error is the same for all elements of a block.
+    value itself; int8's error is the same for all elements of a block.
     """
 
     block: int = number(128, least=32, most=WIDEST)

@@ -1,9 +1,9 @@
 """The codecs' hot loops as Triton kernels: one read and one write, instead of one pass per op in the torch form.
 
-Codecs use them for CUDA tensors if Triton is installed; nothing else imports this module. A program works on whole blocks:
-4096 elements or one block. Rotation is a fast Walsh-Hadamard transform in float32. Stochastic rounding draws from Philox by
-element, so that it does not depend on the launch. NaN, infinity and values out of range make the scale of their block NaN, so
-that the host never waits for the device.
+Codecs use them for CUDA tensors if Triton is installed; nothing else imports this module. A program works on whole blocks: 4096
+elements or one block. Rotation is a fast Walsh-Hadamard transform in float32. Stochastic rounding draws from Philox by element,
+so that it does not depend on the launch. NaN, infinity and values out of range make the scale of their block NaN, so that the
+host never waits for the device.
 
 A kernel infers its variant from its arguments: symmetric blocks pass None for lows, rounding to nearest passes None for seed,
 and 4-bit codes are stored two in a uint8. Triton compiles one kernel per combination, as it does for constants.
@@ -150,8 +150,7 @@ def _rotate(values, offsets, count):  # type: ignore[no-untyped-def]
     """Rotate whole groups; an incomplete last group stays unchanged.
 
     This is a fast Walsh-Hadamard transform: in each of five stages, neighbours become their sum and their difference; the sums
-    go
-    to the first half and the differences to the second. It takes five additions per element; the matrix product takes 32.
+    go to the first half and the differences to the second. It takes five additions per element; the matrix product takes 32.
     """
     groups: tl.constexpr = values.shape[0] * values.shape[1] // _GROUP
     mixed = tl.reshape(values * _TO_UNIT, (groups, _GROUP))

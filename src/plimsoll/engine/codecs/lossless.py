@@ -27,8 +27,7 @@ class Bits(Codec):
     """A bit per element and a constant, for tensors that contain only zero and one other value.
 
     Such tensors are booleans, 0/1 masks of any dtype, and dropout's mask times 1/(1 - p). Exact by bit pattern. The check for
-    such
-    a tensor waits for the device once, except with booleans.
+    such a tensor waits for the device once, except with booleans.
     """
 
     family: ClassVar[str] = "bits"

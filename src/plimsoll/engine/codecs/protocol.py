@@ -4,8 +4,8 @@ All codecs guarantee:
 
 - ``encode`` never raises because of a tensor's contents. It returns None if the codec cannot represent them, and the caller
   keeps the tensor.
-- NaN and infinity never decode to numbers. On the CPU lossy codecs return None for them. On CUDA that would have to
-  wait for the device, so there the scale of their block becomes NaN, and the whole block decodes to NaN.
+- NaN and infinity never decode to numbers. On the CPU lossy codecs return None for them. On CUDA that would have to wait for
+  the device, so there the scale of their block becomes NaN, and the whole block decodes to NaN.
 - The same tensor and seed give the same payload on the same device. Global random generators are not used.
 - Temporaries are bounded by ``workspace_bytes``, however large the tensor is.
 """

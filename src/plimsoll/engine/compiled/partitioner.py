@@ -1,10 +1,10 @@
 """The partitioner that a plan gives to torch.compile: what each region saves for backward, and what backward recomputes.
 
 Every buffer that backward reads is marked to be saved, except the buffers that the plan drops. Every other forward node is
-marked to be recomputed, so that torch's own heuristics have nothing left to decide. Ops that must not run twice (drawing
-seeds, collectives, writes) are always saved. Values that the plan holds in another form come first among the saved tensors, in
-the order of names. So the packer knows each by its index, even if the code comes from torch's caches. Torch still cuts the
-graph in two and handles symbolic sizes, the order of recomputation and random states.
+marked to be recomputed, so that torch's own heuristics have nothing left to decide. Ops that must not run twice (drawing seeds,
+collectives, writes) are always saved. Values that the plan holds in another form come first among the saved tensors, in the
+order of names. So the packer knows each by its index, even if the code comes from torch's caches. Torch still cuts the graph in
+two and handles symbolic sizes, the order of recomputation and random states.
 """
 
 from __future__ import annotations
@@ -75,8 +75,7 @@ class PlannedPartitioner(Partitioner):
         buffers. A pass that the user has set in the same place stays.
 
         Inductor keeps a freed buffer for a later one of its size, up to its own estimate of the peak, which leaves out tensors
-        that the
-        caller holds. Neither option changes a number.
+        that the caller holds. Neither option changes a number.
         """
         ordered = {**in_order(), "allow_buffer_reuse": False} if self._is_in_order else {}
         return {"custom_partitioner_fn": self, **ordered}
@@ -192,8 +191,7 @@ class _Drawless:
     """Replaces an op that draws no random numbers in this call (attention with a dropout of 0) while torch partitions.
 
     Torch saves and restores the random state around every recomputed op that could draw (seen in 2.9 to 2.15). An op called
-    that
-    way returns contiguous outputs, backward copies what it reads of them, and CUDA graphs cannot be captured.
+    that way returns contiguous outputs, backward copies what it reads of them, and CUDA graphs cannot be captured.
     """
 
     def __init__(self, op: Any) -> None:
@@ -223,8 +221,7 @@ def _copy_for_each_kernel(backward: fx.Graph) -> None:
     """Give every kernel of backward its own copies of intermediate values that it can compute from memory.
 
     If two kernels read such a value, inductor may put it into memory: on a CPU if an exponential, logarithm or similar op is in
-    it,
-    and always for the random numbers that a mask is drawn from, at four bytes each. With copies, each kernel draws the mask
+    it, and always for the random numbers that a mask is drawn from, at four bytes each. With copies, each kernel draws the mask
     itself.
     """
     kernel_of = {node: node.meta.get(_KERNEL) for node in backward.nodes}
@@ -306,8 +303,7 @@ class SeedsSaved(custom_graph_pass.CustomGraphPass):
 
     From torch 2.14 on, a checkpoint marks the op that draws seeds to be rerun in backward. Then forward also saves the random
     state, and the generator advances once more. So dropout's masks differ from those without the checkpoint, and the two
-    gradients
-    cannot be compared. Without the mark, as before 2.14, the seeds are saved: 8 bytes each.
+    gradients cannot be compared. Without the mark, as before 2.14, the seeds are saved: 8 bytes each.
     """
 
     def uuid(self) -> str:
@@ -324,18 +320,14 @@ class GraphOrder(_Pass):
     """Keeps backward in the order of its graph in the code that inductor generates: it adds waits before kernels are fused.
 
     torch places a recomputed op right before its reader. Inductor's scheduler then fuses kernels that read the same input, such
-    as
-    a mask or the angles of rotary embeddings. Recomputed kernels of two blocks become one, and the second block's results are
-    computed a whole block early and wait in memory. So every kernel gets a fake dependency on the last op before it that is not
-    fused (a matrix product, attention). Fusing across that op would create a cycle, which the scheduler refuses. A kernel may
-    still
-    run later, with its reader. A result that no other kernel reads, such as the sum for a bias's gradient, would be fused with
-    a
-    later kernel and hold its inputs until then. So the next op that is not fused waits for it.
+    as a mask or the angles of rotary embeddings. Recomputed kernels of two blocks become one, and the second block's results
+    are computed a whole block early and wait in memory. So every kernel gets a fake dependency on the last op before it that is
+    not fused (a matrix product, attention). Fusing across that op would create a cycle, which the scheduler refuses. A kernel
+    may still run later, with its reader. A result that no other kernel reads, such as the sum for a bias's gradient, would be
+    fused with a later kernel and hold its inputs until then. So the next op that is not fused waits for it.
 
     inductor deep-copies its configuration; this object is stateless, so its copy is itself. Private, seen in torch 2.13 to
-    2.15:
-    ``_pre_fusion_custom_pass`` and ``CustomSchedulerPass``, ``add_fake_dep``, ``WeakDep``, ``compute_ancestors``,
+    2.15: ``_pre_fusion_custom_pass`` and ``CustomSchedulerPass``, ``add_fake_dep``, ``WeakDep``, ``compute_ancestors``,
     ``OutputNode``.
     """
 

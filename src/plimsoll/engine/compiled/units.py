@@ -133,8 +133,8 @@ class CompiledUnits:
         """Compile a unit for its regions' decisions. All ``calls`` of a region share one code. ``None`` if the user's
         compilation stays.
 
-        A unit that hides transfers is compiled anew even if it drops nothing: if the user's wrapper stayed around our hook,
-        torch.compile would compile the code around the unit as well.
+        A unit that hides transfers is compiled anew even if it drops nothing: the user's torch.compile wrapper would also
+        compile the code around the unit.
         """
         made = self._made
         is_watched = self._shared.sensor is not None  # then everything is saved

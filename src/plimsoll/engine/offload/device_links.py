@@ -1,13 +1,13 @@
 """The link from a CUDA device to pinned host memory, over PCIe or NVLink.
 
-Not yet run on a GPU: its logic is tested against a device that records the order of calls and detects every
-use of memory before the event that frees it.
+Not yet run on a GPU: its logic is tested against a device that records the order of calls and detects every use of memory
+before the event that frees it.
 
 The link has its own stream for each direction. Only an exhausted budget and `close` block the host; everywhere else, a stream
 waits for an event.
 
-* The copy-out waits for the stream that made the source. `settle` makes that stream wait for the copy-out before the
-  source's memory returns to the allocator, so that the next tensor there cannot overwrite bytes that are being copied.
+* The copy-out waits for the stream that made the source. `settle` makes that stream wait for the copy-out before the source's
+  memory returns to the allocator, so that the next tensor there cannot overwrite bytes that are being copied.
 * The copy-in waits for the copy-out, and for the stream that allocated the destination (an earlier use of the same memory may
   still be queued there). `read` makes the current stream wait for the copy-in.
 * If a ticket is deleted during a copy, its memory is held until the copy's event has passed.

@@ -4,10 +4,10 @@ Bytes go straight between the tensor's memory and the file (``pwrite``, ``preadv
 interpreter lock meanwhile. They pass through the system's page cache. The system drops its clean pages when memory is needed,
 so they do not count as used memory, but tools that watch a container may show them.
 
-Known weaknesses: the copying threads take CPU time, which slows training if no core is idle (``measure_link`` measures
-how much). The file keeps its greatest length until `close`, because overwriting is an order of magnitude faster than
-extending. Checksums are samples: they detect extents that were mixed up, truncated or lost, but not every flipped bit.
-Needs a POSIX system.
+Known weaknesses: the copying threads take CPU time, which slows training if no core is idle (``measure_link`` measures how
+much). The file keeps its greatest length until `close`, because overwriting is an order of magnitude faster than extending.
+Checksums are samples: they detect extents that were mixed up, truncated or lost, but not every flipped bit. Needs a POSIX
+system.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 It keeps several tensors on the link (32 MiB in all by default, so that CPU caches hardly distort the result), fetches the
 oldest and stores the next until half a second has passed, and takes medians. Storing the first tensors is not counted: it
-extends the file, and later ones reuse that space, as later training steps do. A disk is therefore measured through the
-system's page cache. A disk that must hold more than the free memory slows down to the speed of the device itself, which this
-does not measure. It also does not measure the allocation of single tensors of 32 MiB and more, whose memory returns to the
-system every time.
+extends the file, and later ones reuse that space, as later training steps do. A disk is therefore measured through the system's
+page cache. A disk that must hold more than the free memory slows down to the speed of the device itself, which this does not
+measure. It also does not measure the allocation of single tensors of 32 MiB and more, whose memory returns to the system every
+time.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ If the budget leaves no room for a new buffer, idle buffers of other sizes are r
 
 Not yet run on a GPU. Known weakness: a tensor a little larger than a power of two takes almost twice its bytes.
 
-Sources: torch's notes on CUDA semantics (streams, ``record_stream``, pinned memory) and its caching host allocator, which
-does not return blocks to the system before its cache is emptied.
+Sources: torch's notes on CUDA semantics (streams, ``record_stream``, pinned memory) and its caching host allocator, which does
+not return blocks to the system before its cache is emptied.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class PinnedPool:
     def _collect(self) -> None:
         while self.returned:
             buffer = self.returned.popleft()
-            if buffer in self._lent:  # not after close
+            if buffer in self._lent:  # after close nothing is lent
                 self._lent.remove(buffer)
                 self._kept.append(buffer)
         for buffer in self._kept:

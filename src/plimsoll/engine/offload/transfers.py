@@ -1,8 +1,9 @@
 """When transfers over a link end and begin again, as plans assume.
 
 A region's offloads are settled (their memory is free) when the *next* region's forward ends, and are fetched again when that
-region's backward begins. So transfers can hide behind one region's compute in both directions, and at most two regions'
-tensors are in transfer at any time.
+region's backward begins. So transfers can hide behind one region's compute in both directions, and at most two regions' tensors
+are in transfer at any time. The bytes at each moment do not depend on the link's speed: a slow disk makes the step slower, but
+not larger.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ The budget is for the compiled gradient's temporary memory, in XLA's terms; argu
 (gradients) come on top. XLA decides about buffers after the plan was made. So a plan is compiled before it is returned, and
 corrected by the difference until XLA reports a peak within the budget.
 
-Source: ``jax.checkpoint`` and ``jax.ad_checkpoint.checkpoint_name`` are documented interfaces; the policies of MaxText and
-of flax name whole kinds of values by hand. Known weakness: XLA's fusion is only estimated, and one choice serves all iterations
-of a scan.
+Source: ``jax.checkpoint`` and ``jax.ad_checkpoint.checkpoint_name`` are documented interfaces; the policies of MaxText and of
+flax name whole kinds of values by hand. Known weakness: XLA's fusion is only estimated, and one choice serves all iterations of
+a scan.
 """
 
 from __future__ import annotations

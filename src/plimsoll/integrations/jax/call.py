@@ -35,8 +35,7 @@ def _looking_options() -> dict[str, str | int]:
     """Options that shorten a compilation which only serves to count bytes.
 
     Buffers are assigned before code is generated, and on a CPU code generation takes most of the time. XLA's older code for
-    fusions
-    is the fastest to generate. Of 21 gradients seven took 192 bytes more with it, the others the same.
+    fusions is the fastest to generate. Of 21 gradients seven took 192 bytes more with it, the others the same.
     """
     if jax.default_backend() != "cpu":
         return {}
@@ -92,8 +91,7 @@ class JaxCall:
         """The function's results, with the regions checkpointed as planned.
 
         A region is checkpointed even if the plan keeps all of its values: otherwise jax would also hold the derivative's own
-        values,
-        and values that no plan would hold.
+        values, and values that no plan would hold.
         """
         held: dict[int, Any] = dict(zip(self.program.inputs, arrays, strict=True))
         by_name = {each.name: each for each in plans}

@@ -1,7 +1,7 @@
 """Evaluate a program of jax with names on chosen values, so that policies of ``jax.checkpoint`` can save them.
 
-A name alone does not make a value saveable: the derivative of ``exp`` reads the operation's own result, before the name.
-Such an operation gets a derivative that reads the named result (``_bound_with_names``).
+A name alone does not make a value saveable: the derivative of ``exp`` reads the operation's own result, before the name. Such
+an operation gets a derivative that reads the named result (``_bound_with_names``).
 
 ``joined`` marks every value of a program in that way and lets jax differentiate it, to find what the derivative reads.
 """

@@ -1,7 +1,7 @@
 """Read a jaxpr as a flat list of operations.
 
-Functions under ``jit`` are inlined; loops, branches, and functions with their own derivatives stay one operation each.
-Values are numbered in the order of their creation, so that two traces of one function at other sizes have the same numbers.
+Functions under ``jit`` are inlined; loops, branches, and functions with their own derivatives stay one operation each. Values
+are numbered in the order of their creation, so that two traces of one function at other sizes have the same numbers.
 
 Source: "Writing custom Jaxpr interpreters in JAX", jax's documentation. Only ``jax`` and ``jax.extend.core`` are used.
 """

@@ -1,7 +1,7 @@
 """Divide a program of jax into regions.
 
-A ``lax.scan`` is a region: one body, run N times, whose saved values are stacked. Operations between scans are divided
-at places where only one active value crosses, as between the blocks of a network. Blocks that repeat become separate regions.
+A ``lax.scan`` is a region: one body, run N times, whose saved values are stacked. Operations between scans are divided at
+places where only one active value crosses, as between the blocks of a network. Blocks that repeat become separate regions.
 """
 
 from __future__ import annotations

@@ -151,8 +151,7 @@ def estimate(
     """Estimate the training of a Keras model on a device of the catalogue: memory item by item, and speed.
 
     On JAX, XLA compiles the step here to count temporaries, and x and y may be shapes. On TensorFlow the step runs here, and
-    its
-    allocated bytes include the gradients.
+    its allocated bytes include the gradients.
 
     Args:
         model: as for ``plan`` and, on TensorFlow, ``plan_layers``.
