@@ -102,7 +102,7 @@ def choose(
                 obstacles[graph.values[value].name] = unreachable.obstacle
         if not failed:
             break
-        # Keep only the earliest value that fails and try again: the other failures may all depend on it.
+        # Keep one more value and try again. Take the earliest that fails: the other failures may all depend on it.
         dropped -= {min(failed)}
     gone = dropped | (links & slot_values)
     return DropChoice(frozenset(gone), frozenset(stored), next(iter(links), None), obstacles, packed)

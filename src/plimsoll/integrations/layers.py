@@ -123,7 +123,7 @@ class LayeredStep:
     """Layers in the order of the forward pass, and the costs of the rest of the step.
 
     ``rest_seconds`` are the seconds outside of layers, in forward and in backward; ``flops`` are the whole step's. ``device``
-    is where seconds were measured or for which they were computed, and ``source`` says which; ``signature`` has the batch's
+    is where seconds were measured, or the device they were computed for; ``source`` says which. ``signature`` has the batch's
     shapes.
     """
 

@@ -47,9 +47,7 @@ _STATES, _DEVIATIONS = 4, 2
 _COUNTED_FROM = 256 * 1024
 """Bytes of the smallest tensor that TensorFlow counts on a CPU."""
 _BESIDE, _SHARE_BESIDE = 12, 8
-"""Number of other tensors made before such a run; the step's bytes divided by the largest of them. A third stay during the
-run.
-"""
+"""Number of other tensors made before such a run. The largest has up to 1/8 of the step's bytes. A third stay during it."""
 
 
 @dataclass(frozen=True)

@@ -84,8 +84,8 @@ def wrap(step: Callable[..., Any], plan: Plan, *, layers: Sequence[Any]) -> Call
 def allocated_bytes(step: Callable[..., Any], *args: Any) -> int:
     """The peak of the bytes that one run of a step and its gradient allocates: the maximum of several runs.
 
-    With several inter-op threads, operations run in the order in which they become ready, so peaks differ between runs. It
-    stops after three equal runs, or when four runs have not raised the maximum.
+    With several inter-op threads, operations run as soon as they are ready, so peaks differ between runs. It stops after three
+    equal runs, or when four runs have not raised the maximum.
 
     Args:
         step: returns a scalar; run inside of ``tf.function``, four times at least.

@@ -135,8 +135,8 @@ class Searched:
         )
 
     def _sent(self, decided: ValueDecision) -> ValueDecision:
-        """One decision; offloaded if it matches. What jax holds inside of a region cannot be offloaded, because it has no
-        name.
+        """One decision; offloaded if it matches. Values that jax holds inside of a region are unnamed, so they cannot be
+        offloaded.
         """
         is_held = decided.decision is Decision.KEEP and decided.value != INSIDE
         if not (is_held and any(fnmatch.fnmatch(decided.value, each) for each in self._offload)):
