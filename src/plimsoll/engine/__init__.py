@@ -1,1 +1,1 @@
-"""Carries a plan out on a model: saved-tensor hooks, replay of dropped values, guards, the fallback."""
+"""Execute a plan on a model: saved-tensor hooks, replay of dropped tensors, guards, and the fallback that keeps everything."""

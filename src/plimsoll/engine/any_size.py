@@ -1,14 +1,14 @@
-"""Derives the recipe for a size or a constant that was never recorded from recordings at others.
+"""Derive the recipe for a size or a constant that was never recorded, from recordings at other sizes or constants.
 
-Recordings of one region at several sizes differ in numbers alone: sizes, strides, offsets, bounds of slices, bytes. Where each
-number is constant or an expression of the sizes that go into the region (see ``planning.expressions``), the recording of
-any other size can be written down without watching a call. Three recordings are needed: what two of them suggest, the third
-has to confirm, op by op and bit for bit. If several expressions or none explain a number, the call is recorded. So is a call
-with a size of 0 or 1, as that selects other kernels. At one size, constants that differ from call to call become inputs of the
+Recordings of one region at several sizes differ in numbers alone: sizes, strides, offsets, bounds of slices, bytes. If each
+number is constant or an expression of the region's input sizes (see ``planning.expressions``), the recording of any other size
+can be written down without watching a call. Three recordings are needed: two suggest an expression, and the third must confirm
+it, op by op and bit for bit. If several expressions or none fit a number, the call is recorded. A call with a size of 0 or 1 is
+recorded too, because such sizes select other kernels. At one size, constants that differ from call to call become inputs of the
 recipe if the call's own arguments contain them (see ``open_numbers``).
 
-Nothing here is trusted with gradients: a call at such a size is compared with its stream of torch calls, and what it saves with
-the sizes that were worked out, before anything is dropped. Samples and inspections follow it like any other.
+A derived recipe is never trusted blindly: before anything is dropped, the call's torch calls are compared with the derived
+stream, and what it saves with the derived sizes. Samples and inspections check it like any other recipe.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ from plimsoll.engine.torch_calls import Constant, Number, Outsider, Several, Str
 from plimsoll.planning.expressions import Dimensions, Expression, Fitter, Sizes
 from plimsoll.tracing.recorder.recorder import RecordedOp, RecordedValue, Ref
 
+# An offset and a factor fit any two numbers, so only a third recording can confirm an expression.
 LEAST_RECORDINGS = 3
 MOST_RECORDINGS = 8
-"""A family that needs more is not worth it: its region is watched at every size."""
+"""A family with more different recordings is not worth deriving: its region is recorded at every size."""
 
 Change = Callable[[Any], Any]
-"""What becomes of one number of a recording."""
+"""Maps one number of a recording to another."""
 
 _FROM_WHOLE: tuple[tuple[Callable[[int], float], Callable[[float], float]], ...] = (
     (float, lambda value: value),
@@ -44,12 +45,12 @@ _FROM_WHOLE: tuple[tuple[Callable[[int], float], Callable[[float], float]], ...]
     (lambda whole: whole**-0.5, lambda value: value**-2),
     (math.sqrt, lambda value: value**2),
 )
-"""How Python code makes other numbers of sizes, each with its inverse: scales of means and of attention."""
+"""How Python code derives numbers from sizes (scales of means and of attention), with the inverse of each function."""
 _WHOLE: tuple[tuple[Callable[[int], int], Callable[[int], int]], ...] = ((int, int),)
 
 
 class Recordings:
-    """What is known of one region: recordings by signature, and families of recordings that tell of other sizes."""
+    """All recordings of one region: by signature, and in families that serve to derive other sizes."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -58,13 +59,13 @@ class Recordings:
         self._is_trusted = True
 
     def distrust(self) -> None:
-        """A recipe has made something else than forward did: from now on every signature is watched for itself."""
+        """A recipe has made something else than forward did: from now on, record every signature, and derive nothing."""
         self._is_trusted = False
         self._watched.clear()
         self._families.clear()
 
     def add(self, signature: tuple[Any, ...], recording: Recording) -> None:
-        """A call with this signature was watched."""
+        """Add the recording of a call with this signature."""
         if not self._is_trusted:
             return
         if len(self._watched) >= self._most and signature not in self._watched:
@@ -86,12 +87,14 @@ class Recordings:
         family.add(sizes, tuple(numbers), recording)
 
     def opened(self, signature: tuple[Any, ...]) -> list[Opened]:
-        """What serves all calls of a signature that differ from recorded ones only in numbers that they are given."""
+        """Recordings with open numbers, for calls of this signature that differ from recorded calls only in numbers that they
+        are given.
+        """
         skeleton, sizes = _split(signature)
         return [opened for family in self._families.get(skeleton, ()) for opened in family.opened(sizes)]
 
     def at(self, signature: tuple[Any, ...]) -> tuple[Recording | Resized, ...]:
-        """Recordings for the streams of calls with this signature: watched ones, else those that follow from other sizes."""
+        """Recordings for the streams of calls with this signature: its own, or else recordings derived from other sizes."""
         watched = self._watched.get(signature)
         if watched is not None:
             return tuple(watched.values())
@@ -113,7 +116,7 @@ class _Family:
         self._alike: dict[Sizes, list[_AlikeRecordings]] = {}
 
     def add(self, sizes: Sizes, numbers: tuple[Number, ...], recording: Recording) -> None:
-        """One more of them. Numbers that are others at the same sizes are data."""
+        """Add a recording. If numbers differ at the same sizes, they depend on data, and other sizes cannot be derived."""
         self._follows_sizes &= self._points.setdefault(sizes, numbers) == numbers
         self._not_rebuildable.update(recording.not_rebuildable)
         self._open = None
@@ -126,12 +129,12 @@ class _Family:
             group.add(numbers)
 
     def opened(self, sizes: Sizes) -> list[Opened]:
-        """What serves calls at a recorded size with other numbers."""
+        """Recordings with open numbers, for calls at a recorded size with other numbers."""
         found = (group.opened(self._not_rebuildable) for group in self._alike.get(sizes, ()))
         return [opened for opened in found if opened is not None]
 
     def at(self, sizes: Sizes) -> Resized | None:
-        """The recording at other sizes; ``None`` where it cannot be told."""
+        """The recording at other sizes; ``None`` if it cannot be derived."""
         if not self._follows_sizes or not LEAST_RECORDINGS <= len(self._points) <= MOST_RECORDINGS:
             return None
         if self._open is None:
@@ -145,7 +148,7 @@ class _Family:
 class _AlikeRecordings:
     """Recordings of one size that differ in numbers alone, and whose torch calls returned tensors of the same sizes.
 
-    A number may decide a size inside of torch, as in ``torch.arange``: then one recipe cannot serve all its values.
+    A number may determine a size inside of torch, as in ``torch.arange``. One recipe cannot serve all values of such a number.
     """
 
     def __init__(self, first: Recording) -> None:
@@ -159,13 +162,13 @@ class _AlikeRecordings:
         return [call.results for call in recording.stream] == [call.results for call in self._first.stream]
 
     def add(self, numbers: tuple[Number, ...]) -> None:
-        """One more recording."""
+        """Add a recording's numbers."""
         if len(self._numbers) < MOST_RECORDINGS and numbers not in self._numbers:
             self._numbers.append(numbers)
             self._is_settled = False
 
     def opened(self, not_rebuildable: Mapping[int, str]) -> Opened | None:
-        """What serves calls with other numbers; ``None`` if their numbers do not follow."""
+        """The recording for calls with other numbers; ``None`` if their numbers cannot be derived."""
         known = self._numbers
         if not self._is_settled and len(known) >= LEAST_RECORDINGS:
             first = replace(self._first, not_rebuildable=not_rebuildable)
@@ -178,9 +181,9 @@ class _AlikeRecordings:
 
 
 class _OpenRecording:
-    """A recording whose numbers are left open, and the programs that plans have made of it.
+    """A recording whose numbers are left open, and the programs that plans have made from it.
 
-    ``points`` are the numbers of several recordings. ``unknowns`` has the values of every open number in these.
+    ``points`` are the numbers of several recordings. ``unknowns`` has the values of each open number in these recordings.
     """
 
     def __init__(self, first: Recording, points: Sequence[tuple[Number, ...]]) -> None:
@@ -200,7 +203,9 @@ class _OpenRecording:
         return tuple(calls)
 
     def program(self, plan: RegionPlan, shared: Shared, numbers: tuple[Number, ...], *, is_linked: bool) -> Program:
-        """What serves calls with these numbers under a plan: what programs for others have found out is theirs, too."""
+        """The program for calls with these numbers under a plan. It inherits what the program for other numbers has learned
+        (``like``).
+        """
         key = (id(plan), is_linked)
         if key not in self._plans:
             self._plans[key] = self.recording.replay_plan(plan, shared, is_linked=is_linked)
@@ -210,8 +215,8 @@ class _OpenRecording:
         return program
 
     def _fill(self, plan: ReplayPlan, numbers: tuple[Number, ...]) -> ReplayPlan:
-        """Only what every call is compared with is filled in. Recipes are written once, and get their numbers when they are
-        bound; of other values the plan says them when it is asked.
+        """Fill in only the numbers that every call is compared with. Recipes are written once and get their numbers when they
+        are bound; the plan computes other bytes and geometries on request.
         """
         fill = _filling(numbers)
         region = self.recording.region
@@ -221,8 +226,8 @@ class _OpenRecording:
         )
 
     def _described(self, values: tuple[Number, ...]) -> Number | Unknown:
-        """A number's values at the known points: one number, or an unknown."""
-        name = tuple(map(repr, values))  # tells 1 from 1.0
+        """One number if all recordings have the same value, else an unknown."""
+        name = tuple(map(repr, values))  # distinguishes 1 from 1.0
         if len(set(name)) == 1:
             return values[0]
         if name not in self._known:
@@ -232,7 +237,7 @@ class _OpenRecording:
 
 
 class _SizeRules:
-    """How open numbers follow from sizes."""
+    """Derives open numbers from sizes."""
 
     def __init__(self, sizes: tuple[Sizes, ...], unknowns: Sequence[tuple[Number, ...]]) -> None:
         self._dimensions = Dimensions(sizes)
@@ -240,7 +245,7 @@ class _SizeRules:
         self._rules = [self._rule(values) for values in unknowns]
 
     def numbers_at(self, sizes: Sizes) -> tuple[Number, ...] | None:
-        """The open numbers at other sizes; ``None`` if one of them is not known there."""
+        """The open numbers at other sizes; ``None`` if one of them cannot be derived there."""
         if not self._dimensions.can_tell(sizes):
             return None
         dimensions = self._dimensions.of(sizes)
@@ -256,10 +261,10 @@ class _SizeRules:
 
 
 class Opened:
-    """What a region does in calls at one size that differ in numbers alone.
+    """A region's behaviour in calls at one size that differ in numbers alone.
 
-    ``is_told``: calls are given all numbers that they need. ``special`` are the places of points with a number that may select
-    other operations, such as 0: calls with these have recipes of their own.
+    ``is_told``: every number can be derived from the numbers that a call is given. ``special`` are the indices of recordings
+    with a number that may select other operations, such as 0: calls with these numbers need their own recipes.
     """
 
     def __init__(self, first: Recording, points: Sequence[tuple[Number, ...]]) -> None:
@@ -283,18 +288,18 @@ class Opened:
         return self._open.recording.stream
 
     def numbers(self, given: Given) -> tuple[Number, ...] | None:
-        """All open numbers of a call; ``None`` if one does not follow."""
+        """All open numbers of a call; ``None`` if one of them cannot be derived."""
         numbers = tuple([rule.number(given) for rule in self._rules])
         return None if None in numbers else numbers  # type: ignore[return-value]
 
     def program(self, plan: RegionPlan, shared: Shared, *, is_linked: bool) -> OpenProgram:
-        """What serves such calls under a plan."""
+        """The program that serves such calls under a plan."""
         make = functools.partial(self._open.program, plan, shared, is_linked=is_linked)
         return OpenProgram(self.numbers, make, self._example)
 
 
 class Resized:
-    """What a region does at a size at which nobody watched it."""
+    """A region's behaviour at a size that was never recorded."""
 
     def __init__(self, recording: _OpenRecording, numbers: tuple[Number, ...]) -> None:
         self._open = recording
@@ -306,12 +311,12 @@ class Resized:
         return self._open.stream(_filling(self._numbers))
 
     def program(self, plan: RegionPlan, shared: Shared, *, is_linked: bool) -> Program:
-        """As `Recording.program`."""
+        """The program at this size; see `Recording.program`."""
         return self._open.program(plan, shared, self._numbers, is_linked=is_linked)
 
 
 def _nearest_whole(value: Number, unmake: Callable[[Any], Number]) -> int:
-    """0 where there is none."""
+    """The nearest whole number; 0 if it does not exist (overflow, division by zero)."""
     try:
         return round(unmake(value))
     except (OverflowError, ZeroDivisionError):
@@ -319,13 +324,15 @@ def _nearest_whole(value: Number, unmake: Callable[[Any], Number]) -> int:
 
 
 def _exact(expression: Expression, make: Callable[[int], Number], dimensions: Sizes) -> Number | None:
-    """The value; ``None`` where the expression is a guess, or does not give a whole number."""
+    """The value; ``None`` if the expression is a guess, or does not give a whole number."""
     value = expression.exactly_at(dimensions)
     return make(value.numerator) if expression.is_known and value.denominator == 1 else None
 
 
 def _split(signature: tuple[Any, ...]) -> tuple[Any, Sizes]:
-    """A signature without the sizes of its inputs, and those. 0 and 1 stay: they select other kernels."""
+    """A signature without the sizes of its inputs, and these sizes. Sizes 0 and 1 stay in the signature: they select other
+    kernels.
+    """
     generation, described, *rest = signature
     sizes: list[int] = []
 
@@ -340,7 +347,7 @@ def _split(signature: tuple[Any, ...]) -> tuple[Any, Sizes]:
 
 
 def _noting(numbers: list[Number]) -> Change:
-    """Leaves zeros in the place of numbers, and notes them."""
+    """A change that stores each number in ``numbers`` and puts 0 in its place."""
 
     def note(number: Any) -> int:
         numbers.append(number)
@@ -350,12 +357,12 @@ def _noting(numbers: list[Number]) -> Change:
 
 
 def _filling(numbers: tuple[Number, ...]) -> Change:
-    """Puts numbers in the place of unknown ones."""
+    """A change that fills in unknown numbers."""
     return lambda number: numbers[number.index] if type(number) is Unknown else number
 
 
 def _with_numbers(recording: Recording, change: Change) -> Recording:
-    """A recording with every number changed, in an order that is always the same."""
+    """A recording with every number changed, always in the same order."""
     region = recording.region
     return replace(
         recording,
@@ -372,7 +379,7 @@ def _with_numbers(recording: Recording, change: Change) -> Recording:
 
 
 def _graph(graph: RegionGraph, change: Change) -> RegionGraph:
-    """Cost keys name sizes: they are left out, as nothing at work asks for them."""
+    """A graph with its numbers changed. Cost keys contain sizes; they are cleared, because the engine does not use them."""
     return msgspec.structs.replace(
         graph,
         values=tuple([msgspec.structs.replace(value, bytes=change(value.bytes)) for value in graph.values]),
@@ -413,7 +420,7 @@ def _ref(ref: Ref, change: Change) -> Ref:
 
 
 def _call(call: TorchCall, change: Change) -> TorchCall:
-    """A torch call; whole numbers among its arguments stand for tensors, and stay."""
+    """A torch call with its numbers changed. Bare integers among its arguments are indices of tensors and stay."""
     made = call.made if isinstance(call.made, int) else tuple([_looks(looks, change) for looks in call.made])
     kwargs = tuple([(name, _described(value, change)) for name, value in call.kwargs])
     return TorchCall(call.func, tuple([_described(value, change) for value in call.args]), kwargs, made, call.results)
@@ -427,7 +434,7 @@ def _is_open(call: TorchCall) -> bool:
 
 
 def _described(value: Any, change: Change) -> Any:
-    """An argument; numbers that are not whole are held as text."""
+    """An argument with its numbers changed. Floats are held as text."""
     if isinstance(value, Constant):
         held = value.value
         if value.kind is float and type(held) is str:

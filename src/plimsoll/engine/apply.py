@@ -1,4 +1,4 @@
-"""Puts a plan to work on a model, and takes it off again so that the model is exactly what it was."""
+"""Apply a plan to a model, and undo it so that the model is exactly what it was before."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class Removable(Protocol):
-    """What is put on a model and can be taken off again."""
+    """Something that was put on a model and can be removed again."""
 
     def remove(self) -> None:
         """Undo it."""
@@ -48,7 +48,7 @@ class Removable(Protocol):
 
 
 class RemovedAtEnd(abc.ABC):
-    """A context manager that takes itself off again when its block ends."""
+    """A context manager that calls `remove` when its block ends."""
 
     @abc.abstractmethod
     def remove(self) -> None:
@@ -62,7 +62,7 @@ class RemovedAtEnd(abc.ABC):
 
 
 class Handle(RemovedAtEnd):
-    """A plan at work on a model. Use it as a context manager, or call ``remove`` when done.
+    """A plan that is applied to a model. Use it as a context manager, or call ``remove`` when done.
 
     Example:
         >>> import torch, plimsoll
@@ -83,13 +83,13 @@ class Handle(RemovedAtEnd):
     ) -> None:
         self.model = model
         self._original = model if original is None else original
-        """As the user has it, with the wrapper of torch.compile."""
+        """The user's model, including a wrapper of torch.compile."""
         self._compiled = frozenset(compiled)
-        """Regions that are left alone."""
+        """Regions that the user compiles with torch.compile. They are not wrapped."""
         self._units: CompiledUnits | None = None
         self.regions: dict[str, ManagedRegion] = {}
         self._known: dict[str, ManagedRegion] = {}
-        """The regions at work, and those that were under another plan."""
+        """All regions wrapped so far, under the current plan or an earlier plan (see `switch`)."""
         self._shared = shared
         self._retry: Callable[..., Any] | None = None
         self._root_hooks: list[Any] = []
@@ -97,21 +97,22 @@ class Handle(RemovedAtEnd):
         self._begin(plan)
 
     def remove(self) -> None:
-        """Undo everything: the model is as it was before ``apply``. Calling it twice is harmless."""
+        """Undo everything: the model is what it was before ``apply``. A second call does nothing."""
         self.pause()
         for hook in (*self._root_hooks, *self._others):
             hook.remove()
         self._root_hooks, self._others = [], []
-        self._retry = None  # what is taken off plans no more
+        self._retry = None  # a removed handle does not replan after OutOfMemoryError
         self.regions, self._known = {}, {}
 
     def switch(self, plan: Plan) -> None:
-        """Put another plan for this model to work, from its next call on. What regions have recorded stays: where they have met
-        such a call before, under whatever plan, recipes serve it at once.
+        """Replace the plan by another plan for this model, from the model's next call on.
+
+        Regions keep their recordings. A call that was recorded before, under any plan, is served by recipes at once.
 
         Raises:
-            PlanMismatch: the plan is another model's, or needs another link, or other leave to talk to other ranks, than the
-                one at work.
+            PlanMismatch: the plan was made for another model, or its link or its permission to repeat collectives differs from
+                the current plan's.
         """
         shared = self._shared
         if plan.fingerprint != self._plan.fingerprint:
@@ -130,12 +131,12 @@ class Handle(RemovedAtEnd):
         self._begin(plan)
 
     def has_moved(self) -> bool:
-        """Whether some region's path leads to another module by now."""
+        """Whether some region's path in the model now leads to another module."""
         modules = dict(self.model.named_modules())
         return any(modules.get(name) is not region.module for name, region in self.regions.items())
 
     def _begin(self, plan: Plan) -> None:
-        """Let the plan decide about the regions that it manages."""
+        """Create or reuse the wrappers of the regions that the plan manages, and install them."""
         shared, model = self._shared, self.model
         calls = _managed_regions(plan) if shared.sensor is None else _regions(plan)
         modules = dict(model.named_modules())
@@ -147,7 +148,7 @@ class Handle(RemovedAtEnd):
         for name, module in managed.items():
             if (
                 name in self._known and self._known[name].module is module
-            ):  # a list of layers may have been put in order anew
+            ):  # the user may have reordered a list of layers
                 self._known[name].use(calls[name])
             elif name not in self._compiled:
                 self._known[name] = _region_class(plan, name)(name, module, calls[name], shared)
@@ -155,7 +156,7 @@ class Handle(RemovedAtEnd):
         if self._units is not None:
             self._units.use(plan)
         elif plan.compiled:
-            from plimsoll.engine.compiled.units import CompiledUnits  # inductor is imported where something is compiled
+            from plimsoll.engine.compiled.units import CompiledUnits  # import inductor only if something is compiled
 
             self._units = CompiledUnits(self._original, plan, shared)
         self.regions = {name: self._known[name] for name in calls if name in self._known}
@@ -163,39 +164,39 @@ class Handle(RemovedAtEnd):
         if self.regions and not self._root_hooks:
             self._root_hooks = [
                 model.register_forward_pre_hook(ModelHook(model, lambda *_: self.begin_step()), prepend=True),
-                # The last of all: what other hooks run (trials of plans) is another forward.
+                # Registered last, so it runs after the other pre-hooks: they may run another forward (trials of plans).
                 model.register_forward_pre_hook(ModelHook(model, lambda *_: shared.inputs.begin())),
                 model.register_forward_hook(ModelHook(model, lambda *_: self._forward_ended()), always_call=True),
             ]
-        shared.inputs.begin()  # a hook may have put the plan to work in the call that is under way
+        shared.inputs.begin()  # a hook may have applied the plan during the current call
         self.resume()
 
     def remove_with_me(self, hook: Removable) -> None:
-        """Take out something else that belongs to this plan when the plan is taken off."""
+        """Remove this hook, which belongs to the plan, when the plan is removed."""
         self._others.append(hook)
 
     def pause(self) -> None:
-        """Take the wrappers out for a while; what was recorded is kept."""
+        """Remove the wrappers temporarily; recordings stay."""
         for region in self.regions.values():
             region.remove()
         if self._units is not None:
             self._units.pause()
 
     def resume(self) -> None:
-        """Put the wrappers back in after ``pause``."""
+        """Install the wrappers again after ``pause``."""
         for region in self.regions.values():
             region.install()
         if self._units is not None:
             self._units.resume()
 
     def forget(self) -> None:
-        """Let every region record anew; what is compiled stays so."""
+        """Discard all recordings, so that every region records its next calls. Compiled units stay compiled."""
         for region in self.regions.values():
             region.forget()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Run the model unmanaged inside the block."""
+        """Run the model without the plan inside the block."""
         self.pause()
         try:
             yield
@@ -203,19 +204,19 @@ class Handle(RemovedAtEnd):
             self.resume()
 
     def step(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run one training step, ``function(*args, **kwargs)``; where it runs out of memory, go on with less.
+        """Run one training step, ``function(*args, **kwargs)``. If it runs out of memory, retry it with a plan that needs less.
 
-        On ``torch.OutOfMemoryError`` everything is put back as it was before the step (parameters, optimizers, gradient
-        scalers, gradients, buffers, attributes, random states), a plan that takes less is put to work, and the step is
-        run again. So it has to be all of a step, and only that: the batch is made before it, and what it returns is
-        logged after it. Several ranks (over gloo) call it alike: where one runs out of memory, all run the step again.
+        On ``torch.OutOfMemoryError`` the state from before the step is restored (parameters, optimizers, gradient scalers,
+        gradients, buffers, attributes, random states), a plan with a lower peak is applied, and the step runs again. So the
+        function must be the whole step and nothing else: make the batch before it, and log its result after it. Several ranks
+        (over gloo) must all call it: if one rank runs out of memory, all ranks run the step again.
 
         Returns:
-            What the function returns.
+            The function's result.
 
         Raises:
-            BudgetBelowFloor: it runs out of memory under the plan with the lowest peak, too.
-            torch.OutOfMemoryError: what the step wrote cannot be put back; a note of the error says what.
+            BudgetBelowFloor: the step runs out of memory even under the plan with the lowest peak.
+            torch.OutOfMemoryError: something that the step wrote cannot be restored; a note on the error says what.
             RankFailed, RankMissing: the step failed on another rank, and no rank runs it again.
 
         Example:
@@ -232,20 +233,20 @@ class Handle(RemovedAtEnd):
         return function(*args, **kwargs) if retry is None else retry(function, *args, **kwargs)
 
     def retry_with(self, retry: Callable[..., Any]) -> None:
-        """Steps are run by this from now on."""
+        """Run steps through ``retry`` from now on."""
         self._retry = retry
 
     def on_larger_calls(self, listener: Listener) -> None:
-        """Call the listener before a region runs that receives a larger call than ever before, or runs in another order."""
+        """Call the listener before a region runs with larger inputs than ever before, or in another order than before."""
         self._shared.larger.listener = listener
 
     @property
     def plan(self) -> Plan:
-        """The plan at work."""
+        """The current plan."""
         return self._plan
 
     def outcomes(self) -> tuple[RegionOutcome, ...]:
-        """How every region of the plan is served so far."""
+        """How each region of the plan has been served so far."""
         in_units = _in_units(self._plan)
         untouched = [
             _compiled_outcome(region, None if self._units is None else self._units.packing.get(region.name))
@@ -258,25 +259,25 @@ class Handle(RemovedAtEnd):
 
     @property
     def faults(self) -> tuple[Fault, ...]:
-        """What inspected calls have shown so far."""
+        """The faults that inspected calls have found so far."""
         return tuple(self._shared.inspector.faults)
 
     @property
     def inspected_calls(self) -> int:
-        """How many calls of regions have been inspected so far."""
+        """The number of inspected calls of regions so far."""
         return self._shared.inspector.inspected_calls
 
     @property
     def inspected_tensors(self) -> int:
-        """How many rebuilt tensors have been compared with what forward saved."""
+        """The number of rebuilt tensors that were compared with forward's saved tensors."""
         return self._shared.inspector.inspected_tensors
 
     def inspecting(self) -> contextlib.AbstractContextManager[None]:
-        """Inspect every region in every call inside the block."""
+        """Inspect every call of every region inside the block."""
         return self._shared.inspector.everywhere()
 
     def obstacles(self) -> dict[str, dict[str, str]]:
-        """Values that the plan drops but that are kept, by region, each with the reason."""
+        """By region: values that the plan wants to drop but that are kept, each with the reason."""
         found: dict[str, dict[str, str]] = {}
         for name, region in self.regions.items():
             for service in region.services.values():
@@ -290,7 +291,7 @@ class Handle(RemovedAtEnd):
         self._shared.unmet.say(self._plan)
 
     def begin_step(self) -> None:
-        """A new call of the model begins: calls of its regions are counted from zero."""
+        """Start a new call of the model: reset the call counters of its regions."""
         self._shared.links.clear()
         self._shared.transfers.clear()
         self._shared.alarm.begin_step()
@@ -314,11 +315,12 @@ def apply_plan(
 ) -> Handle:
     """Manage the model's regions as the plan says. A region that keeps everything is not touched at all.
 
-    ``sentinel_every`` and ``verify_every`` are as for `plimsoll.apply`. Offloaded values go over ``link``, whatever it
-    is called; by default the plan's own link is opened. A sensor watches the first call of every region.
-    ``agree_on_service`` is called where recipes repeat collectives, with the region's name, the ranks that it talks to
-    and what serves it here, and raises where these differ; `plimsoll.session.manage` gives the one for real ranks.
-    ``splits_backward``: hold what both halves of a zero-bubble schedule's backward read from the one to the other.
+    ``sentinel_every`` and ``verify_every`` are those of `plimsoll.apply`. Offloaded values go over ``link``, whatever its name;
+    by default the plan's own link is opened. If there is a sensor, it watches the first call of every region.
+    ``agree_on_service`` is called when recipes repeat collectives, with the region's name, the ranks that it communicates with
+    and a description of what serves it on this rank. It raises if the ranks' descriptions differ; `plimsoll.session.manage`
+    supplies one for real ranks. ``splits_backward``: keep tensors that both halves of a zero-bubble schedule's backward read,
+    from the first half to the second.
 
     Raises:
         PlanNotUsable: the plan's status says that it holds no decisions.
@@ -359,7 +361,7 @@ def apply_plan(
 
 
 def _compiled_outcome(region: RegionPlan, packing: PackingCall | None) -> RegionOutcome:
-    """How a region is served in which torch.compile does as the plan says: bytes are the plan's."""
+    """The outcome of a region inside a compiled unit. Its bytes are the plan's, not measured."""
     return RegionOutcome(
         name=region.name,
         call=region.call,
@@ -370,21 +372,21 @@ def _compiled_outcome(region: RegionPlan, packing: PackingCall | None) -> Region
 
 
 def _region_class(plan: Plan, name: str) -> type[ManagedRegion]:
-    """What a region is that runs eagerly, of its own or within what is compiled."""
+    """The class for a region that runs eagerly: an ordinary region, or one inside a compiled unit."""
     if not any(name.startswith(unit.path + ".") for unit in plan.compiled):
         return ManagedRegion
-    from plimsoll.engine.compiled.units import RegionInCompiled  # inductor is imported where something is compiled
+    from plimsoll.engine.compiled.units import RegionInCompiled  # import inductor only if something is compiled
 
     return RegionInCompiled
 
 
 def _in_units(plan: Plan) -> frozenset[str]:
-    """The regions that lie in what torch.compile compiles."""
+    """Names of the regions that torch.compile compiles."""
     return frozenset(name for unit in plan.compiled for name in unit.regions)
 
 
 def _regions(plan: Plan) -> dict[str, tuple[RegionPlan, ...]]:
-    """All calls of each region that runs eagerly."""
+    """All calls of each region that runs eagerly, by region name."""
     grouped: dict[str, list[RegionPlan]] = {}
     in_units = _in_units(plan)
     for region in plan.regions:
@@ -394,9 +396,9 @@ def _regions(plan: Plan) -> dict[str, tuple[RegionPlan, ...]]:
 
 
 def _managed_regions(plan: Plan) -> dict[str, tuple[RegionPlan, ...]]:
-    """The regions that get a wrapper: those that do not keep everything, those behind which transfers hide, and the first one.
+    """The regions that get a wrapper: regions that do not keep everything, regions that hide transfers, and the first region.
 
-    The input of the first region shows how large a call of the model becomes.
+    The first region is wrapped because its inputs show how large a call of the model will be.
     """
     hides = hiding(plan.regions)
     regions = _regions(plan)
@@ -408,7 +410,7 @@ def _managed_regions(plan: Plan) -> dict[str, tuple[RegionPlan, ...]]:
 
 
 def _check_module(model: nn.Module, modules: Mapping[str, nn.Module], name: str, *, is_managed: bool) -> None:
-    """Refuse a plan whose region the model does not have, or has under another plan."""
+    """Raise if the model does not have the region, or if another plan manages it already."""
     if name not in modules:
         raise PlanMismatch(
             f"The plan decides about {name!r}, which {type(model).__name__} does not have.",

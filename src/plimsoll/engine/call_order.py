@@ -10,30 +10,31 @@ from plimsoll.engine.larger_calls import LargerCalls
 from plimsoll.tracing.torch_internals import sequence_number
 
 _MOVED = 1.25
-"""A plan manages only modules that it decides about. If others move, more or less of forward runs before a managed region. A
-region has moved if forward has made this many times as many autograd nodes as ever before it, or as few."""
+"""A region has moved if the autograd nodes that forward made before it exceed the most so far by this factor, or fall short of
+the fewest by it. A plan manages only modules that it decides about, so if other modules move, only this count shows it.
+"""
 _FEW_NODES = 4
 
 
 class CallOrder:
-    """Which region has run directly after which other one, and how many autograd nodes forward had made by then."""
+    """Which region has run directly after which other region, and how many autograd nodes forward had made by then."""
 
     def __init__(self) -> None:
         self._previous = ""
         self._first_node = 0
         self._known: set[tuple[str, str]] = set()
         self._ranks: dict[str, int] = {"": -1}
-        """The place of each region in the order of their first calls."""
+        """The position of each region in the order of their first calls."""
         self._nodes: dict[str, tuple[int, int]] = {}
         """The fewest and the most nodes before each region."""
 
     def begin_step(self) -> None:
-        """The region that runs next is the first one of a forward."""
+        """Start a forward: the region that runs next is its first one."""
         self._previous = ""
         self._first_node = sequence_number()
 
     def called(self, name: str, larger: LargerCalls) -> None:
-        """A region is about to run; tell ``larger`` if it has never run at this place."""
+        """Note that a region is about to run. Inform ``larger`` if it has never run at this place."""
         pair = (self._previous, name)
         self._previous = name
         nodes = sequence_number() - self._first_node
@@ -50,7 +51,7 @@ class CallOrder:
         is_first_step = not self._known or name not in self._ranks
         self._known.add((previous, name))
         self._ranks.setdefault(name, len(self._ranks))
-        # A region that follows an earlier one, with others left out between them, keeps the order.
+        # A region that follows an earlier one keeps the order, even if others were skipped between them.
         is_in_order = self._ranks[previous] < self._ranks[name] and previous
         if not (is_first_step or is_in_order):
             place = f"after {previous!r}" if previous else "first"

@@ -1,14 +1,14 @@
-"""Tells whether a call of a region makes the same torch calls as one that was recorded, before anything is dropped.
+"""Check whether a call of a region makes the same torch calls as a recorded call, before anything is dropped.
 
-Recipes bake in what forward's Python code decided: constants, slices, which weight is used, whether a layer is skipped. All of
-that reaches torch as arguments of its functions. So a `TorchFunctionMode` compares every torch call in a region with the
-recorded *stream* of calls: the function, its host arguments, and for each tensor which earlier call made it, or which
-parameter or input it is. Where the state of the host has changed, a call differs, and the region keeps everything.
+Recipes contain the decisions of forward's Python code: constants, slices, which weight is used, whether a layer is skipped. All
+of these reach torch as arguments of its functions. So a `TorchFunctionMode` compares every torch call in a region with the
+recorded *stream* of calls: the function, its host arguments, and for each tensor which earlier call made it, or which parameter
+or input it is. If the state of the host has changed, a call differs, and the region keeps everything.
 
 Host arguments are compared by type and value, never by hash alone (``1 == 1.0 == True``). Tensors are compared by identity
-through weak references, so nothing lives longer than it would. A tensor from outside that is neither parameter nor input
-must look like the recorded one; its contents are this call's own. What torch calls cannot show (constants inside a C++
-extension, data that numpy changed) is left to the samples and inspections.
+through weak references, because strong ones would raise forward's peak. A tensor from outside that is neither parameter nor
+input must look like the recorded tensor; its contents may differ from call to call. Torch calls do not show everything: samples
+and inspections catch the rest (constants inside a C++ extension, data that numpy changed).
 """
 
 from __future__ import annotations
@@ -43,38 +43,38 @@ from plimsoll.engine.torch_calls import (
 from plimsoll.tracing.recorder.calling import flat_tensors
 
 _NOT_THE_USERS = ("<", f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
-"""How the names of files begin that hold code of torch, of ours, or that was generated."""
+"""Prefixes of file names that contain torch's code, our code or generated code."""
 
 _ANSWERS = frozenset({bool, int, float, complex, str, torch.Size, torch.dtype, torch.device, torch.layout})
-"""Types of results that leave no trace among tensors: calls that only ask something are not part of the stream."""
+"""Types of results that are not tensors: calls that return them only query something and are not part of the stream."""
 _MARKS = frozenset(
     {torch.ops.profiler._record_function_exit._RecordFunction, torch.ops.profiler._record_function_exit.default}
 )
-"""The ends of ``record_function``: they name what is between them in a profile, and touch no tensor."""
+"""The ends of ``record_function``: they name the code between them in a profile, and do not touch tensors."""
 
 
 def _never(args: object, kwargs: object, result: object, known: object) -> bool:
-    """Recognises no call."""
+    """Match no call."""
     return False
 
 
 @dataclass(slots=True)
 class Junction:
-    """A place in the tree of known streams: the calls that may come next, and what serves a call that ends here.
+    """A node in the tree of known streams: the calls that may come next, and the program of a call that ends here.
 
-    Nearly every place has one call after it. That call's function, what recognises it and the place after it are fields of
-    their own, because this look-up is on the path of every torch call.
+    Nearly every node has one next call. That call's function, its matcher and the node after it are separate fields, because
+    this look-up is on the path of every torch call.
     """
 
     branches: list[tuple[TorchCall, Matches, Junction]] = field(default_factory=list)
     program: Any = None
     func: Any = None
-    """The function of the only call after it; ``None`` if there are several calls or none."""
+    """The function of the only next call; ``None`` if there are several next calls or none."""
     matches: Matches = _never
     after: Junction | None = None
 
     def add(self, stream: Stream, program: Any) -> None:
-        """Make a stream known."""
+        """Add a stream and its program to the tree."""
         place = self
         for call, matches in zip(stream, compile_stream(stream), strict=True):
             following = next((after for known, _, after in place.branches if known == call), None)
@@ -94,7 +94,7 @@ def called(func: Any) -> str:
 
 
 def _line_of_user() -> str:
-    """Where the innermost frame is that is neither torch's nor ours."""
+    """File and line of the innermost frame that is neither torch's nor ours."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         frame = frame.f_back
@@ -107,11 +107,11 @@ def references(tensors: Iterable[torch.Tensor | None]) -> References:
 
 
 class Alarm:
-    """Says to all regions of one model that one was surprised: what changes there will soon change in its neighbours."""
+    """Informs all regions of a model when a region was surprised: a change there will soon affect its neighbours too."""
 
     def __init__(self) -> None:
         self.count = 0
-        """In how many steps some region was surprised."""
+        """The number of steps with a surprise in some region."""
         self.has_wrong_number = False
         """Whether a recipe with an open number has made something else than forward did."""
         self._is_raised = False
@@ -120,43 +120,43 @@ class Alarm:
         self._is_raised = False
 
     def sound(self) -> None:
-        """A region was surprised. Several in one step count as one."""
+        """Note that a region was surprised. Several surprises in one step count as one."""
         self.count += not self._is_raised
         self._is_raised = True
 
 
 class StreamGuard(LowestMode):
-    """Follows a steady call through the tree of known streams. ``known`` are tensors that are there before the call."""
+    """Follows a steady call through the tree of known streams. ``known`` are the tensors that exist before the call."""
 
     def __init__(self, root: Junction, known: References) -> None:
         self._known = known
         self._place: Junction | None = root
         self.stranger: Any = None
-        """The function whose call was in none of the streams."""
+        """The function whose call is in none of the streams."""
         self.where = ""
         """The line of the user's code that called it."""
 
     @property
     def program(self) -> Any:
-        """What serves this call; ``None`` if its stream is new."""
+        """The program that serves this call; ``None`` if its stream is new."""
         return None if self._place is None else self._place.program
 
     @property
     def numbers(self) -> dict[int, Number]:
-        """The numbers that the call was given where its stream leaves them open."""
+        """The call's numbers at the places that its stream leaves open."""
         return self._known.numbers
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if is_dynamo_compiling():  # Dynamo would write where this call stands into the compiled code
+        if is_dynamo_compiling():  # Dynamo would bake the current position in the stream into the compiled code
             return func(*args, **(kwargs or {}))
         place = self._place
         if types or place is None or place.func is not func:
             func = unreplaced(func)
             result = self.call(func, types, args, kwargs)
             place = self._place
-        else:  # nearly every call
+        else:  # nearly every call takes this path
             result = func(*args, **kwargs) if kwargs else func(*args)
         if place is not None:
             if place.func is func and place.matches(args, kwargs, result, self._known):
@@ -168,7 +168,7 @@ class StreamGuard(LowestMode):
     def _follow(
         self, place: Junction, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, result: Any
     ) -> None:
-        """Try all branches of a place; a call that none of them describes ends what is known."""
+        """Try all branches of a node. If none matches, the stream is new from here on."""
         for call, matches, following in place.branches:
             if (func is call.func or func == call.func) and matches(args, kwargs, result, self._known):
                 self._place = following
@@ -178,7 +178,7 @@ class StreamGuard(LowestMode):
 
 
 class StreamRecorder(LowestMode):
-    """Writes down the stream of a call."""
+    """Records the stream of a call."""
 
     def __init__(self, known: References) -> None:
         super().__init__()
@@ -186,7 +186,9 @@ class StreamRecorder(LowestMode):
         self._numbers = {id(tensor): number for number, ref in enumerate(known) if (tensor := ref()) is not None}
         self._calls: list[TorchCall] = []
         self.is_within = False
-        """Whether a torch call is under way: other operations come from code that nobody sees (TorchScript, extensions)."""
+        """Whether a torch call is running. Operations outside of torch calls come from code that we cannot see (TorchScript,
+        extensions).
+        """
 
     @property
     def stream(self) -> Stream:
@@ -235,7 +237,9 @@ class StreamRecorder(LowestMode):
 
 
 def _leaves_a_trace(func: Any, result: Any) -> bool:
-    """Whether a call may have made or changed a tensor: it returned one, or nothing at all, as a profiler's marks do too."""
+    """Whether a call may have made or changed a tensor: it returned a tensor or None. Calls that only mark a profile return
+    None too, but do not count.
+    """
     if isinstance(result, torch.Tensor):
         return True
     if result is None:
@@ -244,4 +248,4 @@ def _leaves_a_trace(func: Any, result: Any) -> bool:
 
 
 def _nothing() -> None:
-    """Stands for a parameter that is not there."""
+    """The reference of a parameter that is missing."""

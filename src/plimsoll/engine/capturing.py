@@ -1,9 +1,9 @@
-"""CUDA graphs: tells whether one is being captured, and words the errors about what a graph cannot repeat.
+"""CUDA graphs: detect a capture, and raise the errors about steps that a graph cannot repeat.
 
 A graph runs the captured kernels again at the same addresses, without Python. During a capture the host must not wait for the
-device. So a region whose calls are recorded can be captured: its recipes are kernels like any others. Samples and inspections
-are left out, because their answer is read by the host. What needs Python in every step (recording, random states, transfers,
-codecs that look at the data first) is refused before it runs.
+device. A region whose calls are recorded can be captured: its recipes are kernels like any others. Samples and inspections are
+skipped, because the host would have to read their results. Whatever needs Python in every step (recording, random states,
+transfers, codecs that read the data first) is refused before it runs.
 
 Not yet run on a GPU.
 """
@@ -20,7 +20,7 @@ WARM_UP = "run three training steps with the same shapes before the capture, as 
 
 
 def is_capturing(device_type: str) -> bool:
-    """Whether a CUDA graph is being captured on the current stream. Asks nothing where the device is a CPU."""
+    """Whether a CUDA graph is being captured on the current stream. Does not query CUDA if the device is a CPU."""
     return device_type in _CAPTURED and torch.cuda.is_current_stream_capturing()
 
 

@@ -1,8 +1,8 @@
-"""Tells a managed module from its copies, so that a copy runs its own weights, and a model's own calls from others.
+"""Tell a managed module from its copies, so that a copy runs with its own weights.
 
-What stands in for ``forward`` lies in the module's instance dictionary, and whoever copies that dictionary
-(``copy.copy``, the replicas of ``nn.DataParallel``) copies it too. It is the same object in both, so it asks for whom it
-is called: ``nn.Module.__call__`` has that module as ``self``.
+Our replacement of ``forward`` is in the module's instance dictionary, and a shallow copy of the module (``copy.copy``, the
+replicas of ``nn.DataParallel``) copies that dictionary. Both modules then have the same replacement object. So it looks up
+which module it was called for: ``nn.Module.__call__`` has that module as ``self``.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 from plimsoll.tracing.refusals import refuse_compiler, refused_script
 from plimsoll.tracing.torch_internals import is_being_traced
 
-# Private names, seen in torch 2.9 to 2.15: what runs ``self.forward`` inside of a module's call. With hooks it is a
-# function inside of ``_call_impl``; under torch.jit.trace it is ``_slow_forward``.
+# Private names, seen in torch 2.9 to 2.15: the code that calls ``self.forward`` in a module's call. With hooks it is a function
+# inside of ``_call_impl``; under torch.jit.trace it is ``_slow_forward``.
 _CALLS = frozenset(
     {
         nn.Module._call_impl.__code__,
@@ -30,18 +30,19 @@ _CALLS = frozenset(
     }
 )
 _WRAPPED = nn.Module._wrapped_call_impl.__code__
-"""What calls that, where the module has no hooks."""
+"""The caller of ``_call_impl`` if the module has no hooks."""
 
 
 def calling_module(stand_in: object) -> nn.Module | None:
-    """The module whose call has led to the caller of this function, which is its forward; ``None`` where that is called by
-    its name.
+    """The module whose call led to our caller, which is its forward. ``None`` if forward was called directly, not through
+    ``nn.Module.__call__``.
     """
     try:
         frame = sys._getframe(3)
-    except ValueError:  # it is called by its name, at the top of a script
+    except ValueError:  # forward was called directly, at the top of a script
         return None
-    if frame.f_code is not _WRAPPED:  # which has the fewest locals, and every look makes a dictionary of all of them
+    # try this frame first: it has the fewest locals, and f_locals makes a dictionary of all locals
+    if frame.f_code is not _WRAPPED:
         frame = sys._getframe(2)
         if frame.f_code not in _CALLS:
             return None
@@ -50,9 +51,9 @@ def calling_module(stand_in: object) -> nn.Module | None:
 
 
 class CopiedForward:
-    """Stands in a deep copy, or in a loaded module, where the stand-in was: runs the plain forward of its class.
+    """Replaces our ``forward`` in a deep copy or an unpickled module, and runs the plain forward of its class.
 
-    It takes itself out at its first call, so that copies of the copy do not find it.
+    It removes itself at its first call, so that copies of the copy do not contain it.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -73,10 +74,10 @@ class CopiedForward:
 
 
 class ModelHook:
-    """Runs something when the model is called to compute; not when it is traced.
+    """A hook that runs a function when the model is called to compute, but not when it is traced.
 
-    Copies and pickles of the model get a hook that does nothing. Shallow copies share the hook: it runs for those that
-    share the submodules too.
+    Deep copies and pickles of the model get a hook that does nothing. Shallow copies share the hook; it runs for copies that
+    also share the submodules.
     """
 
     def __init__(self, model: nn.Module | None = None, run: Callable[..., None] | None = None) -> None:
@@ -98,7 +99,9 @@ class ModelHook:
 
     @property
     def __name__(self) -> str:
-        """What torch.jit.script asks of a hook before it looks for its source, which there is none of."""
+        """Raise our error for torch.jit.script, which reads this attribute before it looks for the hook's source (it has
+        none).
+        """
         raise refused_script()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelHook:

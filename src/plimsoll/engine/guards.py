@@ -1,14 +1,14 @@
-"""What must hold for a call to be served by recipes. All of it is known before anything is dropped.
+"""The conditions under which a recorded recipe may serve a call. All of them are checked before anything is dropped.
 
-Three questions, in the order in which they can be answered:
+There are three checks, in this order:
 
-1. Before anything: are this call's saved tensors ours to manage? `is_somebody_elses_call`, and `compiled_part` once.
-2. Before forward: does the call look like one that was recorded? `SignatureReader.read` gives a key of what goes in.
-3. After forward, while every saved tensor is still held: did it do what the recorded call did? Its torch calls must have been
-   the same (see ``call_stream``), and `Guard.holds` compares what it saved. If either says no, the call keeps everything, so
-   its gradients are right by construction.
+1. Before the call: are its saved tensors ours to manage? See `is_somebody_elses_call`; `compiled_part` is checked once.
+2. Before forward: does the call look like a recorded call? `SignatureReader.read` makes a key of its inputs and state.
+3. After forward, while every saved tensor is still held: did the call do the same as the recorded call? The torch calls must
+   match (see ``call_stream``), and `Guard.holds` compares the saved tensors. If either check fails, the call keeps everything,
+   so its gradients are correct by construction.
 
-What no guard can see, a constant inside a C++ extension say, is left to the samples (see ``sampling``).
+Guards cannot see everything, for example a constant inside a C++ extension. Samples catch such differences (see ``sampling``).
 """
 
 from __future__ import annotations
@@ -34,13 +34,15 @@ from plimsoll.tracing.torch_internals import (
 )
 
 NO_OFFSET = -1
-"""The offset of saved tensors that do not lie on one storage (sparse ones)."""
+"""The offset of saved tensors without one storage (sparse tensors)."""
 _SCALARS = (bool, int, float, complex, str)
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 
 def is_somebody_elses_call() -> bool:
-    """Whether saved tensors are not ours to manage: other hooks are active or forbidden, a transform or a tracer is at work."""
+    """Whether we must not manage saved tensors: other hooks are active or hooks are forbidden, or a functorch transform,
+    forward-mode AD or a tracer is active.
+    """
     return (
         top_saved_hooks(True) is not None
         or not are_saved_hooks_enabled()
@@ -51,15 +53,15 @@ def is_somebody_elses_call() -> bool:
 
 
 Places = list[tuple[dict[str, torch.Tensor | None], str]]
-"""Where parameters and buffers are found: the dictionary of their module, and the name in it."""
+"""How to find parameters and buffers: the dictionary of their module, and the name in it."""
 
 
 class Entry(NamedTuple):
-    """What is known of a call before forward runs.
+    """Everything that is known about a call before forward runs.
 
-    ``signature`` is all that decides which recipes may serve it. ``sources`` are the region's parameters and buffers as they
-    are now, in the order of the reader's `places`, ``inputs`` the tensors among its arguments, ``flags`` those of torch,
-    ``modes`` the user's active ones.
+    ``signature`` determines which recipes may serve the call. ``sources`` are the region's current parameters and buffers, in
+    the order of `SignatureReader.places`. ``inputs`` are the tensors among the arguments, ``flags`` are torch's flags, and
+    ``modes`` are the user's active function modes.
     """
 
     signature: tuple[Any, ...]
@@ -69,13 +71,13 @@ class Entry(NamedTuple):
     modes: Modes | None
 
     def memory(self, places: Iterable[int]) -> dict[int, torch.UntypedStorage]:
-        """The storages of these parameters and buffers, by place."""
+        """The storages of the parameters and buffers at these places."""
         found = ((place, self.sources[place]) for place in places)
         return {place: local_of(source).untyped_storage() for place, source in found if source is not None}
 
 
 class SignatureReader:
-    """Reads what is there before a call: its inputs, the parameters and buffers, the scalars, the modes around it."""
+    """Reads the state before a call: its inputs, the parameters and buffers, the scalar attributes, the active modes."""
 
     def __init__(self, module: nn.Module, device_type: str) -> None:
         self._module = module
@@ -84,8 +86,8 @@ class SignatureReader:
         self._scan()
 
     def _scan(self) -> None:
-        """Find what is read in every call. Done again when submodules were replaced or tensors moved, which makes a new
-        generation.
+        """Find what every call must read. Repeat this when submodules were replaced or tensors moved; that starts a new
+        generation, which is part of the signature.
         """
         module = self._module
         self._generation += 1
@@ -99,7 +101,7 @@ class SignatureReader:
             if isinstance(value, _SCALARS)
         ]
         self.places: Places = []
-        """Of the parameters, then of the buffers, then of what frozen weights keep beside themselves."""
+        """Places of the parameters, then of the buffers, then of the extra tensors that frozen (quantized) weights hold."""
         for kind in ("_parameters", "_buffers"):
             for inner in module.modules():
                 holder = getattr(inner, kind)
@@ -115,11 +117,11 @@ class SignatureReader:
                 self._ties.append((twin, index))
 
     def scalars(self) -> tuple[Any, ...]:
-        """The scalar attributes of the region's modules, as they are now."""
+        """The current scalar attributes of the region's modules."""
         return tuple([holder.get(name) for holder, name in self._scalars])
 
     def _sources(self) -> tuple[list[torch.Tensor | None], tuple[bool, ...]]:
-        """The current parameters and buffers, and which of them are trained.
+        """The current parameters and buffers, and for each whether it requires a gradient.
 
         Raises:
             AttributeError: a place has become empty.
@@ -128,7 +130,7 @@ class SignatureReader:
         return sources, tuple([source.requires_grad for source in sources])
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
-        """All that is visible before a call. Function modes do not see that it is read."""
+        """Read everything that is visible before a call. The user's function modes do not see these reads."""
         modes = modes_around()
         if modes is None:
             return self._read(args, kwargs, None)
@@ -177,12 +179,13 @@ def _share_memory(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 
 def describe(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Something hashable that stands for an argument: how a tensor lies, what a scalar is, of which type an object is.
+    """A hashable description of an argument: a tensor's geometry, dtype and device, a scalar's value, an object's type.
 
-    The tensors that are met are added to ``tensors``.
+    Tensors in the argument are appended to ``tensors``.
     """
     kind = type(value)
-    if kind in _PLAIN and value.layout is torch.strided:  # the fast way for all but DTensors and the like
+    # the fast path for everything but DTensors and similar subclasses
+    if kind in _PLAIN and value.layout is torch.strided:
         tensors.append(value)
         return (value.requires_grad, _lies(value))
     if isinstance(value, torch.Tensor):
@@ -207,9 +210,9 @@ def _lies(value: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _shared_bases(tensors: list[torch.Tensor]) -> tuple[int, ...] | None:
-    """Which tensors lie in the same memory, which decides what a recipe may start from; ``None`` if none do.
+    """Which of these tensors share memory, or ``None`` if none do. This decides what a recipe may start from.
 
-    All of them live, so equal addresses mean one storage. What has no address counts as itself.
+    All tensors are alive, so equal addresses mean the same storage. A tensor without an address is treated as unshared.
     """
     bases = []
     for tensor in tensors:
@@ -222,9 +225,9 @@ def _shared_bases(tensors: list[torch.Tensor]) -> tuple[int, ...] | None:
 
 
 class Guard:
-    """Says of a call that has just returned whether it did what the recorded one did, as far as what it saved can tell.
+    """Checks whether a call that has just returned saved the same as the recorded call.
 
-    ``node_counts`` says how many autograd nodes such a call may make.
+    ``node_counts`` is the range of autograd nodes that such a call may create.
     """
 
     def __init__(self, plan: ReplayPlan, node_counts: range) -> None:
@@ -240,9 +243,9 @@ class Guard:
         self._offsets = tuple((source.place, plan.geometry_of(value).offset) for value, source in held)
 
     def holds(self, call: OpenCall, node_count: int) -> bool:
-        """Whether this call saved what the recorded one saved, and built as many autograd nodes.
+        """Whether this call saved the same tensors as the recorded call and created an expected number of autograd nodes.
 
-        This is the last question before tensors are dropped: it is asked in every steady call, of nothing but the host.
+        This is the last check before tensors are dropped. It runs in every steady call and reads host-side metadata only.
         """
         tensors = call.tensors
         if len(tensors) != len(self._slots) or node_count not in self._node_counts:
@@ -262,12 +265,12 @@ class Guard:
                 or (offset != NO_OFFSET and (tensor.stride() != stride or tensor.storage_offset() != offset))
             ):
                 return False
-            # What was written to after it was saved must raise in backward, as without a plan: kept cells do, recipes could
-            # not.
+            # A saved tensor that was written to afterwards must raise in backward, as it does without a plan. A kept cell
+            # raises; a recipe would not.
             if is_dropped and cell.version_now(tensor) != cell.version:
                 return False
         sources = call.sources
-        for place, offset in self._offsets:  # flat parameters are parts of one storage, and may be moved in it
+        for place, offset in self._offsets:  # flat parameters are slices of one storage, and may move within it
             source = sources[place]
             if source is None or local_of(source).storage_offset() != offset:
                 return False

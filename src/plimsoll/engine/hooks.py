@@ -1,13 +1,13 @@
 """The saved-tensor hooks of a managed region, and the cells that they give to autograd instead of tensors.
 
-While the region runs, its cells hold everything that autograd saves: only when the region has returned is it known whether
-the call may be treated like the recorded one. Then each cell is *kept* or *dropped*, and the `OpenCall` is done. What autograd
-lets go of before, as the graph of something that is detached, is gone at once; where a node has saved its own result, which
-leads back to it, only then.
+While the region runs, its cells hold everything that autograd saves: only after the region has returned is it known whether the
+call matches the recorded one. Then each cell is *kept* or *dropped*, and the `OpenCall` is done. Tensors that autograd frees
+during forward, such as the graph of a detached tensor, are freed at once. The exception is a node that has saved its own
+output: output and node form a cycle, which is broken when the region returns.
 
-Cells own memory by plain references, so Python's reference counts free what nothing needs any more; there is no table of
-live tensors to clean up. A dropped cell owns the kept cells that its recipe reads, through any number of ops, and no more;
-when autograd lets go of it, they go with it.
+Cells own memory by plain references, so reference counting frees what is no longer needed, and a table of live tensors is not
+needed. A dropped cell owns the kept cells that its recipe reads (directly or through other ops), and nothing else. When
+autograd frees the dropped cell, they are freed too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Readable(Protocol):
 
 
 class Restorer(Protocol):
-    """Brings back the tensor of a cell: the open call, or the replay of a dropped cell or of one that recipes start from."""
+    """Rebuilds or returns the tensor of a cell: the open call, or the replay that rebuilds it or reads it."""
 
     def restore(self, cell: Cell) -> torch.Tensor: ...
 
@@ -42,9 +42,9 @@ class Cell:
     """One saved tensor of one call of a region.
 
     A cell is *open* while the region runs (``tensor`` is what autograd has saved), then *kept* (``tensor`` and ``version`` are
-    set) or *dropped* (``leaves`` and ``sample`` are set). ``between`` is what `split_backward` knows of a dropped cell. For a
-    DTensor the cell is about the local shard; ``shell`` is the rest of the DTensor (``None`` for other tensors), and its
-    version counts as well.
+    set) or *dropped* (``leaves`` and ``sample`` are set). ``between`` is the state that `split_backward` attaches to a dropped
+    cell. For a DTensor, the cell holds the local shard and ``shell`` holds the rest of the DTensor (``None`` for other
+    tensors); the shell's version counts too.
     """
 
     __slots__ = ("__weakref__", "between", "index", "leaves", "restorer", "sample", "shell", "tensor", "version")
@@ -66,7 +66,7 @@ class Cell:
         shell: Shell | None = None,
         tensor: torch.Tensor | None = None,
     ) -> None:
-        # ``leaves``, ``sample`` and ``between`` stay unset until ``drop``: this runs for every tensor that autograd saves
+        # ``leaves``, ``sample`` and ``between`` stay unset until ``drop``, to save time: this runs for every saved tensor
         self.restorer = restorer
         self.shell = shell
         self.index = index
@@ -81,20 +81,20 @@ class Cell:
         return cell
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """Hold the tensor; ``version`` stays the one that it had when autograd saved it."""
-        # An alias: the tensor itself may be the output of the node that holds this cell, and the two would never be freed.
+        """Hold the tensor. ``version`` remains the version at which autograd saved it."""
+        # Hold an alias: the tensor may be the output of the node that holds this cell, and that cycle would never be freed.
         self.tensor = tensor if tensor.is_leaf else tensor.detach()
         self.restorer = None
         if self.shell is not None:
             self.shell.keep()
 
     def alias(self) -> Cell:
-        """A kept cell with the memory that the tensor has now: a leaf may get other memory before backward."""
+        """A kept cell on the tensor's current memory: a leaf may get other memory before backward."""
         assert self.tensor is not None, "only kept cells are read"
         return Cell(None, self.index, self.version, self.shell, self.tensor.detach())
 
     def drop(self, leaves: tuple[Readable, ...], restorer: Restorer) -> None:
-        """Hold only what the recipe starts from, and who runs it."""
+        """Hold only the inputs of the recipe, and the object that runs it."""
         self.leaves = leaves
         self.restorer = restorer
         self.sample = None
@@ -103,37 +103,37 @@ class Cell:
             self.shell.let_go()
 
     def version_now(self, tensor: torch.Tensor) -> int:
-        """The version of a saved tensor (a DTensor's local shard) that is still held."""
+        """The current version of a saved tensor that is still held (for a DTensor: local shard plus shell)."""
         return tensor._version if self.shell is None else tensor._version + self.shell.version
 
     def show(self, value: torch.Tensor) -> torch.Tensor:
-        """What autograd gets to see of a value: a DTensor where it saved one."""
+        """The tensor that autograd gets: a DTensor if it saved a DTensor."""
         shell = self.shell
         if shell is None:
             return value
         return shell.around(value) if shell.outer is None else shell.outer
 
     def read(self) -> torch.Tensor:
-        """The kept tensor; ``SavedTensorModified`` if it was written in place since it was saved."""
+        """The kept tensor. Raises ``SavedTensorModified`` if it was written to in place after it was saved."""
         tensor = self.tensor
         assert tensor is not None, "only kept cells are read"
         found = tensor._version if self.shell is None else self.version_now(tensor)
-        if found != self.version:  # with hooks in place autograd leaves this check to us
+        if found != self.version:  # with saved-tensor hooks, autograd leaves this check to us
             raise modified_in_place(f"a saved tensor of shape {tuple(tensor.shape)}", self.version, found)
         return tensor
 
 
 NOTHING = torch.empty(0)
-"""In the place of a saved tensor that is gone."""
+"""Placeholder for a saved tensor that was freed."""
 GONE = Cell.kept(NOTHING)
-"""In the place of a cell that autograd has let go of."""
+"""Placeholder for a cell that autograd has freed."""
 
 
 class OpenCall:
-    """One call of a region while it runs: the saved tensors in the order of saving; of DTensors the local shards.
+    """One call of a region while it runs: the saved tensors in the order of saving; for DTensors the local shards.
 
-    Cells belong to autograd alone until the region has returned. From ``end`` on ``cells`` has those that are left, and
-    ``tensors`` what they hold.
+    Only autograd owns cells until the region has returned. After ``end``, ``cells`` has the cells that are still alive (`GONE`
+    for the others), and ``tensors`` has their tensors.
     """
 
     __slots__ = ("_points", "cells", "references", "sharded", "sources", "states", "storages", "tensors")
@@ -145,17 +145,17 @@ class OpenCall:
         storages: Mapping[int, torch.UntypedStorage] = MappingProxyType({}),
     ) -> None:
         self.sources = sources
-        """The region's parameters and buffers as the call found them."""
+        """The region's parameters and buffers at the start of the call."""
         self.storages = storages
-        """Where their memory was then, by their place, for those that recipes read."""
+        """Their storages at the start of the call, by place, for the parameters and buffers that recipes read."""
         self.cells: list[Cell] = []
         self.tensors: list[torch.Tensor] = []
         self.sharded = 0
-        """How many of them are shards."""
+        """How many of the saved tensors are shards of DTensors."""
         self.states: dict[tuple[int, int], torch.Generator] = {}
         """Generator states by generator and point, for random ops that will run again."""
         self.references: list[weakref.ref[Cell]] = []
-        """Of all cells, by slot."""
+        """Weak references to all cells, by slot."""
         self._points = points
         take_states(points, ENTRY, self.states)
 
@@ -164,7 +164,7 @@ class OpenCall:
         opened = self.references
         if (
             type(tensor) is torch.Tensor or type(tensor) is nn.Parameter
-        ):  # the fast way for all but DTensors and the like
+        ):  # the fast path for everything but DTensors and similar subclasses
             cell = Cell(self, len(opened), tensor._version, None, tensor)
         else:
             version = version_of(tensor)
@@ -175,7 +175,7 @@ class OpenCall:
         return cell
 
     def pack_random(self, tensor: torch.Tensor) -> Cell:
-        """The pack hook of a region that will repeat random ops: also take the generator's state where one starts."""
+        """The pack hook of a region that will repeat random ops: also record the generator's state where a random op starts."""
         take_states(self._points, len(self.references), self.states)
         return self.pack(tensor)
 
@@ -184,7 +184,7 @@ class OpenCall:
         return self.tensors[cell.index] if cell.tensor is None else cell.tensor
 
     def end(self) -> None:
-        """The region has returned."""
+        """Collect the live cells and their tensors after the region has returned."""
         cells, tensors = self.cells, self.tensors
         for reference in self.references:
             cell = reference()
@@ -198,7 +198,7 @@ class OpenCall:
             self.sharded = sum(cell.shell is not None for cell in self.cells)
 
     def keep_all(self) -> None:
-        """Every cell keeps its tensor, as if the region were not managed."""
+        """Keep the tensor of every cell, as if the region were not managed."""
         if len(self.cells) < len(self.references):
             self.end()
         for cell, tensor in zip(self.cells, self.tensors, strict=True):
@@ -206,8 +206,8 @@ class OpenCall:
         self.close()
 
     def close(self) -> None:
-        """Let go of the tensors. Cells, tensors, graph and this call hold each other in a circle until then, and the
-        garbage collector cannot see the part of it that runs through autograd.
+        """Release the tensors. Until then cells, tensors, graph and this call form a reference cycle, and Python's garbage
+        collector cannot see the part of it that runs through autograd.
         """
         self.cells = []
         self.tensors = []
@@ -215,7 +215,7 @@ class OpenCall:
 
 
 def unpack(cell: Cell) -> torch.Tensor:
-    """The unpack hook: the kept tensor, or the one that its recipe makes."""
+    """The unpack hook: return the kept tensor, or rebuild it with its recipe."""
     restorer = cell.restorer
     value = cell.read() if restorer is None else restorer.restore(cell)
     return value if cell.shell is None else cell.show(value)

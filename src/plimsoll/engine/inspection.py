@@ -1,10 +1,10 @@
-"""Compares, now and then, everything that a region's recipes bring back with what forward saved, bit for bit.
+"""In some calls, compare all tensors that a region's recipes rebuild with the saved tensors, bit for bit.
 
-One region is inspected in training calls 2, 4, 8, 16 … of the model and then in every n-th, another one each time. Regions
-that run code without visible torch calls are inspected ten times as often. The tensors that the region drops go over a link,
-and in backward each rebuilt tensor is compared with them. Where they differ, backward gets the true tensor, so the step's
-gradients are right; the fault is noted and warned of; from the next call on the region is served without recipes. What comes
-from a lossy form is bound to differ and is left out.
+One region is inspected in training calls 2, 4, 8, 16 … of the model and then in every n-th call, each time another region.
+Regions that run code without visible torch calls are inspected ten times as often. The tensors that the region drops are
+offloaded over a link, and in backward each rebuilt tensor is compared with its copy. If they differ, backward gets the
+offloaded tensor, so the gradients of the step are correct. The fault is stored and a warning is raised, and from the next call
+on the region is served without recipes. Values from a lossy form always differ and are not compared.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from plimsoll.tracing.recorder.storages import as_integers, same_contents
 from plimsoll.units import MIB
 
 OFTEN = 10
-"""How many times as often a region is inspected if it runs code whose torch calls are not seen."""
+"""How much more often a region is inspected if it runs code whose torch calls are not seen."""
 
 
 class Inspector:
-    """Says which region calls are inspected (one region in every ``every``-th training call and in early ones; 0: none), and
-    what they show.
+    """Chooses the region calls to inspect and collects the faults. It inspects one region in every ``every``-th training call
+    and in some early calls; 0 inspects none.
     """
 
     def __init__(self, every: int, device: torch.device) -> None:
@@ -54,7 +54,7 @@ class Inspector:
         self._is_thorough = False
 
     def watch(self, regions: Sequence[str]) -> None:
-        """The names of the managed regions, in the order of their turns."""
+        """Set the names of the managed regions, in the order of inspection."""
         self._regions = regions
         self._opaque = [name for name in self._opaque if name in regions]
 
@@ -64,7 +64,7 @@ class Inspector:
             self._opaque.append(region)
 
     def begin_step(self) -> None:
-        """The model is called for training: choose the region whose turn it is, if one is due."""
+        """Start a training call of the model: choose the next region if an inspection is due."""
         self._step += 1
         self._chosen = ""
         if not self._every:
@@ -81,7 +81,7 @@ class Inspector:
 
     @contextlib.contextmanager
     def everywhere(self) -> Iterator[None]:
-        """Inspect every region in every call, until the block ends."""
+        """Inspect every call of every region until the block ends."""
         self._is_thorough = True
         try:
             yield
@@ -89,12 +89,13 @@ class Inspector:
             self._is_thorough = False
 
     def inspect(self, plan: ReplayPlan, tensors: Sequence[torch.Tensor]) -> Inspection | None:
-        """Copy what a call is about to drop, if it is to be inspected.
+        """Copy what a call is about to drop, if the call is to be inspected.
 
-        Not where recipes talk to other ranks: looking for the cause of a fault runs them again, on this rank alone.
+        Regions whose recipes have collectives are not inspected: finding the cause of a fault runs recipes again on this rank
+        alone.
 
-        Where the link has no room the call goes uninspected, with a warning: training does not stop for it. While a CUDA graph
-        is captured none is inspected: the copies would go over the link.
+        If the link is full, the call is not inspected and a warning is raised; training continues. While a CUDA graph is
+        captured no call is inspected: the copies would go over the link.
         """
         if plan.collectives or (not self._is_thorough and plan.name != self._chosen) or is_capturing(plan.device_type):
             return None
@@ -120,7 +121,7 @@ class Inspector:
 
 
 class Inspection:
-    """One call of one region under inspection: what its dropped slots were."""
+    """One inspected call of one region: copies of its dropped slots."""
 
     __slots__ = ("_copies", "_has_reported", "_inspector", "_step")
 
@@ -131,7 +132,7 @@ class Inspection:
         self._has_reported = False
 
     def examine(self, replay: CallReplay, cell: Cell, value: torch.Tensor) -> torch.Tensor:
-        """A rebuilt slot, or what it should have been."""
+        """The rebuilt tensor of a slot, or forward's tensor if they differ."""
         copy = self._copies.get(cell.index)
         if copy is None:
             return value
@@ -146,7 +147,9 @@ class Inspection:
         return copy.bring_back()
 
     def _fault(self, replay: CallReplay, slot: int, difference: Difference) -> Fault:
-        """Backward meets the last wrong value first: go forward through the region to the earliest one."""
+        """Describe the fault at its origin. Backward reads the last wrong value first, so search the region from its start for
+        the earliest wrong value.
+        """
         plan = replay.recipes.plan
         graph = plan.graph
         order = sorted(plan.exact_slots, key=lambda other: graph.values[graph.slots[other].value].producer)
@@ -170,7 +173,7 @@ class Inspection:
         )
 
     def _cause(self, replay: CallReplay, slot: int, difference: Difference) -> Cause:
-        """Why a slot came back differently: what can be told by looking, then by running its recipe twice more."""
+        """Find out why a slot came back differently: look at the call, then run the slot's recipe twice more."""
         plan = replay.recipes.plan
         if not difference.differing_elements:
             return Cause.CHANGED_LAYOUT
@@ -193,19 +196,19 @@ class Inspection:
 
 
 PIECE_BYTES = 4 * MIB
-"""What one piece takes at least."""
+"""The least bytes of a piece."""
 _MOST_PIECES = 64
-"""Of one region: each is waited for. At 4 MiB a region of 1.5 GiB would have 375."""
+"""The most pieces of one region, because each piece is waited for. At 4 MiB a region of 1.5 GiB would have 375 pieces."""
 
 
 def piece_bytes(total_bytes: int) -> int:
-    """Bytes of one piece: a small share of a region's dropped tensors, so that the step keeps to its budget."""
+    """Bytes of one piece: a small share of a region's dropped tensors, so that the step stays within its budget."""
     return max(PIECE_BYTES, -(-total_bytes // _MOST_PIECES))
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How far a tensor is from what it should be. Zero elements and a difference: its layout is another one."""
+    """How a tensor differs from the expected tensor. Zero differing elements mean that the layout differs."""
 
     differing_elements: int
     elements: int
@@ -213,10 +216,11 @@ class Difference:
 
 
 class ReferenceCopy:
-    """What one saved tensor (strided, not held) was, over the link in pieces, so that inspected steps keep to the budget too.
+    """A copy of one saved tensor (strided). It goes over the link in pieces, so that inspected steps also stay within the
+    budget.
 
     Raises:
-        OffloadFailed: the link has no room.
+        OffloadFailed: the link is full.
     """
 
     def __init__(self, tensor: torch.Tensor, link: Link, most_bytes: int = PIECE_BYTES) -> None:
@@ -248,7 +252,7 @@ class ReferenceCopy:
         return Difference(differing, elements, furthest if math.isfinite(furthest) else None) if differing else None
 
     def bring_back(self) -> torch.Tensor:
-        """The tensor as forward saved it."""
+        """The tensor that forward saved."""
         like = self._like
         overlaps = any(stride == 0 and size > 1 for size, stride in zip(like.shape, like.stride(), strict=True))
         stride = torch.empty(like.shape, device="meta").stride() if overlaps else like.stride()
@@ -259,7 +263,7 @@ class ReferenceCopy:
 
 
 def pieces(tensor: torch.Tensor, most_bytes: int = PIECE_BYTES) -> Iterator[torch.Tensor]:
-    """Views that make up the tensor, cut along its largest dimension, each of about ``most_bytes`` at most."""
+    """Views that make up the tensor, cut along its largest dimension, each of at most about ``most_bytes``."""
     count = -(-tensor.numel() * tensor.element_size() // most_bytes)
     if count <= 1 or tensor.dim() == 0:
         yield tensor

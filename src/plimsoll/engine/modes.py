@@ -1,12 +1,11 @@
-"""Modes of torch that are active around a region: which they are, and how ours sees what they make of calls.
+"""Torch's modes that are active around a region: which they are, and how our mode sees the calls that they make.
 
 A ``TorchFunctionMode`` may turn a call into others. Modes form a stack: torch asks the last mode first, and that mode's calls
 go to the mode below. So `LowestMode` enters below all others and sees the calls that they make. (``torch.set_default_device``
 enters its mode in the same way.)
 
-A ``TorchDispatchMode`` may turn an operation into others. A recording shows this: recipes do not repeat an operation that
-gives other bits without the mode (see ``verifying``). Steady calls do not show it: samples have to find a mode that changes
-later.
+A ``TorchDispatchMode`` may turn an operation into others. A recording shows this: recipes do not repeat an operation that gives
+other bits without the mode (see ``verifying``). Steady calls do not show it: if a mode changes later, only samples find it.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ Modes = tuple[type, ...]
 
 
 def modes_around() -> Modes | None:
-    """The types of all function modes that are active, and of the dispatch modes of others than torch; ``None`` if there are
-    none. Recipes serve calls under the modes that they were recorded under.
+    """The types of all active function modes, and of the active dispatch modes from outside of torch; ``None`` if none is
+    active. Recipes serve only calls under the modes of their recording.
     """
     if not (count_function_modes() or count_dispatch_modes()):
         return None
@@ -58,15 +57,17 @@ def may_change_numbers() -> bool:
 
 
 class LowestMode(TorchFunctionMode):
-    """A function mode that enters below all others, and sees what they make of calls; and what tensors of types of the user's
-    make of them.
+    """A function mode that enters below all others. It sees the calls that they make, and the calls that tensor subclasses of
+    the user make.
     """
 
     def call(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
-        """Call a function for the mode. Where ``types`` override it, the calls that these make come to the mode as well."""
+        """Call a function for the mode. If one of ``types`` overrides it, the mode also sees the calls that the override
+        makes.
+        """
         kinds = (
             [kind for kind in types if kind not in _PLAIN] if types else ()
-        )  # attributes name the type of any tensor
+        )  # for an attribute, types has the type of any tensor
         if kinds and are_overrides_on():
             with self:
                 for kind in kinds:

@@ -1,9 +1,9 @@
-"""Numbers that a recording leaves open: constants that Python code passes to torch, others in every call.
+"""Numbers that a recording leaves open: constants that Python code passes to torch and that change from call to call.
 
-A recipe bakes in the constants of forward. If one changes in every call (a schedule, a count), every call would be recorded
-anew. So if recordings of equal calls differ only in numbers, the number that a torch call gets becomes an input of the recipe.
-Two recordings suggest it and a third confirms it, for every number that the recorded operations have. Later the number is read
-from the call's own arguments.
+A recipe contains the constants of forward. If one changes in every call (a schedule, a count), every call would be recorded
+again. So if recordings of equal calls differ only in numbers, the number that a torch call gets becomes an input of the recipe.
+Two recordings suggest it and a third confirms it, for every number in the recorded operations. Later calls take the number from
+their own arguments.
 """
 
 from __future__ import annotations
@@ -27,19 +27,21 @@ _DERIVED: tuple[Callable[[Number], Number], ...] = (
     lambda number: number**-0.5,
     lambda number: number**0.5,
 )
-"""What torch makes of a number before an operation gets it: dropout keeps with probability 1 - p, and divides by that."""
+"""How torch changes a number before an operation gets it: dropout keeps with probability 1 - p, and divides by that."""
 
 
 def may_stand(number: Any, kind: Any, *, is_positive: bool) -> bool:
-    """Whether a call with this number does what the recorded calls did: 0, 1 and another sign may choose other operations."""
+    """Whether a call with this number runs the same operations as the recorded calls: 0, 1 and another sign may select
+    others.
+    """
     return type(number) is kind and math.isfinite(number) and number not in (0, 1) and bool(number > 0) is is_positive
 
 
 class Derivation:
     """All ways to derive a number from the numbers that a call is given, found in several recordings.
 
-    Two given numbers may be related in all recordings (a share, and one minus it) and part later. The recordings do not show
-    the one that an operation got. So a later call is served only if all ways lead to the same number.
+    Two given numbers may be related in all recordings (a share, and one minus it) and not in a later call. The recordings do
+    not show which of the two an operation got. So a later call is served only if all ways lead to the same number.
     """
 
     def __init__(self, values: tuple[Number, ...], given: Mapping[int, tuple[Number, ...]]) -> None:
@@ -51,7 +53,7 @@ class Derivation:
         ]
 
     def __bool__(self) -> bool:
-        """Whether there is a way."""
+        """Whether at least one way was found."""
         return bool(self._ways)
 
     def number(self, given: Given) -> Number | None:
@@ -76,7 +78,7 @@ def _same(one: Any, other: Number) -> bool:
 
 
 def given_by(stream: Stream) -> set[int] | None:
-    """The open numbers that calls of a stream are given; ``None`` where sizes of tensors from outside are open as well."""
+    """Indices of the open numbers that calls of a stream are given; ``None`` if sizes of tensors from outside are open too."""
     found: set[int] = set()
 
     def note(value: Any) -> bool:
@@ -100,7 +102,7 @@ def _has_unknown(value: Any) -> bool:
 
 
 def numbers_in(stream: Stream, pattern: Stream) -> dict[int, Number] | None:
-    """The open numbers of a pattern as a recorded stream has them; ``None`` if the stream is another one."""
+    """The values of a pattern's open numbers in a recorded stream; ``None`` if the stream does not match the pattern."""
     found: dict[int, Number] = {}
     if len(stream) != len(pattern):
         return None

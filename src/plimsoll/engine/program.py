@@ -1,4 +1,4 @@
-"""Recipes at work in a steady call: what a region's forward saved is dropped or packed, and a replay takes its place."""
+"""Drop or pack what a steady call of a region saved, and replace it by a replay."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from plimsoll.tracing.torch_internals import below_autograd
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """What all regions of one managed model share.
+    """State that all regions of one managed model share.
 
-    ``links`` between regions and ``inputs`` that they hold, what packs and moves values, who checks and inspects, what
-    surprises were met, and who watches (``None``: nobody).
+    It holds the ``links`` between regions, the ``inputs`` that they hold, the objects that pack, move, check and inspect
+    values, the surprises so far (``alarm``), and the ``sensor`` (``None`` if no step is measured).
 
-    ``splits_backward``: gradients of inputs and of weights are made one after the other, from one graph (see
+    ``splits_backward``: gradients of inputs and of weights are computed one after the other, from one graph (see
     ``split_backward``).
     """
 
@@ -52,24 +52,24 @@ class Shared:
     alarm: Alarm = field(default_factory=Alarm)
     sensor: Sensor | None = None
     repeats_collectives: bool = False
-    """Whether recipes may talk to other ranks, as the plan allows."""
+    """Whether recipes may communicate with other ranks, as the plan allows."""
     agree_on_service: Callable[[str, tuple[int, ...], str], None] | None = None
     """Compares with other ranks how a region that repeats collectives is served: region, ranks, service."""
     splits_backward: bool = False
     unmet: UnmetNames = field(default_factory=UnmetNames)
-    """Names of the plan that calls do not make."""
+    """Names in the plan that calls do not make."""
     larger: LargerCalls = field(default_factory=LargerCalls)
     order: CallOrder = field(default_factory=CallOrder)
     recording: threading.Lock = field(default_factory=threading.Lock)
-    """Held by the thread that records a region; others keep everything meanwhile."""
+    """Held by the thread that records a region. Calls in other threads keep everything meanwhile."""
 
 
 class Program:
-    """One region under one signature: its replay plan, and those who guard, sample, pack and replay its calls.
+    """Serves calls of one region under one signature: its replay plan, guard, sampler, packer and recipes.
 
-    ``node_counts`` says how many autograd nodes a call like the recorded one makes; ``shares``, by the value's name,
-    what the plan counted for a payload as a share of the value's bytes. ``is_self_compiling``: the region calls operators
-    that take functions. ``like`` serves calls with other numbers alike.
+    ``node_counts`` is the number of autograd nodes that such a call may make. ``shares`` is the payload size that the plan
+    assumed, as a share of the value's bytes, by value name. ``is_self_compiling``: the region calls operators that take
+    functions. ``like`` is the program of calls that differ only in numbers.
     """
 
     def __init__(
@@ -95,11 +95,11 @@ class Program:
 
     @property
     def latest(self) -> Program:
-        """Itself: it serves all of its calls."""
+        """The program itself: it serves all of its calls."""
         return self
 
     def with_numbers(self, given: Given) -> Program | None:
-        """Itself: it leaves no numbers open."""
+        """The program itself: its numbers are fixed."""
         return self
 
     def drop(
@@ -111,15 +111,15 @@ class Program:
         link: LinkedInput | None,
         examiner: Examiner | None = None,
     ) -> bool:
-        """Turn the open cells of a call that the guard has passed into kept and dropped ones.
+        """Turn the open cells of a call that the guard has accepted into kept and dropped cells.
 
-        ``inputs`` are the tensors that the region was called with, only looked at where the plan ``needs_inputs``, and
-        ``versions`` those that they had then. ``link`` makes the input that is not held.
+        ``inputs`` are the tensors that the region was called with (used only if the plan ``needs_inputs``), and ``versions``
+        their versions at that time. ``link`` rebuilds the input that is not held.
 
-        False, with nothing done, if an input that recipes need is not what it was when the region was entered.
+        Returns False, with nothing done, if an input that recipes need was modified since the region was entered.
 
         Raises:
-            OffloadFailed: the link has no room; nothing is done.
+            OffloadFailed: the link is full; nothing is done.
         """
         plan = self.plan
         copies = self._hold_inputs(inputs, versions)
@@ -162,7 +162,7 @@ class Program:
         return True
 
     def _hold_inputs(self, inputs: Sequence[torch.Tensor], versions: Sequence[int]) -> dict[int, Readable] | None:
-        """Inputs that recipes need and nobody saved, as they are or copied."""
+        """Hold or copy the inputs that recipes need and that autograd did not save; ``None`` if one of them was modified."""
         copies: dict[int, Readable] = {}
         for value, position in self.plan.unsaved_inputs:
             if version_of(inputs[position]) != versions[position]:
@@ -175,7 +175,7 @@ class Program:
 
 
 class OpenProgram:
-    """Serves calls that are given numbers of their own, each by a program with these numbers."""
+    """Serves calls that differ in numbers: it makes a program for the numbers of each call."""
 
     def __init__(
         self,
@@ -188,10 +188,10 @@ class OpenProgram:
         assert latest is not None, "the numbers of recorded calls follow"
         self._latest_numbers = latest
         self.latest = make(latest)
-        """The program of the call that came last."""
+        """The program of the most recent call."""
 
     def with_numbers(self, given: Given) -> Program | None:
-        """The program for a call; ``None`` where a number does not follow."""
+        """The program for a call; ``None`` if a number cannot be derived."""
         numbers = self._numbers(given)
         if numbers is None:
             return None

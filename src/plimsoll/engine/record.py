@@ -1,4 +1,4 @@
-"""Watches a call of a region, and makes the program that serves later calls like it."""
+"""Watch a call of a region, and make the program that serves later calls like it."""
 
 from __future__ import annotations
 
@@ -37,11 +37,12 @@ from plimsoll.tracing.zero import is_gathered_by_zero
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """One call of a region: its torch calls, its graph, and the ops by which values can be made again.
+    """What was recorded of one call of a region: its torch calls, its graph, and the ops that can rebuild its values.
 
-    ``sources`` has the parameters and buffers by graph value, ``unsaved`` those of them that recipes must read from a copy
-    because autograd did not save them; ``scratched`` are buffers that the region itself writes. ``first_input`` is the graph
-    value of the first argument. ``nodes`` autograd nodes were made, ``casts`` of them by casts, which autocast caches.
+    ``sources`` has the parameters and buffers by graph value. ``unsaved`` are the sources that autograd did not save and that
+    recipes must therefore read from a copy; ``scratched`` are buffers that the region itself writes. ``first_input`` is the
+    graph value of the first argument. ``nodes`` is the number of autograd nodes made, ``casts`` the number of them made by
+    casts, which autocast caches.
     """
 
     name: str
@@ -59,19 +60,21 @@ class Recording:
     casts: int
     is_self_compiling: bool
     has_unseen_callers: bool
-    """Whether code whose torch calls are not seen (TorchScript, extensions) has run ops: it may do others at another size."""
+    """Whether ops were run by code whose torch calls are not seen (TorchScript, extensions). At another size it may run other
+    ops.
+    """
     is_opaque: bool
-    """Whether something has run that may do something else in the same torch calls: such code, operators from outside of torch,
-    modes of the user.
+    """Whether anything ran that may behave differently under the same torch calls: unseen code, operators from outside of
+    torch, or the user's modes.
     """
 
     def program(self, plan: RegionPlan, shared: Shared, *, is_linked: bool) -> Program:
-        """What serves such calls under a plan. ``is_linked``: the region before can make the first argument again."""
+        """The program that serves such calls under a plan. ``is_linked``: the region before can rebuild the first argument."""
         shared.unmet.note(plan, self.graph)
         return self.serve(self.replay_plan(plan, shared, is_linked=is_linked), plan, shared)
 
     def replay_plan(self, plan: RegionPlan, shared: Shared, *, is_linked: bool) -> ReplayPlan:
-        """What becomes of every value under a plan."""
+        """What happens to every value under a plan."""
         links = frozenset[int]()
         if plan.is_boundary_dropped and is_linked and self.first_input is not None:
             links = frozenset({self.first_input})
@@ -92,17 +95,19 @@ class Recording:
         )
 
     def serve(self, made: ReplayPlan, plan: RegionPlan, shared: Shared, like: Program | None = None) -> Program:
-        """The program of a replay plan. ``like``: one that serves calls of other sizes, and may have seen backward's order."""
+        """The program of a replay plan. ``like``: the program of calls of other sizes, which may already know backward's
+        order.
+        """
         shares = {d.value: d.held_bytes / d.bytes for d in plan.decisions if d.is_packed and d.bytes}
-        # Casts of parameters are cached inside of autocast, so that a later call may make fewer nodes than the recorded one.
+        # Autocast caches casts of parameters, so a later call may make fewer nodes than the recorded call.
         node_counts = range(self.nodes - self.casts, self.nodes + 1)
         if self.is_opaque:
             shared.inspector.suspect(self.name)
         return Program(made, node_counts, shares, shared, is_self_compiling=self.is_self_compiling, like=like)
 
     def _parameters(self, choice: DropChoice, shared: Shared) -> tuple[tuple[int, ParameterSource], ...]:
-        """Where recipes find the parameters and buffers that they read. Of a buffer that the region itself writes, replays get
-        scratch copies, whatever it holds by then.
+        """The parameters and buffers that recipes read. If the region itself writes a buffer, replays use a scratch copy with
+        whatever contents the buffer has then.
         """
         read = self.sources.keys() if shared.links.is_used else _read_by_recipes(self.graph, choice)
         copied = self.unsaved & read
@@ -123,14 +128,14 @@ def _read_by_recipes(graph: RegionGraph, choice: DropChoice) -> frozenset[int]:
 
 
 SMALL_BUFFER_BYTES = 1 << 20
-"""Buffers up to this size are copied per call; larger ones are held and must not change before backward."""
+"""Buffers up to this size are copied per call. Larger buffers are held and must not change before backward."""
 SMALL_PARAMETER_BYTES = 1 << 16
-"""The same of vectors among the parameters that autograd did not save, as biases are."""
+"""The same limit for parameter vectors that autograd did not save, such as biases."""
 
 
 @dataclass(frozen=True, slots=True)
 class RegionForward:
-    """The module that is watched, and its own forward."""
+    """The recorded module, and its own forward."""
 
     name: str
     module: nn.Module
@@ -140,21 +145,21 @@ class RegionForward:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """How a recording ended: with a program, or with the obstacle that speaks against one."""
+    """The result of a recording: a program, or the obstacle that prevents a program."""
 
     program: Program | None
     recording: Recording | None = None
-    """What is new about the region; ``None`` where its program was known."""
+    """What was recorded; ``None`` if the program was known before."""
     obstacle: str = ""
     peers: tuple[int, ...] = ()
-    """Global ranks with which the region's collectives talk."""
+    """Global ranks that the region's collectives communicate with."""
     stream: Stream = ()
     is_misfit: bool = False
-    """Whether the stream was known, but the call saved something else than the recorded one."""
+    """Whether the stream was known, but the call saved other tensors than the recorded call."""
 
 
 class _RecordedCall(OpenCall):
-    """An open call that also notes the value that each saved tensor shows, and the generators' state."""
+    """An open call that also notes which value each saved tensor shows, and the generators' states."""
 
     __slots__ = ("geometries", "recorder", "records")
 
@@ -187,8 +192,8 @@ class _RecordedCall(OpenCall):
         return cell
 
     def _has_own_memory(self, parameter: nn.Parameter, value: int) -> bool:
-        """Whether a parameter was saved with the memory that it had before the region. Else it may get that back before
-        backward, which then reads that, while recipes would make what it had.
+        """Whether a parameter was saved with the memory that it had before the region. If not, it may get that memory back
+        before backward. Backward would then read that memory, while recipes would rebuild the other contents.
         """
         origin = self.recorder.values[value].origin
         if any(parameter is source for source in self.sources):
@@ -196,7 +201,7 @@ class _RecordedCall(OpenCall):
         return origin is not Origin.OP
 
     def end(self) -> None:
-        """The region has returned: nothing is to be decided about what autograd has let go of."""
+        """After the region has returned: mark saved tensors that autograd has already freed as unmanaged."""
         super().end()
         for index, (cell, tensor) in enumerate(zip(self.cells, self.tensors, strict=True)):
             if cell is GONE:
@@ -210,14 +215,14 @@ _UNMANAGED = SlotRecord(value=-1)
 
 @dataclass(frozen=True, slots=True)
 class _Watched:
-    """One call as it was watched: what went in, what came out, and what the recorder saw in between."""
+    """One recorded call: its inputs, its output, and what the recorder saw."""
 
     recorder: VerifyingRecorder
     saved: _RecordedCall
     sources: dict[int, ParameterSource]
     inputs: list[torch.Tensor]
     input_values: list[tuple[int, int]]
-    """Position and value of every input that is a plain tensor, or a DTensor of one."""
+    """Position and value of every input that is a plain tensor, or a DTensor of a plain tensor."""
     versions: list[int]
     output: Any
     first_node: int
@@ -238,10 +243,10 @@ def record_call(
     kwargs: dict[str, Any],
     shared: Shared,
 ) -> tuple[Any, Recorded]:
-    """Run the region once, verifying every op, and drop what the plan drops already in this call.
+    """Run the region once, verify every op, and drop already in this call what the plan drops.
 
-    Where the service knows the call's stream of torch calls, and the call has saved what it saves, its program stays. A
-    sensor is shown the region's saved values while all of them are there.
+    If the service knows the call's stream of torch calls, and the call saved the same tensors as before, the known program is
+    used. A sensor sees the region's saved values while all of them are still held.
 
     Raises:
         CaptureRefused: a CUDA graph is being captured.
@@ -254,12 +259,12 @@ def record_call(
     )
     unpack_hook = unpack if shared.sensor is None else shared.sensor.unpack(subject.name, service.plan.call)
     call = _watch(subject, entry, reader, args, kwargs, shared, unpack_hook)
-    with without_torch_function():  # modes of the user do not see what becomes of the call
+    with without_torch_function():  # the user's modes do not see how we process the call
         return call.output, _settle(call, subject, service, shared)
 
 
 def _settle(call: _Watched, subject: RegionForward, service: Service, shared: Shared) -> Recorded:
-    """Find the program of a watched call, or make one, and drop what it drops."""
+    """Find or make the program of a recorded call, and drop what it drops."""
     plan, sensor = service.plan, shared.sensor
     try:
         shared.transfers.leave(call.output)
@@ -316,7 +321,8 @@ def _watch(
     saved = _RecordedCall(recorder, entry.sources, held)
     stream = StreamRecorder(references((*entry.sources, *entry.inputs)))
     recorder.is_called = lambda: stream.is_within
-    device_type, flags = subject.device_type, entry.flags  # the entry holds the call's tensors
+    # copies: the closure must not hold the entry, which holds the call's tensors
+    device_type, flags = subject.device_type, entry.flags
     recorder.is_flagged = lambda: flags_for(device_type) != flags
     before = sequence_number()
     try:
@@ -351,7 +357,7 @@ def _watch(
 
 
 def _obstacle(call: _Watched) -> str:
-    """Why a call that was recorded must not be repeated by recipes."""
+    """Why recipes must not repeat this call; empty if they may."""
     recorder = call.recorder
     recorder.notice([*call.saved.tensors, *map(local_of, output_tensors(call.output))])
     if recorder.has_hidden_writes:
@@ -362,7 +368,7 @@ def _obstacle(call: _Watched) -> str:
 
 
 def _register(recorder: VerifyingRecorder, module: nn.Module, reader: SignatureReader) -> dict[int, ParameterSource]:
-    """Make the region's parameters and buffers known; where each is found in a call, by value id."""
+    """Register the region's parameters and buffers with the recorder. Returns where a call finds each of them, by value id."""
     sources: dict[int, ParameterSource] = {}
     places = {(id(holder), key): place for place, (holder, key) in enumerate(reader.places)}
     for path, inner in module.named_modules():
@@ -389,7 +395,7 @@ def _register(recorder: VerifyingRecorder, module: nn.Module, reader: SignatureR
 
 
 def _recording(call: _Watched, subject: RegionForward) -> Recording:
-    """What the call has shown, without the call's tensors."""
+    """The facts of the call, without its tensors."""
     recorder, sources = call.recorder, call.sources
     scratched = _refuse_readers_of_scratch(recorder)
     outputs = [_reference(recorder, tensor) for tensor in output_tensors(call.output)]
@@ -405,7 +411,8 @@ def _recording(call: _Watched, subject: RegionForward) -> Recording:
         recorder.ops,
         records,
         [ref.value for ref in outputs if ref is not None],
-        tuple(reversed(range(len(records)))),  # no backward was seen yet: probably last saved, first read
+        # no backward was seen yet; assume that backward reads in reverse order of saving
+        tuple(reversed(range(len(records)))),
         leaves,
         "",
     )
@@ -437,7 +444,7 @@ def _is_from_outside(op: RecordedOp) -> bool:
 
 
 def _unsaved_parameters(call: _Watched) -> set[int]:
-    """Vectors among the parameters (the bias of a linear layer) that are trained and that autograd did not save.
+    """Parameter vectors (such as the bias of a linear layer) that require a gradient and that autograd did not save.
 
     Without a plan they may be written between forward and backward, so recipes read a copy.
     """
@@ -469,19 +476,21 @@ def _recorded_region(call: _Watched, ids: LocalIds, outputs: list[Ref | None]) -
 
 
 def _slot_geometry(tensor: torch.Tensor) -> Geometry:
-    """How a saved tensor lies; sparse ones have no strides and no offset."""
+    """The geometry of a saved tensor; sparse tensors have neither strides nor an offset."""
     return Geometry.of(tensor) if is_plain(tensor) else Geometry(tuple(tensor.shape), (), NO_OFFSET, tensor.dtype)
 
 
 def _reference(recorder: VerifyingRecorder, tensor: torch.Tensor) -> Ref | None:
-    """The output as a view of a value; ``None`` for what no recipe can make again."""
+    """The output as a view of a value; ``None`` if no recipe can rebuild it."""
     local = local_of(tensor)
     value = -1 if has_lazy_bits(local) else recorder.value_of(local)
     return Ref(value, Geometry.of(local)) if value >= 0 else None
 
 
 def _refuse_readers_of_scratch(recorder: VerifyingRecorder) -> set[int]:
-    """Storages that ops write without declaring it; ops that read what is in them cannot run again."""
+    """Refuse to repeat ops that read a buffer which another op writes without declaring it. Returns the storages written that
+    way.
+    """
     scratched = {storage for op in recorder.ops for storage in op.scratch}
     for op in recorder.ops:
         if not op.obstacle and any(recorder.values[read].storage in scratched for read in op.reads):
@@ -490,7 +499,9 @@ def _refuse_readers_of_scratch(recorder: VerifyingRecorder) -> set[int]:
 
 
 def _managed_value(recorder: VerifyingRecorder, record: SlotRecord, sources: dict[int, ParameterSource]) -> int:
-    """The slot's value if a plan may decide about it: not a parameter, and not written to after it was saved."""
+    """The slot's value if a plan may decide about it, else -1. Parameters and values written after they were saved are
+    excluded.
+    """
     if record.value < 0 or record.value in sources or recorder.current.get(record.storage) != record.value:
         return -1
     return record.value

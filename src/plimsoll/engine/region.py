@@ -1,8 +1,8 @@
-"""One managed module: its forward, with the saved tensors under a plan.
+"""One managed module: runs its forward and treats the saved tensors as the plan says.
 
-The first call of a signature is *recorded* (and already drops what the plan drops); later calls are *steady*: two hooks, a
-guard, no dispatch mode. Where a steady call does something else than any recorded one it keeps everything, and the next
-calls are recorded again (see ``service``). What cannot be recorded is left to the ``fallback``.
+The first call of a signature is *recorded* (and already drops what the plan drops). Later calls are *steady*: two hooks and a
+guard, without a dispatch mode. If a steady call differs from every recorded call, it keeps everything and the next calls are
+recorded again (see ``service``). Calls that cannot be recorded keep everything too (see `Fallback`).
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ from plimsoll.tracing.torch_internals import sequence_number, without_torch_func
 T = TypeVar("T")
 
 MAX_SIGNATURES = 64
-"""Recipes for so many signatures of one region are held; those that were not used for longest go first."""
+"""At most this many signatures of one region have recipes; the least recently used is discarded first."""
 
 
 class Fallback:
-    """What becomes of calls of one region that recipes cannot serve, and what is said of them.
+    """Reports calls of one region that recipes cannot serve.
 
-    A call that was none of those known, or that cannot be recorded, keeps everything. No region is run a second time: forward
-    may count, draw from a generator of its own or collect tensors in a list, and data that it read may have changed by the
-    time of backward; a second run would do something else, and nothing would show it.
+    A call that matches no recorded call, or that cannot be recorded, keeps everything. A region is never run a second time:
+    forward may count, draw from its own generator or append tensors to a list, and data that it read may have changed before
+    backward. A second run would then do something else without any sign of it.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def say_keeps(self, reason: str) -> None:
-        """Say that calls of the region keep everything from now on."""
+        """Warn that calls of the region keep everything from now on."""
         warnings.warn(f"plimsoll: region {self._name!r} keeps everything: {reason}", stacklevel=5)
 
     def say_surprise(self, guard: StreamGuard, calls: int) -> None:
-        """Say that a call has kept everything because it was none of those known."""
+        """Warn that a call kept everything because it matches no recorded call."""
         found = "fewer torch calls than any recorded one"
         if guard.stranger is not None:
             found = f"torch calls that no recorded one has made, first {called(guard.stranger)} at {guard.where}"
@@ -73,7 +73,9 @@ class Fallback:
         )
 
     def refusal(self, reason: str) -> RanksDiffer:
-        """The error of a call on this rank that cannot follow its recipes while other ranks count on its collectives."""
+        """The error for a call on this rank that cannot follow its recipes while other ranks wait for the recipes'
+        collectives.
+        """
         rank = torch.distributed.get_rank()
         return RanksDiffer(
             f"Region {self._name!r} cannot be rebuilt on rank {rank} as it was recorded: {reason}.",
@@ -84,7 +86,7 @@ class Fallback:
 
 
 class ManagedRegion:
-    """Stands in for a module's ``forward``. ``install`` and ``remove`` put it in and take it out again."""
+    """Replaces a module's ``forward``. ``install`` and ``remove`` put it in place and take it out again."""
 
     def __init__(
         self,
@@ -102,9 +104,9 @@ class ManagedRegion:
         self._decisions: dict[object, RegionPlan] = {}
         self._shared = shared
         self.use(plans)
-        self.__wrapped__ = module.forward  # so that inspect.signature shows the module's own
+        self.__wrapped__ = module.forward  # so that inspect.signature shows the module's own signature
         self._had_own = "forward" in module.__dict__
-        # The class is asked in every call: it may get another forward, and the module another class.
+        # Look the forward up on the class in every call: the class may get another forward, and the module another class.
         self._original: Callable[..., Any] = module.forward if self._had_own else functools.partial(_run, module)
         device_type = next((p.device.type for p in module.parameters()), "cpu")
         self._subject = RegionForward(name, module, self._original, device_type)
@@ -113,10 +115,12 @@ class ManagedRegion:
         self._largest = LargestCall(name)
         self._is_removed = self._is_in_place = False
         self.obstacle = compiled_part(module)
-        """The part of it that torch.compile or TorchScript compiles."""
+        """Name of the part that torch.compile or TorchScript compiles; empty if no part is compiled."""
 
     def _is_compiled(self) -> bool:
-        """Whether the region is to be left alone, since hooks around compiled code would unpack everything at once."""
+        """Whether the region contains compiled code. If so, stop managing it: hooks around compiled code would unpack
+        everything at once.
+        """
         self.obstacle = compiled_part(self.module)
         if self.obstacle:
             reason = f"{self.obstacle} is compiled"
@@ -126,11 +130,13 @@ class ManagedRegion:
         return bool(self.obstacle)
 
     def use(self, plans: tuple[RegionPlan, ...]) -> None:
-        """Decide like this from the next call on. What was recorded stays, and so do programs for decisions met before."""
-        # Where a later region may ask for what this one made, programs hold copies of more parameters.
+        """Use these decisions from the next call on. Recordings stay, and so do programs for decisions that were used
+        before.
+        """
+        # If a later region may rebuild from this region's outputs, programs hold copies of more parameters.
         effects = [(plan.effect, self._shared.links.is_used) for plan in plans]
         self._decisions |= {
-            effect: copy.copy(plan)  # an object of its own: services are known by it
+            effect: copy.copy(plan)  # a separate object: services are keyed by its id
             for effect, plan in zip(effects, plans, strict=True)
             if effect not in self._decisions
         }
@@ -138,25 +144,25 @@ class ManagedRegion:
         self._untouched = {id(plan) for plan in self._plans if plan.is_untouched}
 
     def forget(self) -> None:
-        """Record calls anew, as if none had been met."""
+        """Discard all recordings, so that calls are recorded again."""
         self.services.clear()
         self._recordings = Recordings(MAX_SIGNATURES)
 
     def install(self) -> None:
-        """Replace the module's forward. A wrapper that the user has put around ours stays, and calls it."""
+        """Replace the module's forward. A wrapper that the user put around ours stays in place and calls ours."""
         if not (self._is_in_place and "forward" in self.module.__dict__):
             self.module.forward = self
         self._is_removed, self._is_in_place = False, True
 
     def remove(self) -> None:
-        """Put the module's forward back as it was found; where somebody has wrapped ours, only step aside."""
+        """Restore the module's own forward. If the user has wrapped ours, only pass calls through."""
         self._is_removed = True
         if self.module.__dict__.get("forward") is self:
             self._leave(self.module)
             self._is_in_place = False
 
     def _leave(self, module: nn.Module) -> None:
-        """Give the module, or a copy of it, back the forward that it had."""
+        """Restore the original forward of the module, or of a copy of it."""
         if self._had_own:
             module.forward = self._original
         else:
@@ -168,7 +174,7 @@ class ManagedRegion:
             return self._original(*args, **kwargs)
         caller = calling_module(self)
         if caller is not None and caller is not self.module:
-            self._leave(caller)  # a shallow copy of the module: it is not managed, and its weights may be others
+            self._leave(caller)  # a shallow copy of the module: it is not managed, because its weights may differ
             return caller.forward(*args, **kwargs)
         if not torch.is_grad_enabled() or self.obstacle or self._is_removed or is_somebody_elses_call():
             return self._original(*args, **kwargs)
@@ -178,7 +184,7 @@ class ManagedRegion:
         return self._managed(plan, args, kwargs)
 
     def _managed(self, plan: RegionPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run under the plan; what a region before has sent over the link is ended when this one's forward is through."""
+        """Run under the plan. Offloads of the previous region are completed when this region's forward has returned."""
         if id(plan) in self._untouched and self._shared.sensor is None:
             self._largest.note((), call_tensors(args, kwargs), self._shared.larger)
             output = self._original(*args, **kwargs)
@@ -194,7 +200,7 @@ class ManagedRegion:
         if service.engine is not Engine.RECIPE:
             return self._keeping(args, kwargs)
         if service.has_failed():
-            # Other regions may be like this one, and their samples may not have shown it yet.
+            # Other regions may have the same fault, and their samples may not have caught it yet.
             self._shared.alarm.has_wrong_number |= service.is_open
             self._recordings.distrust()
             self._give_up(service, "a rebuilt value was not what forward made")
@@ -213,7 +219,7 @@ class ManagedRegion:
             self._shared.recording.release()
 
     def outcomes(self) -> tuple[RegionOutcome, ...]:
-        """One entry per call of a step and signature: what serves it, and what was and could be dropped."""
+        """One entry per call of a step and signature: what serves it, and how much was dropped and could be dropped."""
         found = []
         for service in self.services.values():
             if not any(service.plan is plan for plan in self._plans):
@@ -234,13 +240,13 @@ class ManagedRegion:
         return tuple(found)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy of the module is not managed: it gets its plain forward back."""
+        """Give a copy of the module its plain forward: copies are not managed."""
         if self._had_own:
             return copy.deepcopy(self._original, memo)
         return CopiedForward(memo.get(id(self.module), self.module))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A pickled module is not managed either."""
+        """Pickle the plain forward: a pickled module is not managed either."""
         return (CopiedForward, (self.module,))
 
     def _is_fake(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -248,8 +254,8 @@ class ManagedRegion:
         return any(isinstance(x, FakeTensor | Proxy) or (isinstance(x, torch.Tensor) and x.is_meta) for x in leaves)
 
     def _admit(self, key: tuple[Any, ...], plan: RegionPlan, entry: Entry) -> Service:
-        """A signature that was not met yet, or not for long, or not under this plan. Where recordings tell what such calls do,
-        recipes serve it at once.
+        """Make the service of a signature that is new, was discarded, or was not met under this plan. If earlier recordings
+        show what such calls do, recipes serve it at once.
         """
         modules, _, _, trained, *_ = entry.signature
         self._largest.note((modules, trained), entry.inputs, self._shared.larger)
@@ -269,7 +275,7 @@ class ManagedRegion:
         return service
 
     def _watched(self, service: Service, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call that is recorded: it drops what the plan drops, whatever it does."""
+        """Record a call. It already drops what the plan drops, even if it differs from earlier calls."""
         shared = self._shared
         output, recorded = record_call(self._subject, service, entry, self._reader, args, kwargs, shared)
         program = recorded.program
@@ -281,18 +287,18 @@ class ManagedRegion:
             service.watched(self._reader.scalars(), is_new=is_new)
             if recorded.is_misfit:
                 self._misfit(service)
-            # What repeats collectives has to be agreed on when it is recorded.
+            # A recording with collectives is not reused for other signatures: all ranks must agree on it when it is recorded.
             if recorded.recording is not None and not recorded.peers:
                 self._recordings.add(entry.signature, recorded.recording)
                 self._open_numbers(service, entry)
-        # A rank alone may watch again what all have agreed on: a surprise in another region makes it.
+        # Do not ask for agreement on a known stream again: a surprise in another region can make this rank alone record again.
         if is_new and recorded.peers and shared.repeats_collectives and shared.agree_on_service is not None:
             repeated = () if program is None else program.plan.collectives
             shared.agree_on_service(self.name, recorded.peers, f"{service.engine} {', '.join(repeated)}")
         return output
 
     def _open_numbers(self, service: Service, entry: Entry) -> None:
-        """Where calls of this signature were seen to differ in numbers alone, serve all others that do."""
+        """If recorded calls of this signature differed only in numbers, serve all other calls that do so as well."""
         if self._shared.alarm.has_wrong_number:
             return  # such calls are recorded from now on
         is_linked = self._shared.links.has_made_first(entry.inputs)
@@ -301,13 +307,15 @@ class ManagedRegion:
                 service.open(opened.stream, opened.program(service.plan, self._shared, is_linked=is_linked))
 
     def _keeping(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the region with all that it saves kept."""
+        """Run the region and keep everything that it saves."""
         output = self._original(*args, **kwargs)
         self._shared.transfers.leave(output)
         return output
 
     def _give_up(self, service: Service, reason: str) -> None:
-        """Serve these calls without recipes; said once. Where other ranks count on collectives in recipes, that is refused."""
+        """Serve these calls without recipes, and warn once. Raise if the recipes contain collectives that other ranks wait
+        for.
+        """
         program = service.program
         if program is not None and program.plan.collectives:
             raise self._fallback.refusal(reason)
@@ -316,7 +324,7 @@ class ManagedRegion:
             self._fallback.say_keeps(reason)
 
     def _steady(self, service: Service, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call like one that was recorded: hold what it saves, ask the guards, then drop."""
+        """Run a call that looks like a recorded one: hold what it saves, check the guards, then drop."""
         opened = _unseen(entry.modes, self._open, service, entry, args, kwargs)
         call, guard = opened.call, opened.guard
         pack = call.pack_random if service.points else call.pack
@@ -331,14 +339,14 @@ class ManagedRegion:
         return output
 
     def _open(self, service: Service, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Opened:
-        """Before forward: note what is there."""
+        """Before forward: create the open call and its guard, and note the versions of the inputs."""
         call = OpenCall(service.points, entry.sources, entry.memory(service.held))
         inputs = call_tensors(args, kwargs) if service.needs_inputs else []
         versions = [version_of(tensor) for tensor in inputs]
         return _Opened(call, inputs, versions, StreamGuard(service.known, references((*entry.sources, *entry.inputs))))
 
     def _close(self, service: Service, opened: _Opened, output: Any, nodes: int) -> None:
-        """After forward, which has made ``nodes`` autograd nodes: drop, or keep everything."""
+        """After forward, which created ``nodes`` autograd nodes: drop, or keep everything."""
         shared, call, guard, inputs = self._shared, opened.call, opened.guard, opened.inputs
         try:
             call.end()
@@ -365,26 +373,26 @@ class ManagedRegion:
             self._misfit(service)
 
     def _misfit(self, service: Service) -> None:
-        """A call of a known stream saved something else than the recorded one: its shapes depend on data."""
-        if self._is_compiled():  # since it was recorded
+        """Handle a call of a known stream that saved other tensors than the recorded call: its shapes depend on data."""
+        if self._is_compiled():  # it may have been compiled after it was recorded
             return
         service.misfit()
 
     def _surprise(self, service: Service, guard: StreamGuard) -> None:
-        """A call did something else than any recorded one. It has kept everything, so it is right by construction. Only
-        where other ranks count on collectives in its recipes is that no way out.
+        """Handle a call that differs from every recorded call. It kept everything, so it is correct by construction. But if the
+        recipes contain collectives, other ranks wait for them, so raise.
         """
         program = service.program
         if program is not None and program.plan.collectives:
             raise self._fallback.refusal("this call makes other torch calls than the recorded one")
-        if self._is_compiled():  # since it was recorded
+        if self._is_compiled():  # it may have been compiled after it was recorded
             return
         self._shared.alarm.sound()
         self._fallback.say_surprise(guard, service.watch_length)
 
 
 class _Opened(NamedTuple):
-    """A steady call that runs: its saved tensors, its inputs with their versions at the start, and its guard."""
+    """A steady call in progress: its saved tensors, its inputs with their versions at the start, and its guard."""
 
     call: OpenCall
     inputs: list[torch.Tensor]
@@ -393,7 +401,7 @@ class _Opened(NamedTuple):
 
 
 def _unseen(modes: Modes | None, function: Callable[..., T], *args: Any) -> T:
-    """Call a function of ours so that function modes of the user do not see its torch calls."""
+    """Call a function of ours without showing its torch calls to the user's function modes."""
     if modes is None:
         return function(*args)
     with without_torch_function():
@@ -406,7 +414,9 @@ def _first_obstacle(program: Program) -> str:
 
 
 def first_refusal(refused: Mapping[tuple[str, str], int]) -> str:
-    """What is said where codecs could not take a value, by its name and theirs, so many times."""
+    """A sentence about the first value that a codec could not represent. ``refused`` counts failures by value name and
+    codec.
+    """
     for (name, form), times in refused.items():
         return f"{name} is kept: its codec {form} could not represent the data ({times} times)"
     return ""

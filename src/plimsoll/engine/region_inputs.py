@@ -1,15 +1,15 @@
-"""What recipes start from where they need an input of their region that autograd has not saved.
+"""Inputs of a region that recipes need and that autograd has not saved.
 
-*Held*: nobody checks such a tensor, and whoever has it may write to it before backward. What forward has made, and writes to
-no more, is held as it is; when forward has returned, it is copied if anybody else still has it. Every other input is copied
-at once.
+*Held*: autograd does not check such a tensor, and its other holders may write to it before backward. An input that forward has
+made and does not write to again is held without a copy; after forward it is copied if anything else still holds it. Every other
+input is copied at once.
 
-*Linked*: where one region's input is the output of the one before, the plan may hold neither. The next region then starts
-its recipes from a `LinkedInput`, which makes the region before remake its outputs. (Links to host memory or a disk, over
-which tensors are offloaded, are another thing: see ``offload``.)
+*Linked*: if a region's input is the output of the region before, the plan may hold neither. The next region then starts its
+recipes from a `LinkedInput`, which makes the region before rebuild its outputs. (These links have nothing to do with the links
+to host memory or disk in ``offload``.)
 
-That the input is that very output is told by living storage (a weak reference proves that it lives), offset, sizes, strides,
-dtype and version: the tensor object may change on the way (FSDP wraps it), the storage does not.
+An input is recognised as that output by its storage (a weak reference proves that it is still alive), offset, sizes, strides,
+dtype and version. The tensor object may change on the way (FSDP wraps it), but the storage does not.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class HeldInput:
         self.take(tensor)
 
     def take(self, tensor: torch.Tensor) -> None:
-        """Hold this from now on."""
+        """Hold this tensor from now on."""
         self.tensor, self._version = tensor, tensor._version
 
     @property
     def is_as_it_was(self) -> bool:
-        """Whether nothing has written to it since it is held."""
+        """Whether it was not written to since it is held."""
         return self.tensor._version == self._version
 
     def read(self) -> torch.Tensor:
@@ -64,19 +64,21 @@ class HeldInput:
 
 
 class HeldInputs:
-    """The inputs that regions hold as they are while forward runs; none any more once forward has written to one."""
+    """The inputs that regions hold without a copy while forward runs. After forward has written to one of them, all are
+    copied.
+    """
 
     def __init__(self) -> None:
         self._held: list[weakref.ref[HeldInput]] = []
         self._is_open = self._is_written_to = False
 
     def begin(self) -> None:
-        """A forward of the model begins."""
+        """Start a forward of the model."""
         self.settle()
         self._is_open = True
 
     def hold(self, tensor: torch.Tensor, *, is_steady: bool) -> HeldInput:
-        """An input for a recipe; a copy of it unless it ``is_steady`` and forward runs."""
+        """Hold an input for a recipe. It is copied unless it ``is_steady`` and forward is running."""
         if not (is_steady and self._is_open) or self._is_written_to:
             return HeldInput(copy_storage(tensor))
         held = HeldInput(tensor)
@@ -84,7 +86,7 @@ class HeldInputs:
         return held
 
     def settle(self) -> None:
-        """Forward has returned: copy what others have as well, once for all regions that hold it."""
+        """After forward: copy inputs that anything else still holds, once for all regions that hold them."""
         shared: dict[int, list[HeldInput]] = {}
         for each in self._held:
             held = each()
@@ -95,6 +97,7 @@ class HeldInputs:
             else:
                 shared.setdefault(held.tensor.untyped_storage()._cdata, []).append(held)
         self._held, self._is_open = [], False
+        # Counting adds holders of its own; a fresh tensor, which has one holder, shows how many.
         nobodys = count_holders(torch.empty(0)) - 1 if shared else 0
         for holders in shared.values():
             first = holders[0].tensor
@@ -105,7 +108,7 @@ class HeldInputs:
 
 
 class LinkedInput:
-    """The input of a region whose boundary was dropped: the region before makes it again."""
+    """The input of a region whose boundary was dropped: the region before rebuilds it."""
 
     __slots__ = ("_leaves", "_position", "_replay")
 
@@ -134,7 +137,7 @@ class _Offer:
 class LinkTable:
     """The outputs of the latest managed call, for the region that comes next.
 
-    ``silent`` regions offer none: their parameters may be gone by the time (a sharded model frees what it gathered).
+    ``silent`` regions offer none: their parameters may be freed before backward (a sharded model frees what it gathered).
     """
 
     def __init__(self) -> None:
@@ -143,7 +146,7 @@ class LinkTable:
         self._offers: list[_Offer] = []
 
     def serve(self, silent: Collection[str], *, is_used: bool) -> None:
-        """A plan begins that drops boundaries, or does not."""
+        """Begin a plan. ``is_used``: it drops boundaries."""
         self._silent, self.is_used = frozenset(silent), is_used
 
     def offer(
@@ -154,7 +157,7 @@ class LinkTable:
         link: LinkedInput | None,
         output: Any,
     ) -> None:
-        """A region has returned: its outputs may be asked for again."""
+        """Offer the outputs of a region that has returned to the next region."""
         if not self.is_used:
             return
         plan = replay.recipes.plan
@@ -163,22 +166,22 @@ class LinkTable:
         if leaves is None or plan.name in self._silent:
             return
         for position, tensor in enumerate(output_tensors(output)):
-            if plan.recording.output_refs[position] is not None:  # else no recipe can make it again
+            if plan.recording.output_refs[position] is not None:  # else no recipe can rebuild it
                 local = local_of(tensor)
                 reference = StorageWeakRef(local.untyped_storage())
                 offer = _Offer(reference, Geometry.of(local), version_of(tensor), replay, leaves, position)
                 self._offers.append(offer)
 
     def find(self, plan: ReplayPlan, inputs: Sequence[torch.Tensor]) -> LinkedInput | None:
-        """A link to the input that the plan does not hold, if there is one and the region before made it."""
+        """A link to the input that the plan does not hold, or ``None`` if the region before did not make it."""
         return None if plan.choice.link is None else self.link_to(inputs[plan.link_position])
 
     def has_made_first(self, inputs: Sequence[torch.Tensor]) -> bool:
-        """Whether the region before can make the first of these arguments again."""
+        """Whether the region before can rebuild the first of these arguments."""
         return bool(self._offers and inputs) and is_plain(local_of(inputs[0])) and self.link_to(inputs[0]) is not None
 
     def link_to(self, tensor: torch.Tensor) -> LinkedInput | None:
-        """A link to a tensor, if the region before made it."""
+        """A link to a tensor, or ``None`` if the region before did not make it."""
         local = local_of(tensor)
         storage = local.untyped_storage()._cdata
         for offer in self._offers:
@@ -192,5 +195,5 @@ class LinkTable:
         return None
 
     def clear(self) -> None:
-        """A new step begins."""
+        """Start a new step: withdraw all offers."""
         self._offers = []

@@ -1,8 +1,7 @@
-"""Brings dropped tensors back in backward: runs a region's recipes, each op at most once per backward pass.
+"""Rebuild dropped tensors in backward: run a region's recipes, each op at most once per backward pass.
 
-A `CallReplay` belongs to one call. It owns no saved tensor: cells do. It holds what recipes need besides: the objects that
-forward used as parameters and their memory, the generator states, and the rebuilt values that later slots of the same backward
-read.
+A `CallReplay` belongs to one call. It does not own saved tensors; cells do. It holds what else recipes need: the parameter
+objects that forward used and their memory, the generator states, and rebuilt values that later slots of the same backward read.
 """
 
 from __future__ import annotations
@@ -38,18 +37,18 @@ from plimsoll.tracing.torch_internals import (
 
 
 class Examiner(Protocol):
-    """Looks at every rebuilt tensor of a call that is inspected."""
+    """Looks at every rebuilt tensor of an inspected call."""
 
     def examine(self, replay: CallReplay, cell: Cell, value: torch.Tensor) -> torch.Tensor:
-        """The tensor that backward gets."""
+        """Return the tensor that backward shall get."""
         ...
 
 
 class Recipes:
-    """The compiled recipes of one region under one signature, for the orders of reading that were met.
+    """The compiled recipes of one region under one signature, for each order of reading that backward has shown.
 
-    ``halves`` holds tensors between the halves of a backward that is split; ``None``: it is not. ``like`` are recipes for calls
-    with other numbers, whose backward reads in the same order.
+    ``halves`` holds tensors between the halves of a split backward; ``None`` if backward is not split. ``like`` are the recipes
+    of calls with other numbers, whose backward reads in the same order.
     """
 
     def __init__(self, plan: ReplayPlan, sampler: Sampler, halves: Halves | None, like: Recipes | None = None) -> None:
@@ -60,37 +59,38 @@ class Recipes:
         self.is_learning: bool = like is None or like.is_learning
         self.code: Code = plan.compile(None if like is None or like.is_learning else like.code.order)
         self._failures: list[int] = [] if like is None else like._failures
-        """Slots that were made as something else than in forward, by these recipes or by those that they are like."""
+        """Slots that came out different from forward, in these recipes or in ``like``."""
         self.given_away: set[int] = set() if like is None else set(like.given_away)
-        """Slots that custom autograd functions read."""
+        """Slots that custom autograd functions read. They get a copy (see `CallReplay._given`)."""
         self._boundary = self.code
         self._watched: tuple[list[int], Mapping[int, weakref.ref[Cell]]] = [], {}
-        """What the last backward has read while it was watched, and what it could have read."""
+        """The slots that the last watched backward read, and the cells that it could have read."""
         self._solo: dict[int, SegmentFunction] = {}
         self._sources = tuple((source.place, source.is_copied) for _, source in plan.parameters)
 
     def bind(self, sources: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """The very parameters of this call, or copies of their contents: the model may have others under the same names by
-        the time of backward. Called below autograd.
+        """The parameters of this call, or copies of their contents: before backward the model may get other parameters under
+        the same names. Called below autograd.
         """
         bound = []
         for place, is_copied in self._sources:
             found = sources[place]
             assert found is not None, "a call that lacks a parameter makes another stream of torch calls"
+            # Copy in every call: a copy kept until the version changes would miss writes through ``.data``.
             bound.append(local_of(found).clone() if is_copied else found)
         return bound
 
     @property
     def has_failed(self) -> bool:
-        """Whether the region is not to be served by them any more: they have made something else than forward did."""
+        """Whether a recipe made something else than forward did. The region is then no longer served by recipes."""
         return bool(self._failures)
 
     def distrust(self, slot: int) -> None:
-        """A slot was made as something else than in forward."""
+        """Note that a slot was rebuilt differently from forward."""
         self._failures.append(slot)
 
     def use_order(self, order: tuple[int, ...]) -> None:
-        """Backward has shown in which order it reads; later calls run recipes that are compiled for it."""
+        """Compile the recipes for the order that backward has just shown; later calls use them."""
         self.is_learning = False
         expected = self.code.order
         if order != expected and set(order) <= set(expected):
@@ -99,8 +99,8 @@ class Recipes:
                 self.sampler.expect(order)
 
     def learn_from(self, seen: list[int], waiting: Mapping[int, weakref.ref[Cell]]) -> None:
-        """A call begins whose backward is watched. Where the one before it is through and has not read all that was dropped, as
-        what was saved for a detached part, its order is the one to expect: nothing is made for the rest.
+        """Begin to watch the backward of a new call. If the previous backward has ended without reading every dropped slot
+        (some were saved for a detached part), expect its order: the slots that it did not read are not rebuilt.
         """
         before, cells = self._watched
         if before and all(reference() is None for reference in cells.values()):
@@ -108,20 +108,20 @@ class Recipes:
         self._watched = seen, waiting
 
     def boundary_code(self) -> Code:
-        """The code for a backward that asks for the outputs before the slots."""
+        """The code for a backward that asks for this region's outputs (for a later region) before its slots."""
         if self._boundary is self.code:
             self._boundary = self.plan.compile((BOUNDARY, *self.code.order))
         return self._boundary
 
     def alone(self, slot: int) -> SegmentFunction:
-        """The code that rebuilds one slot from what is stored, whatever has run before."""
+        """The code that rebuilds one slot from stored tensors alone, whatever has run before."""
         if slot not in self._solo:
             self._solo[slot] = self.plan.compile((slot,)).segments[0]
         return self._solo[slot]
 
     def fail(self, slot: int) -> NoReturn:
-        """A rebuilt slot was not what forward made: turn the region to the fallback and stop the step by
-        ``ReplayMismatch``.
+        """Report that a rebuilt slot differs from forward's tensor: raise ``ReplayMismatch``, and serve the region without
+        recipes from now on.
         """
         self.distrust(slot)
         graph, packed, region = self.plan.graph, self.plan.choice.packed, self.plan.name
@@ -144,9 +144,9 @@ class Recipes:
 
 
 class CallReplay:
-    """The replay of what one call has dropped.
+    """Rebuilds what one call has dropped.
 
-    ``waiting`` has the dropped cells by slot. References are weak: what autograd has let go of need not come back.
+    ``waiting`` has the dropped cells by slot. References are weak: a tensor that autograd has freed need not be rebuilt.
     """
 
     __slots__ = (
@@ -192,7 +192,7 @@ class CallReplay:
         """Whether backward runs under a profiler, under function modes, or under other flags of torch than forward."""
 
     def restore(self, cell: Cell) -> torch.Tensor:
-        """What a cell was (of a DTensor the local shard), checked where a sample of it was taken."""
+        """The tensor of a cell (of a DTensor the local shard), checked if a sample of it was taken."""
         recipes, index = self.recipes, cell.index
         if cell.tensor is not None:
             return self._given(index, cell.read())
@@ -212,13 +212,13 @@ class CallReplay:
             halves.hold(cell, value)
         if self._seen is not None:
             self._observe(index)
-        elif not recipes.given_away:  # the way of nearly every read
+        elif not recipes.given_away:  # the path of almost every read
             return value
         return self._given(index, value)
 
     def _given(self, slot: int, value: torch.Tensor) -> torch.Tensor:
-        """What autograd gets: a copy, where a backward written in Python may use the memory again for something else while
-        recipes still need the value.
+        """The tensor to hand to autograd. It is a copy if a backward written in Python may reuse its memory while recipes still
+        need the value.
         """
         given_away = self.recipes.given_away
         if self._seen is not None and isinstance(current_autograd_node(), BackwardCFunction):
@@ -226,10 +226,10 @@ class CallReplay:
         return copy_storage(value) if slot in given_away else value
 
     def run(self, slot: int, leaves: tuple[Readable, ...]) -> Any:
-        """Run what the slot needs and has not run yet in this backward."""
+        """Run the ops that the slot needs and that have not run yet in this backward."""
         code = self._code
         task = current_graph_task()
-        if task != self._task or task == -1:  # -1: read from outside of any backward, so nothing can be assumed
+        if task != self._task or task == -1:  # -1: read outside of any backward, so assume nothing
             self._start(task)
         position = self._position
         if position < len(code.order) and code.order[position] == slot:
@@ -240,11 +240,11 @@ class CallReplay:
         return self._out_of_order(slot, leaves)
 
     def use_boundary(self) -> None:
-        """A later region will ask for the outputs, before this one's slots are read."""
+        """Expect a later region to ask for the outputs before this region's slots are read."""
         self._code = self.recipes.boundary_code()
 
     def rebuild(self, slot: int) -> torch.Tensor | None:
-        """The slot made once more from what is held, whatever this backward has made; ``None`` if its cell is gone."""
+        """Rebuild the slot from stored tensors alone, ignoring what this backward has made; ``None`` if its cell was freed."""
         leaves = self.leaves_of(slot)
         if leaves is None:
             return None
@@ -252,13 +252,13 @@ class CallReplay:
         return value
 
     def leaves_of(self, slot: int) -> tuple[Readable, ...] | None:
-        """What a dropped slot's recipe starts from (nothing, for random numbers); ``None`` if its cell is gone."""
+        """The inputs of a dropped slot's recipe (empty for random numbers); ``None`` if its cell was freed."""
         reference = self._waiting.get(slot)
         cell = None if reference is None else reference()
         return None if cell is None else cell.leaves
 
     def _start(self, task: int) -> None:
-        """A new backward pass: nothing is rebuilt yet."""
+        """Start a new backward pass: nothing is rebuilt yet."""
         self._task = task
         self._position = 0
         plan = self.recipes.plan
@@ -278,14 +278,15 @@ class CallReplay:
             self._seen = None
 
     def _out_of_order(self, slot: int, leaves: tuple[Readable, ...]) -> Any:
-        """Backward reads in another order than expected: run ahead to the slot, or rebuild it on its own."""
+        """Serve a read that does not follow the expected order: run all segments up to the slot, or rebuild the slot alone."""
         code = self._code
         if self._position == 0 and slot != BOUNDARY and code.order[:1] == (BOUNDARY,):
-            self._code = self.recipes.code  # the later region turned out not to need this one's outputs
+            self._code = self.recipes.code  # the later region did not need this region's outputs after all
             return self.run(slot, leaves)
         place = code.places.get(slot, -1)
         if place >= self._position:
-            # Later segments read what earlier ones leave in ``_env``, so those between must run too, while their cells live.
+            # Later segments read what earlier ones leave in ``_env``, so the segments between must run too, if their cells are
+            # alive.
             between = [self._waiting.get(code.order[position]) for position in range(self._position, place)]
             cells = [None if reference is None else reference() for reference in between]
             if None not in cells:
@@ -295,15 +296,15 @@ class CallReplay:
                 self._position = place + 1
                 return self._run(code.segments[place], leaves, self._env)
             if self._seen is not None:
-                # What is gone will not be read any more, in later calls neither: go on with recipes for the rest.
+                # Freed cells will not be read again, neither in later calls: continue with recipes for the remaining slots.
                 rest = [read for read in code.order[self._position :] if self.leaves_of(read) is not None]
                 self._code, self._env, self._position = self.recipes.plan.compile(tuple(rest)), {}, 0
                 return self.run(slot, leaves)
         return self._run(self.recipes.alone(slot), leaves, {})
 
     def _run(self, segment: SegmentFunction, leaves: tuple[Readable, ...], env: dict[int, torch.Tensor]) -> Any:
-        """Run a recipe below autograd and outside of autocast, as its ops were recorded, under the flags of forward; a
-        profiler that is on sees it under its region's name.
+        """Run a recipe as its ops were recorded: below autograd, outside of autocast, under forward's flags. An active profiler
+        shows it under its region's name.
         """
         with below_autograd():
             if not (self._is_special or torch.is_grad_enabled() or is_autocast_on()):
@@ -311,11 +312,11 @@ class CallReplay:
             plan = self.recipes.plan
             with contextlib.ExitStack() as stack:
                 stack.enter_context(in_force(plan.flags, plan.device_type))
-                if count_function_modes():  # backward of an unmanaged model calls no function that they see
+                if count_function_modes():  # the backward of an unmanaged model calls nothing that function modes see
                     stack.enter_context(without_torch_function())
                 if is_profiled():
                     stack.enter_context(profiler.record_function(f"plimsoll.recompute: {plan.name}"))
-                if torch.is_grad_enabled():  # a backward that makes a graph: the ops were verified without
+                if torch.is_grad_enabled():  # backward with create_graph=True: the ops were verified without grad mode
                     stack.enter_context(torch.no_grad())
                 if torch.is_autocast_enabled(plan.device_type):
                     stack.enter_context(torch.autocast(plan.device_type, enabled=False))

@@ -1,12 +1,12 @@
-"""Writes a region's recipes as flat Python functions: one *segment* per dropped slot, which runs its ops again.
+"""Write a region's recipes as flat Python functions: one *segment* per dropped slot, which runs its ops again.
 
-Walking a graph of objects for every op costs more than small ops themselves; straight-line code does not. The source is
-made of op numbers and value numbers only (nothing from the user reaches it), like the methods that ``dataclasses`` and
-``attrs`` generate. Equal sources are compiled once.
+Walking a graph of objects costs more per op than a small op itself; straight-line code does not. The source contains only op
+numbers and value numbers (nothing from the user reaches it), like the methods that ``dataclasses`` and ``attrs`` generate.
+Equal sources are compiled once.
 
 A segment is called as ``segment(env, leaves, parameters, states, versions, storages)``: the values that cross segments, the
-cells that the slot holds, the parameters and buffers that forward used, the generator states taken in forward, and the versions
-and the memory that the parameters had.
+cells that the slot holds, the parameters and buffers that forward used, the generator states recorded in forward, and the
+versions and storages that the parameters had in forward.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ SegmentFunction = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Where a recipe finds what it does not make, by graph value id.
+    """Where a recipe finds its inputs, by graph value id.
 
-    ``parameters``: position in the tuple that is read at the start of a call. ``protected``: those positions whose tensor
-    must not have changed since forward, with the tensor's name. ``held``: positions whose memory the call holds, each with its
-    place. ``geometries``: sizes, strides and offset of the tensors that cells hold. ``links``: the input that comes from the
-    region before. ``packed``: values that are held in another form; each is brought back by a step of its own.
-    ``sharded``: positions of parameters that are DTensors; recipes read their local shards.
+    ``parameters``: position in the tuple that is read at the start of a call. ``protected``: positions whose tensor must not
+    have changed since forward, with the tensor's name. ``held``: positions whose memory the call holds, each with its place.
+    ``geometries``: sizes, strides and offset of the tensors that cells hold. ``links``: the input that the region before
+    rebuilds. ``packed``: values that are held in another form; a separate step brings each of them back. ``sharded``: positions
+    of parameters that are DTensors; recipes read their local shards.
     """
 
     parameters: Mapping[int, int]
@@ -54,7 +54,7 @@ class Sources:
 
 @dataclass(frozen=True, slots=True)
 class RecordedRegion:
-    """The recorded side of a region graph: ops and values by graph id."""
+    """The recorded ops and values of a region graph, by graph id."""
 
     ops: tuple[RecordedOp, ...]
     values: tuple[RecordedValue, ...]
@@ -62,13 +62,13 @@ class RecordedRegion:
     generators: tuple[torch.Generator, ...]
     slot_geometries: tuple[Geometry, ...]
     layouts: Mapping[int, Any]
-    """How a DTensor lies on its mesh, by slot."""
+    """The layout of a DTensor on its mesh, by slot."""
     output_refs: tuple[Ref | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """Compiled segments for one order of reading, and where each slot stands in it."""
+    """Compiled segments for one order of reading, and the position of each slot in it."""
 
     order: tuple[int, ...]
     places: Mapping[int, int]
@@ -77,7 +77,7 @@ class Code:
 
 @dataclass(frozen=True, slots=True)
 class WrittenSegments:
-    """Segments whose unknown numbers are still open."""
+    """Segments whose numbers are not filled in yet."""
 
     order: tuple[int, ...]
     code: CodeType
@@ -94,7 +94,7 @@ class WrittenSegments:
 def write_segments(
     graph: RegionGraph, recording: RecordedRegion, schedule: Schedule, sources: Sources
 ) -> WrittenSegments:
-    """One function per segment, in the order of the schedule."""
+    """Write one function per segment, in the order of the schedule."""
     writer = _Writer(graph, recording, sources)
     for position, (segment, read_later) in enumerate(_with_later_reads(schedule, graph)):
         writer.segment(position, segment, schedule.leaves[segment.slot], read_later)
@@ -119,7 +119,7 @@ def _compiled(source: str) -> CodeType:
 
 
 def copy_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """The same view of a private copy of the whole storage."""
+    """The same view, on a private copy of the whole storage."""
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     storage = tensor.untyped_storage().clone()
     return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
@@ -128,7 +128,7 @@ def copy_storage(tensor: torch.Tensor) -> torch.Tensor:
 def on_storage(
     like: torch.Tensor, storage: torch.UntypedStorage, size: tuple[int, ...], stride: tuple[int, ...], offset: int
 ) -> torch.Tensor:
-    """A view of memory that a parameter has had."""
+    """A view of memory that a parameter had earlier."""
     empty = torch.empty(0, dtype=like.dtype, device=storage.device)
     return empty.set_(storage, offset, size, stride)
 
@@ -136,20 +136,20 @@ def on_storage(
 def seen_as(
     base: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The storage of a tensor in another dtype."""
+    """View the storage of a tensor in another geometry and dtype."""
     return Geometry(size, stride, offset, dtype).view_on(base)
 
 
 def refuse_changed(names: Mapping[int, str], position: int, expected: int, found: int) -> NoReturn:
     """Raise, because a parameter has changed between forward and the recipe that reads it.
 
-    Only what is read is checked, when it is read: an optimizer may step other parameters while backward still runs.
+    A parameter is checked only when a recipe reads it: an optimizer may step other parameters while backward still runs.
     """
     raise modified_in_place(names[position], expected, found)
 
 
 def _with_later_reads(schedule: Schedule, graph: RegionGraph) -> list[tuple[Segment, frozenset[int]]]:
-    """Every segment with the values that later segments read."""
+    """Each segment with the values that later segments read."""
     found: list[tuple[Segment, frozenset[int]]] = []
     later: frozenset[int] = frozenset()
     for segment in reversed(schedule.segments):
@@ -176,7 +176,7 @@ class _Writer:
         return "\n".join(self._lines) + "\n"
 
     def segment(self, position: int, segment: Segment, leaves: tuple[int, ...], read_later: frozenset[int]) -> None:
-        """One function: load, run, let go, return."""
+        """Write one function: load, run, free, return."""
         self._emit(f"def segment_{position}(env, leaves, parameters, states, versions, storages):", 0)
         self._local = {}
         self._leaves = leaves
@@ -221,12 +221,14 @@ class _Writer:
         self._bind(step, op, renamed)
 
     def _bring_back(self, value: int) -> None:
-        """Decode or fetch a packed value; from here on it is private memory, like what an op made."""
+        """Decode or fetch a packed value. From here on it is private memory, like the output of an op."""
         self._emit(f"v{value} = leaves[{self._leaves.index(value)}].read()")
         self._local[value] = self._sources.geometries[value]
 
     def _random(self, point: tuple[int, int], call: str) -> None:
-        """Draw forward's numbers again, and put the generator back whatever happens: training goes on with its own."""
+        """Draw forward's random numbers again. Always restore the generator afterwards, so that training continues with its own
+        numbers.
+        """
         generator = self._constant(self._recording.generators[point[0]], f"g{point[0]}")
         self._emit(f"now = {generator}.get_state()")
         self._emit(f"{generator}.set_state(states[{point!r}].get_state())")
@@ -241,7 +243,7 @@ class _Writer:
         return f"out = {self._constant(op.func, f'f{op.id}')}({', '.join(arguments)})"
 
     def _bind(self, step: ReplayStep, op: RecordedOp, renamed: Mapping[int, str]) -> None:
-        """Give names to what the op made: new storages from its outputs, new versions from what it wrote to."""
+        """Bind names to the op's results: new storages from its outputs, new versions of the storages that it wrote to."""
         writes = set(self._graph.ops[step.op].writes)
         to_local, values = self._recording.to_local, self._recording.values
         births: dict[int, tuple[int, Geometry]] = {}
@@ -254,11 +256,11 @@ class _Writer:
         for write, (index, geometry) in births.items():
             self._emit(f"v{write} = out" + (f"[{index}]" if len(op.outputs) > 1 else ""))
             self._local[write] = geometry
-        self._emit("out = None")  # what nobody reads of a result is freed now, not when the segment returns
+        self._emit("out = None")  # free unused parts of the result now, not when the segment returns
         for write in sorted(writes - births.keys()):
             storage = values[write].storage
             old = next((r for r in self._graph.ops[step.op].reads if values[r].storage == storage), None)
-            if old is not None:  # an in-place op: the new version lies where the old one did
+            if old is not None:  # an in-place op: the new version is in the same memory as the old version
                 self._emit(f"v{write} = {renamed.get(old, f'v{old}')}")
                 self._local[write] = self._local[old]
         for name in renamed.values():
@@ -274,7 +276,7 @@ class _Writer:
     def _argument(self, value: Any, renamed: Mapping[int, str], op: RecordedOp) -> str:
         if isinstance(value, Ref):
             local = self._recording.to_local[value.value]
-            if self._recording.values[local].storage in op.scratch:  # a buffer that it writes without saying so
+            if self._recording.values[local].storage in op.scratch:  # a buffer that the op writes without declaring it
                 return f"copy_storage({self._seen(local, value.geometry)})"
             return self._seen(local, value.geometry, renamed.get(local))
         if isinstance(value, list | tuple):
@@ -296,7 +298,7 @@ class _Writer:
         return f"seen_as({name}, {size}, {stride}, {offset}, {self._constant(geometry.dtype)})"
 
     def _load(self, value: int) -> Geometry:
-        """Make sure that ``v<value>`` is bound in this segment; how it lies on its storage."""
+        """Bind ``v<value>`` in this segment if it is not bound yet, and return its geometry."""
         known = self._local.get(value)
         if known is not None:
             return known
@@ -307,7 +309,7 @@ class _Writer:
             geometry = self._sources.geometries[value]
         elif value in self._leaves:
             position = self._leaves.index(value)
-            if value in self._sources.links:  # reading it replays the region before, so it is read once per backward
+            if value in self._sources.links:  # reading it replays the region before, so read it only once per backward
                 self._emit(f"v{value} = env.get({value})")
                 self._emit(f"if v{value} is None: v{value} = env[{value}] = leaves[{position}].read()")
             else:
@@ -320,7 +322,7 @@ class _Writer:
         return geometry
 
     def _parameter(self, value: int, position: int) -> Geometry:
-        """Name a parameter or buffer as forward found it: where it has other memory by now, the memory that it had then."""
+        """Bind a parameter or buffer as forward found it. If it has other memory now, use the memory that it had in forward."""
         source, recorded = f"parameters[{position}]", self._recording.values[value]
         is_sharded, geometry = position in self._sources.sharded, recorded.base
         self._emit(f"v{value} = local_of({source})" if is_sharded else f"v{value} = {source}")
@@ -349,7 +351,7 @@ class _Writer:
 
 
 def _number(value: Any) -> str:
-    """Source text for a number, or a tuple of numbers, that may be known later."""
+    """Source text for a number or a tuple of numbers. Unknown numbers are filled in later."""
     if isinstance(value, tuple):
         return f"({', '.join(map(_number, value))},)" if value else "()"
     return f"n{value.index}" if isinstance(value, Unknown) else repr(value)

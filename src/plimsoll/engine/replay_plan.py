@@ -1,7 +1,7 @@
-"""What becomes of every saved tensor of a region under one signature: kept, packed, or dropped and by which ops remade.
+"""The fate of every saved tensor of a region under one signature: kept, packed, or dropped and rebuilt by certain ops.
 
-`choose` resolves the names in a plan to values of the recorded graph. A `ReplayPlan` follows from that choice alone and
-never changes: calls of the region, and replays in their backwards, only read it.
+`choose` resolves the names in a plan to values of the recorded graph. A `ReplayPlan` follows from that choice alone and never
+changes: calls of the region, and replays in their backwards, only read it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from plimsoll.tracing.recorder.storages import Geometry
 
 @dataclass(frozen=True, slots=True)
 class ParameterSource:
-    """A parameter or buffer: its place among those that every call finds at its entry.
+    """A parameter or buffer, and its place among all that a call finds at its entry.
 
-    A small buffer is copied per call, because the model may write to it before backward, and so is a small parameter that
-    autograd does not save; other parameters must not change. Recipes read the memory that forward has read: a parameter may
-    have other memory (``.data``) in forward alone. One that ``is_gathered`` (ZeRO-3) is gathered into other memory for
-    backward, and recipes read that.
+    A small buffer is copied per call, because the model may write to it before backward. A small parameter that autograd does
+    not save is copied too. Other parameters must not change. Recipes read the memory that forward read, because a parameter may
+    have other memory (``.data``) during forward. A parameter that ``is_gathered`` (ZeRO-3) is gathered into other memory for
+    backward, and recipes read that memory.
     """
 
     name: str
@@ -49,19 +49,19 @@ class ParameterSource:
 
 @dataclass(frozen=True, slots=True)
 class DropChoice:
-    """What to drop and what to pack, resolved to ids of the region's graph."""
+    """What to drop and what to pack, as value ids of the region's graph."""
 
     dropped: frozenset[int]
     stored: frozenset[int]
     link: int | None = None
-    """The input that is not held because the region before can make it again."""
+    """The input that is not held because the region before can rebuild it."""
     obstacles: Mapping[str, str] = field(default_factory=dict)
     packed: Mapping[int, str] = field(default_factory=dict)
     """Codec or link by value."""
 
     @property
     def gone(self) -> frozenset[int]:
-        """Values whose tensors are let go."""
+        """Values whose tensors are freed after forward."""
         return self.dropped | self.packed.keys()
 
 
@@ -73,10 +73,10 @@ def choose(
     forms: Mapping[str, str] | None = None,
     is_private: Callable[[str], bool] = lambda form: False,
 ) -> DropChoice:
-    """Resolve the names that a plan drops. What cannot be rebuilt is kept, and ``obstacles`` says why.
+    """Resolve the names that a plan drops. Values that cannot be rebuilt are kept; ``obstacles`` says why.
 
-    ``links`` are inputs that the region before can make again (for a dropped boundary), ``forms`` the codec or the link of
-    values that are packed, and ``is_private`` whether a form is of no use to anybody but the value's own slots.
+    ``links`` are inputs that the region before can rebuild (for a dropped boundary), ``forms`` the codec or link of packed
+    values. ``is_private`` says of a form that only the value's own slots can use it, not recipes.
     """
     slot_values = {slot.value for slot in graph.slots if slot.is_managed}
     packed = {v: forms[graph.values[v].name] for v in slot_values - links if forms and graph.values[v].name in forms}
@@ -102,7 +102,7 @@ def choose(
                 obstacles[graph.values[value].name] = unreachable.obstacle
         if not failed:
             break
-        # Keep one more and try again: the earliest value that fails may be what all the others are missing.
+        # Keep one more value and try again. Take the earliest that fails: the other failures may all depend on it.
         dropped -= {min(failed)}
     gone = dropped | (links & slot_values)
     return DropChoice(frozenset(gone), frozenset(stored), next(iter(links), None), obstacles, packed)
@@ -110,11 +110,11 @@ def choose(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ReplayPlan:
-    """The plan of one region under one signature. What is derived is made at its first use and then stays.
+    """The plan of one region under one signature. Derived attributes are computed at first use and cached.
 
-    Of every packed value ``codecs`` has the codec, ``None`` for what goes over the link. ``parameters`` are graph value
-    and place of every parameter and buffer that ops read; ``not_rebuildable`` has the values that no recipe can bring
-    back, each with the reason.
+    ``codecs`` has the codec of each packed value, ``None`` for values that go over the link. ``parameters`` are graph value and
+    place of every parameter and buffer that ops read. ``not_rebuildable`` has the values that no recipe can rebuild, each with
+    the reason.
     """
 
     name: str
@@ -128,15 +128,15 @@ class ReplayPlan:
     parameters: tuple[tuple[int, ParameterSource], ...]
     not_rebuildable: Mapping[int, str]
     steady: frozenset[int] = frozenset()
-    """Inputs that forward has made and writes to no more."""
+    """Inputs that forward made and does not write to again."""
     template: ReplayPlan | None = None
-    """The same plan with its numbers left open, where it was made of one."""
+    """The same plan with open numbers, if this plan was made from it."""
     numbers: tuple[Number, ...] = ()
-    """Those numbers."""
+    """The numbers that fill the template."""
 
     def at(self, numbers: tuple[Number, ...], recording: RecordedRegion) -> ReplayPlan:
-        """The plan, which leaves numbers open, for calls with these numbers. What does not depend on numbers is shared, and the
-        bytes and geometries of values stay open in it: ask ``bytes_of`` and ``geometry_of``.
+        """Fill in the open numbers of this plan. Both plans share everything that does not depend on numbers. The graph's bytes
+        and geometries stay open: use ``bytes_of`` and ``geometry_of``.
         """
         for name, member in vars(ReplayPlan).items():
             if isinstance(member, cached_property):
@@ -150,11 +150,11 @@ class ReplayPlan:
         return int(self._number(self.graph.values[value].bytes))
 
     def geometry_of(self, value: int) -> Geometry:
-        """How a value lies in its storage when it is made."""
+        """The geometry of a value in its storage when it is made."""
         return self.filled(self.recording.values[value].base)
 
     def filled(self, geometry: Geometry) -> Geometry:
-        """A recorded geometry with this plan's numbers in the place of unknown ones."""
+        """A recorded geometry, with this plan's numbers filled in."""
         return geometry.changed(self._number)
 
     def _number(self, number: Number | Unknown) -> Number:
@@ -162,7 +162,7 @@ class ReplayPlan:
 
     @cached_property
     def dropped_slots(self) -> tuple[int, ...]:
-        """Slots whose tensor is not held after forward: what has to be remade or brought back."""
+        """Slots whose tensor is not held after forward, so that it must be rebuilt or brought back."""
         return tuple(s.index for s in self.graph.slots if s.is_managed and s.value in self.choice.gone)
 
     @cached_property
@@ -172,7 +172,7 @@ class ReplayPlan:
 
     @cached_property
     def leaf_groups(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-        """Dropped slots by the stored values that their recipes start from: slots with equal leaves share one tuple."""
+        """Dropped slots by the stored values that their recipes start from. Slots with equal leaves share one tuple."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for slot, leaves in self._schedule.leaves.items():
             groups.setdefault(self._visible(slot, leaves), []).append(slot)
@@ -195,7 +195,9 @@ class ReplayPlan:
 
     @cached_property
     def outside_cells(self) -> tuple[tuple[int, int], ...]:
-        """Those of them that the region did not make: a parameter among them may get other memory before backward."""
+        """The needed cells whose value the region did not make: it may be a parameter that gets other memory before
+        backward.
+        """
         origins = (Origin.INPUT, Origin.EXTERNAL)
         return tuple((value, slot) for value, slot in self.needed_cells if self.graph.values[value].origin in origins)
 
@@ -211,13 +213,13 @@ class ReplayPlan:
 
     @property
     def link_position(self) -> int:
-        """Which input comes from the region before, for a dropped boundary."""
+        """Position of the input that comes from the region before, for a dropped boundary."""
         assert self.choice.link is not None
         return int(self.graph.values[self.choice.link].name.split(":")[1])
 
     @cached_property
     def exact_slots(self) -> tuple[int, ...]:
-        """Dropped slots that do not come from a lossy form: what comes back is what forward made, bit for bit."""
+        """Dropped slots that do not depend on a lossy form: they come back bit for bit equal to forward's tensors."""
         codecs = ((value, codec) for value, codec in self.codecs.items() if codec is not None)
         lossy = {value for value, codec in codecs if codec.keeps_sign_only or not codec.is_lossless}
         from_lossy = {slot for leaves, slots in self.leaf_groups if lossy.intersection(leaves) for slot in slots}
@@ -225,7 +227,9 @@ class ReplayPlan:
 
     @cached_property
     def twins(self) -> tuple[tuple[int, int], ...]:
-        """Slots that showed one tensor from outside while recording; it is read, or packed, through the first of them."""
+        """Pairs of slots that held the same tensor from outside while recording; it is read, or packed, through the first
+        slot.
+        """
         first: dict[int, int] = {}
         shown = [slot for slot in self.graph.slots if slot.value >= 0]
         outside = [slot for slot in shown if self.graph.values[slot.value].origin is Origin.EXTERNAL]
@@ -234,7 +238,7 @@ class ReplayPlan:
 
     @cached_property
     def signs(self) -> Mapping[int, str]:
-        """Slots of which only the sign is held, by the value's name."""
+        """Slots whose value is held as signs only, with the value's name."""
         return {
             slot.index: self.graph.values[slot.value].name
             for slot in self.graph.slots
@@ -243,7 +247,7 @@ class ReplayPlan:
 
     @cached_property
     def replayed_ops(self) -> tuple[int, ...]:
-        """Ops that run again, in the order in which backward runs them."""
+        """Ops that run again, in backward's order."""
         return self._schedule.ops
 
     def ops_for(self, slots: Sequence[int]) -> tuple[int, ...]:
@@ -252,17 +256,17 @@ class ReplayPlan:
 
     @cached_property
     def collectives(self) -> tuple[str, ...]:
-        """The ops by which recipes talk to other ranks, in the order in which backward runs them."""
+        """The collectives in recipes, in backward's order."""
         recorded = (self.recording.ops[op] for op in self.replayed_ops)
         return tuple(op.name for op in recorded if is_collective(op.func))
 
     @cached_property
     def state_points(self) -> StatePoints:
-        """Where forward takes generator states; empty where no random op runs again."""
+        """Where forward must record generator states; empty if no random op runs again."""
         return state_points((self.recording.ops[op] for op in self.replayed_ops), self.recording.generators)
 
     def compile(self, order: tuple[int, ...] | None = None) -> Code:
-        """The recipes for slots that are read in this order; by default in the one that is expected."""
+        """The recipes for slots that are read in this order, by default in the expected order."""
         return (self.template or self)._write(order).bind(self.numbers)
 
     def _write(self, order: tuple[int, ...] | None) -> WrittenSegments:
@@ -286,8 +290,8 @@ class ReplayPlan:
     def boundary_leaves(
         self, cells: Sequence[Cell], packed: Mapping[int, Readable], link: Readable | None
     ) -> tuple[Readable, ...] | None:
-        """What remaking the outputs starts from, for a next region that does not hold its input; ``None`` if they cannot
-        be remade.
+        """The inputs of the recipe for the outputs, for a next region that does not hold its input; ``None`` if they cannot be
+        rebuilt.
         """
         wanted = self._boundary_values
         readable: dict[int, Readable] = {value: cells[slot] for value, slot in self._cell_of.items()}
@@ -300,18 +304,18 @@ class ReplayPlan:
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes of the distinct storages made in the region that autograd saved."""
+        """Bytes of the distinct storages that the region made and autograd saved."""
         return self._bytes_of(self._saved_values)
 
     @property
     def droppable_bytes(self) -> int:
-        """Of these, what recipes could bring back bit for bit from the region's inputs and parameters."""
+        """The part of the activation bytes that recipes could rebuild bit for bit from the region's inputs and parameters."""
         names = frozenset(self.graph.values[v].name for v in self._saved_values)
         return self._bytes_of(choose(self.graph, names, self.not_rebuildable).dropped)
 
     @property
     def dropped_bytes(self) -> int:
-        """Bytes of the distinct storages made in the region that only dropped slots held."""
+        """Bytes of the distinct storages that the region made and only dropped slots held."""
         return self._bytes_of(v for v in self.choice.dropped if self.graph.values[v].origin is Origin.OP)
 
     @property
@@ -324,7 +328,7 @@ class ReplayPlan:
 
     @cached_property
     def _boundary_values(self) -> tuple[int, ...] | None:
-        """The stored values that remaking the outputs starts from; ``None`` if they cannot be remade."""
+        """The stored values that rebuilding the outputs starts from; ``None`` if they cannot be rebuilt."""
         dropped = frozenset(self.graph.outputs) - self.choice.stored - self.choice.packed.keys()
         try:
             schedule = build_schedule(self.graph, self.choice.stored, dropped, (BOUNDARY,), self.choice.packed)
@@ -335,7 +339,7 @@ class ReplayPlan:
 
     @cached_property
     def _schedule(self) -> Schedule:
-        """The replay in the order in which backward is expected to read, before one has been seen."""
+        """The replay for the expected order of reading, which is used until a backward has been seen."""
         dropped = set(self.dropped_slots)
         return self._scheduled([slot for slot in self.graph.backward_order if slot in dropped])
 
@@ -346,7 +350,7 @@ class ReplayPlan:
         return build_schedule(self.graph, self.choice.stored, dropped, order, self.choice.packed)
 
     def _visible(self, slot: int, leaves: Iterable[int]) -> tuple[int, ...]:
-        """What a recipe reads from cells; for the boundary also the outputs that are held as they are."""
+        """The values that a recipe reads from cells; for the boundary also the outputs that are held."""
         held = set(self.graph.outputs) & self.choice.stored if slot == BOUNDARY else set()
         return tuple(v for v in sorted(held.union(leaves)) if v not in self._sources.parameters)
 
@@ -356,7 +360,7 @@ class ReplayPlan:
 
     @cached_property
     def _cell_of(self) -> Mapping[int, int]:
-        """For stored values: the first kept slot that holds it."""
+        """The first kept slot that holds each stored value."""
         cells: dict[int, int] = {}
         for index in self.kept_slots:
             value = self.graph.slots[index].value
@@ -366,7 +370,7 @@ class ReplayPlan:
 
     @cached_property
     def _input_of(self) -> Mapping[int, int]:
-        """For stored values that no slot holds: the input position that it came in at."""
+        """The input position of each stored input that no slot holds."""
         elsewhere = {*self._cell_of, *self.choice.packed, self.choice.link}
         return {
             value.id: int(value.name.split(":")[1])
@@ -392,7 +396,8 @@ class ReplayPlan:
         inputs = [*self._input_of] if self.choice.link is None else [*self._input_of, self.choice.link]
         geometries.update({value: self.recording.values[value].base for value in inputs})
         for slot in self.graph.slots:
-            if slot.is_managed and slot.value in self.choice.packed:  # whole storages are packed, and come back flat
+            # whole storages are packed, and come back as flat tensors
+            if slot.is_managed and slot.value in self.choice.packed:
                 dtype = self.recording.slot_geometries[slot.index].dtype
                 nbytes: int | Unknown = self.graph.values[slot.value].bytes
                 count: Any = nbytes if isinstance(nbytes, Unknown) else nbytes // dtype.itemsize

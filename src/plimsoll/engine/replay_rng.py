@@ -1,12 +1,12 @@
-"""Takes the generator's state in forward, so that dropout and other random ops draw the same numbers on replay.
+"""Record the generator's state in forward, so that dropout and other random ops draw the same numbers on replay.
 
-In steady calls no dispatch mode runs, so we get control inside a region at two kinds of *points* only: at its entry and at
-every saved tensor. A random op can be repeated if the generator was not used between such a point and the op: then the
-state taken at that point is the state that the op starts from. Taking it costs about 2 µs on a CPU. It is held as a generator:
-a CPU's takes 2.5 KiB as one, and 5 KiB as a tensor.
+Steady calls run without a dispatch mode, so our code runs inside a region at two kinds of *points* only: at its entry and at
+every saved tensor. A random op can be repeated if the generator was not used between such a point and the op: then the op
+starts from the state recorded at that point. Recording it costs about 2 µs on a CPU. It is held as a generator: a CPU's state
+takes 2.5 KiB as a generator, and 5 KiB as a tensor.
 
-On replay the recipe sets the generator to the state of the op's point, runs the op, and puts the generator back in a
-``finally`` (see ``replay_code``), so that a replay never moves the random numbers of the training run itself.
+On replay the recipe sets the generator to the state of the op's point, runs the op, and restores the generator in a ``finally``
+(see ``replay_code``), so that a replay never changes the random numbers of the training run itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ENTRY = -1
 """The point before the region's first op; point ``k >= 0`` is where slot ``k`` is saved."""
 
 StatePoints = Mapping[int, tuple[tuple[int, torch.Generator], ...]]
-"""By point: the generators whose state is taken there, each with its position."""
+"""By point: the generators whose state is recorded there, each with its position."""
 
 
 def generators_of(devices: Sequence[torch.device]) -> tuple[torch.Generator, ...]:
@@ -32,7 +32,7 @@ def generators_of(devices: Sequence[torch.device]) -> tuple[torch.Generator, ...
 
 
 def state_points(ops: Iterable[RecordedOp], generators: Sequence[torch.Generator]) -> StatePoints:
-    """Where steady calls take states, for these ops to be repeated."""
+    """The points where steady calls must record states, so that these ops can be repeated."""
     points: dict[int, dict[int, torch.Generator]] = {}
     for op in ops:
         if op.random_point is not None:
@@ -42,7 +42,7 @@ def state_points(ops: Iterable[RecordedOp], generators: Sequence[torch.Generator
 
 
 def take_states(points: StatePoints, at: int, states: dict[tuple[int, int], torch.Generator]) -> None:
-    """Forward has come to the point ``at``: take the states that random ops start from there.
+    """Record the states that random ops start from at the point ``at``, which forward has reached.
 
     Raises:
         CaptureRefused: a CUDA graph is being captured.
@@ -58,16 +58,16 @@ def take_states(points: StatePoints, at: int, states: dict[tuple[int, int], torc
 
 
 class RandomPoints:
-    """Watches the generators while a region records, and says for each random op from which point it can be repeated."""
+    """Watches the generators while a region records, and finds the point from which each random op can be repeated."""
 
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
         self.generators = tuple(generators)
         self._latest: list[tuple[int, torch.Tensor]] = [(ENTRY, g.get_state()) for g in self.generators]
         self.states = {(index, ENTRY): generator.clone_state() for index, generator in enumerate(self.generators)}
-        """States taken so far, by (generator, point)."""
+        """Recorded states, by (generator, point)."""
 
     def at_slot(self, index: int) -> None:
-        """A tensor was saved: from here on this is the latest point."""
+        """A tensor was saved: it is the latest point from here on. Record states that have changed since the point before."""
         for position, generator in enumerate(self.generators):
             state = generator.get_state()
             if not torch.equal(state, self._latest[position][1]):
@@ -75,7 +75,7 @@ class RandomPoints:
                 self.states[position, index] = generator.clone_state()
 
     def before(self, op: RecordedOp, device: torch.device) -> torch.Tensor | None:
-        """The state from which a random op that runs now can be repeated; ``None`` if no point has it."""
+        """The state from which the random op that runs next can be repeated; ``None`` if no point has this state."""
         position = self._index(device)
         if position is None:
             return None
@@ -86,7 +86,7 @@ class RandomPoints:
         return state
 
     def state(self, device: torch.device) -> torch.Tensor:
-        """The state of the device's generator (of the CPU's where the device has none that is watched)."""
+        """The state of the device's generator (of the CPU's generator if the device's is not watched)."""
         return self.generators[self._index(device) or 0].get_state()
 
     def restore(self, device: torch.device, state: torch.Tensor) -> None:

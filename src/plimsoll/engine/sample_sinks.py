@@ -1,11 +1,12 @@
-"""Chooses the dropped values that are sampled: few, and so that every dropped value is one of them or shows in one of them.
+"""Choose the dropped values to sample: as few as possible, such that every dropped value is sampled or shows in a sampled
+value.
 
 A value *shows* in the result of an op if a wrong value makes the result wrong. The walk goes from the last op to the first, and
-samples each dropped value that shows in no sampled one: the sinks of the graph. Some ops read a value without showing it: a
-dropout mask takes the shape of a tensor, ``x > 0`` keeps one bit of each element, a slice some of the elements.
+samples each dropped value that does not show in a sampled one: the sinks of the graph. Some ops read a value without showing
+it: a dropout mask uses only the shape of a tensor, ``x > 0`` keeps one bit of each element, a slice some of the elements.
 
-Known weakness: where an op gives many inputs the same output (``relu`` of negative numbers, ``x + y`` with a tiny ``y``), small
-differences show in some elements only, and samples see those that they meet.
+Known weakness: if an op maps many inputs to the same output (``relu`` of negative numbers, ``x + y`` with a tiny ``y``), small
+differences show in some elements only, and samples may miss them.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from plimsoll.tracing.recorder.recorder import RecordedOp, Ref
 from plimsoll.tracing.recorder.storages import Geometry
 
 _LIKE = r"(empty|zeros|ones|full|rand|randn|randint)_like|new_\w+"
-"""Take the shape of a tensor, and none of its elements."""
+"""Read the shape of a tensor, but not its elements."""
 _FILL = r"(fill|zero|bernoulli|cauchy|exponential|geometric|log_normal|normal|random|uniform)_"
-"""Take the memory of a tensor, and none of its elements."""
+"""Write to the memory of a tensor without reading its elements."""
 _ROUND = r"(round|floor|ceil|trunc)_?|floor_divide|sign|sgn|heaviside|bernoulli|binomial|poisson|fake_quantize_\w+"
-"""Make one number of many."""
+"""Map many numbers to one."""
 _PICK = r"a?(max|min)|aminmax|(nan)?median|kthvalue|mode|topk|index|index_select|gather|take|embedding|\w*max_pool\w+"
-"""Take some elements and leave others."""
+"""Read some elements and skip others."""
 _HIDES = re.compile("|".join((_LIKE, _FILL, _ROUND, _PICK)))
 """Names of torch's ops whose results do not show every difference in the tensors that they read."""
 
@@ -41,8 +42,8 @@ def sinks(
     dropped: Set[int],
     filled: Callable[[Geometry], Geometry],
 ) -> frozenset[int]:
-    """The values to sample. Of ``sin``, ``tanh`` and ``* mask`` in a row, all dropped, that is the product; where the product
-    is not dropped, they are the hyperbolic tangent and the mask.
+    """Return the values to sample. If ``sin``, ``tanh`` and ``* mask`` run in a row and all results are dropped, that is the
+    product. If the product is not dropped, it is the result of ``tanh`` and the mask.
 
     Args:
         graph: the region.
@@ -74,7 +75,9 @@ def sinks(
 
 
 def covers(parts: Iterable[Geometry], whole: Geometry) -> bool:
-    """Whether views on one storage show all of it together. Views from one place on are taken for the same elements."""
+    """Whether views on one storage together show all of it. Views that start at the same place are assumed to show the same
+    elements.
+    """
     sizes: dict[int, int] = {}
     for part in parts:
         start = part.offset * part.dtype.itemsize
@@ -83,10 +86,10 @@ def covers(parts: Iterable[Geometry], whole: Geometry) -> bool:
 
 
 def _main_result(op: RecordedOp, recording: RecordedRegion) -> int | None:
-    """The first result of an op, if it shows all tensors that the op reads, else ``None``.
+    """The first result of an op if it shows all tensors that the op reads, else ``None``.
 
-    Other results may depend on less: the mean of a layer norm does not depend on its weight. Nothing is known of operators from
-    outside of torch, nor of results in lists.
+    Other results may depend on fewer tensors: the mean of a layer norm does not depend on its weight. Operators from outside of
+    torch and results in lists are unknown, so they give ``None``.
     """
     first = op.outputs[0] if op.outputs else None
     if first is None or op.func.namespace != "aten" or _HIDES.fullmatch(op.func._schema.name.split("::")[1]):
@@ -111,11 +114,11 @@ def _tensors(op: RecordedOp) -> list[Ref]:
 
 
 def _is_number(dtype: torch.dtype) -> bool:
-    """Whether elements are numbers of many digits, and no masks or indices."""
+    """Whether elements are floating-point numbers, not masks or indices."""
     return dtype.is_floating_point or dtype.is_complex
 
 
 def _bytes(geometry: Geometry) -> int:
-    """What the elements take that are seen; an expanded dimension shows the same ones again."""
+    """Bytes of the distinct elements; an expanded dimension repeats the same elements."""
     sizes = zip(geometry.size, geometry.stride, strict=True)
     return math.prod(size for size, stride in sizes if stride) * geometry.dtype.itemsize

@@ -1,13 +1,13 @@
-"""Sentinels: a few elements of dropped tensors are kept, and the rebuilt tensors must have the same bits there.
+"""Sentinels: keep a few elements of dropped tensors, and require the same bits in the rebuilt tensors.
 
-Recipes run recorded ops on what a call saved. Where a call has done something else than the recorded one and the guards have
-not seen it (a constant inside a C++ extension, say), the samples differ, and the step stops before the optimizer can use the
-gradients. Samples lie a stride apart that no dimension divides, so they meet all rows and all features, and elsewhere in
-every call.
+Recipes run recorded ops on what a call saved. If a call differs from the recorded call and the guards have not noticed (a
+constant inside a C++ extension, for example), the samples differ, and the step stops before the optimizer can use the
+gradients. The stride between samples has no common factor with the number of elements, so that samples reach all rows and all
+features. Every call samples at another offset.
 
-On a CPU they are compared on the spot. A comparison on a GPU would make the host wait for the device at every slot, so
-there each one leaves a flag on the device, and all flags of a backward pass are read once, when it ends: still before the
-optimizer can step. No samples are taken while a CUDA graph is captured: the host could not read the flags of its replays.
+On a CPU, samples are compared at once. On a GPU, that would make the host wait for the device at every slot. So each comparison
+leaves a flag on the device, and all flags of a backward pass are read together at its end, still before the optimizer can step.
+No samples are taken while a CUDA graph is captured: the host could not read the flags of its replays.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from plimsoll.tracing.torch_internals import at_end_of_backward, current_graph_t
 
 SAMPLE_SIZE = 16
 _STRIDE_OF_CALLS = 2654435761
-"""A prime: samples of consecutive calls lie far apart, and come everywhere."""
+"""A prime, so that samples of consecutive calls are far apart and reach every position."""
 
 _INTEGERS: dict[torch.dtype, type[ctypes._SimpleCData[int]]] = {
     torch.uint8: ctypes.c_uint8,
@@ -40,16 +40,16 @@ _INTEGERS: dict[torch.dtype, type[ctypes._SimpleCData[int]]] = {
 }
 
 Sample = tuple["SamplePlaces", int, Any]
-"""Its places, where it starts, and its elements as integers: a list on a CPU, where that is the cheapest, a tensor on other
+"""Its places, its start offset, and its elements as integers: a list on a CPU (the cheapest there), a tensor on other
 devices.
 """
 
 Failure = Callable[[], None]
-"""Raises the error that belongs to one comparison."""
+"""Raises the error of one comparison."""
 
 
 class DeferredChecks:
-    """Flags of one backward pass, read together when it ends."""
+    """Flags of one backward pass, read together at its end."""
 
     def __init__(self) -> None:
         self._flags: list[torch.Tensor] = []
@@ -57,9 +57,9 @@ class DeferredChecks:
         self._task = -1
 
     def add(self, flag: torch.Tensor, fail: Failure) -> None:
-        """Note a flag (true: the bits differ); ``fail`` raises if it turns out to be set."""
+        """Store a flag (true: the bits differ). ``fail`` raises; it is called if the flag turns out to be set."""
         task = current_graph_task()
-        if task != self._task:  # the first of this backward; flags of one that failed half-way are forgotten
+        if task != self._task:  # the first flag of this backward; drop the flags of a backward that raised midway
             self._flags, self._failures, self._task = [], [], task
             at_end_of_backward(self._settle)
         self._flags.append(flag)
@@ -75,17 +75,17 @@ class DeferredChecks:
 
 @dataclass(frozen=True, slots=True)
 class SentinelPolicy:
-    """What the regions of one managed model share: check in every ``every``-th call, and the checks still to be read."""
+    """The sampling policy of one managed model: sample every ``every``-th call; flags to read at the end of backward."""
 
     every: int = 1
     deferred: DeferredChecks = field(default_factory=DeferredChecks)
 
 
 class Sampler:
-    """Takes and compares the sentinels of one region: values that are packed exactly, and the sinks of those that recipes make
-    (see ``sample_sinks``).
+    """Takes and compares the sentinels of one region: samples of values with a lossless form, and of the sinks of rebuilt
+    values (see ``sample_sinks``).
 
-    ``like`` samples calls with other numbers.
+    ``like`` is the sampler of calls with other numbers.
     """
 
     def __init__(self, plan: ReplayPlan, policy: SentinelPolicy, like: Sampler | None = None) -> None:
@@ -96,7 +96,7 @@ class Sampler:
         self._use(sentinel_slots(plan, plan.dropped_slots) if like is None else tuple(like._sentinels))
 
     def expect(self, read: Sequence[int]) -> None:
-        """Backward reads these slots and no others: what shows in another one is not compared with it."""
+        """Backward reads only these slots: choose sentinels among them."""
         self._use(sentinel_slots(self._plan, read))
 
     def _use(self, slots: Iterable[int]) -> None:
@@ -105,7 +105,7 @@ class Sampler:
         self._sentinels = {slot: found for slot, found in places.items() if found is not None}
 
     def take(self, tensors: Sequence[torch.Tensor], number: int) -> dict[int, Sample]:
-        """Elements of the sentinel slots of the ``number``-th call, as integers: bits are compared, not values. Called
+        """Elements of the sentinel slots of the ``number``-th call, as integers because bits are compared, not values. Called
         below autograd.
         """
         if not self._sentinels or number % self._policy.every or is_capturing(self._device_type):
@@ -128,14 +128,14 @@ class Sampler:
         again = places.at(offset, value)
         if value.is_cpu:
             sample = torch.tensor(sample, dtype=again.dtype, device=again.device)
-        elif is_capturing(value.device.type):  # of backward alone: the flag could not be read
+        elif is_capturing(value.device.type):  # only backward is being captured: the host could not read the flag
             return
         elif must_defer(value.device.type):
             self._policy.deferred.add((sample != again).any(), functools.partial(fail, slot))
             return
         elif torch.equal(sample, again):
             return
-        # NaN has many bit patterns, and which one an op makes is not defined: any NaN is as good as another.
+        # NaN has many bit patterns, and which of them an op makes is not defined: accept any NaN.
         is_number = value.is_floating_point() or value.is_complex()
         if is_number and same_bits(sample.view(value.dtype), again.clone().view(value.dtype)):
             return
@@ -143,7 +143,7 @@ class Sampler:
 
 
 def sentinel_slots(plan: ReplayPlan, read: Sequence[int]) -> tuple[int, ...]:
-    """The slots to sample if backward reads these ones: of each value that is to be sampled as many as show all of it."""
+    """The slots to sample if backward reads these slots: for each sampled value, enough slots to show all of it."""
     graph, geometries = plan.graph, plan.recording.slot_geometries
     slots: dict[int, list[int]] = {}
     for slot in sorted(set(plan.exact_slots).intersection(read)):
@@ -155,7 +155,7 @@ def sentinel_slots(plan: ReplayPlan, read: Sequence[int]) -> tuple[int, ...]:
     found: list[int] = []
     for value in sorted(chosen | packed):
         parts: dict[int, int] = {}
-        """By the place where it starts the slot that shows it."""
+        """The slots chosen so far, by the storage offset at which they start."""
         for slot in sorted(slots[value], key=lambda each: -math.prod(geometries[each].size)):
             if not covers([geometries[each] for each in parts.values()], plan.geometry_of(value)):
                 parts.setdefault(geometries[slot].offset, slot)
@@ -164,15 +164,15 @@ def sentinel_slots(plan: ReplayPlan, read: Sequence[int]) -> tuple[int, ...]:
 
 
 def must_defer(device_type: str) -> bool:
-    """Whether comparing on the spot would make the host wait for the device."""
+    """Whether an immediate comparison would make the host wait for the device."""
     return device_type != "cpu" and current_graph_task() != -1
 
 
 @dataclass(frozen=True, slots=True)
 class SamplePlaces:
-    """Where the elements of a tensor lie that may be its sample: up to 16 of them, and how far they can be moved.
+    """Positions of the sample within a tensor: up to 16 elements, and how far they can be moved.
 
-    ``moves`` has the stride of each direction in which they move, and how many places there are along it.
+    ``moves`` has the stride of each direction in which they move, and the number of positions along it.
     """
 
     size: int
@@ -181,16 +181,16 @@ class SamplePlaces:
     moves: tuple[tuple[int, int], ...]
     integers: torch.dtype
     span: type[ctypes.Array[Any]]
-    """The memory from the first element to the last."""
+    """A ctypes array from the first element of the sample to the last."""
 
     @staticmethod
     def has_any(geometry: Geometry) -> bool:
-        """Whether there are bits to compare: elements, of a size that some integer has."""
+        """Whether there are bits to compare: the tensor has elements, and there is an integer type of their size."""
         return math.prod(geometry.size) > 0 and geometry.dtype.itemsize in INTEGER_OF_SIZE
 
     @staticmethod
     def of(geometry: Geometry) -> SamplePlaces | None:
-        """Along the whole of a dense tensor, along the longest dimension of others; ``None`` where there are no bits to
+        """Samples all along a dense tensor, and along the longest dimension of other tensors; ``None`` without bits to
         compare.
         """
         count = math.prod(geometry.size)
@@ -209,7 +209,7 @@ class SamplePlaces:
         return SamplePlaces(size, stride, geometry.offset, moves, integers, span)
 
     def offset(self, number: int) -> int:
-        """Where the sample of the ``number``-th call starts."""
+        """The storage offset at which the sample of the ``number``-th call starts."""
         offset, left = self.base, number * _STRIDE_OF_CALLS
         for stride, steps in self.moves:
             left, move = divmod(left, steps)
@@ -217,12 +217,12 @@ class SamplePlaces:
         return offset
 
     def at(self, offset: int, tensor: torch.Tensor) -> torch.Tensor:
-        """The sample that starts there, a view."""
+        """A view of the sample that starts at this offset."""
         return tensor.view(self.integers).as_strided((self.size,), (self.stride,), offset)
 
     def peek(self, offset: int, tensor: torch.Tensor) -> list[int]:
-        """The same as a list, of a tensor on the host: the three torch ops for it take longer than all else that a small
-        region's call does.
+        """The sample as a list, for a tensor on the host. It avoids three torch ops, which take longer than everything else in
+        the call of a small region.
         """
         storage, start = tensor.untyped_storage(), offset * self.integers.itemsize
         if start + ctypes.sizeof(self.span) > storage.nbytes():

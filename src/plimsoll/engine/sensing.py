@@ -1,20 +1,20 @@
-"""Measures what lossy forms would do to a model, in one recording step: their bytes, and the noise in the gradients.
+"""Measure in one recording step what lossy forms would do to a model: their bytes, and the noise in the gradients.
 
-While a region's saved values are all there, codecs are tried on them: bytes, and noise = ‖decoded - value‖ / ‖value‖. The step
-itself sees the values as they are, so its gradients are those of the unmanaged model.
+While all saved values of a region are held, codecs are tried on them. The results are bytes and noise = ‖decoded - value‖ /
+‖value‖. The step itself reads the exact values, so its gradients equal the unmanaged model's.
 
-What noise in a value does to gradients is followed through backward, to first order. Right before a node runs, it is run
-again once per saved value that it reads, with that value read through a lossy codec: that gives the noise which the value
-adds to the node's outputs, exactly. From there on noise is followed as one number per value and edge, a squared norm: a
-node passes on the *relative* noise of what flows into it, noises that meet add as squares (they are taken to be
-independent), and so what flows past a branch (a residual connection) dilutes its noise by itself. What reaches a parameter
-is counted; what leaves the region is given relative to the gradient that leaves it.
+The effect of noise on gradients is followed through backward to first order. Right before an autograd node runs, the node is
+run again once per saved value that it reads, each time with that value read through a lossy codec. The difference is exactly
+the noise that the value adds to the node's outputs. From there on, noise is one number per value and edge: a squared norm. A
+node passes on the *relative* noise of its incoming gradient. Noises that meet add as squares (they are assumed independent), so
+the gradient of a parallel branch (a residual connection) dilutes noise. Noise that reaches a parameter is counted; noise that
+leaves the region is reported relative to the gradient that leaves it.
 
-Some nodes are not run again: those of ``torch.autograd.Function`` (their backward is somebody's Python, which may add to a
-counter), those that refuse, and all of a region that talks to other ranks. What they read counts as too sensitive.
+Some nodes are not run again: nodes of ``torch.autograd.Function`` (their backward is user Python, which may count calls), nodes
+that raise, and all nodes of a region with collectives. The values that they read count as too sensitive.
 
-A compiled block is one node of that kind. There the whole step is run again for each of its values, with noise in that one
-in all blocks that are alike.
+A compiled block is one node of that kind. For compiled blocks the whole step is run again for each of their values, with noise
+in that value in all equal blocks at once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from plimsoll.tracing.recorder.calling import output_tensors
 from plimsoll.tracing.torch_internals import below_autograd, current_autograd_node
 
 REFERENCE_CODEC = "int8"
-"""What values are read through to see how gradients react."""
+"""The codec that values are read through to measure the effect on gradients."""
 LEAST_LOSSY_ELEMENTS = 4096
 """Smaller tensors are not worth a lossy form."""
 _CHUNK = 1 << 20
@@ -53,7 +53,9 @@ RegionKey = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class CodecTrial:
-    """One codec on one value: payload bytes and noise; ``None`` bytes if it could not represent the data."""
+    """The result of one codec on one value: payload bytes and noise. Bytes are ``None`` if the codec could not represent the
+    data.
+    """
 
     payload_bytes: int | None
     noise: float = 0.0
@@ -61,11 +63,11 @@ class CodecTrial:
 
 @dataclass(slots=True)
 class Seen:
-    """What was seen of one value.
+    """Measurements of one value.
 
-    Per squared unit of its noise, ``parameter_error`` is the squared error of the region's parameter gradients and
-    ``flow_error`` the squared relative error of the gradient that leaves the region. ``readers`` are the names of the
-    autograd nodes that read it.
+    Per squared unit of the value's noise, ``parameter_error`` is the squared error of the region's parameter gradients and
+    ``flow_error`` the squared relative error of the gradient that leaves the region. ``readers`` are the names of the autograd
+    nodes that read it.
     """
 
     dtype: torch.dtype
@@ -79,7 +81,7 @@ class Seen:
 class Sensor:
     """Watches the first call of every region of a managed model, until ``close``.
 
-    Codecs are tried, and noise is followed, on the ``sampled`` calls of regions.
+    It tries codecs and follows noise in the ``sampled`` calls of regions.
     """
 
     def __init__(self, codecs: Sequence[str], sampled: Collection[RegionKey], *, wants_sensitivity: bool) -> None:
@@ -92,18 +94,22 @@ class Sensor:
         self._trackers: dict[RegionKey, NoiseTracker] = {}
         self._early: dict[tuple[RegionKey, int], torch.Tensor] = {}
         self.compiled: dict[RegionKey, tuple[str, ...]] = {}
-        """What is to be seen of compiled blocks, in the order of names."""
+        """Names of the values to measure in each compiled block."""
         self.noisy: tuple[Collection[RegionKey], str] | None = None
-        """Compiled blocks, and the value of theirs that comes back through a lossy codec; ``None``: all come back as saved."""
+        """Compiled blocks, and the value of theirs that is read through a lossy codec; ``None``: all values are read
+        exactly.
+        """
         self.squared_noise = 0.0
         """The sum of the squared relative noise of these values."""
 
     def packer(self, key: RegionKey) -> Watching:
-        """In the place of what packs the values of a compiled block."""
+        """The packer that replaces a compiled block's own packer."""
         return Watching(self, key)
 
     def pack(self, key: RegionKey, name: str, source: Source) -> Readable:
-        """What to hold of a value that a compiled block has saved: the value, or the one whose noise is followed with noise."""
+        """Measure a value that a compiled block has saved. Return the value, or its lossy copy if its noise is being
+        followed.
+        """
         if self.noisy is None:
             self.seen.setdefault(key, {})[name] = self._try(source.whole, key)
             return Refused(source)
@@ -123,7 +129,7 @@ class Sensor:
         output: Any,
         first_node: int,
     ) -> None:
-        """A region's forward is through: what autograd saved is in ``tensors``, by slot."""
+        """Measure a region whose forward has returned; ``tensors`` are the saved tensors by slot."""
         key = (name, call)
         found = self.seen.setdefault(key, {})
         slots = self._values.setdefault(key, {})
@@ -137,7 +143,7 @@ class Sensor:
         if key not in self._sampled or not self._wants_sensitivity:
             return
         if any(op.obstacle == IS_COLLECTIVE for op in graph.ops) or any(map(is_sharded, output_tensors(output))):
-            for seen in found.values():  # a node that is run again on one rank alone could wait for ever
+            for seen in found.values():  # running a node again on one rank alone could block in a collective forever
                 seen.parameter_error = math.inf
             return
         self._trackers[key] = NoiseTracker(output, first_node, self._reference)
@@ -152,7 +158,7 @@ class Sensor:
             value = self._early.get((key, cell.index))
             if value is None:
                 value = restore(cell)
-            if is_trying:  # the node will read it once more, and a replay makes it only once
+            if is_trying:  # the node will read it a second time, but a replay makes it only once
                 self._early[key, cell.index] = value
             else:
                 self._early.pop((key, cell.index), None)
@@ -170,7 +176,7 @@ class Sensor:
         return unpack
 
     def close(self) -> None:
-        """Backward has ended: note where noise arrived, and let go of the graph."""
+        """After backward: store where noise arrived, and release the graph."""
         for key, tracker in self._trackers.items():
             for name, arrived in tracker.close().items():
                 self.seen[key][name].parameter_error = arrived.at_parameters
@@ -192,7 +198,7 @@ class Sensor:
 
 
 class Watching(Packer):
-    """Shows a sensor what a compiled block saves; a form is the name of the value."""
+    """Shows a sensor what a compiled block saves. The form is the value's name."""
 
     def __init__(self, sensor: Sensor, key: RegionKey) -> None:
         super().__init__(None)
@@ -216,8 +222,10 @@ def _try_codec(codec: Codec, whole: torch.Tensor) -> CodecTrial:
 
 @dataclass(slots=True)
 class Arrived:
-    """Where the noise of one value went, per squared unit of its relative noise: to parameters of the region (squared norm),
-    and further up (squared, relative to the gradient that leaves).
+    """Where the noise of one value went, per squared unit of its relative noise.
+
+    ``at_parameters`` is a squared norm at the region's parameters; ``further_up`` is squared and relative to the gradient that
+    leaves the region.
     """
 
     at_parameters: float = 0.0
@@ -242,20 +250,20 @@ class NoiseTracker:
             self._handles.append(node.register_hook(functools.partial(self._pass_on, node)))
 
     def read(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """What a node of this region gets to see of a saved tensor."""
+        """What a node of this region reads for a saved tensor."""
         return value if self._trial is None else self._trial.read(name, value)
 
     def give_up(self, name: str) -> None:
-        """Nobody can say what noise in this value does."""
+        """Mark the value as too sensitive: the effect of its noise cannot be measured."""
         self._arrival(name).at_parameters = math.inf
 
     @property
     def is_trying(self) -> bool:
-        """Whether a node is being run that is not yet due."""
+        """Whether a node is being run for a trial, not by backward."""
         return self._trial is not None
 
     def close(self) -> dict[str, Arrived]:
-        """Let go of the graph; what was found."""
+        """Release the graph, and return the results."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._known = [], set()
@@ -263,7 +271,7 @@ class NoiseTracker:
         return self.arrived
 
     def _nodes(self, output: Any) -> Iterator[Any]:
-        """The region's nodes; for those right outside of it, only what arrives there is noted."""
+        """The region's nodes. At nodes just outside of the region, only note what arrives."""
         pending: list[Any] = [tensor.grad_fn for tensor in output_tensors(output)]
         while pending:
             node = pending.pop()
@@ -280,7 +288,7 @@ class NoiseTracker:
         return bool(node._sequence_nr() >= self._first_node)
 
     def _try_values(self, node: Any, gradients: Gradients) -> None:
-        """Before a node runs: run it as it is, then with noise in each value that it reads."""
+        """Before a node runs: run it with exact values, then with noise in each value that it reads."""
         self._trial = trial = _Trial(self._reference)
         try:
             with torch.no_grad():
@@ -304,7 +312,7 @@ class NoiseTracker:
             entry[name] = entry.get(name, 0.0) + squared
 
     def _pass_on(self, node: Any, outputs: Gradients, inputs: Gradients) -> None:
-        """After a node has run: noise that flowed in goes on relative to what flowed in, and what the node made is added."""
+        """After a node has run: pass on incoming noise in proportion to the gradient, and add the noise that the node made."""
         relative = self._relative_noise(node, inputs)
         made = self._made.pop(node, [])
         for position, (following, index) in enumerate(node.next_functions):
@@ -323,7 +331,7 @@ class NoiseTracker:
                     entry[name] = entry.get(name, 0.0) + squared
 
     def _leave(self, node: Any, gradients: Gradients) -> None:
-        """Before a node outside runs: how large noise is beside the gradient that leaves."""
+        """Before a node outside of the region runs: add the noise relative to the gradient that leaves the region."""
         for name, share in self._relative_noise(node, gradients).items():
             self._arrival(name).further_up += share
 
@@ -343,7 +351,7 @@ class NoiseTracker:
 
 @dataclass(slots=True)
 class _Trial:
-    """One node, run several times. ``noise_of`` has an entry per value that it reads."""
+    """Several runs of one node. ``noise_of`` has an entry per value that the node reads."""
 
     reference: Codec
     noisy: str = ""
@@ -378,7 +386,7 @@ def _has_saved(node: Any) -> bool:
 
 
 def squared_norm(tensor: torch.Tensor | None) -> float:
-    """The sum of the squares of all elements; 0 for no tensor."""
+    """The sum of the squares of all elements; 0 for ``None``."""
     if tensor is None:
         return 0.0
     dense = densified(tensor.detach())
@@ -386,13 +394,13 @@ def squared_norm(tensor: torch.Tensor | None) -> float:
 
 
 def relative_distance(value: torch.Tensor, other: torch.Tensor) -> float:
-    """‖other - value‖ / ‖value‖; 0 for a value without norm."""
+    """‖other - value‖ / ‖value‖; 0 if ‖value‖ is 0."""
     size = squared_norm(value)
     return (squared_distance(value, other) / size) ** 0.5 if size else 0.0
 
 
 def squared_distance(first: torch.Tensor | None, second: torch.Tensor | None) -> float:
-    """‖first - second‖², in pieces, so that no temporary is large."""
+    """‖first - second‖², computed in chunks so that temporaries stay small."""
     if first is None or second is None:
         return 0.0
     flat, other = (densified(tensor.detach()).reshape(-1) for tensor in (first, second))
@@ -402,7 +410,7 @@ def squared_distance(first: torch.Tensor | None, second: torch.Tensor | None) ->
 
 
 def _norm_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to add squares in: torch refuses a narrower one, and narrow floats overflow."""
+    """The dtype to add squares in: torch refuses a dtype narrower than the input's, and narrow floats overflow."""
     if dtype.is_complex:
         return torch.promote_types(dtype, torch.complex64)
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,8 +1,8 @@
 """How calls of one signature are served: by recipes, one program per stream of torch calls, or by keeping everything.
 
-A call whose stream is new has kept everything. The calls after it are *watched*: recorded again, which is right and within
-the budget whatever they do, and teaches their programs. Where streams stay known for a while the region is steady again;
-every further surprise in the model makes that while longer.
+A call with a new stream keeps everything. The next calls are *watched*: they are recorded again, which is correct and within
+the budget whatever they do, and their programs are added. When all streams have been known for a while, the region becomes
+steady again. Each further surprise in the model makes that while four times as long.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from plimsoll.engine.replay_rng import StatePoints
 from plimsoll.engine.torch_calls import Stream
 
 MAX_STREAMS = 16
-"""So many programs of one signature are held; the one that was not used for longest goes first."""
+"""At most this many programs of one signature are held; the least recently learned is discarded first."""
 FIRST_WATCH = 16
-"""So many calls are watched after the first surprise, four times as many after each further one."""
+"""Number of calls to watch after the first surprise; each further surprise multiplies it by 4."""
 MAX_IDLE_CHANGES = 3
-"""Scalar attributes that changed so often without a change of the stream (counters) are no reason to watch any more."""
+"""After this many changes of scalar attributes (counters) without a change of the stream, stop watching for such changes."""
 
 
 class Service:
-    """What serves the calls of one signature under one region plan. ``reason`` says why, where it is not recipes alone."""
+    """Serves the calls of one signature under one region plan. ``reason`` says why, if recipes do not serve all of them."""
 
     def __init__(self, plan: RegionPlan, alarm: Alarm) -> None:
         self.plan = plan
         self.engine = Engine.RECIPE
         self.reason = ""
         self.last_call = 0
-        """When a call was last served, in calls of the region."""
+        """The number of the region's call that it served last."""
         self._misfits = 0
         self.known = Junction()
         self.points: StatePoints = {}
-        """Where steady calls take generator states, for any of the programs."""
+        """Where steady calls record generator states, for any of the programs."""
         self.needs_inputs = False
         self.held: tuple[int, ...] = ()
-        """Places of the parameters and buffers whose memory calls hold for recipes."""
+        """Places of the parameters and buffers whose memory calls must hold for recipes."""
         self._programs: dict[Stream, Program] = {}
         self._open: dict[Stream, OpenProgram] = {}
-        """Programs by streams that leave numbers open."""
+        """Programs by streams with open numbers (see `OpenProgram`)."""
         self._watch = 1
         self._alarm = alarm
         self._heard = alarm.count
@@ -56,7 +56,7 @@ class Service:
 
     @property
     def program(self) -> Program | None:
-        """The one that drops most; ``None`` where recipes serve nothing."""
+        """The program that drops most; ``None`` if recipes serve nothing."""
         return max(self._all(), key=lambda program: program.plan.dropped_bytes, default=None)
 
     def _all(self) -> list[Program]:
@@ -67,8 +67,8 @@ class Service:
         return any(program.recipes.has_failed for program in self._all())
 
     def is_watched(self, scalars: Callable[[], tuple[Any, ...]]) -> bool:
-        """Whether the call that begins is to be recorded: recent ones have brought surprises, or a scalar attribute of the
-        region's modules is not what it was.
+        """Whether to record the call that begins: a recent call of the model was a surprise, or a scalar attribute of the
+        region's modules has changed.
         """
         if self._heard != self._alarm.count:
             self._heard = self._alarm.count
@@ -76,7 +76,7 @@ class Service:
         return self._watch > 0 or (self._idle_changes < MAX_IDLE_CHANGES and scalars() != self._scalars)
 
     def find(self, stream: Stream) -> Program | None:
-        """The program for a stream that was recorded."""
+        """The program for a recorded stream, or ``None``."""
         known = self._programs.get(stream)
         if known is not None:
             return known
@@ -87,7 +87,7 @@ class Service:
         return None
 
     def learn(self, stream: Stream, program: Program) -> None:
-        """A recorded call has given a program for its stream."""
+        """Store the program of a recorded call under its stream."""
         if self.find(stream) is program:
             if self._programs.pop(stream, None) is not None:
                 self._programs[stream] = program
@@ -109,16 +109,16 @@ class Service:
 
     @property
     def is_open(self) -> bool:
-        """Whether it serves calls whose numbers are open."""
+        """Whether any of its programs has open numbers."""
         return bool(self._open)
 
     def close(self) -> None:
-        """Forget programs with open numbers."""
+        """Discard the programs with open numbers."""
         self._open.clear()
         self._grow_tree()
 
     def knows(self, pattern: Stream) -> bool:
-        """Whether it has a program for a stream that leaves numbers open."""
+        """Whether it has a program for this stream with open numbers."""
         return pattern in self._open
 
     def _grow_tree(self) -> None:
@@ -136,25 +136,25 @@ class Service:
         self.needs_inputs = any(each.plan.needs_inputs for each in programs)
 
     def follow(self, other: Service) -> None:
-        """Be as watchful as the service of another signature of the region, which calls have met last."""
+        """Copy the watch state of the region's most recently called service, which has another signature."""
         self._watch, self._heard = other._watch, other._heard
         self._scalars, self._idle_changes = other._scalars, other._idle_changes
 
     def watched(self, scalars: tuple[Any, ...], *, is_new: bool) -> None:
-        """A watched call has ended; its stream was new, or one of those known."""
+        """Note that a watched call has ended. ``is_new``: its stream was not known."""
         has_changed = self._scalars is not None and scalars != self._scalars
         self._scalars = scalars
         self._idle_changes = 0 if is_new else self._idle_changes + has_changed
         self._watch = max(self._watch - 1, self.watch_length if is_new else 0)
 
     def misfit(self) -> None:
-        """A call of a known stream has saved something else than the recorded one: its shapes depend on data."""
+        """Note that a call of a known stream saved other tensors than the recorded call: its shapes depend on data."""
         self._misfits += 1
         self._watch = FIRST_WATCH * 4 ** (self._misfits - 1)
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the region's forward under the guard. Operators that take functions compile themselves when they are called,
-        and Dynamo cannot look through the guard.
+        """Call the region's forward under the guard. If it calls operators that take functions, force eager: they compile
+        themselves when they are called, and Dynamo cannot trace through the guard.
         """
         if not self._is_self_compiling:
             return forward(*args, **kwargs)
@@ -162,7 +162,7 @@ class Service:
             return forward(*args, **kwargs)
 
     def give_up(self, reason: str) -> None:
-        """No recipes any more."""
+        """Stop serving calls with recipes."""
         self.engine, self.reason = Engine.KEEP, reason
         self._programs.clear()
         self._open.clear()
@@ -170,5 +170,5 @@ class Service:
 
     @property
     def watch_length(self) -> int:
-        """How many calls are watched after a surprise."""
+        """How many calls to watch after a surprise."""
         return int(FIRST_WATCH * 4 ** (self._alarm.count - 1)) if self._alarm.count else 0

@@ -1,11 +1,11 @@
-"""Holds rebuilt tensors between the two halves of a backward that makes gradients of inputs first, of weights later.
+"""Hold rebuilt tensors between the two halves of a backward that computes gradients of inputs first and of weights later.
 
-A zero-bubble pipeline runs both halves over the same graph. Autograd unpacks what a node saved in both, whichever gradient
-it makes, so a dropped slot would be rebuilt twice. The first micro-batch shows which slots both halves read; from then on
-these are held from their first reading to their second.
+A zero-bubble pipeline runs both halves over the same graph. In both halves autograd unpacks everything that a node saved,
+whichever gradient the node computes, so a dropped slot would be rebuilt twice. The first micro-batch shows which slots both
+halves read; from then on these slots are held from their first reading to their second.
 
-Only where asked for: after ``backward(retain_graph=True)`` the tensors that the plan has given up would be held for as long
-as the graph lives.
+This is opt-in: after ``backward(retain_graph=True)`` it would hold tensors that the plan has dropped for as long as the graph
+lives.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from plimsoll.tracing.torch_internals import current_graph_task
 
 @dataclass(slots=True)
 class Between:
-    """Of one cell: the graph task that read it first, and the tensor if it is held for another one."""
+    """State of one cell: the graph task that read it first, and the tensor if it is held for a second task."""
 
     task: int
     tensor: torch.Tensor | None
 
 
 class ReadTwice(Protocol):
-    """A dropped cell, as far as it matters here."""
+    """The attributes of a dropped cell that `Halves` uses."""
 
     index: int
     between: Between | None
 
 
 class Halves:
-    """Which dropped slots of a region are read by two graph tasks of one call. It holds no tensor: cells do."""
+    """Tracks which dropped slots of a region two graph tasks of one call read. It does not hold tensors; cells do."""
 
     __slots__ = ("read_twice",)
 
@@ -42,7 +42,7 @@ class Halves:
         self.read_twice: set[int] = set()
 
     def take(self, cell: ReadTwice) -> torch.Tensor | None:
-        """What the first half left for this reader; let go of, unless that half itself reads it again."""
+        """The tensor that the first half left in the cell. It is released now, unless the first half itself reads it again."""
         between = cell.between
         if between is None or between.tensor is None:
             return None
@@ -52,7 +52,9 @@ class Halves:
         return tensor
 
     def hold(self, cell: ReadTwice, value: torch.Tensor) -> None:
-        """A slot was rebuilt: hold it if the second half will want it; if this is the second half, remember for next time."""
+        """Handle a rebuilt slot: hold it if the second half will read it. If this is the second half, remember the slot for
+        next time.
+        """
         between = cell.between
         task = current_graph_task()
         if between is None:

@@ -1,7 +1,7 @@
-"""Packs saved values: what is held of them instead is a codec's payload, or a ticket for the bytes sent over a link.
+"""Pack saved values: hold a codec's payload instead of the value, or a ticket for bytes sent over a link.
 
-Whole storages are packed, flat: the slots are views of what comes back. What a codec cannot represent (NaN where it has
-none, integers out of range) is held as it is, and counted, so that the receipt can say so.
+Whole storages are packed as flat tensors; slots are views of what comes back. If a codec cannot represent a value (NaN,
+integers out of range), the value is held unchanged and counted, so that the receipt can report it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ from plimsoll.tracing.local_tensors import Shell
 from plimsoll.tracing.torch_internals import below_autograd, current_autograd_node
 
 READS_SIGN_ONLY = frozenset({"ReluBackward0"})
-"""Autograd nodes that look at a saved tensor only to see where it is positive."""
+"""Autograd nodes that read only the sign of a saved tensor."""
 
 
 class Source:
-    """A saved tensor (of a DTensor the local shard) while it is still held, and whether it is what forward saved.
+    """A saved tensor (of a DTensor the local shard) while it is still held, with a check that nothing has written to it.
 
-    A write to it is one that the unmanaged model would stumble over too, so it must not slip into what is held or
-    copied.
+    The unmanaged model would raise for such a write too, so written contents must not get into what is held or copied.
     """
 
     __slots__ = ("_outer", "_seen", "_version", "whole")
@@ -45,7 +44,7 @@ class Source:
         self.whole = whole_storage(tensor)
 
     def damage(self) -> SavedTensorModified | None:
-        """The error to raise where the tensor is read, if it was written in place."""
+        """The error to raise on reading, if the tensor was written to in place."""
         found = self._version_now()
         if found == self._version:
             return None
@@ -69,9 +68,9 @@ class Encoded:
 
 
 class Sent:
-    """A tensor that is, or will be, at the other end of a link.
+    """A tensor that is being sent, or was sent, to the other end of a link.
 
-    Until it is away (for ever, if the copy-out failed) its source is held.
+    The source is held until the copy-out has finished (forever, if it failed).
     """
 
     __slots__ = ("__weakref__", "_damage", "_source", "_ticket")
@@ -82,9 +81,7 @@ class Sent:
         self._damage: SavedTensorModified | None = None
 
     def settle(self) -> None:
-        """Wait until the tensor is away, and let go of it; where it does not get there (``OffloadFailed``) it is still
-        held.
-        """
+        """Wait for the copy-out and release the source. If it fails (``OffloadFailed``), the source is still held."""
         self._ticket.settle()
         self._has_left()
 
@@ -97,7 +94,7 @@ class Sent:
 
         Raises:
             OffloadFailed: it did not come back.
-            SavedTensorModified: it was written in place before it was away.
+            SavedTensorModified: it was written to in place before the copy-out finished.
         """
         tensor = self._ticket.read()
         if self._source is not None:
@@ -116,7 +113,7 @@ class Sent:
 
 
 class Refused:
-    """A tensor that its codec could not represent: it is held as it is."""
+    """A tensor that its codec could not represent: it is held unchanged."""
 
     __slots__ = ("_source",)
 
@@ -124,7 +121,7 @@ class Refused:
         self._source = source
 
     def read(self) -> torch.Tensor:
-        """The tensor; ``SavedTensorModified`` if it was written in place since it was saved."""
+        """The tensor; raises ``SavedTensorModified`` if it was written to in place since it was saved."""
         damage = self._source.damage()
         if damage is not None:
             raise damage
@@ -132,8 +129,8 @@ class Refused:
 
 
 class Packer:
-    """Packs the values of one managed model; the link, which plans may call by another name, takes what is not
-    compressed.
+    """Packs the values of one managed model with codecs, or sends them over the link. Plans may call the link by another
+    name.
     """
 
     def __init__(self, link: Link | None, link_form: str = "") -> None:
@@ -145,15 +142,15 @@ class Packer:
         return None if self._link is not None and form == self._link_form else find_codec(form)
 
     def keeps_sign_only(self, form: str) -> bool:
-        """Whether what comes back of a value in this form is no number to compute with."""
+        """Whether a value in this form comes back with its sign only, so that recipes cannot compute with it."""
         codec = self.codec(form)
         return codec is not None and codec.keeps_sign_only
 
     def pack(self, source: Source, form: str, *, seed: int, most_bytes: int | None) -> Readable:
-        """What to hold instead of a saved tensor.
+        """The object to hold instead of a saved tensor.
 
         Raises:
-            OffloadFailed: the link has no room.
+            OffloadFailed: the link is full.
             CaptureRefused: a CUDA graph is being captured, and the form needs the host in every step.
         """
         codec, whole = self.codec(form), source.whole
@@ -175,7 +172,7 @@ class Packer:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """One packed value, and the slots that show it. ``most_bytes`` is what it may take at most (``None``: not known)."""
+    """One packed value, and the slots that show it. ``most_bytes`` is the limit of its payload (``None``: unknown)."""
 
     value: int
     form: str
@@ -191,10 +188,10 @@ class RegionPacker:
         self._packer = packer
         self._packings = _packings(plan, shares)
         self.refused: Counter[tuple[str, str]] = Counter()
-        """How often a value (by name and codec) was kept because its codec could not take it."""
+        """How often a value was kept because its codec could not represent it, by value name and codec."""
 
     def pack(self, call: OpenCall, number: int) -> dict[int, Readable]:
-        """Encode or send packed values of the region's ``number``-th call, letting go of each at once."""
+        """Encode or send the packed values of the region's ``number``-th call, and free each value at once."""
         if not self._packings:
             return {}
         with _without_autocast(self._plan.device_type):
@@ -205,13 +202,13 @@ class RegionPacker:
         packed: dict[int, Readable] = {}
         for packing in self._packings:
             source = Source(tensors[packing.slots[0]], call.cells[packing.slots[0]].shell)
-            # Stochastic rounding must differ from call to call, and be the same when a run is repeated.
+            # Stochastic rounding must differ from call to call, but be the same when a run is repeated.
             seed = zlib.crc32(f"{plan.name}/{plan.call}/{packing.value}/{number}".encode())
             try:
                 with below_autograd():
                     one = self._packer.pack(source, packing.form, seed=seed, most_bytes=packing.most_bytes)
             except BaseException:
-                call.close()  # the tensors that are still there are freed with the error
+                call.close()  # the remaining tensors are freed with the error
                 raise
             packed[packing.value] = one
             if isinstance(one, Refused):
@@ -223,7 +220,7 @@ class RegionPacker:
 
 
 def _packings(plan: ReplayPlan, shares: Mapping[str, float]) -> tuple[Packing, ...]:
-    """How each packed value is packed, the largest saving first: then the highest moment is before the first."""
+    """How to pack each packed value. The largest saving comes first, so that memory is highest before the first one."""
     graph, forms = plan.graph, plan.choice.packed
     slots: dict[int, list[int]] = {}
     for slot in graph.slots:
@@ -239,7 +236,9 @@ def _packings(plan: ReplayPlan, shares: Mapping[str, float]) -> tuple[Packing, .
 
 
 def most_payload_bytes(codec: Codec | None, nbytes: int, dtype: torch.dtype, share: float | None) -> int | None:
-    """A call may be larger than the planned one: payloads whose size depends on the data alone keep to the share."""
+    """The limit of a payload whose size depends on the data: the planned share, because a call may be larger than the planned
+    one. ``None`` for other payloads.
+    """
     if codec is None or not codec.accepts(dtype) or codec.payload_bytes(nbytes // dtype.itemsize, dtype) is not None:
         return None
     return None if share is None else math.ceil(share * nbytes)
@@ -253,7 +252,7 @@ def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_reader_of_sign(names: Mapping[int, str], slot: int) -> None:
-    """Refuse to hand a value of which only the sign is left to an autograd node that reads more."""
+    """Raise if an autograd node reads more than the sign of a value that is held as signs only."""
     node = current_autograd_node()
     if slot in names and (node is None or node.name() not in READS_SIGN_ONLY):
         reader = "nothing that is known" if node is None else node.name()
@@ -266,20 +265,22 @@ def check_reader_of_sign(names: Mapping[int, str], slot: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Taking:
-    """A value that takes another form. ``share`` of its bytes is what its payload is planned to take (``None``: not known)."""
+    """A value that takes another form. ``share`` is the planned size of its payload as a share of its bytes (``None``:
+    unknown).
+    """
 
     value: str
     form: str
     share: float | None = None
 
     def most_bytes(self, packer: Packer, tensor: torch.Tensor) -> int | None:
-        """What its payload may take, where that depends on the data."""
+        """The limit of its payload, if the payload's size depends on the data."""
         nbytes = tensor.untyped_storage().nbytes()
         return most_payload_bytes(packer.codec(self.form), nbytes, tensor.dtype, self.share)
 
 
 class SavingHook:
-    """The pack hook of one call of a block: the first tensors that it saves take other forms."""
+    """The pack hook of one call of a block: the first saved tensors take other forms, the others are kept."""
 
     def __init__(self, taking: Sequence[Taking], packer: Packer, seed: str) -> None:
         self._taking, self._packer, self._seed = taking, packer, seed
@@ -298,7 +299,7 @@ class SavingHook:
 
 
 class PackedTensor:
-    """One tensor that a compiled block saved, in another form, with the way in which it lay in its storage."""
+    """One tensor that a compiled block saved, in another form, with its size, strides and offset."""
 
     __slots__ = ("_device_type", "_layout", "readable")
 
@@ -317,7 +318,7 @@ def read_saved(saved: Readable) -> torch.Tensor:
 
 
 def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
-    """Codecs compute in the precision that they were measured in."""
+    """Turn autocast off: codecs compute in the precision that they were measured in."""
     if not torch.is_autocast_enabled(device_type):
         return contextlib.nullcontext()
     return torch.autocast(device_type, enabled=False)

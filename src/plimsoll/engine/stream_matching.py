@@ -1,13 +1,13 @@
-"""Compiles a recorded stream of torch calls into Python functions that recognise the same calls later.
+"""Compile a recorded stream of torch calls into Python functions that recognise the same calls later.
 
 A region's guard compares every torch call, so the comparison is on the path of every small op. Walking the description of a
-call took about 6 µs; straight-line code that is written for this one call takes about 1 µs. The source depends on the structure
-of the stream alone, and its constants are bound by name: equal blocks, and the same block at another batch size, share one
-compilation.
+call took about 6 µs; straight-line code that is written for this one call takes about 1 µs. The source depends only on the
+structure of the stream, and its constants are bound by name. So equal blocks, and the same block at another batch size, share
+one compilation.
 
 Call a function as ``matches(args, kwargs, result, known)`` after the torch call has returned. If it returns True, it has
-appended the tensors that the call made, or showed for the first time, to ``known``. Where the stream leaves a number open, the
-call's own is in ``known.numbers`` then.
+appended the tensors that the call made, or showed for the first time, to ``known``. If the stream leaves a number open, the
+call's number is then in ``known.numbers``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from plimsoll.tracing.recorder.calling import flat_tensors
 Matches = Callable[[tuple[Any, ...], Mapping[str, Any] | None, Any, References], bool]
 
 _BY_EQUALITY = (int, str, bytes, torch.device)
-"""Types whose values are the same where type and ``==`` say so. Only the exact types: ``1 == True == 1.0``."""
+"""Types whose values are equal if ``==`` says so and the type is the same. Exact types only: ``1 == True == 1.0``."""
 _SINGLETONS = (bool, type(None), type(Ellipsis), torch.dtype, torch.layout)
 """Types with one object per value."""
 
@@ -73,21 +73,22 @@ class _Writer:
         self.lines: list[str] = []
         self.constants: dict[str, Any] = {}
         self._given: set[int] = set()
-        """Open numbers that an earlier call, or an earlier argument, has said."""
+        """Open numbers that an earlier call or an earlier argument contains."""
         self._is_open = False
         """Whether the call has an open number."""
         self._locals = 0
         self._undo = ""
-        """Takes back what a function has appended to ``known``, where it may have."""
+        """Code that removes what the function has appended to ``known``, before it returns False."""
 
     def call(self, index: int, call: TorchCall) -> None:
-        """One function: the arguments, the keyword arguments, the result."""
+        """Write one function: check the arguments, the keyword arguments, the result."""
         self._locals, self._undo, self._is_open = 0, "", False
         self._emit(f"def call_{index}(args, kwargs, result, known):", 0)
         is_data = isinstance(call.made, tuple)
         if is_data:
             self._fail_if("not args or isinstance(args[0], Tensor)")
-            self._emit("args = args[1:]")  # the data itself may differ: the tensor made from it comes from outside
+            # the data itself may differ: the tensor made from it counts as a tensor from outside
+            self._emit("args = args[1:]")
         elif is_made_from_data(call.func):
             self._fail_if("args and not isinstance(args[0], Tensor)")
         self._fail_if(f"len(args) != {len(call.args)}")
@@ -97,7 +98,7 @@ class _Writer:
             self._unpack("kwargs.values()", tuple(value for _, value in call.kwargs))
         else:
             self._fail_if("kwargs")
-        if self._is_open:  # a number may decide a size inside of torch, as in torch.arange
+        if self._is_open:  # a number may determine a size inside of torch, as in torch.arange
             self._fail_if(
                 f"tuple([looks(tensor) for tensor in flat_tensors(result)]) != {self._constant(call.results)}"
             )
@@ -105,7 +106,7 @@ class _Writer:
         self._emit("return True")
 
     def _check_result(self, made: int | tuple[Any, ...]) -> None:
-        """Compare what the call returned, and number its tensors."""
+        """Compare the call's result, and number its tensors."""
         if made == 0:
             self._fail_if("result is not None")
         elif made == 1:  # nearly every call
@@ -158,12 +159,12 @@ class _Writer:
         is_same = f"{name} == {self._constant(value)}"
         if kind is float and math.isfinite(float(value)) and float(value):
             is_same = f"{name} == {self._constant(float(value))}"
-        elif kind not in _BY_EQUALITY:  # zeros differ by sign and NaN equals itself: compared as text, as recorded
+        elif kind not in _BY_EQUALITY:  # zeros differ by sign and NaN equals itself: compare as text, as recorded
             is_same = f"comparable({name}) == {self._constant(value)}"
         self._fail_if(f"type({name}) is not {self._constant(kind)} or not ({is_same})")
 
     def _check_open(self, name: str, kind: type, number: Unknown) -> None:
-        """The first time the call says the number; then it has to say the same."""
+        """Check an open number: accept and store its first occurrence; later occurrences must be equal."""
         kind_name, self._is_open = self._constant(kind), True
         if number.index in self._given:
             self._fail_if(f"type({name}) is not {kind_name} or {name} != known.numbers[{number.index}]")

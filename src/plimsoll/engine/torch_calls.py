@@ -1,7 +1,7 @@
-"""How a torch call is described, so that it can be recognised later: its function, its host arguments, its tensors.
+"""Describe a torch call so that it can be recognised later: its function, its host arguments, its tensors.
 
 Host arguments are compared by type and value, never by hash alone (``1 == 1.0 == True``). Tensors are compared by identity
-through weak references, so no tensor lives longer than it would.
+through weak references, so the description keeps no tensor alive.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from plimsoll.tracing.torch_internals import FUNCTION_SPACES, TensorBase, withou
 Number = int | float
 
 TensorRef = Callable[[], torch.Tensor | None]
-"""A weak reference, or `nothing`."""
+"""A weak reference, or a function that returns None for a missing tensor."""
 
 
 class References(list[TensorRef]):
-    """The tensors that a call has met so far, by their numbers, and the open numbers that it was given, by theirs."""
+    """The tensors that a call has met so far, by number, and the open numbers that it was given, by index."""
 
     __slots__ = ("numbers",)
 
@@ -38,9 +38,11 @@ class References(list[TensorRef]):
 
 
 _MADE_FROM_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, torch.frombuffer})
-"""Functions whose first argument is data: the tensor that they make comes from outside, whatever it holds."""
+"""Functions whose first argument is data. The tensor that they make counts as a tensor from outside; its contents may
+differ.
+"""
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
-"""How the names of torch's own files begin."""
+"""Prefix of the names of torch's own files."""
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})
 _BY_VALUE = frozenset({bool, int, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device})
 
@@ -49,7 +51,7 @@ _BY_VALUE = frozenset({bool, int, str, bytes, type(None), type(Ellipsis), torch.
 class Unknown:
     """Stands in a recording for a number that follows from the size of the call, or that the call is given.
 
-    ``index`` is its place among those; ``is_positive`` the sign of all numbers that it has stood for.
+    ``index`` is its position among these numbers; ``is_positive`` is the sign of all its recorded values.
     """
 
     index: int
@@ -58,7 +60,7 @@ class Unknown:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A host argument. Numbers other than integers are held as text, which tells ``-0.0`` from ``0.0``; NaN equals NaN.
+    """A host argument. Numbers other than integers are held as text, which distinguishes ``-0.0`` from ``0.0``; NaN equals NaN.
 
     A number may be `Unknown`.
     """
@@ -86,8 +88,8 @@ class Outsider:
 class TorchCall:
     """One call in a stream. An argument is the number of a known tensor, or one of the classes above.
 
-    ``made`` says how many tensors it returned, or how they look where they come from data. ``results`` says how the recorded
-    call's tensors looked; it does not tell calls apart, as their sizes may follow data.
+    ``made`` is the number of tensors that it returned; if they were made from data, it describes them. ``results`` describes
+    the tensors of the recorded call. It is not compared, because sizes may depend on data.
     """
 
     func: Any
@@ -105,7 +107,7 @@ _BUILTINS = tuple(dict(vars(space)) for space in FUNCTION_SPACES)
 
 
 def unreplaced(func: Any) -> Any:
-    """Torch's own function, where ``func`` has replaced it (a patched ``torch.Tensor.tanh``); else ``func``.
+    """Torch's own function, if the user replaced it by ``func`` (a patched ``torch.Tensor.tanh``); else ``func``.
 
     Under a function mode, torch looks up the called function by its name and finds the replacement. The replacement is running
     already, and would run a second time.
@@ -137,19 +139,19 @@ def is_made_from_data(func: Any) -> bool:
 
 
 def comparable(value: Any) -> Any:
-    """Something whose ``==`` says that two host values of one type are the same."""
+    """An object to compare with ``==``: equal if two host values of one type are the same."""
     kind = type(value)
     if kind in _BY_VALUE:
         return value
     if kind is torch.Generator:
-        return value.device  # what draws from it is kept, so it may be another object in every call
+        return value.device  # random numbers drawn from it are kept, so it may be another object in every call
     if kind is float or isinstance(value, numbers.Number):
         return repr(value)
     return _Same(value)
 
 
 class _Same:
-    """Equal to itself around the very same object."""
+    """Equal only to a wrapper of the very same object."""
 
     __slots__ = ("_value",)
 
@@ -164,8 +166,8 @@ class _Same:
 
 
 def looks(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What recipes rely on in a tensor whose contents may be others in every call."""
-    if type(tensor) not in _PLAIN:  # to read a tensor of the user's type calls the user's code
+    """The properties of a tensor that recipes rely on, if its contents may differ in every call."""
+    if type(tensor) not in _PLAIN:  # reading a tensor of the user's type calls the user's code
         with without_torch_function():
             return _looks(tensor)
     return _looks(tensor)

@@ -1,7 +1,7 @@
-"""The flags of torch that decide what an operation computes: part of a call's signature, put back while its recipes run.
+"""Torch's flags that decide what an operation computes. They are part of a call's signature, and in force while recipes run.
 
-They may be in force around forward alone (``torch.backends.mkldnn.flags(enabled=False)``), and backward runs without them. So
-recipes run under the flags of their forward. Which attention kernel is chosen need not be remembered: recipes name the kernel.
+They may be set around forward only (``torch.backends.mkldnn.flags(enabled=False)``), while backward runs without them. So
+recipes run under the flags of their forward. The choice of the attention kernel need not be stored: recipes name the kernel.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from plimsoll.tracing.torch_internals import internal
 
 Flags = tuple[Any, ...]
 
-# Read in every call of a region, hence without the properties of `torch.backends`. Private names seen in torch 2.9 to 2.15.
+# Read in every call of a region, hence not through the slower properties of `torch.backends`. Private names seen in torch 2.9
+# to 2.15.
 _ANYWHERE: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
@@ -36,7 +37,7 @@ _ON_CUDA = (
 
 
 def flags_for(device_type: str) -> Flags:
-    """The flags as they are now."""
+    """The current flags."""
     if device_type == "cuda":
         return tuple([read() for read, _ in (*_ANYWHERE, *_ON_CUDA)])
     return tuple([read() for read, _ in _ANYWHERE])
@@ -44,7 +45,7 @@ def flags_for(device_type: str) -> Flags:
 
 @contextlib.contextmanager
 def in_force(flags: Flags, device_type: str) -> Iterator[None]:
-    """Put flags in force for the length of the block."""
+    """Set these flags inside the block, and restore the old ones afterwards."""
     before = flags_for(device_type)
     kinds = (*_ANYWHERE, *_ON_CUDA)[: len(flags)]
     changed = [(write, old, new) for (_, write), old, new in zip(kinds, before, flags, strict=True) if old != new]

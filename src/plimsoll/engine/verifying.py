@@ -1,20 +1,20 @@
-"""Proves of every op in a region's first call that running it again gives the same bits, or notes why it does not.
+"""Verify for every op in a region's first call that running it again gives the same bits, or note why it does not.
 
-Each op runs twice, and the results are compared bit for bit. Large ones of torch's own ops on a CPU are not there together:
-the first is known by two checksums when it is gone, and the second goes on. So recording needs no more memory than the region's
-own forward; other ops, and those that write in place, take one op's outputs on top.
+Each op runs twice, and the results are compared bit for bit. For torch's own ops on a CPU, two large results are not held
+together: the first is reduced to two checksums and freed, and the second is returned. So recording needs no more memory than
+the region's own forward. Other ops, and ops that write in place, need memory for one more copy of the op's outputs.
 
-* Undeclared writes: the contents of every input are fingerprinted before and after. An op that writes to memory from
-  outside without saying so (batch norm and its running statistics) runs again on scratch copies, and only if its result
-  does not depend on what it overwrites.
-* ``empty``: what an op writes into unset memory is verified on poisoned memory, or leftovers would verify by accident. The
-  same for outputs that an op leaves unset (the seeds of attention without dropout, workspaces): they are never rebuilt, the
-  op's other outputs may be.
-* Random ops run again from the generator state that the runtime will be able to restore later. Ops with a dropout of 0 draw
-  nothing and do not need a state.
-* Collectives run once: ranks that do not record just now would not take part in a second one.
-* What an op made must still be there when the next op, or autograd, takes it: writes that PyTorch does not see (numpy, raw
-  pointers) are noticed.
+* Undeclared writes: the contents of every input are fingerprinted before and after. An op that writes to existing memory
+  without declaring it (batch norm and its running statistics) runs again on scratch copies, and is repeatable only if its
+  result does not depend on what it overwrites.
+* ``empty``: an op that writes into unset memory is verified on poisoned memory, because old contents could agree by accident.
+  The same holds for outputs that an op leaves unset (the seeds of attention without dropout, workspaces): they are never
+  rebuilt, but the op's other outputs may be.
+* Random ops run again from a generator state that replay will be able to restore. Ops with a dropout of 0 draw nothing and do
+  not need a state.
+* Collectives run once: ranks that are not recording would not take part in a second one.
+* The output of an op must be unchanged when the next op or autograd takes it. This detects writes that PyTorch does not see
+  (numpy, raw pointers).
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from plimsoll.tracing.torch_internals import below_autograd, without_modes, with
 NOT_EXACT = "gives other bits when it is run again"
 _POISON = 0xA5
 _PROBABILITIES = ("p", "dropout_p")
-"""How aten calls the probability of dropout."""
+"""Names of the dropout probability in aten's schemas."""
 _LARGE_BYTES = 1 << 14
-"""Outputs of so many bytes on a CPU are known by their checksums while the op runs again: two of them might be the peak."""
+"""On a CPU, outputs of this size or more are reduced to checksums while the op runs again: holding two could be the peak."""
 
 
 class VerifyingRecorder(OpRecorder):
-    """An op log in which every op without an ``obstacle`` has been shown to be repeatable."""
+    """An op log. Every op in it without an ``obstacle`` has been shown to be repeatable."""
 
     def __init__(
         self, current_module: Callable[[], str], points: RandomPoints, *, repeats_collectives: bool = False
@@ -54,13 +54,13 @@ class VerifyingRecorder(OpRecorder):
         self.not_rebuildable: dict[int, str] = {}
         self.has_hidden_writes = False
         self.is_called: Callable[[], bool] = lambda: True
-        """Whether a torch call is under way."""
+        """Whether a torch call is running."""
         self.is_flagged: Callable[[], bool] = lambda: False
-        """Whether flags of torch are others now than where the region began, to which replay puts them."""
+        """Whether torch's flags differ from those at the region's start, which replay restores."""
         self.is_rewritten = may_change_numbers()
-        """Whether modes of the user may make something else of ops. Backward may run without them, so an op runs again so."""
+        """Whether the user's modes may change ops. Backward may run without these modes, so the second run is without them."""
         self.has_unseen_callers = False
-        """Whether some op was called by code whose torch calls are not seen."""
+        """Whether code whose torch calls are not seen has run some op."""
         self._contents: dict[int, int] = {}
         self._shadows: dict[int, torch.Tensor] = {}
         self._undefined: set[int] = set()
@@ -68,14 +68,14 @@ class VerifyingRecorder(OpRecorder):
         self._unset_outputs: tuple[int, ...] = ()
 
     def mark_outside(self) -> None:
-        """Everything met so far was there before the region."""
+        """Mark everything met so far as existing before the region."""
         self._outside = set(range(len(self.table)))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         self.has_unseen_callers |= not self.suspended and not self.is_called()
-        with without_torch_function():  # what is done here is no part of the region's stream of torch calls
+        with without_torch_function():  # our own calls are not part of the region's stream of torch calls
             return super().__torch_dispatch__(func, types, args, kwargs)
 
     def execute(self, op: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature) -> Any:
@@ -101,7 +101,7 @@ class VerifyingRecorder(OpRecorder):
         out = func(*args, **kwargs)
         if generators is not None and not generators.is_current_on_host():
             op.obstacle = op.obstacle or "draws from Python's or numpy's generator"
-            return out  # a second run would draw other numbers, and leave others to the calls after it
+            return out  # do not run it again: that would draw other numbers, and change the numbers of later calls
         later = self.points.state(device)
         is_drawn = not torch.equal(earlier, later)
         if is_drawn and not op.is_random:
@@ -110,7 +110,7 @@ class VerifyingRecorder(OpRecorder):
             op.is_random, op.random_point, state = False, None, None  # recipes need not restore a state
         changed = [storage for storage, (tensor, before) in prints.items() if storage_fingerprint(tensor) != before]
         try:
-            # Modes of the user see every op once, and forward gets the result that they have seen.
+            # The user's modes see every op once, and forward gets the result that they have seen.
             is_pure = func.namespace == "aten" and not (bases or changed or op.obstacle or self.is_rewritten)
             is_pure = is_pure and (state is not None or not op.is_random)
             if is_pure and self._is_large(out, prints):
@@ -120,7 +120,8 @@ class VerifyingRecorder(OpRecorder):
                 out = self._again(op, args, kwargs, state)
                 if _marks(out) == marks:
                     return out
-                del out  # not what forward is to get: some kernels heed whether gradients are asked for
+                # a result of the second run is not for forward: some kernels depend on whether gradients are enabled
+                del out
                 if state is not None:
                     self.points.restore(device, state)
                 out = func(*args, **kwargs)
@@ -130,7 +131,7 @@ class VerifyingRecorder(OpRecorder):
         return out
 
     def _is_large(self, out: Any, prints: dict[int, tuple[torch.Tensor, int]]) -> bool:
-        """Whether the first result is to be let go before there is a second: it is all new memory, and takes much of it."""
+        """Whether to free the first result before the second run: all of it is new CPU memory, and large."""
         made = flat_tensors(out)
         is_new = all(is_plain(tensor) and tensor.is_cpu and self.table.find(tensor) not in prints for tensor in made)
         return is_new and sum(size for size, _ in memory_of(made)) >= _LARGE_BYTES
@@ -143,7 +144,7 @@ class VerifyingRecorder(OpRecorder):
             return op.func(*args, **kwargs)
 
     def notice(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Compare tensors that are about to be taken with what the ops left in them."""
+        """Compare tensors that are about to be read with their contents after the last op."""
         for tensor in tensors:
             known = self._contents.get(self.table.find(tensor)) if is_plain(tensor) else None
             if known is not None and tensor.numel() and not tensor.untyped_storage().nbytes():
@@ -152,7 +153,9 @@ class VerifyingRecorder(OpRecorder):
                 self.has_hidden_writes = True
 
     def _let_go(self, storage: int) -> None:
-        """A parameter that was gathered inside the region is freed again (FSDP2), and may not be there for a recipe."""
+        """Refuse to repeat ops that read a parameter which was gathered inside the region and freed again (FSDP2): a recipe may
+        not find it.
+        """
         for op in self.ops:
             if any(self.values[read].storage == storage for read in op.reads):
                 op.obstacle = op.obstacle or "reads a parameter that is gathered inside the region, for a while"
@@ -180,7 +183,7 @@ class VerifyingRecorder(OpRecorder):
                 self.not_rebuildable[value] = "part of it was never written"
 
     def _remember(self, op: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Note the contents of what the op made or wrote; memory of others is not watched."""
+        """Store fingerprints of memory that the op made or wrote. Memory from before the region is not watched."""
         written = {self.values[value].storage for value in op.writes} - self._outside
         for tensor in tree_leaves((out, args, kwargs)):
             if written and isinstance(tensor, torch.Tensor) and is_plain(tensor):
@@ -192,7 +195,9 @@ class VerifyingRecorder(OpRecorder):
                     self._contents.pop(storage, None)
 
     def _await(self, op: RecordedOp) -> None:
-        """What a collective fills changes until it is waited for; then all of it is written."""
+        """Forget the contents of a collective's outputs: they change until the collective is waited for. After that all of them
+        are written.
+        """
         for value in op.writes:
             storage = self.values[value].storage
             self._contents.pop(storage, None)
@@ -226,7 +231,7 @@ class VerifyingRecorder(OpRecorder):
         return prints
 
     def _base(self, storage: int, tensor: torch.Tensor) -> torch.Tensor:
-        """What the replay of a write starts from: a copy of the contents, poison where nothing was written yet."""
+        """The memory that a repeated write starts from: a copy of the contents, or poison if nothing was written yet."""
         if storage not in self._undefined:
             return whole_storage(tensor, tensor.untyped_storage().clone())
         if storage not in self._shadows:
@@ -310,7 +315,7 @@ def unset_outputs(pairs: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> tup
     numbers, and some other output has equal bits. Fused attention without dropout returns such a seed and offset.
 
     Args:
-        pairs: what both runs made, by position. `soil` memory before the second run, or old contents may agree by accident.
+        pairs: the outputs of both runs, by position. Call `soil` before the second run, or old contents may agree.
     """
     wrong = [position for position, (first, second) in pairs.items() if not same_bits(first, second)]
     if len(wrong) < len(pairs) and all(_is_no_number(*pairs[position]) for position in wrong):
@@ -324,17 +329,17 @@ def memory_of(made: Iterable[torch.Tensor]) -> list[tuple[int, torch.device]]:
 
 
 def _marks(out: Any) -> list[tuple[Any, ...]]:
-    """What tells outputs from others when they are gone: how they lie, and two checksums of different kinds."""
+    """Identify freed outputs by their geometry and two checksums of different kinds."""
     return [(Geometry.of(t), storage_fingerprint(t), storage_crc(t)) for t in flat_tensors(out)]
 
 
 def _byte(op: RecordedOp) -> int:
-    """What memory is soiled with before the run that is compared last; before an earlier one its complement."""
+    """The byte to soil memory with before the last run that is compared. An earlier run uses its complement."""
     return (37 * op.id + 11) % 256
 
 
 def soil(sizes: Iterable[tuple[int, torch.device]], byte: int) -> None:
-    """Make it likely that the next run's outputs lie where every byte is ``byte``: allocate their sizes, fill, let go."""
+    """Make it likely that the next run's outputs are in memory filled with ``byte``: allocate their sizes, fill, free."""
     soiled = [torch.full((size,), byte, dtype=torch.uint8, device=device) for size, device in sizes]
     del soiled
 
@@ -344,7 +349,9 @@ def _is_no_number(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def _has_no_dropout(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the op draws with a probability, which is 0. Ops whose draws depend on data (binomial) have none."""
+    """Whether the op has a dropout probability, and it is 0. Ops whose draws depend on data (binomial) lack such an
+    argument.
+    """
     for position, argument in enumerate(func._schema.arguments):
         if argument.name in _PROBABILITIES:
             given = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
@@ -353,7 +360,7 @@ def _has_no_dropout(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: 
 
 
 def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-    """Where an op runs: with its tensors, else where it is told to make them."""
+    """The device of an op's tensors, else its device argument."""
     for leaf in tree_leaves((args, kwargs)):
         if isinstance(leaf, torch.Tensor | torch.device):
             return leaf.device if isinstance(leaf, torch.Tensor) else leaf

@@ -1,4 +1,5 @@
-"""One file per training framework: a budget in one line of the user's code. None of them is loaded until it is named.
+"""One file per training framework: a memory budget in one line of the user's code. A file is imported only when it is named.
 
-``budgeted`` is what the integrations of PyTorch share; ``search`` and ``layers`` are what those beyond PyTorch share.
+``budgeted`` has the code that all PyTorch integrations share; ``search`` and ``layers`` have the code that the other
+frameworks' integrations share.
 """

@@ -1,11 +1,11 @@
-"""Trains under a budget with Axolotl: a plugin that reads ``memory_budget:`` from its configuration.
+"""Train under a budget with Axolotl: a plugin that reads ``memory_budget:`` from its configuration.
 
     plugins:
       - plimsoll.integrations.axolotl.PlimsollPlugin
     memory_budget: 20GiB
 
 Axolotl's trainers derive from transformers' ``Trainer``: the plugin adds ``PlimsollCallback``, which does the work. This file
-loads without Axolotl, whose base class is looked up with the plugin's name.
+imports without Axolotl; its base class is looked up when the plugin is.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ _TRIED = Framework("axolotl", oldest="0.19", newest="0.19")
 
 
 class _Budgeted:
-    """The plugin's own methods; all others are those of Axolotl's base class.
+    """The plugin's own methods; all others come from Axolotl's base class.
 
     Raises:
-        UnsupportedFramework: Axolotl is older or newer than what was tried; when the plugin is registered.
+        UnsupportedFramework: when the plugin is registered: Axolotl is older or newer than the tested versions.
         Others: those of ``PlimsollCallback``, when the trainer is made or begins.
     """
 
     def register(self, cfg: dict[str, Any]) -> None:
-        """Refuse a version that was not tried."""
+        """Refuse an untested version."""
         _TRIED.check()
 
     def get_input_args(self) -> str:
-        """Where the configuration's new fields are."""
+        """The class with the configuration's new fields."""
         return f"{__name__}.PlimsollArgs"
 
     def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[TrainerCallback]:
-        """The callback, where there is a budget."""
+        """The callback, if a budget is configured."""
         from plimsoll.integrations.transformers import PlimsollCallback
 
         if cfg.memory_budget is None:

@@ -1,8 +1,8 @@
-"""A budget in the hands of a training framework: what every integration does, whatever the framework is called.
+"""Train under a budget inside a training framework: the code that all integrations share.
 
-An integration finds what is trained and says when training begins and ends; the rest is here: versions that were not
-tried, the framework's own checkpointing that is taken over, the line in the log, the figures for the framework's own log,
-and the way back.
+An integration finds the trained model and reports when training begins and ends. This module does the rest: it refuses untested
+versions, switches the framework's own checkpointing off, logs one line and figures for the framework's log, and restores
+everything afterwards.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from plimsoll.tracing.zero import engine_of, inside_engine
 from plimsoll.units import format_bytes, parse_bytes
 
 _FLAGS = ("gradient_checkpointing", "grad_checkpointing")
-"""By which transformers, diffusers and timm switch the checkpointing of a module on."""
+"""Flags of transformers, diffusers and timm that switch a module's checkpointing on."""
 _OF_DEEPSPEED = "deepspeed.runtime.activation_checkpointing.checkpointing"
 """Where models look up DeepSpeed's ``checkpoint``, which its ``activation_checkpointing`` section sets up (seen in 0.19)."""
 
 
 def calling(kind: type) -> Iterator[Any]:
-    """The objects of a kind that have called, however indirectly, the nearest first. Some frameworks pass their hooks
-    everything but the trainer.
+    """Yield the objects of a kind in the call stack, the nearest caller first. Some frameworks pass their hooks everything
+    except the trainer.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -54,17 +54,17 @@ def calling(kind: type) -> Iterator[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Framework:
-    """A framework by the name of its distribution, with the oldest and the newest version that was tried."""
+    """A framework by the name of its distribution, with the oldest and the newest tested version."""
 
     name: str
     oldest: str
     newest: str
 
     def check(self) -> None:
-        """Refuse a version that is older than the ones tried, or of a later major release (minor, before 1.0).
+        """Refuse a version that is older than the tested ones, or of a later major release (minor, before 1.0).
 
         Raises:
-            UnsupportedFramework: it is, or nothing tells its version.
+            UnsupportedFramework: the version is outside this range, or cannot be determined.
         """
         found = self._found()
         is_newer = _line(found) > _line(self.newest)
@@ -91,20 +91,20 @@ class Framework:
 
 
 def _line(version: str) -> tuple[int, int]:
-    """The releases that keep to one interface: all of a major version, of a minor one before 1.0."""
+    """The part of a version that changes with the interface: the major version, before 1.0 also the minor one."""
     major, minor = version.split(".")[:2]
     return int(major), 0 if int(major) else int(minor)
 
 
 class BudgetedTraining:
-    """One budget, put to work where a training begins and taken off where it ends; as often as there are trainings."""
+    """One budget that is applied when a training begins and removed when it ends, for any number of trainings."""
 
     def __init__(
         self, framework: Framework, budget: int | str, options: Mapping[str, Any], log: logging.Logger
     ) -> None:
-        """``options`` are those of ``plimsoll.attach``; ``log`` is where the framework says what it does."""
+        """``options`` are those of ``plimsoll.attach``; ``log`` is the framework's logger."""
         framework.check()
-        inspect.signature(attach).bind(None, budget, **options)  # raises TypeError where an option is not known
+        inspect.signature(attach).bind(None, budget, **options)  # raises TypeError for an unknown option
         Budget.required(budget)
         self.handle: Attachment | CompiledAttachment | None = None
         self._budget = budget
@@ -118,14 +118,14 @@ class BudgetedTraining:
 
     @property
     def owner(self) -> object:
-        """Who has claimed the budget, until its training ends, and for as long as it lives."""
+        """The object that has claimed the budget: until its training ends, and only as long as it lives."""
         return self._owner()
 
     def claim(self, owner: object, *, is_free: bool) -> None:
-        """A trainer, or a module that is set up, takes the budget over; what a failed training has left is undone.
+        """Let a trainer, or a module that is being set up, take the budget. Undo what a failed training has left.
 
         Raises:
-            InvalidOption: another one has it, and it is not free to be taken.
+            InvalidOption: another owner has the budget, and ``is_free`` is False.
         """
         if self.owner not in (None, owner) and not is_free:
             raise InvalidOption(
@@ -146,11 +146,11 @@ class BudgetedTraining:
         taken_over: int = 0,
         takes_compiled: bool = False,
     ) -> None:
-        """Training begins: ``model`` is the module that the framework calls.
+        """Begin a training: ``model`` is the module that the framework calls.
 
-        ``beside`` are other modules in the framework's hands, such as a reference model: what lies there of the budget is no
-        part of the step. ``taken_over`` counts what the integration has itself switched off of the framework's means to save
-        memory. ``takes_compiled``: what torch.compile compiles is planned too.
+        ``beside`` are other modules of the framework, such as a reference model; their bytes are subtracted from the budget,
+        because the step does not include them. ``taken_over`` is the number of memory-saving features of the framework that the
+        integration has already switched off. ``takes_compiled``: plan models compiled by torch.compile too.
         """
         taken_over += switch_off(model, self._undo_work)
         if taken_over:
@@ -179,7 +179,7 @@ class BudgetedTraining:
         self.is_at_work, self._has_told = True, False
 
     def _budget_beside(self) -> int:
-        """The budget less what other models hold."""
+        """The budget minus the bytes of other models."""
         budget_bytes = parse_bytes(self._budget)
         if budget_bytes > self._beside_bytes:
             return budget_bytes - self._beside_bytes
@@ -190,18 +190,18 @@ class BudgetedTraining:
         )
 
     def name_beside(self, error: BudgetBelowFloor) -> None:
-        """Say in the error what comes on top of the floor that it names: what other models hold."""
+        """Extend the error: the bytes of other models come on top of the floor that it names."""
         if self._beside_bytes:
             error.why = f"{error.why}; this is beside {format_bytes(self._beside_bytes)} that other models hold"
             error.next = f"{self._beside_bytes} bytes for those on top of {error.next}"
 
     def pause(self) -> None:
-        """Take the budget off the model; it may begin again. Harmless when called twice."""
+        """Remove the budget from the model; it may begin again. A second call does nothing."""
         self._undo_work.close()
         self.is_at_work = False
 
     def replace(self, owner: object, name: str, value: object) -> None:
-        """Set an attribute of the framework's object itself until training ends."""
+        """Set an attribute on the framework's object itself, until training ends."""
         own = vars(owner)
         if name in own:
             self.on_end(own.__setitem__, name, own[name])
@@ -210,24 +210,26 @@ class BudgetedTraining:
         own[name] = value
 
     def on_end(self, undo: Callable[..., object], *args: Any) -> None:
-        """Do this too where training ends."""
+        """Call ``undo`` when training ends."""
         self._undo.callback(undo, *args)
 
     def end(self) -> None:
-        """Training is over, or has failed: everything is as it was before. Harmless when called twice."""
+        """Restore everything after training has ended or failed. A second call does nothing."""
         self.pause()
         self._undo.close()
         self._owner = _nobody
 
     def tell(self) -> None:
-        """Say in a line of the log what is planned, once it is; called after every step."""
+        """Log one line about the plan as soon as there is a plan. Called after every step."""
         plan = self._plan
         if plan is not None and not self._has_told:
             self._has_told = True
             self._log.info("Plimsoll: %s", told(plan, 0))
 
     def figures(self) -> dict[str, float]:
-        """What to add to the framework's own log: bytes of the budget, planned and measured, and the share of time it costs."""
+        """Figures for the framework's own log: budget, planned and measured bytes, and the share of time that the plan
+        costs.
+        """
         plan = self._plan
         if self.handle is None or plan is None:
             return {}
@@ -241,16 +243,16 @@ class BudgetedTraining:
 
     @property
     def _plan(self) -> Plan | None:
-        """The plan for the budget, once it is there."""
+        """The plan for the budget; None before it is made."""
         return None if self.handle is None or self.handle.is_calibrating else self.handle.plan
 
 
 def _nobody() -> None:
-    """The owner of a budget that nobody has claimed."""
+    """The owner of an unclaimed budget."""
 
 
 def _bytes_beside(model: nn.Module, others: Iterable[nn.Module]) -> int:
-    """Bytes of other modules on the model's device that are not the model's own."""
+    """Bytes of other modules on the model's device, without the model's own tensors."""
     own = [*model.parameters(), *model.buffers()]
     both = [*own, *(tensor for other in others for tensor in (*other.parameters(), *other.buffers()))]
     device = own[0].device if own else None
@@ -258,7 +260,7 @@ def _bytes_beside(model: nn.Module, others: Iterable[nn.Module]) -> int:
 
 
 def _inner(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
-    """The optimizer that a framework's own wraps: the wrapper's step takes other arguments. DeepSpeed's are two."""
+    """The innermost optimizer: a framework's wrapper has a step with other arguments. DeepSpeed wraps twice."""
     while (inner := getattr(optimizer, "optimizer", None)) is not None:
         optimizer = inner
     return optimizer
@@ -273,14 +275,13 @@ def _compiled(model: nn.Module) -> InvalidModel:
 
 
 def switch_off(model: nn.Module, undo: contextlib.ExitStack) -> int:
-    """Let every layer run once, as if it were not checkpointed; ``undo`` puts back what was there.
+    """Switch activation checkpointing off, so that every layer runs once. ``undo`` restores it.
 
-    A budget decides for every saved activation, and a layer that runs again as a whole leaves it nothing to decide. Frameworks
-    keep the switch in a flag on modules, in torch's wrapper modules (FSDP plugins), or in a function that models call
-    (DeepSpeed).
+    A budget decides for every saved activation, but a layer that reruns as a whole leaves nothing to decide. Frameworks keep
+    the switch in a flag on modules, in torch's wrapper modules (FSDP plugins), or in a function that models call (DeepSpeed).
 
     Returns:
-        How many layers were checkpointed, or offloaded.
+        The number of layers that were checkpointed or offloaded.
     """
     count = 0
     for module in model.modules():
@@ -303,6 +304,6 @@ def switch_off(model: nn.Module, undo: contextlib.ExitStack) -> int:
 
 
 def _run_once(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """In the place of DeepSpeed's ``checkpoint``, which returns what is alone in a tuple without the tuple."""
+    """Replaces DeepSpeed's ``checkpoint``. Like that, it returns a single result without its tuple."""
     made = function(*args, **kwargs)
     return made[0] if isinstance(made, tuple | list) and len(made) == 1 else made

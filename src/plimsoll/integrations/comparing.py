@@ -1,4 +1,4 @@
-"""Ways to run one step outside of PyTorch, measured side by side in turns."""
+"""Compare several ways to run one step outside of PyTorch: measure them in alternating rounds."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from plimsoll.artifacts.comparison import Comparison, ComparisonRow
 from plimsoll.units import check_count
 
 _ROUNDING = 1e-6
-"""Differences of the gradient up to this share of it come from sums in another order."""
+"""Relative differences of the gradient up to this come from another order of summation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """One way: ``run`` returns when a gradient is there, ``gradient`` is one, ``peak_bytes`` what the framework counts."""
+    """One way to run the step: ``run`` returns when a gradient is computed, ``gradient`` is one, ``peak_bytes`` is the
+    framework's count.
+    """
 
     run: Callable[[], object]
     gradient: Sequence[Any]
@@ -28,7 +30,7 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True)
 class TimedOn:
-    """Where ways are compared, and by which clock."""
+    """The device and clock of a comparison."""
 
     clock: Callable[[], float]
     device: str
@@ -38,11 +40,12 @@ class TimedOn:
 
 
 def compare_ways(plain: Way, ways: Mapping[str, Way], place: TimedOn, *, model: str, steps: int) -> Comparison:
-    """One row per way beside the plain step; ratios are medians of rounds in which every way runs once."""
+    """One row per way, compared with the plain step. Ratios are medians over rounds; in each round every way runs once."""
     check_count("steps", steps, least=1)
     every = {"": plain, **ways}
     seconds: dict[str, list[float]] = {name: [] for name in every}
     for number in range(steps):
+        # Reverse the order in every other round, so that no way profits from its position.
         for name in list(every) if number % 2 else list(every)[::-1]:
             started = place.clock()
             every[name].run()
@@ -75,10 +78,12 @@ def compare_ways(plain: Way, ways: Mapping[str, Way], place: TimedOn, *, model: 
 
 
 def gradients_apart(wanted: Sequence[Any], found: Sequence[Any]) -> float:
-    """‖Δg‖ / ‖g‖ of the whole gradient: of one array alone it says little where that is rounding, such as a key's bias."""
+    """‖Δg‖ / ‖g‖ of the whole gradient. For a single array it says little if the array is only rounding, such as a key's
+    bias.
+    """
     difference = length = 0.0
     for a, b in zip(wanted, found, strict=True):
-        # Numpy's own functions know no bfloat16.
+        # Numpy's own functions do not support bfloat16.
         kind = np.complex128 if np.iscomplexobj(a) else np.float64
         exact = np.asarray(a).astype(kind)
         difference += float(np.sum(np.abs(exact - np.asarray(b).astype(kind)) ** 2))

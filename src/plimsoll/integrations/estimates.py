@@ -1,7 +1,8 @@
-"""What a step that was planned outside of PyTorch takes on a device of the catalogue, and the largest batch that fits.
+"""Estimate a step that was planned outside of PyTorch on a device of the catalogue, and find the largest batch that fits.
 
-Parameters, gradients, the optimizer's state and the batch are counted exactly. Temporaries are what the framework says *here*;
-the compiler or allocator of another device decides otherwise, so the figure has a wide error. Seconds are the roofline's.
+Parameters, gradients, the optimizer's state and the batch are counted exactly. Temporaries are counted by the framework on
+*this* machine. The compiler or allocator of another device decides differently, so the figure has a wide error. Seconds come
+from the roofline.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ _SECONDS_ERROR = 0.3
 
 @dataclass(frozen=True, kw_only=True)
 class FixedSizes:
-    """Bytes of a step's training that no plan changes; ``count`` numbers are parameters, ``rows`` samples a batch."""
+    """Bytes of a training step that do not depend on the plan. ``count`` is the number of parameters, ``rows`` the samples of a
+    batch.
+    """
 
     parameters: int
     gradients: int
@@ -42,14 +45,14 @@ class FixedSizes:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The sum of all bytes."""
         return self.parameters + self.gradients + self.state + self.batch
 
     def room_in(self, budget_bytes: int) -> int:
-        """What a budget for everything leaves to temporaries.
+        """The part of a budget for everything that is left for temporaries.
 
         Raises:
-            BudgetBelowFloor: nothing.
+            BudgetBelowFloor: nothing is left.
         """
         if self.total >= budget_bytes:
             raise BudgetBelowFloor(
@@ -63,7 +66,7 @@ class FixedSizes:
 class Plannable(Protocol):
     """A step of any framework, with a search for its plans.
 
-    ``flops`` are those of forward and backward, in products of ``dtype``; ``counted_by`` says who counts temporaries.
+    ``flops`` are those of forward and backward, in products of ``dtype``; ``counted_by`` names what counts temporaries.
     """
 
     name: str
@@ -81,20 +84,20 @@ class Plannable(Protocol):
         ...
 
     def unmanaged_taken(self) -> int:
-        """Temporaries of the step as it is."""
+        """Temporaries of the step without a plan."""
         ...
 
 
 def estimate_step(
     step: Plannable, sizes: FixedSizes, *, device: str, optimizer: str, budget: str | int | None, started: float
 ) -> Estimate:
-    """What training takes: memory item by item, and speed.
+    """Estimate a training step: memory item by item, and speed.
 
     Args:
         step: priced by the roofline of the device.
-        sizes: what no plan changes.
+        sizes: bytes that do not depend on the plan.
         device: from the catalogue.
-        optimizer: what it is called.
+        optimizer: its name.
         budget: bytes for everything, to plan within.
         started: by ``time.monotonic``.
     """
@@ -149,7 +152,7 @@ def _stage(step: Plannable, sizes: FixedSizes, unmanaged: int, plan: Plan | None
     items.append(
         BudgetItem(name="temporaries", bytes=taken, relative_error=_TEMPORARY_ERROR, basis=Basis.ASSUMED, note=note)
     )
-    # The workspaces are torch's way with cuBLAS.
+    # Workspaces of cuBLAS belong to torch only.
     outside = tuple(each for each in framework_items(find_device(device), Layout()) if each.name != "cuBLAS workspaces")
     allocated = sizes.total + taken
     holders = tuple(Holder(label=each.name, bytes=each.bytes or 0) for each in items)
@@ -183,12 +186,12 @@ def _stage(step: Plannable, sizes: FixedSizes, unmanaged: int, plan: Plan | None
 
 
 def fit_steps(at: Callable[[int], tuple[Plannable, FixedSizes]], budget: str | int, *, most_batch: int) -> Fit:
-    """The batch with the most samples per second; doubled until no plan fits, and the middle tried as well.
+    """Find the batch with the most samples per second: double it until no plan fits, and then try the middle as well.
 
     Args:
-        at: the step for so many samples, and what no plan changes of it.
+        at: returns the step for a number of samples, and its bytes that do not depend on the plan.
         budget: bytes for everything.
-        most_batch: no larger batch is looked at.
+        most_batch: the largest batch to try.
 
     Raises:
         InvalidOption: ``most_batch`` is less than 1.

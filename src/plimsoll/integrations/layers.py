@@ -1,7 +1,7 @@
-"""Plans for frameworks that checkpoint whole layers: one decision per layer, in the terms of the planner.
+"""Plans for frameworks that checkpoint whole layers: one decision per layer, in the planner's terms.
 
-What a layer makes for its derivative is one value; running the layer again makes it anew. The layers' inputs are held in
-any case. Keras' ``RematScope`` and TensorFlow's ``recompute_grad`` can be told no more than that.
+All values that a layer makes for its derivative count as one value; rerunning the layer rebuilds it. The layers' inputs are
+always held. Keras' ``RematScope`` and TensorFlow's ``recompute_grad`` do not support finer decisions.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from plimsoll.integrations.search import PlanMeter, PlanSearch, TracedStep, chec
 
 @dataclass(frozen=True, kw_only=True)
 class RerunLayer:
-    """What one layer costs: ``saved_bytes`` are what its derivative reads of what the layer makes inside.
+    """Costs of one layer: ``saved_bytes`` are the values that the layer makes inside and its derivative reads.
 
-    ``kind`` is equal for layers that are alike; ``obstacle`` says why it cannot run again, empty if it can.
+    ``kind`` is equal for equal layers; ``obstacle`` says why the layer cannot run again, and is empty if it can.
     """
 
     name: str
@@ -37,9 +37,9 @@ class RerunLayer:
 
 
 def kinds_of(layers: Sequence[Any]) -> dict[str, str]:
-    """Class and shapes of the variables of each layer, by its name; of several with one name, later ones get a number.
+    """Class and variable shapes of each layer, by its name. If several layers have the same name, later ones get a number.
 
-    Layers are objects with ``name`` and ``variables``, as Keras and TensorFlow have them.
+    Layers are objects with ``name`` and ``variables``, such as those of Keras and TensorFlow.
     """
     found: dict[str, str] = {}
     for layer in layers:
@@ -51,17 +51,19 @@ def kinds_of(layers: Sequence[Any]) -> dict[str, str]:
 
 
 def fingerprint(framework: str, kinds: Mapping[str, str]) -> str:
-    """Equal for models with layers of the same kinds, at whatever sizes of batch; names may be counted on by a framework."""
+    """A digest that is equal for models with layers of the same kinds, at any batch size. Names are left out: a framework may
+    number them.
+    """
     text = "\n".join(sorted(kinds.values()))
     return f"{framework}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def check_fingerprint(plan: Plan, framework: str, kinds: Mapping[str, str]) -> None:
-    """Refuse a plan of another framework, or for other layers.
+    """Raise unless the plan was made for this framework and these layers.
 
     Raises:
-        InvalidOption: it is no plan.
-        PlanMismatch: with what the plan was made for.
+        InvalidOption: ``plan`` is not a `Plan`.
+        PlanMismatch: the plan was made for another framework or other layers; the error says which.
     """
     check_plan(plan)
     if plan.framework != framework:
@@ -86,17 +88,18 @@ def check_fingerprint(plan: Plan, framework: str, kinds: Mapping[str, str]) -> N
 
 
 Around = Callable[[str, Callable[..., Any], Any, Any], Any]
-"""Runs a layer in its place: given its name, its call, positional and named arguments."""
+"""Runs a layer: it gets the layer's name, its original call, positional and named arguments."""
 
 
 @contextlib.contextmanager
 def calling(layers: Sequence[Any], around: Around, method: str = "__call__") -> Iterator[None]:
-    """While it lasts, a method of every layer goes through ``around``.
+    """Inside the block, a method of every layer goes through ``around``.
 
-    Python looks ``__call__`` up in the class alone, so an attribute of the layer would not be seen, and the step holds the
-    layers themselves, so nothing can be passed in their place. A function put into their class would also be met by its other
-    objects, and twice by a subclass whose own ``__call__`` goes on to it. So each layer is of a subclass for the time:
-    ``isinstance`` holds, and no other object is touched. Frameworks' hooks on assignment are passed by.
+    Python looks ``__call__`` up on the class only, so an attribute of the layer would have no effect, and the step holds the
+    layers themselves, so replacements cannot be passed. A patched class would affect its other objects too, and would run twice
+    for a subclass whose own ``__call__`` calls ``super``. So each layer temporarily gets its own subclass as its class:
+    ``isinstance`` still holds, and other objects are not affected. ``object.__setattr__`` bypasses the frameworks' hooks on
+    assignment.
     """
     with contextlib.ExitStack() as undo:
         for name, layer in zip(kinds_of(layers), layers, strict=True):
@@ -111,16 +114,17 @@ def calling(layers: Sequence[Any], around: Around, method: str = "__call__") -> 
 
 
 def rerun_layers(plan: Plan) -> frozenset[str]:
-    """The names of the layers that a plan runs again."""
+    """The names of the layers that a plan reruns."""
     return frozenset(region.name for region in plan.regions if not region.is_untouched)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayeredStep:
-    """Layers in the order of the forward pass, and what the step takes beside them.
+    """Layers in the order of the forward pass, and the costs of the rest of the step.
 
-    ``rest_seconds`` are those of forward and of backward; ``flops`` are the whole step's. ``device`` is where seconds were
-    measured, or for which they were computed, and ``source`` says which; ``signature`` has the shapes of the batch.
+    ``rest_seconds`` are the seconds outside of layers, in forward and in backward; ``flops`` are the whole step's. ``device``
+    is where seconds were measured, or the device they were computed for; ``source`` says which. ``signature`` has the batch's
+    shapes.
     """
 
     layers: tuple[RerunLayer, ...]
@@ -132,7 +136,7 @@ class LayeredStep:
 
 
 class LayerPlans:
-    """A step whose layers are kept or run again, with a search for its plans."""
+    """A step whose layers are kept or rerun, with a search for its plans."""
 
     dtype = "f32"
 
@@ -146,20 +150,21 @@ class LayerPlans:
         return self.search.run(budget_bytes)
 
     def unmanaged_taken(self) -> int:
-        """What the step takes with all layers kept."""
+        """Bytes that the step takes if all layers are kept."""
         return self._meter.measure(())
 
 
 def rerun_meter(
     framework: str, name: str, measure: Callable[[frozenset[str]], int], saved_bytes: int | None = None
 ) -> PlanMeter:
-    """A meter of plans by the names of the layers that run again.
+    """A meter that measures plans by the names of the layers that run again.
 
     Args:
-        framework: whose layers they are.
-        name: who says what a step takes.
-        measure: that, in bytes; asked once about the same layers.
-        saved_bytes: what the step holds without a plan; by default it is measured, and the first plan is chosen by it.
+        framework: the layers' framework.
+        name: the name of whatever counts the bytes.
+        measure: returns the bytes of a step that reruns these layers; called once per set of names.
+        saved_bytes: bytes that the step holds without a plan. By default they are measured, and the search starts from this
+            measurement.
     """
     known = functools.cache(measure)
     kept = None if saved_bytes is not None else known(frozenset())
@@ -173,7 +178,7 @@ def rerun_meter(
 
 
 def _traced(step: LayeredStep, framework: str, model: str) -> TracedStep:
-    """The layers one after the other, what is beside them, then their derivatives in reverse."""
+    """A trace of the layers in order, the rest of the step, then the layers' derivatives in reverse."""
     layers = step.layers
     last = 2 * len(layers) + 1
     named = [
@@ -211,7 +216,7 @@ def _traced(step: LayeredStep, framework: str, model: str) -> TracedStep:
 
 
 def _storages(layer: RerunLayer, at: int, first: int) -> tuple[Storage, Storage]:
-    """The input, which nobody counts, and what the layer makes."""
+    """The storages of a layer's input, which is not counted, and of the values that the layer makes."""
     return (
         Storage(
             id=first, bytes=0, category=Category.INPUT, label=f"input of {layer.name}", born=-1, dies=-1, region=-1

@@ -1,11 +1,12 @@
-"""What layers of a traced ``tf.function`` cost: the tensors that they make and their gradients read, and seconds.
+"""Costs of the layers of a traced ``tf.function``: bytes of tensors that they make and their gradients read, and seconds.
 
-Operations of a graph are in the order in which they were made, so those of a layer's call, and those of the gradient, are
-ranges of it. What a step takes as a whole is counted while it runs.
+Operations of a graph are in the order of their creation. So the operations of a layer's call, or of the gradient, are ranges of
+that list. The bytes of the whole step are counted while it runs.
 
-TensorFlow's allocator hands out a free chunk whole if it is less than twice of what was asked for, and counts the chunk. So
-what one and the same step takes depends on what else the process holds and held; another trace may take another order as
-well. A plan's runs are counted in two traces beside other tensors, and the most of them and their spread say what is promised.
+TensorFlow's allocator returns a whole free chunk if it is less than twice as large as requested, and counts the whole chunk. So
+the bytes of the same step depend on what else the process holds and held. Another trace may also run in another order. A plan's
+step is therefore run in two traces while other tensors are alive, and the promised peak is the maximum plus a margin for the
+spread.
 
 Source: ``BFCAllocator::FindChunkPtr`` (``xla/tsl/framework/bfc_allocator.cc``).
 """
@@ -31,27 +32,27 @@ from plimsoll.planning.costing.devices import find_device
 
 _SAME_BYTES = frozenset({"Identity", "Reshape", "Squeeze", "ExpandDims", "StopGradient"})
 _HARMLESS = frozenset({"ReadVariableOp", "VarHandleOp", "ResourceGather", "Placeholder", "PartitionedCall"})
-"""Operations with the mark of state that neither write nor draw."""
+"""Operations that are marked as stateful but neither write nor draw random numbers."""
 _NOT_MADE = frozenset({"ReadVariableOp", "Const"})
 _FROM_OUTSIDE = frozenset({"Const", "Placeholder"})
-"""Numbers, and what a graph captures: no gradient goes there."""
+"""Constants, and tensors that a graph captures: gradients do not flow there."""
 _EXPONENTIALS = frozenset({"Exp", "Tanh", "Sigmoid", "Erf", "Softmax", "Log", "Pow", "Rsqrt", "Sqrt"})
 _PRODUCTS = {"MatMul": "transpose_a", "BatchMatMulV2": "adj_x", "BatchMatMulV3": "adj_x"}
 """Matrix products, and the attribute that says whether the first operand is transposed."""
 _RATE_SIDE = 512
 _MOST_RUNS = 16
-"""Runs of one step in which its peak is looked for."""
+"""The most runs of one step to find its peak."""
 _STATES, _DEVIATIONS = 4, 2
-"""Runs of one trace beside other tensors, and standard deviations of all runs between the most of them and what is promised."""
+"""Runs of each trace with other tensors alive; standard deviations of all runs that are added to the maximum."""
 _COUNTED_FROM = 256 * 1024
 """Bytes of the smallest tensor that TensorFlow counts on a CPU."""
 _BESIDE, _SHARE_BESIDE = 12, 8
-"""Tensors that are made before such a run, and what part of the step's bytes the largest has. A third stay during the run."""
+"""Number of other tensors made before such a run. The largest has up to 1/8 of the step's bytes. A third stay during it."""
 
 
 @dataclass(frozen=True)
 class _Span:
-    """One call of a layer: operations ``first`` to ``stop`` of the graph; ids of the tensors that go in and come out."""
+    """One call of a layer: operations ``first`` to ``stop`` of the graph, and the ids of its input and output tensors."""
 
     first: int
     stop: int
@@ -70,7 +71,7 @@ class Rates:
 
 
 def rates_of(device: str | None) -> Rates:
-    """Those of a device of the catalogue; by default they are measured here."""
+    """Rates of a device of the catalogue; by default they are measured on this machine."""
     if device is None:
         flop, byte = _measured_rates()
         return Rates(flop, byte, "GPU" if tf.config.list_physical_devices("GPU") else "CPU", CostSource.MEASURED)
@@ -83,10 +84,10 @@ def rates_of(device: str | None) -> Rates:
 def read_layers(
     step: Callable[..., Any], args: Sequence[Any], layers: Sequence[Any], rates: Rates
 ) -> tuple[LayeredStep, Callable[[], object]]:
-    """What each layer costs, in the order of their calls, from the graph of the step and its gradient.
+    """Read the costs of each layer, in the order of their calls, from the graph of the step and its gradient.
 
     Returns:
-        The layers, and the step with its gradient as it was traced, to be run.
+        The layers, and a function that runs the traced step and its gradient.
 
     Raises:
         InvalidOption: the step does not call a layer, or calls one inside of another.
@@ -163,7 +164,9 @@ def _check_calls(missing: Sequence[str], spans: Mapping[str, Sequence[_Span]]) -
 
 
 def _saved_bytes(operations: Sequence[Any], mark: int, spans: Mapping[str, Sequence[_Span]]) -> dict[str, int]:
-    """Bytes that each layer makes inside and the gradient reads, each tensor once. Results are the next layer's input."""
+    """Bytes that each layer makes inside and the gradient reads; each tensor counts once. A layer's results do not count: they
+    are the next layer's input.
+    """
     owner = {
         op: (name, span) for name, found in spans.items() for span in found for op in operations[span.first : span.stop]
     }
@@ -177,7 +180,7 @@ def _saved_bytes(operations: Sequence[Any], mark: int, spans: Mapping[str, Seque
 
 
 def _root(tensor: Any) -> Any:
-    """The tensor whose bytes these are."""
+    """The tensor whose memory this tensor shows."""
     while tensor.op.type in _SAME_BYTES:
         tensor = tensor.op.inputs[0]
     return tensor
@@ -192,7 +195,7 @@ def _made_bytes(op: Any) -> int:
 
 
 def _flops(op: Any) -> int:
-    """Arithmetic of one operation; an exponential or the like counts as eight."""
+    """Arithmetic of one operation; an exponential or a similar function counts as eight."""
     made: int = sum(each.shape.num_elements() or 0 for each in op.outputs)
     if op.type in _PRODUCTS:
         axis = -2 if op.get_attr(_PRODUCTS[op.type]) else -1
@@ -210,7 +213,7 @@ def _flops(op: Any) -> int:
 
 
 def _obstacle(operations: Sequence[Any], given: Collection[int]) -> str:
-    """Why a layer with these operations, called with tensors of these ids, cannot run again; empty if it can."""
+    """Why a layer with these operations and inputs cannot run again; empty if it can."""
     own = set(operations)
     for op in operations:
         for tensor in op.inputs:
@@ -224,7 +227,7 @@ def _obstacle(operations: Sequence[Any], given: Collection[int]) -> str:
 
 @functools.cache
 def _measured_rates() -> tuple[float, float]:
-    """Seconds per unit of arithmetic in a matrix product, and per byte that an operation makes, on this device."""
+    """Seconds per unit of arithmetic in a matrix product, and per byte that an operation makes, measured on this device."""
     square = tf.ones((_RATE_SIDE, _RATE_SIDE))
     wide = tf.ones((4 * _RATE_SIDE, _RATE_SIDE))
 
@@ -244,7 +247,7 @@ def _measured_rates() -> tuple[float, float]:
 
 
 def most_bytes(run: Callable[[], object]) -> int:
-    """The most that a few runs allocate at their peaks, beside what was there before."""
+    """The maximum of the peaks of a few runs, without the bytes that were allocated before."""
     # The first run also makes what stays, such as constants and the kernels' own caches.
     run()
     peaks: list[int] = []
@@ -254,9 +257,9 @@ def most_bytes(run: Callable[[], object]) -> int:
 
 
 def bytes_in_any_state(*runs: Callable[[], object]) -> int:
-    """What a step allocates at its peak whatever else the process holds: the most of its runs and twice their deviation.
+    """The peak of a step whatever else the process holds: the maximum of its runs plus twice their standard deviation.
 
-    Tensors of random sizes are made before a run, and most of them are freed, so that chunks of other sizes are free.
+    Before each run, tensors of random sizes are made and most of them are freed, so that free chunks of other sizes exist.
 
     Args:
         runs: traces of one step, from ``gradient_run``; each runs six times.
@@ -278,7 +281,7 @@ def bytes_in_any_state(*runs: Callable[[], object]) -> int:
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
-    """What one run allocates at its peak, beside what was there before."""
+    """The peak of one run, without the bytes that were allocated before."""
     device = f"{device_kind()}:0"
     try:
         before = tf.config.experimental.get_memory_info(device)["current"]
@@ -301,5 +304,5 @@ def peak_bytes(run: Callable[[], object]) -> int:
 
 
 def device_kind() -> str:
-    """What steps run on, as TensorFlow calls it."""
+    """TensorFlow's name for the device that steps run on."""
     return "GPU" if tf.config.list_physical_devices("GPU") else "CPU"

@@ -1,11 +1,11 @@
-"""Trains under a budget with Lightning: ``Trainer`` (of ``lightning`` or ``pytorch_lightning``) and ``Fabric``.
+"""Train under a budget with Lightning: ``Trainer`` (of ``lightning`` or ``pytorch_lightning``) and ``Fabric``.
 
     from plimsoll.integrations.lightning import PlimsollCallback
 
     trainer = Trainer(..., callbacks=[PlimsollCallback(budget="20GiB")])
 
-Lightning runs ``training_step``, which is no module's ``forward``: it may call the LightningModule, a part of it or several.
-So the callback stands around the strategy's training step, and makes a module of it (`_Step`) whose calls can be followed.
+Lightning runs ``training_step``, which is not a module's ``forward``: it may call the LightningModule, a part of it or several
+parts. So the callback wraps the strategy's training step in a module (`_Step`) whose calls can be managed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from plimsoll.session.attachment import Attachment
 from plimsoll.session.compiled_attachment import CompiledAttachment
 
 _NAMES = ("lightning.pytorch", "pytorch_lightning")
-"""One library under two names, whose classes differ: the one that is loaded already, else the one that is there."""
+"""One library under two names with different classes: use the imported one, else the installed one."""
 _NAME = next((name for name in _NAMES if name in sys.modules), _NAMES[0] if find_spec("lightning") else _NAMES[1])
 _Callback: Any = importlib.import_module(_NAME).Callback
 _ITSELF = "lightning_module"
@@ -38,19 +38,19 @@ _TRIED = Framework(_NAME.partition(".")[0].replace("_", "-"), oldest="2.4", newe
 
 
 class PlimsollCallback(_Callback):
-    """Keeps every training step of a ``Trainer`` under a memory budget, from the first one on; in ``Fabric`` those of the
-    module that is set up.
+    """Keeps every training step of a ``Trainer`` within a memory budget, from the first step on; with ``Fabric``, every step of
+    the module that is set up.
 
-    What was planned and measured is logged with every step. Everything is as it was when training ends.
+    Planned and measured figures are logged with every step. Everything is restored when training ends.
 
     Args:
         budget: as for ``plimsoll.attach``.
-        options: all else that ``plimsoll.attach`` takes, but for the optimizer.
+        options: the other options of ``plimsoll.attach``, except the optimizer.
 
     Raises:
-        UnsupportedFramework: Lightning is older or newer than what was tried.
-        InvalidOption: two of these callbacks, or one for two trainers or modules at once; when training begins.
-        InvalidModel: optimization by hand of several modules; in the first training step.
+        UnsupportedFramework: Lightning is older or newer than the tested versions.
+        InvalidOption: when training begins: there are two of these callbacks, or two trainers or modules use one at once.
+        InvalidModel: in the first training step: several modules are optimized by hand.
         BudgetBelowFloor: in the first training step, before anything has changed. ``BatchSizeFinder`` takes a smaller batch
             instead, as it does when it runs out of memory.
 
@@ -63,11 +63,11 @@ class PlimsollCallback(_Callback):
 
     @property
     def handle(self) -> Attachment | CompiledAttachment | None:
-        """What ``plimsoll.attach`` has returned for the training that began last."""
+        """The result of ``plimsoll.attach`` for the most recent training."""
         return self._training.handle
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Stand around the training step; what is trained is known when it is called."""
+        """Wrap the training step. The trained module is looked up when the step is called."""
         if stage != "fit":
             return
         _refuse_twins(trainer.callbacks)
@@ -76,36 +76,36 @@ class PlimsollCallback(_Callback):
         self._training.replace(pl_module, "log", functools.partial(self._log_once, pl_module.log))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """What a finder of batch sizes has tried is over."""
+        """A batch size finder may have run steps before: begin again."""
         self._training.pause()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        """Say what is planned, once it is, and log what was measured."""
+        """Log the plan as soon as there is one, and the measured figures."""
         self._training.tell()
         if not trainer.barebones:
             pl_module.log_dict(self._training.figures())
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Leave trainer and module as they were."""
+        """Restore trainer and module."""
         self._training.end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Training has failed."""
+        """Restore trainer and module after training has failed."""
         self._training.end()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Training is over, also where it has never begun."""
+        """Restore trainer and module, also if training has never begun."""
         if stage == "fit":
             self._training.end()
 
     def on_after_setup(self, fabric: Any, module: Any) -> None:
-        """Fabric has set a module up: attach to what it calls, within its casts."""
+        """Attach to the module that Fabric has set up: to the inner module that it calls, inside its casts."""
         _refuse_twins(fabric._callbacks)  # seen in Lightning 2.4 to 2.6
         self._training.claim(module, is_free=False)
         self._training.begin(module._forward_module, None)
 
     def _step(self, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        """What the strategy's own training step does, through the call of a module that a budget is at work on."""
+        """Run the strategy's own training step, by calling the managed module."""
         strategy = trainer.strategy
         # Finders of batch sizes and learning rates run the loop without callbacks, once per try.
         is_tried = self not in trainer.callbacks
@@ -125,19 +125,20 @@ class PlimsollCallback(_Callback):
             _LOG.error("Plimsoll: %s", error)
             if not is_tried:
                 raise
-            # These words are what Lightning looks for (seen in Lightning 2.4 to 2.6).
+            # Lightning looks for these words (seen in Lightning 2.4 to 2.6).
             raise torch.OutOfMemoryError(f"Under its budget, as if CUDA were out of memory: {error}") from error
 
     def _log_once(self, log: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Log what the training step logs; not in the runs of it that a plan is made from."""
+        """Log what the training step logs, except in trial runs for a plan."""
         if self.handle is None or not self.handle.is_trying:
             log(*args, **kwargs)
 
 
 class _Step(nn.Module):
-    """A LightningModule's training step as a module: its parts are those of the LightningModule, by the same names.
+    """A LightningModule's training step as a module. It has the LightningModule's parts, under the same names.
 
-    The LightningModule is a part too, so that its attributes are looked after, but no child, as nobody may ever call it.
+    The LightningModule itself is among its modules too, so that its attributes are saved and restored. It is not among the
+    children, because it may never be called.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -146,7 +147,7 @@ class _Step(nn.Module):
         self._modules = {**module._modules, _ITSELF: module}
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """Those of the LightningModule."""
+        """The children of the LightningModule."""
         return self._modules[_ITSELF].named_children()  # type: ignore[union-attr]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -158,7 +159,7 @@ def _managed(strategy: Any) -> nn.Module:
     """The module whose calls are the training steps.
 
     Raises:
-        InvalidModel: there is none.
+        InvalidModel: such a module does not exist.
     """
     module = strategy.lightning_module
     can_run_again = "dataloader_iter" not in inspect.signature(module.training_step).parameters

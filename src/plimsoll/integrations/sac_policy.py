@@ -1,10 +1,10 @@
-"""Keeps and recomputes what a plan of Plimsoll decided, with torch alone: a policy of selective activation checkpointing.
+"""Keep and recompute what a plan of Plimsoll decided, with torch alone: a policy of selective activation checkpointing.
 
-    import policy                # this file, under whatever name it has
-    undo = policy.apply(model)   # before the first training step; undo() leaves the model as it was
+    import policy                # this file, whatever its name is
+    undo = policy.apply(model)   # before the first training step; undo() restores the model
 
-Every planned region runs under ``torch.utils.checkpoint``. What the policy does not know (other kernels, a changed model) it
-recomputes: that costs time, never memory or right gradients. Not for compiled models.
+Every planned region runs under ``torch.utils.checkpoint``. Ops that the policy does not know (other kernels, a changed model)
+are recomputed: that costs time, but never memory or correct gradients. Not for compiled models.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 PLAN = ""
 SAVED: tuple[dict[str, tuple[int, ...]], ...] = ()
-"""What is saved: ``module::op#occurrence``, and which of its outputs the plan keeps."""
+"""Ops to save, as ``module::op#occurrence``, and which of their outputs the plan keeps."""
 REGIONS: dict[str, dict[int, int]] = {}
-"""By module path and number of its call within one forward of the model: the entry of ``SAVED``."""
+"""By module path and the number of its call within one forward of the model: the index into ``SAVED``."""
 
 _ATTENTION = re.compile(r"^_scaled_dot_product_(flash|efficient|cudnn|fused)_attention(_for_cpu|_overrideable)?$")
-"""Every kernel of fused attention has one name."""
+"""All kernels of fused attention are given one name."""
 _Place = tuple[nn.Module, str]
 _SMALL = 0.05
-"""An op's outputs are saved together: those that the plan does not keep may add this share of those that it does."""
+"""An op's outputs are saved together. Outputs that the plan does not keep may add this share of the kept bytes."""
 
 
 def apply(model: nn.Module) -> Callable[[], None]:
-    """Checkpoint every region of ``model`` as the plan says. Returns what takes that off again."""
+    """Checkpoint every region of ``model`` as the plan says. Returns a function that undoes it."""
     handles: list[Any] = []
     regions = [_Region(model.get_submodule(path), calls, handles) for path, calls in REGIONS.items()]
 
@@ -54,7 +54,7 @@ def apply(model: nn.Module) -> Callable[[], None]:
 
 
 class _Region:
-    """A module that is checkpointed, and which of its submodules is running."""
+    """A checkpointed module, with the path of its submodule that is running."""
 
     def __init__(self, module: nn.Module, calls: Mapping[int, int], handles: list[Any]) -> None:
         if "forward" in vars(module):
@@ -102,7 +102,7 @@ class _Running(threading.local):
 
 
 class _Policy:
-    """Decides op by op in forward, and says the same when the region runs again."""
+    """Decides op by op in forward, and repeats these decisions when the region runs again."""
 
     def __init__(self, running: _Running, saved: Mapping[str, tuple[int, ...]]) -> None:
         self._running = running
@@ -134,8 +134,8 @@ class _Policy:
         stem = f"{path}::{called}"
         wanted = self._wanted.get(f"{stem}#{self._occurrences[stem]}", ())
         self._occurrences[stem] += 1
-        # Saved are neither writes (their caller goes on with what they wrote to), nor random numbers (those drawn after them
-        # would be others), nor casts (autocast makes some of them only once).
+        # Do not save writes (their caller continues with the written tensor), random numbers (later draws would change) or
+        # casts (autocast makes some of them only once).
         if not wanted or is_writing or name == "_to_copy" or _draws(op, args, kwargs):
             return False
         sizes = [tensor.untyped_storage().nbytes() for tensor in outputs]
@@ -147,7 +147,7 @@ class _Policy:
 def _first(
     inner: AbstractContextManager[Any], region: _Region, policy: _Policy, buffers: dict[_Place, torch.Tensor]
 ) -> Iterator[None]:
-    """Around a region's forward: notes its buffers as they were, where forward writes to them."""
+    """Runs around a region's forward: stores earlier contents of the buffers that forward writes to."""
     before: dict[_Place, tuple[torch.Tensor, torch.Tensor, int]] = {}
     for owner in region.module.modules():
         for name, buffer in owner.named_buffers(recurse=False):
@@ -159,12 +159,14 @@ def _first(
     finally:
         for (owner, name), (buffer, copy, version) in before.items():
             is_same = owner.get_buffer(name) is buffer and buffer._version == version
-            if not is_same or policy.has_batch_norm:  # which writes without counting it
+            if not is_same or policy.has_batch_norm:  # batch norm writes without changing the version
                 buffers[owner, name] = copy
 
 
 class _Again:
-    """Around a region that runs again: it sees and writes copies of the buffers, as they were in forward."""
+    """Runs around a rerun of the region: the region reads and writes copies of the buffers, with their contents from before
+    forward.
+    """
 
     def __init__(self, inner: AbstractContextManager[Any], buffers: dict[_Place, torch.Tensor]) -> None:
         self._inner = inner

@@ -1,7 +1,7 @@
-"""Looks for the fastest plan whose compiled step is within a budget: a plan is measured before it is handed over.
+"""Find the fastest plan whose compiled step is within a budget: every plan is measured before it is returned.
 
-A compiler, or an allocator, decides about memory once more after the plan. So what a plan takes is asked of it, the
-difference is taken off the budget, and the plan is made again.
+A compiler or allocator changes memory use after the plan was made. So the plan's memory is measured, the budget is corrected by
+the difference, and the plan is made again.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from plimsoll.planning.step import StepIndex
 from plimsoll.units import format_bytes, format_bytes_up
 
 _TRIALS = 4
-"""Plans that are measured at most; most searches take two."""
+"""The most plans to measure; most searches need two."""
 _CLOSE = 0.03
-"""A plan that leaves less than this share of the budget unused is not tried again."""
+"""Stop if a plan leaves less than this share of the budget unused."""
 _GAIN = 0.003
-"""Nor is one that would save less than this share of the step: what operations take is not known better."""
+"""Also stop if a new plan would save less than this share of the step: operation times are not known more exactly."""
 
 
 def check_plan(plan: object) -> None:
-    """Refuse what is no plan.
+    """Raise if ``plan`` is not a `Plan`.
 
     Raises:
-        InvalidOption: with what was passed.
+        InvalidOption: names the type that was passed.
     """
     if not isinstance(plan, Plan):
         raise InvalidOption(
@@ -44,7 +44,7 @@ def check_plan(plan: object) -> None:
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A function and its gradient as a step; holding a byte from forward to backward takes time as well."""
+    """A function and its gradient as a step. Holding a byte from forward to backward takes time as well."""
 
     trace: Trace
     costs: Costs
@@ -53,10 +53,10 @@ class TracedStep:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanMeter:
-    """What plans are measured on.
+    """How plans are measured.
 
-    ``measure`` says what a step under these plans takes in bytes; ``name`` is who says so. ``unmanaged_bytes`` is what
-    the framework itself holds from forward to backward, ``kept_bytes`` what ``measure`` says where all is kept, if it is known.
+    ``measure`` returns the bytes of a step under these plans; ``name`` names what counts them. ``unmanaged_bytes`` is what the
+    framework itself holds from forward to backward; ``kept_bytes`` is ``measure``'s result if everything is kept, if known.
     """
 
     framework: str
@@ -67,24 +67,24 @@ class PlanMeter:
 
 
 class PlanSearch:
-    """The plans of one function that were asked for, and what was measured of them."""
+    """The search for plans of one function, with all measurements so far."""
 
     def __init__(self, step: TracedStep, meter: PlanMeter) -> None:
         self.step, self.meter = step, meter
         self.planner = Planner(StepIndex(step.trace, step.costs))
         self.measured: dict[tuple[object, ...], int] = {}
         self._seen: list[tuple[int, int]] = []
-        """What the model said of a plan and what was measured of it, in bytes."""
+        """For each measured plan: the peak predicted by the model, and the measured peak, in bytes."""
         if meter.kept_bytes is not None:
             self._seen.append((self.planner.loosest.peak_bytes, meter.kept_bytes))
         self._at: dict[int, Plan] = {}
-        """The fastest plan by the model at each peak that was asked."""
+        """The fastest plan at each peak that was solved for."""
 
     def run(self, budget_bytes: int | None) -> Plan:
-        """The fastest plan that was found to be within the budget.
+        """The fastest plan that was measured to be within the budget.
 
         Raises:
-            BudgetBelowFloor: none was.
+            BudgetBelowFloor: no measured plan is within the budget.
         """
         room, fitting = self._room(budget_bytes), None
         for _ in range(_TRIALS):
@@ -105,7 +105,9 @@ class PlanSearch:
         return fitting
 
     def _room(self, budget_bytes: int | None) -> int | None:
-        """What the model may take for the meter to say the budget: between what was measured below and above it."""
+        """The model's peak to solve for, so that the measured peak meets the budget: interpolated between measurements below
+        and above it.
+        """
         if budget_bytes is None or not self._seen:
             return budget_bytes
         below = max((each for each in self._seen if each[1] <= budget_bytes), default=None)
@@ -114,16 +116,16 @@ class PlanSearch:
             share = ((1 - _CLOSE / 2) * budget_bytes - below[1]) / (above[1] - below[1])
             return int(below[0] + share * (above[0] - below[0]))
         said, taken = self._seen[-1]
-        # What was measured may vary by itself: where one plan after the other is over, aim lower each time.
+        # Measurements may vary by themselves: if several plans in a row are over the budget, aim lower each time.
         missed = sum(each[1] > budget_bytes for each in self._seen)
         return int((1 - _CLOSE * max(missed - 1, 0)) * budget_bytes) - (taken - said)
 
     def _is_worth(self, found: Plan, fitting: Plan | None) -> bool:
-        """Whether a plan saves enough beside the one that fits to be measured."""
+        """Whether a plan saves enough time compared with the fitting plan to be worth measuring."""
         return fitting is None or fitting.predicted_seconds - found.predicted_seconds > _GAIN * fitting.baseline_seconds
 
     def _choose(self, room_bytes: int | None) -> Plan:
-        """The fastest plan by the model: holding less may take less time, so smaller peaks are asked for as well."""
+        """The fastest plan by the model. Holding less may take less time, so smaller peaks are solved for as well."""
         planner = self.planner
         room = planner.loosest.peak_bytes if room_bytes is None else room_bytes
         peaks = {point.peak_bytes for point in planner.frontier() if point.peak_bytes <= room}
@@ -135,7 +137,7 @@ class PlanSearch:
         return min(usable, key=lambda each: (each.predicted_seconds, each.predicted_peak_bytes))
 
     def _timed(self, found: Plan) -> Plan:
-        """With what holding takes in time, for the plan and for the function as it is."""
+        """Add the time that holding bytes takes, to the plan and to the unmanaged function."""
         decisions = (each for region in found.regions for each in region.decisions)
         held = sum(each.bytes for each in decisions if each.decision is Decision.KEEP)
         price = self.step.store_seconds_per_byte
@@ -151,7 +153,7 @@ class PlanSearch:
         return self.measured[_key(found)]
 
     def _floor(self, budget_bytes: int) -> Plan:
-        """The plan that takes least, if it is within the budget."""
+        """The plan with the lowest peak, if it is within the budget."""
         lowest = self._timed(lowest_known(self.planner))
         taken = self._measure(lowest)
         smallest = min(self.measured.values())
@@ -165,9 +167,9 @@ class PlanSearch:
         return self._told(lowest, taken, budget_bytes)
 
     def _told(self, found: Plan, taken: int, budget_bytes: int | None) -> Plan:
-        """A plan with what was measured of it."""
+        """A plan with its measured peak."""
         excess = taken - found.predicted_peak_bytes
-        # The solver's bound knows nothing of what holding takes.
+        # The solver's bound does not include the time that holding takes.
         gap = max(found.predicted_seconds - found.lower_bound_seconds, 0.0)
         overhead = found.predicted_seconds - found.baseline_seconds
         said = f"the model said {format_bytes(found.predicted_peak_bytes)}"

@@ -1,14 +1,14 @@
-"""Plans which layers of a TensorFlow function run again for its gradient, under a budget of what a step allocates.
+"""Plan which layers of a TensorFlow function run again for its gradient, under a budget of the bytes that a step allocates.
 
     plan = ptf.plan(loss, x, y, layers=blocks, budget="8GiB")
     managed = tf.function(ptf.wrap(loss, plan, layers=blocks))
 
-``tf.recompute_grad`` takes whole functions, so the decision is one per layer. What a layer holds for its gradient is read
-from the graph of a traced ``tf.function``: the tensors that the layer's operations make and those of the gradient read. A
-plan is run before it is handed over, and what it allocates is compared with the budget.
+``tf.recompute_grad`` takes whole functions, so there is one decision per layer. The bytes that a layer holds for its gradient
+are read from the graph of a traced ``tf.function``: tensors that the layer's operations make and the gradient's operations
+read. A plan is run before it is returned, and its allocated bytes are compared with the budget.
 
-Known weakness: on a CPU TensorFlow counts no tensor of less than 256 KiB. Time is arithmetic and traffic at two rates that are
-measured here. A layer that writes variables or draws random numbers is never run again: it would do so twice.
+Known weakness: on a CPU TensorFlow does not count tensors of less than 256 KiB. Time is modelled as arithmetic and traffic at
+two rates that are measured here. A layer that writes variables or draws random numbers never runs again: it would do so twice.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ def plan(step: Callable[..., Any], *args: Any, layers: Sequence[Any], budget: st
     """Decide which layers run again for the gradient of a step.
 
     Args:
-        step: returns a scalar loss; traced, and run on ``args`` to see what plans allocate.
+        step: returns a scalar loss; traced, and run on ``args`` to measure what plans allocate.
         args: tensors, as the step will get them.
         layers: modules that the step calls, none inside of another, such as the blocks of a network.
         budget: bytes that a step allocates at its peak, gradients included, such as ``"8GiB"``; ``None`` for the fastest plan.
 
     Returns:
-        A plan for ``wrap``. ``predicted_peak_bytes`` is what ``bytes_in_any_state`` says of its step.
+        A plan for ``wrap``. ``predicted_peak_bytes`` is the result of ``bytes_in_any_state`` for its step.
 
     Raises:
-        BudgetBelowFloor: no plan that was run stays within the budget.
-        InvalidOption: the step does not call a layer, or calls one inside of another; or nobody counts bytes here.
+        BudgetBelowFloor: every plan that was run exceeds the budget.
+        InvalidOption: the step does not call a layer, or calls one inside of another; or TensorFlow does not count bytes here.
 
     Example:
         >>> plan = ptf.plan(loss, x, y, layers=blocks, budget="8GiB")  # doctest: +SKIP
@@ -64,12 +64,12 @@ def plan(step: Callable[..., Any], *args: Any, layers: Sequence[Any], budget: st
 
 
 def wrap(step: Callable[..., Any], plan: Plan, *, layers: Sequence[Any]) -> Callable[..., Any]:
-    """The same step, in which the layers that the plan names are under ``tf.recompute_grad``.
+    """The same step, with the layers that the plan names under ``tf.recompute_grad``.
 
     Args:
-        step: the one that was planned; ``tf.function`` goes around the result.
+        step: the planned step; wrap the result in ``tf.function``.
         plan: from ``plan``, or loaded from a file.
-        layers: as they were planned.
+        layers: the planned layers.
 
     Raises:
         PlanMismatch: the plan was made for other layers, or for another framework.
@@ -82,10 +82,10 @@ def wrap(step: Callable[..., Any], plan: Plan, *, layers: Sequence[Any]) -> Call
 
 
 def allocated_bytes(step: Callable[..., Any], *args: Any) -> int:
-    """What one run of a step and its gradient allocates at its peak, beside what was there before: the most of several.
+    """The peak of the bytes that one run of a step and its gradient allocates: the maximum of several runs.
 
-    With more threads than one between operations they run in whatever order they become ready in, and the peaks of runs
-    differ. Runs that are all alike end after three, others when four have brought nothing new.
+    With several inter-op threads, operations run as soon as they are ready, so peaks differ between runs. It stops after three
+    equal runs, or when four runs have not raised the maximum.
 
     Args:
         step: returns a scalar; run inside of ``tf.function``, four times at least.
@@ -102,19 +102,19 @@ def allocated_bytes(step: Callable[..., Any], *args: Any) -> int:
 
 
 def gradient_run(step: Callable[..., Any], *args: Any) -> Callable[[], Any]:
-    """Runs a step and its gradient on ``args``, traced in the first run, and returns both."""
+    """A function that runs a step and its gradient on ``args`` and returns both. The first run traces it."""
     return functools.partial(
         tf.function(functools.partial(_gradient, step)), *(tf.convert_to_tensor(each) for each in args)
     )
 
 
 def compare(step: Callable[..., Any], *args: Any, ways: Mapping[str, Callable[..., Any]], steps: int = 5) -> Comparison:
-    """Measure ways to run one step side by side: bytes that a run allocates, seconds of a gradient, and the gradients.
+    """Compare several ways to run one step: bytes that a run allocates, seconds of a gradient, and the gradients.
 
     Args:
-        step: the unmanaged one; returns a scalar.
+        step: the unmanaged step; returns a scalar.
         args: tensors.
-        ways: the same step under plans (``ptf.wrap``) or written otherwise, by what you call them.
+        ways: by name, the same step under plans (``ptf.wrap``) or written otherwise.
         steps: timed rounds; in each, every way runs once.
 
     Raises:
@@ -147,7 +147,7 @@ def _gradient(step: Callable[..., Any], *args: Any) -> Any:
     return loss, tape.gradient(loss, tape.watched_variables())
 
 
-# Layers that run otherwise ------------------------------------------------------------------------------------------
+# Layers that run again ----------------------------------------------------------------------------------------------
 
 
 def _rerunning(step: Callable[..., Any], names: Collection[str], layers: Sequence[Any]) -> Callable[..., Any]:
@@ -155,7 +155,7 @@ def _rerunning(step: Callable[..., Any], names: Collection[str], layers: Sequenc
         if name not in names:
             return call(*inputs, **options)
         flat = tf.nest.flatten((inputs, options))
-        # recompute_grad makes a tensor of every argument, and takes gradients of positional ones alone.
+        # recompute_grad converts every argument to a tensor, and takes gradients only of positional arguments.
         tensors = [at for at, each in enumerate(flat) if tf.is_tensor(each) and not isinstance(each, tf.Variable)]
         places = [at for at in tensors if flat[at].dtype.is_floating] or tensors
 

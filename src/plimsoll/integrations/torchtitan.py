@@ -1,12 +1,12 @@
-"""Trains under a budget with torchtitan: an activation checkpointing policy whose ``memory_budget`` is in bytes.
+"""Train under a budget with torchtitan: an activation checkpointing policy whose ``memory_budget`` is in bytes.
 
     from plimsoll.integrations.torchtitan import BudgetAC
 
     config.activation_checkpoint = BudgetAC.Config(memory_budget="70GiB")
 
-A policy is applied to a model before it is sharded, has weights and an optimizer. So it looks up the trainer that calls it,
-and the budget goes to work in that trainer's first step, on what has been made of the model by then. This file loads without
-torchtitan, whose base class is looked up with the policy's name.
+torchtitan applies a policy to a model before the model is sharded and before it has weights and an optimizer. So the policy
+looks up the trainer that calls it, and applies the budget in that trainer's first step, to the finished model. This file
+imports without torchtitan; its base class is looked up when ``BudgetAC`` is.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _TRIED = Framework("torchtitan", oldest="0.3", newest="0.3")
 
 
 class _Budgeted:
-    """Keeps every training step of a torchtitan trainer under a memory budget, in place of its own policies.
+    """Keeps every training step of a torchtitan trainer within a memory budget, in place of torchtitan's own policies.
 
-    ``BudgetAC.Config`` takes ``memory_budget``, as bytes or as text ("70GiB"), and ``options``: all else that
-    ``plimsoll.attach`` takes, but for the optimizer.
+    ``BudgetAC.Config`` takes ``memory_budget``, as bytes or as text ("70GiB"), and ``options``: the other options of
+    ``plimsoll.attach``, except the optimizer.
 
     Raises:
-        UnsupportedFramework: torchtitan is older or newer than what was tried.
-        InvalidOption: no trainer applies it; or, in the first step, the trainer runs a pipeline.
+        UnsupportedFramework: torchtitan is older or newer than the tested versions.
+        InvalidOption: it is applied outside of a trainer; or, in the first step, the trainer runs a pipeline.
         BudgetBelowFloor: in the first step, before anything has changed.
 
     Example:
@@ -44,16 +44,16 @@ class _Budgeted:
 
     def __init__(self, config: Any, dump_folder: str = "") -> None:
         self.config, self.dump_folder = config, dump_folder
-        # The logger of torchtitan is the root.
+        # torchtitan logs to the root logger.
         self._training = BudgetedTraining(_TRIED, config.memory_budget, config.options, logging.getLogger())
 
     @property
     def handle(self) -> Attachment | CompiledAttachment | None:
-        """What ``plimsoll.attach`` has returned; ``None`` before the first step."""
+        """The result of ``plimsoll.attach``; ``None`` before the first step."""
         return self._training.handle
 
     def apply(self, model: nn.Module) -> None:
-        """Stand around the steps of the trainer that applies this policy."""
+        """Wrap the training step of the trainer that applies this policy."""
         trainer = _calling_trainer()
         self._training.replace(trainer, "train_step", functools.partial(self._step, trainer, trainer.train_step))
         self._training.replace(trainer, "close", functools.partial(self._close, trainer.close))
@@ -104,10 +104,10 @@ def _policy() -> type:
 
 
 def _calling_trainer() -> Any:
-    """The trainer that has called, however indirectly: a policy is given nothing but the model.
+    """The nearest trainer in the call stack: a policy is given only the model.
 
     Raises:
-        InvalidOption: none has.
+        InvalidOption: the policy is applied outside of a trainer.
     """
     from torchtitan.trainer import Trainer
 

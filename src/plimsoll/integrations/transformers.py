@@ -1,11 +1,11 @@
-"""Trains under a budget with Hugging Face's ``Trainer`` and all that derive from it, TRL's trainers among them.
+"""Train under a budget with Hugging Face's ``Trainer`` and its subclasses, including TRL's trainers.
 
     from plimsoll.integrations.transformers import PlimsollCallback
 
     trainer = Trainer(..., callbacks=[PlimsollCallback(budget="20GiB")])
 
-Callbacks are told of the model that is trained, not of the one that is called (``DistributedDataParallel`` around it), nor
-of a step that fails. So the callback looks up the trainer that calls it, and stands around its ``training_step``.
+Callbacks receive the trained model, but not the module that is called (``DistributedDataParallel`` around it), and are not
+called when a step fails. So the callback looks up the trainer that calls it, and wraps its ``training_step``.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from plimsoll.session.compiled_attachment import CompiledAttachment
 _LOG = logging.get_logger("transformers.plimsoll")
 _TRIED = Framework("transformers", oldest="4.56", newest="5.24")
 _OFFLOADING = "maybe_activation_offload_context"
-"""Where TRL's trainers keep what offloads activations around a step (seen in TRL 1.16)."""
+"""Where TRL's trainers keep the context that offloads activations in a step (seen in TRL 1.16)."""
 
 
 class PlimsollCallback(TrainerCallback):
-    """Keeps every training step of a ``Trainer`` under a memory budget, from the first one on.
+    """Keeps every training step of a ``Trainer`` within a memory budget, from the first step on.
 
-    Training begins and ends as without it: activation checkpointing and offloading that were set are off in between, and
-    on again after. What was planned and measured stands in the trainer's log with every loss.
+    Activation checkpointing and offloading that were set are off during training, and on again afterwards. Planned and measured
+    figures are in the trainer's log with every loss.
 
     Args:
         budget: as for ``plimsoll.attach``.
-        options: all else that ``plimsoll.attach`` takes, but for the optimizer.
+        options: the other options of ``plimsoll.attach``, except the optimizer.
 
     Raises:
-        UnsupportedFramework: transformers is older or newer than what was tried.
-        InvalidOption: two of these callbacks, or one for two trainers at once; when training begins.
+        UnsupportedFramework: transformers is older or newer than the tested versions.
+        InvalidOption: when training begins: there are two of these callbacks, or two trainers use one at once.
         BudgetBelowFloor: in the first training step, before anything has changed. With ``auto_find_batch_size=True`` the
             trainer takes a smaller batch instead, as it does when it runs out of memory.
 
@@ -57,13 +57,13 @@ class PlimsollCallback(TrainerCallback):
 
     @property
     def handle(self) -> Attachment | CompiledAttachment | None:
-        """What ``plimsoll.attach`` has returned for the training that began last."""
+        """The result of ``plimsoll.attach`` for the most recent training."""
         return self._training.handle
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Put the budget to work, on the module that the trainer calls."""
+        """Apply the budget to the module that the trainer calls."""
         trainer, *around = _calling_trainers()
         self._training.claim(trainer, is_free=self._training.owner not in around)
         _refuse(trainer)
@@ -79,13 +79,13 @@ class PlimsollCallback(TrainerCallback):
         replaced("training_step", functools.partial(self._step, trainer.training_step, args))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Say what is planned, once it is."""
+        """Log the plan as soon as there is one."""
         self._training.tell()
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Leave trainer and model as they were."""
+        """Restore trainer and model."""
         self._training.end()
 
     def _log(self, log: Callable[..., None], logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -110,7 +110,7 @@ class PlimsollCallback(TrainerCallback):
 
 
 def _calling_trainers() -> list[Trainer]:
-    """The trainer in whose training loop this is, as it passes its callbacks everything but itself; then those around that."""
+    """The trainers in the call stack, the innermost first. A trainer passes its callbacks everything except itself."""
     if found := list(calling(Trainer)):
         return found
     raise InvalidOption(

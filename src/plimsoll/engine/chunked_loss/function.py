@@ -1,13 +1,13 @@
-"""The autograd functions of the chunked loss: its gradients are made chunk by chunk, and all logits never exist together.
+"""The autograd functions of the chunked loss: they compute gradients chunk by chunk, so that all logits never exist together.
 
-For a sum the gradients of hidden states, weight and bias are computed in forward, where each chunk's logits are at hand
-anyway; backward only scales them. For losses per row the scale is not known before backward: there each chunk is computed
-again. Gradients are held without the mean's divisor, so that float16 does not lose small ones.
+For a sum, the gradients of hidden states, weight and bias are computed in forward, while each chunk's logits exist; backward
+only scales them. For losses per row the scale is not known before backward, so each chunk is computed again there. Gradients
+are held without the mean's divisor, so that float16 does not lose small ones.
 
 Legend: z logits of a chunk (rows, classes), p their softmax, s the softcap. d loss / d z = p - (1 - e) y - e / classes for the
 label smoothing e; a softcap turns it into (1 - tanh(z / s)^2) times that.
 
-Known weakness: where weights are narrower than float32, their gradient is summed over chunks in their own dtype, unless
+Known weakness: if weights are narrower than float32, their gradient is summed over chunks in their own dtype, unless
 ``accumulate_dtype`` says otherwise.
 """
 
@@ -21,12 +21,12 @@ import torch
 from plimsoll.errors import InvalidLoss
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-"""Of the hidden states, of the weight, of the bias."""
+"""Gradients of the hidden states, of the weight, of the bias."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """What happens between hidden states and loss: ``softcap * tanh(scale * linear / softcap)``, then cross-entropy."""
+    """The computation between hidden states and loss: ``softcap * tanh(scale * linear / softcap)``, then cross-entropy."""
 
     chunk_rows: int
     compute_dtype: torch.dtype
@@ -38,12 +38,12 @@ class Head:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which a loss is computed: float32 for all that is narrower."""
+    """The dtype to compute a loss in: float64 for float64, else float32."""
     return dtype if dtype is torch.float64 else torch.float32
 
 
 class ChunkedLosses(torch.autograd.Function):
-    """The sum of the losses (a scalar), with gradients ready when forward returns."""
+    """The sum of the losses (a scalar). Its gradients are ready when forward returns."""
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> torch.Tensor:
@@ -75,7 +75,7 @@ class ChunkedLosses(torch.autograd.Function):
 
 
 class ChunkedLossPerRow(torch.autograd.Function):
-    """One loss per row; the gradients are made in backward, where each chunk's logits are computed again."""
+    """One loss per row. Backward computes the gradients, and each chunk's logits again."""
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> torch.Tensor:
@@ -98,14 +98,14 @@ class ChunkedLossPerRow(torch.autograd.Function):
 
 
 def _scale(gradient: torch.Tensor, scale: torch.Tensor, rows: int) -> None:
-    """Multiply in place by a factor that keeps its dtype.
+    """Multiply in place without rounding the factor to the gradient's dtype.
 
-    Rounded to bfloat16 it would be off by up to 0.2%; 65536, as loss scaling has it, is infinite in float16.
+    Rounded to bfloat16, the factor would be off by up to 0.2%. Loss scaling uses 65536, which is infinite in float16.
     """
     if scale.dtype is gradient.dtype:
         gradient.mul_(scale)
         return
-    for block in gradient.split(rows):  # products are wide: of one block at a time
+    for block in gradient.split(rows):  # products have a wider dtype, so compute one block at a time
         block.copy_(block * scale.reshape(1))
 
 
@@ -123,7 +123,7 @@ def _no_derivative(how: str) -> InvalidLoss:
 
 
 class _Work:
-    """The loop over chunks, without autograd; made of what the functions above are applied to."""
+    """The loop over chunks, without autograd. It has the same arguments as the autograd functions above."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class _Work:
         self._is_ignored = labels == head.ignore_index
 
     def empty_gradients(self, needed: tuple[bool, ...]) -> Gradients:
-        """Zeros to add to, for what needs a gradient."""
+        """Accumulators for the gradients that are needed, ``None`` for the others."""
         hidden, weight, bias = self._given
         wanted = self.head.accumulate_dtype
         return (
@@ -153,7 +153,7 @@ class _Work:
         )
 
     def as_given(self, gradients: Gradients) -> Gradients:
-        """The gradients in the dtypes of what they belong to."""
+        """The gradients, each in the dtype of its tensor."""
         hidden, weight, bias = (
             gradient if gradient is None or given is None else gradient.to(given.dtype)
             for gradient, given in zip(gradients, self._given, strict=True)
@@ -161,7 +161,7 @@ class _Work:
         return hidden, weight, bias
 
     def run(self, gradients: Gradients, row_scale: torch.Tensor | None) -> torch.Tensor:
-        """Losses per row, with gradients of ``sum(row_scale * losses)`` added to what is given."""
+        """Losses per row. Gradients of ``sum(row_scale * losses)`` are added to ``gradients``."""
         count = self._hidden.shape[0]
         wants_slope = any(gradient is not None for gradient in gradients)
         losses = torch.empty(count, dtype=wide(self.head.compute_dtype), device=self._hidden.device)
@@ -172,13 +172,13 @@ class _Work:
             losses[rows], slope = self._chunk(rows, states, scale, wants_slope=wants_slope)
             if slope is not None:
                 self._add(rows, states, slope, gradients)
-            del slope  # before the next chunk is made
+            del slope  # free it before the next chunk is computed
         return losses
 
     def _chunk(
         self, rows: slice, states: torch.Tensor, row_scale: torch.Tensor | None, *, wants_slope: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The losses of a chunk and their derivatives by its logits; when it returns, nothing else of the chunk is alive."""
+        """The losses of a chunk and their derivatives by its logits. On return, nothing else of the chunk is alive."""
         head = self.head
         logits = torch.nn.functional.linear(states, self._weight, self._bias).to(wide(head.compute_dtype))
         if head.scale != 1.0:
@@ -211,7 +211,7 @@ class _Work:
         return loss, slope.to(head.compute_dtype)
 
     def _add(self, rows: slice, states: torch.Tensor, slope: torch.Tensor, gradients: Gradients) -> None:
-        """The chain rule through the linear map."""
+        """Add a chunk's gradients, by the chain rule through the linear map."""
         of_hidden, of_weight, of_bias = gradients
         if of_hidden is not None:
             if of_hidden.dtype is slope.dtype:
@@ -221,7 +221,8 @@ class _Work:
         if of_weight is not None:
             if of_weight.dtype is slope.dtype:
                 of_weight.addmm_(slope.t(), states)
-            else:  # a block of classes at a time, as large as the chunk: no second gradient of the weight is alive
+            # one block of classes at a time, as large as the chunk, so that a second gradient of the weight never exists
+            else:
                 step = max(1, slope.numel() // states.shape[1])
                 for first in range(0, slope.shape[1], step):
                     of_weight[first : first + step].add_(slope[:, first : first + step].t() @ states)

@@ -1,9 +1,9 @@
-"""Changes a causal language model of transformers so that its loss is computed in chunks, and changes it back.
+"""Change a causal language model of transformers so that its loss is computed in chunks, and change it back.
 
-Between the head and the loss models cast, scale, cap or slice their logits. While the loss is chunked the head returns
-`DeferredLogits`: hidden states that stand for logits, and know what is done to them. Casts do nothing there (the loss computes
-in float32 anyway), scales and one softcap are noted, slices of positions are taken of the hidden states. Anything else needs
-the logits themselves, and is refused.
+Between the head and the loss, models cast, scale, cap or slice their logits. While the loss is chunked, the head returns
+`DeferredLogits`: hidden states in place of the logits, with a note of these operations. A cast only changes the noted dtype
+(the loss computes in float32 anyway), scales and one softcap are noted, and slices of positions are taken from the hidden
+states. Any other operation needs the logits themselves, and raises.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def chunk_loss(model: nn.Module, *, chunk_bytes: int | str | None = None, chunk_
         >>> with chunk_loss(model):  # doctest: +SKIP
         ...     model(input_ids=ids, labels=ids).loss.backward()
 
-    Under it ``output.logits`` knows its shape and nothing else: it stands for logits that were not made, and says so when
-    it is used. Known weakness: a copy of the model made meanwhile (``copy.deepcopy``) has a chunked loss for good.
+    Inside, ``output.logits`` knows only its shape, dtype and device: the logits were never computed, and any other use of it
+    raises. Known weakness: a copy of the model made inside (``copy.deepcopy``) keeps the chunked loss forever.
     """
     chunk_rows_for(1, 1, 1, element_bytes=1, chunk_bytes=chunk_bytes, chunk_rows=chunk_rows)
     base = _causal_model(model)
@@ -58,7 +58,7 @@ def chunk_loss(model: nn.Module, *, chunk_bytes: int | str | None = None, chunk_
 
 
 def can_chunk(model: nn.Module) -> bool:
-    """Whether ``chunk_loss`` takes this model."""
+    """Whether ``chunk_loss`` accepts this model."""
     try:
         _head_of(_causal_model(model))
     except InvalidModel:
@@ -67,7 +67,7 @@ def can_chunk(model: nn.Module) -> bool:
 
 
 class ChunkHandle:
-    """Takes the chunked loss away again."""
+    """Removes the chunked loss again."""
 
     def __init__(self, chunked: _ChunkedHead) -> None:
         self._chunked: _ChunkedHead | None = chunked
@@ -79,7 +79,7 @@ class ChunkHandle:
         return self._chunked is not None
 
     def remove(self) -> None:
-        """Put head and loss back as they were; a second call does nothing."""
+        """Restore head and loss. A second call does nothing."""
         chunked, self._chunked = self._chunked, None
         if chunked is not None:
             chunked.detach()
@@ -94,7 +94,9 @@ class ChunkHandle:
 
 
 class _ChunkedHead:
-    """What is put in the places of the head's forward and the model's loss. Bound methods: a copy of the model copies it."""
+    """Replaces the head's forward and the model's loss. They are bound methods, so a deep copy of the model copies this object
+    too.
+    """
 
     def __init__(self, model: Any, head: nn.Linear, chunk_bytes: int | str | None, chunk_rows: int | None) -> None:
         self._model = model
@@ -109,7 +111,7 @@ class _ChunkedHead:
         self._wants_tuple = False
 
     def attach(self) -> None:
-        """Start."""
+        """Install the replacements and hooks."""
         self._model.loss_function = self.loss
         self._head.forward = self.head_forward  # type: ignore[method-assign, assignment]
         self._hooks = [
@@ -118,7 +120,7 @@ class _ChunkedHead:
         ]
 
     def detach(self) -> None:
-        """End."""
+        """Remove them."""
         for hook in self._hooks:
             hook.remove()
         for module, name in ((self._head, "forward"), (self._model, "_loss_function")):
@@ -140,7 +142,7 @@ class _ChunkedHead:
         return args, {**kwargs, "return_dict": True}
 
     def after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Make sure that what the head handed on went into the loss."""
+        """Raise if the model did not pass the head's output to the loss."""
         was_wanted, self._is_wanted = self._is_wanted, False
         if not was_wanted or output is None:
             return None
@@ -153,7 +155,7 @@ class _ChunkedHead:
         return output.to_tuple() if self._wants_tuple else None
 
     def head_forward(self, hidden: torch.Tensor) -> Any:
-        """The head: logits where they are wanted, else what stands for them."""
+        """The head's forward: logits if they are needed, else `DeferredLogits`."""
         if not self._is_wanted:
             return nn.Linear.forward(self._head, hidden)
         self._made += 1
@@ -179,7 +181,7 @@ class _ChunkedHead:
         self._used += 1
         self._check_weight()
         targets = shift_labels
-        if targets is None:  # position n is to predict what stands at n + 1
+        if targets is None:  # position n predicts the token at position n + 1
             targets = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         _check_rows(logits, targets, vocab_size)
         total = linear_cross_entropy(
@@ -211,9 +213,9 @@ class _ChunkedHead:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DeferredLogits:
-    """Logits that are not computed: ``hidden`` are the states that the head was given.
+    """Logits that are not computed: ``hidden`` is the input of the head.
 
-    The logits would be ``linear(hidden) * inner``, then, where ``is_capped``, their tanh, times ``outer``.
+    The logits would be ``linear(hidden) * inner``, then (if ``is_capped``) their tanh, times ``outer``.
     """
 
     hidden: torch.Tensor
@@ -230,7 +232,7 @@ class DeferredLogits:
 
     @property
     def softcap(self) -> float | None:
-        """The cap, where there is one."""
+        """The cap, or ``None``."""
         return self.outer if self.is_capped else None
 
     @property
@@ -240,7 +242,7 @@ class DeferredLogits:
 
     @property
     def device(self) -> torch.device:
-        """Where the logits would be."""
+        """The device that the logits would be on."""
         return self.hidden.device
 
     @property
@@ -257,11 +259,11 @@ class DeferredLogits:
         return self.shape if dim is None else self.shape[dim]
 
     def float(self) -> DeferredLogits:
-        """The loss is computed in float32 in any case."""
+        """Note the dtype; the loss is computed in float32 in any case."""
         return replace(self, dtype=torch.float32)
 
     def to(self, *args: Any, **kwargs: Any) -> DeferredLogits:
-        """Another dtype; logits on another device would have to be moved."""
+        """Note another dtype. Raises for another device, because the logits would have to be moved."""
         dtype = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)), self.dtype)
         elsewhere = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.device | str)]
         if any(torch.device(place) != self.device for place in elsewhere):
@@ -269,7 +271,7 @@ class DeferredLogits:
         return replace(self, dtype=dtype)
 
     def contiguous(self) -> DeferredLogits:
-        """Hidden states are laid out by the loss."""
+        """Unchanged: the loss lays out the hidden states itself."""
         return self
 
     def __getitem__(self, index: Any) -> DeferredLogits:
@@ -293,7 +295,7 @@ class DeferredLogits:
         return self * (1.0 / _number(divisor))
 
     def tanh(self) -> DeferredLogits:
-        """The cap; only one."""
+        """Note the cap. Raises for a second cap."""
         if self.is_capped:
             raise _refused("caps them twice")
         return replace(self, is_capped=True)
@@ -327,14 +329,14 @@ def _causal_lm_loss() -> Any:
 
 
 def _causal_model(model: object) -> Any:
-    """The outermost model of transformers in it that has output embeddings, with the loss that can be replaced."""
+    """The outermost transformers model in ``model`` that has output embeddings and a loss that can be replaced."""
     if not isinstance(model, nn.Module):
         raise InvalidModel(
             f"A {type(model).__name__} is no model.",
             why="chunk_loss changes how a torch.nn.Module computes its loss",
             next="pass the model that is trained",
         )
-    transformers: Any = sys.modules.get("transformers")  # not imported: then this is none of its models
+    transformers: Any = sys.modules.get("transformers")  # not imported: then it is not a model of transformers
     for module in () if transformers is None else model.modules():
         if isinstance(module, transformers.PreTrainedModel) and module.get_output_embeddings() is not None:
             if isinstance(getattr(module.__dict__.get("_loss_function"), "__self__", None), _ChunkedHead):
@@ -376,7 +378,7 @@ def _number(factor: Any) -> float:
 
 
 class _NoLogits(InvalidModel, AttributeError):
-    """Also an ``AttributeError``: whoever asks whether there is an attribute gets no for an answer."""
+    """Also an ``AttributeError``, so that ``hasattr`` returns False."""
 
 
 def _refused(what: str) -> InvalidModel:

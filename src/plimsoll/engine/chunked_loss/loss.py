@@ -30,11 +30,11 @@ def linear_cross_entropy(
     chunk_rows: int | None = None,
     accumulate_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """``cross_entropy(linear(hidden, weight, bias).float(), labels)`` of which only a chunk of logits is alive at a time.
+    """``cross_entropy(linear(hidden, weight, bias).float(), labels)``, with only one chunk of logits alive at a time.
 
-    The logits of a vocabulary of 128,000 are often the peak of a step, with their log-softmax and their gradient beside
-    them. Here each chunk's gradient is made where its logits are, in forward; what stays until backward are the gradients of
-    the hidden states and of the weight. Gradients are exact up to the rounding of another order of summation.
+    The logits of a vocabulary of 128,000, with their log-softmax and their gradient, are often the peak of a step. Here each
+    chunk's gradient is computed in forward, while the chunk's logits exist. Only the gradients of the hidden states and of the
+    weight are held until backward. Gradients are exact up to the rounding of another order of summation.
 
     Args:
         hidden: (..., features), floating point.
@@ -48,15 +48,15 @@ def linear_cross_entropy(
         softcap: logits become ``softcap * tanh(logits / softcap)``, after ``scale``.
         chunk_bytes: the most that the logits of one chunk may take, in bytes or with a unit (``"256MiB"``).
         chunk_rows: how many rows a chunk has. Without either, a chunk's logits take as much as the hidden states.
-        accumulate_dtype: in which the gradients of weight and bias are summed over chunks; by default their own.
+        accumulate_dtype: the dtype to sum the gradients of weight and bias in; by default the dtype of each.
 
     Returns:
         A scalar, or a loss per label; float32, or float64 for float64.
 
     Raises:
         InvalidLoss: shapes or dtypes that do not belong together; when differentiated twice or in forward mode.
-        InvalidOption: no such reduction, label smoothing outside 0 to 1, a softcap that is not above 0, an
-            ``accumulate_dtype`` of integers, or no chunk of that size.
+        InvalidOption: no such reduction, label smoothing outside 0 to 1, a softcap that is not above 0, an ``accumulate_dtype``
+            of integers, or no chunk of that size.
 
     Example:
         >>> hidden, weight = torch.randn(6, 4), torch.randn(10, 4)
@@ -64,12 +64,13 @@ def linear_cross_entropy(
         torch.Size([])
 
     Source: the gradient in forward is that of Liger-Kernel (Hsu et al. 2024, arXiv:2410.10989) and of torch 2.13's
-    ``torch.nn.functional.linear_cross_entropy``, which is used where it holds nothing more: with a frozen weight and without
-    a reduction. Elsewhere it holds a second gradient of the weight when backward begins (measured, see the docs).
+    ``torch.nn.functional.linear_cross_entropy``, which is used where it holds nothing more: with a frozen weight and without a
+    reduction. Elsewhere it holds a second gradient of the weight when backward begins (measured, see the docs).
     """
     _check(hidden, weight, labels, bias)
     _check_options(reduction, label_smoothing, softcap, accumulate_dtype)
-    if not torch.is_grad_enabled():  # the function below makes gradients for whatever requires one
+    # the autograd functions below compute a gradient for every tensor that requires one, even in no_grad mode
+    if not torch.is_grad_enabled():
         hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
     dtype = _compute_dtype(hidden)
     flat, flat_labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
@@ -101,13 +102,13 @@ def linear_cross_entropy(
 
 
 def _mean(total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """As torch has it: NaN where no label counts, and then a gradient of zero."""
+    """The mean as torch computes it: NaN if no label counts, and then a gradient of zero."""
     mean = total / count.clamp(min=1)
     return torch.where(count > 0, mean, mean.detach() * torch.nan)
 
 
 def _compute_dtype(hidden: torch.Tensor) -> torch.dtype:
-    """The dtype of the logits: autocast's where it is on."""
+    """The dtype of the logits: autocast's dtype if autocast is on."""
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind) and hidden.dtype is not torch.float64:
         return torch.get_autocast_dtype(kind)
@@ -117,7 +118,7 @@ def _compute_dtype(hidden: torch.Tensor) -> torch.dtype:
 def _torch_serves(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, head: Head, reduction: str
 ) -> bool:
-    """Whether torch's own chunked loss computes this, with no more memory than ours."""
+    """Whether torch's own chunked loss computes this without using more memory than ours."""
     is_plain = head.label_smoothing == 0.0 and head.scale == 1.0 and head.softcap is None
     has_one_dtype = {t.dtype for t in (hidden, weight, bias) if t is not None} == {head.compute_dtype}
     is_wide = wide(head.compute_dtype) is head.compute_dtype

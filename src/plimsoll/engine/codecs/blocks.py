@@ -1,16 +1,17 @@
-"""What int8, int4 and fp8 do with blocks of elements: scale them, rotate them, round them at random.
+"""Operations of int8, int4 and fp8 on blocks of elements: scale, rotate, round at random.
 
-A block is ``width`` neighbours in memory. Its scale is a bfloat16, rounded up, so that nothing of the block lies beyond the
-last code; an affine block also has the value of its code 0 in bfloat16, rounded down. The scale is NaN where the block has
-NaN, infinity, or values so close to the end of the dtype's range that decoding might leave it.
+A block is ``width`` neighbours in memory. Its scale is a bfloat16, rounded up, so that no element of the block exceeds the last
+code. An affine block also has the value of its code 0 in bfloat16, rounded down. The scale is NaN if the block contains NaN,
+infinity, or values so close to the end of the dtype's range that decoding might leave it.
 
-Rotation multiplies groups of 32 neighbours by an orthogonal Hadamard matrix, which is its own inverse: an outlier becomes 32
-entries of a sixth of its size, so that the scale of its block is small again, and the error made in the new basis has the same
-L2 norm in the old one. Normally distributed blocks stay what they are. An exact zero comes back as a small number. Outside of
-the kernels it is a float32 matrix product of torch's: where the user lets those be less precise, so is this.
+Rotation multiplies groups of 32 neighbours by an orthogonal Hadamard matrix, which is its own inverse. An outlier becomes 32
+entries of a sixth of its size, so that the scale of its block is small again. The error made in the new basis has the same L2
+norm in the old basis. Normally distributed blocks are not changed in distribution. An exact zero comes back as a small number.
+Outside of the kernels, rotation is a float32 matrix product of torch's: if the user lowers their precision, rotation is less
+precise too.
 
-Source: the idea is that of QuaRot (Ashkboos et al., NeurIPS 2024), section 4, which rotates the weights' channels; here it
-is a group of neighbours in memory, whatever they are. Why 32, and what it brings: docs/lab-notes.md.
+Source: the idea is from QuaRot (Ashkboos et al., NeurIPS 2024), section 4, which rotates the weights' channels. Here a group is
+any 32 neighbours in memory. Why 32, and what it brings: docs/lab-notes.md.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ WIDEST = 4096
 GROUP = 32
 """Neighbours that are rotated together."""
 GAIN = math.sqrt(GROUP)
-"""No entry of a rotated group is more than this times the largest entry before."""
+"""An entry of a rotated group is at most this times the largest entry before."""
 _UP = 1 + 2**-8 + 2**-15
-"""Rounding to bfloat16 takes at most 2**-8: afterwards at least 2**-16 of this is left."""
+"""The margin of a scale: rounding it to bfloat16 loses at most 2**-8, so that at least 2**-16 remains."""
 _LEAST_SCALE = 2.0**-126
 """The smallest float32 whose inverse is finite and that is not flushed to zero."""
 _HEADROOM = 1 - 2**-6
-"""Of the dtype's largest number: decoding overshoots by less than this leaves."""
+"""Share of the dtype's largest number that may be encoded: decoding overshoots by less than the rest."""
 _NOISE_STEPS = 2**16
 _NOISE_MIDDLE = 0.5 + 0.5 / _NOISE_STEPS
 """Moves noise from [-1/2, 1/2 - 1/_NOISE_STEPS] into the open interval from 0 to 1."""
@@ -45,7 +46,7 @@ _NOISE_MIDDLE = 0.5 + 0.5 / _NOISE_STEPS
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Some whole blocks of ``width``, or the short one at the end, which is a block of its own."""
+    """Some whole blocks of ``width``, or the short block at the end."""
 
     start: int
     stop: int
@@ -54,7 +55,7 @@ class Span:
 
 
 def spans(count: int, width: int) -> Iterator[Span]:
-    """The elements of ``count`` in order, ``CHUNK`` at most at a time."""
+    """Split ``count`` elements into spans of at most ``CHUNK`` elements, in order."""
     whole = count - count % width
     for start in range(0, whole, CHUNK):
         stop = min(start + CHUNK, whole)
@@ -66,11 +67,12 @@ def spans(count: int, width: int) -> Iterator[Span]:
 def largest_of(dtype: torch.dtype) -> float:
     """The largest magnitude that certainly decodes to a number of ``dtype``."""
     limits = torch.finfo(dtype)
-    return min(limits.max * _HEADROOM, torch.finfo(torch.float32).max / 4)  # the reach of a block is up to twice that
+    # the range of an affine block is up to twice its largest magnitude
+    return min(limits.max * _HEADROOM, torch.finfo(torch.float32).max / 4)
 
 
 def block_count(count: int, width: int) -> int:
-    """Blocks of ``count`` elements."""
+    """The number of blocks for ``count`` elements."""
     return -(-count // width)
 
 
@@ -83,7 +85,7 @@ def blocks_of(elements: Elements, span: Span, scratch: torch.Tensor) -> torch.Te
 
 
 def symmetric_scales(rows: torch.Tensor, last_code: float, largest: float) -> torch.Tensor:
-    """The scale of each row, whose codes go from ``-last_code`` to ``last_code``."""
+    """The scale of each row. Codes go from ``-last_code`` to ``last_code``."""
     farthest = torch.maximum(rows.amax(1, keepdim=True), rows.amin(1, keepdim=True).neg_())
     return _scales(farthest, farthest, last_code, largest)
 
@@ -103,7 +105,7 @@ def _scales(reach: torch.Tensor, farthest: torch.Tensor, steps: float, largest: 
 
 
 def are_representable(scales: torch.Tensor) -> bool:
-    """Whether no scale is NaN. On CUDA the answer is True unseen: decode gives NaN for such blocks."""
+    """Whether all scales are numbers, not NaN. On CUDA this returns True without looking: decode gives NaN for such blocks."""
     return scales.device.type != "cpu" or not math.isnan(scales.amax().item())
 
 
@@ -117,7 +119,8 @@ def hadamard() -> npt.NDArray[np.float32]:
 
 
 def rotate(rows: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Rotate float32 rows into the beginning of ``out``, which is other memory; what is left over of the last group stays.
+    """Rotate float32 rows into the beginning of ``out``, which must be other memory. An incomplete last group is copied
+    unchanged.
 
     Returns:
         The rotated rows, in the shape of ``rows``.
@@ -130,7 +133,7 @@ def rotate(rows: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor) -> torch
 
 
 def mix_seed(seed: int) -> int:
-    """32 bits that all bits of ``seed`` have a say in: torch's CPU generator uses no more of it.
+    """Mix all bits of ``seed`` into 32 bits, because torch's CPU generator uses only 32.
 
     Source: the finaliser of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014).
     """
@@ -142,7 +145,7 @@ def mix_seed(seed: int) -> int:
 
 
 class StochasticRounding:
-    """Rounds up to ``most`` elements at a time, in scratch memory of its own."""
+    """Rounds up to ``most`` elements at a time, with its own scratch memory."""
 
     __slots__ = ("_bits", "_generator", "_noise")
 

@@ -26,7 +26,9 @@ _LARGEST_FLOAT8 = 448.0
 
 @dataclass(frozen=True, slots=True)
 class BFloat16(Codec):
-    """float32 rounded to the nearest bfloat16: off by at most 1/256 of the value. What rounds to infinity is out of range."""
+    """float32 rounded to the nearest bfloat16: off by at most 1/256 of the value. Values that would round to infinity are
+    refused.
+    """
 
     family: ClassVar[str] = "bf16"
     dtypes: ClassVar = (torch.float32,)
@@ -45,7 +47,7 @@ class BFloat16(Codec):
         rounded = torch.empty(elements.count, dtype=torch.bfloat16, device=elements.device)
         for start, stop in chunks(elements.count):
             run = elements.run(start, stop)
-            farthest = torch.maximum(run.amax(), -run.amin())  # NaN if there is one
+            farthest = torch.maximum(run.amax(), -run.amin())  # NaN if any element is NaN
             if elements.device.type == "cpu" and not math.isfinite(farthest.bfloat16().item()):
                 return None
             rounded[start:stop].copy_(run)
@@ -61,8 +63,8 @@ class BFloat16(Codec):
 class Float8(Codec):
     """float8 (e4m3) with a scale per block, for tensors that span many orders of magnitude.
 
-    4 significant bits at every magnitude down to 2**-15 of the block's largest: off by at most 1/16 of the value itself
-    where int8 is off by the same amount everywhere.
+    It keeps 4 significant bits at every magnitude down to 2**-15 of the block's largest. So the error is at most 1/16 of the
+    value itself; int8's error is the same for all elements of a block.
     """
 
     block: int = number(128, least=32, most=WIDEST)
@@ -123,7 +125,7 @@ class Float8(Codec):
 
 
 def _to_float(codes: torch.Tensor, halves: torch.Tensor, out: torch.Tensor) -> None:
-    """Finite e4m3 numbers times 2**-8 in ``out``: their bits, moved to where a half has them.
+    """Write finite e4m3 numbers times 2**-8 to ``out``: their bits, moved to the position that they have in a half.
 
     Ten times as fast as torch's own conversion on a CPU.
     """

@@ -1,8 +1,9 @@
 """int8 and int4: whole-number codes with a scale per block.
 
-Symmetric: ``x = code * scale``; zero stays zero. Affine: ``x = code * scale + low``, which wastes no codes where a block lies
-on one side of zero. Either in a rotated basis, where outliers do not stretch the scale of their block, or as it is. Rounding
-to nearest is off by at most half a scale, stochastic rounding by less than one. Where scale and basis come from: `blocks`.
+Symmetric: ``x = code * scale``; zero stays zero. Affine: ``x = code * scale + low``, which wastes no codes if all elements of a
+block have the same sign. Both work in a rotated basis, where outliers do not stretch the scale of their block, or unrotated.
+The error is at most half a scale when rounding to nearest, and less than one scale with stochastic rounding. `blocks` computes
+scales and the basis.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from plimsoll.engine.codecs.protocol import Codec, Payload, number, word
 
 @dataclass(frozen=True, slots=True)
 class IntegerCodec(Codec):
-    """Codes of ``bits`` (8 or 4) laid over blocks of ``block`` elements."""
+    """Codes of ``bits`` (8 or 4) for blocks of ``block`` elements."""
 
     block: int = number(64, least=32, most=WIDEST)
     mode: str = word("symmetric", "affine")
@@ -56,7 +57,7 @@ class IntegerCodec(Codec):
     bits: ClassVar[int]
 
     def is_capturable(self, dtype: torch.dtype) -> bool:
-        return self.rounding == "nearest"  # a graph would round alike every time
+        return self.rounding == "nearest"  # a graph would repeat the same random numbers every time
 
     @property
     def is_affine(self) -> bool:
@@ -73,7 +74,7 @@ class IntegerCodec(Codec):
 
     @property
     def bias(self) -> int:
-        """What is added to a code to store it: bytes are signed, halves of bytes are not."""
+        """The number to add to a code to store it: bytes are signed, halves of bytes are not."""
         if self.bits == 8:
             return -128 if self.is_affine else 0
         return 0 if self.is_affine else 1 << (self.bits - 1)
@@ -90,7 +91,7 @@ class IntegerCodec(Codec):
         return most * (floats + dtype.itemsize) + 2 * (most + 1) + per_block + noise + 256
 
     def encode(self, tensor: torch.Tensor, *, seed: int = 0, most_bytes: int | None = None) -> Payload | None:
-        """Codes, scales and, of affine blocks, lows; None where a scale is NaN."""
+        """Encode as codes, scales and (for affine blocks) lows; None if a scale is NaN."""
         elements = Elements(tensor)
         count, device = elements.count, elements.device
         if most_bytes is not None and self.payload_bytes(count, elements.dtype) > most_bytes:
@@ -150,7 +151,7 @@ class IntegerCodec(Codec):
     ) -> bool:
         """Fill codes, scales and lows, a chunk at a time; False as soon as a scale is NaN."""
         scratch = _Scratch(self, elements.count, elements.device)
-        # Rotating back may bring as much again; float16 is clamped then.
+        # Rotating back may enlarge values by the same factor again; for float16 decode clamps them.
         largest = largest_of(torch.float32) / (2 * GAIN) if self.is_rotated else largest_of(elements.dtype)
         round_: Callable[[torch.Tensor], torch.Tensor] = torch.round_
         if self.rounding == "stochastic":
@@ -188,7 +189,7 @@ class IntegerCodec(Codec):
 
 @dataclass(frozen=True, slots=True)
 class Int8(IntegerCodec):
-    """A byte per element; the defaults are what measured best (docs/lab-notes.md)."""
+    """A byte per element; the defaults measured best (docs/lab-notes.md)."""
 
     family: ClassVar[str] = "int8"
     bits: ClassVar[int] = 8
@@ -196,7 +197,7 @@ class Int8(IntegerCodec):
 
 @dataclass(frozen=True, slots=True)
 class Int4(IntegerCodec):
-    """Half a byte per element; the defaults are what measured best (docs/lab-notes.md)."""
+    """Half a byte per element; the defaults measured best (docs/lab-notes.md)."""
 
     mode: str = word("affine", "symmetric")
 
@@ -205,7 +206,7 @@ class Int4(IntegerCodec):
 
 
 class _Scratch:
-    """Memory that every span of one call uses again."""
+    """Scratch memory that every span of one call reuses."""
 
     __slots__ = ("codes", "matrix", "moved", "rotated", "values")
 

@@ -1,12 +1,12 @@
-"""The codecs' hot loops as Triton kernels: one read and one write, where the torch form makes a pass per op.
+"""The codecs' hot loops as Triton kernels: one read and one write, instead of one pass per op in the torch form.
 
-Codecs use them for CUDA tensors where Triton is installed; nothing else imports this. A program works on whole blocks, 4096
-elements or one block. Rotation is a fast Walsh-Hadamard transform in float32; stochastic rounding draws from Philox by
-element, so that it does not depend on the launch. NaN, infinity and values out of range make the scale of their block NaN:
-nothing waits for the device.
+Codecs use them for CUDA tensors if Triton is installed; nothing else imports this module. A program works on whole blocks: 4096
+elements or one block. Rotation is a fast Walsh-Hadamard transform in float32. Stochastic rounding draws from Philox by element,
+so that it does not depend on the launch. NaN, infinity and values out of range make the scale of their block NaN, so that the
+host never waits for the device.
 
-What a kernel can see of its arguments is not passed again: symmetric blocks have no lows (None), rounding to nearest has no
-seed (None), and codes of 4 bits lie two in a uint8. Triton compiles a kernel for each of these, as it does for constants.
+A kernel infers its variant from its arguments: symmetric blocks pass None for lows, rounding to nearest passes None for seed,
+and 4-bit codes are stored two in a uint8. Triton compiles one kernel per combination, as it does for constants.
 
 Not yet run on a GPU: so far they have been tested under Triton's interpreter, against the torch form.
 """
@@ -20,31 +20,32 @@ import triton.language as tl
 from plimsoll.engine.codecs.blocks import GAIN, largest_of, mix_seed
 
 _TILE = tl.constexpr(4096)
-"""Elements of a program that works on blocks."""
+"""Elements per program that works on blocks."""
 _WARPS = 8
-"""Of such a program: 16 elements a thread. With 4 warps rotating int4 decodes took 255 registers and spilled (ptxas for sm_90);
-with 8 it takes 101."""
+"""Warps per such program: 16 elements a thread. With 4 warps, decoding rotated int4 took 255 registers and spilled (ptxas for
+sm_90); with 8 it takes 101.
+"""
 _BYTES = 512
-"""Packed bytes of a program that works on bits."""
+"""Packed bytes per program that works on bits."""
 _UP = tl.constexpr(1 + 2**-8 + 2**-15)
 _DOWN = tl.constexpr(2**-8 + 2**-15)
 _LEAST_SCALE = tl.constexpr(2.0**-126)
 _LARGEST = tl.constexpr(largest_of(torch.float32))
-"""Of bfloat16 too."""
+"""The same for bfloat16."""
 _LARGEST_HALF = tl.constexpr(largest_of(torch.float16))
 _LARGEST_ROTATED = tl.constexpr(largest_of(torch.float32) / (2 * GAIN))
-"""Rotating back may bring as much again."""
+"""Smaller, because rotating back may enlarge values by the same factor again."""
 _GROUP = tl.constexpr(32)
 _STAGES = tl.constexpr(5)
-"""Of the transform of one group."""
+"""Stages of the transform of one group."""
 _TO_UNIT = tl.constexpr(32**-0.5)
 _TO_WHOLE = tl.constexpr(1.5 * 2**23)
-"""Adding this to a small float32 and taking it away again rounds to the nearest whole number, halves to even ones."""
+"""Adding this to a small float32 and subtracting it again rounds to the nearest whole number, halves to even."""
 _LARGEST_FLOAT8 = tl.constexpr(448)
 _LEAST_NORMAL_FLOAT8 = tl.constexpr(2.0**-6)
 _SUBNORMAL_STEP_FLOAT8 = tl.constexpr(2.0**-9)
 _BIAS_FLOAT8 = tl.constexpr(127 - 7)
-"""Between the exponents of float32 and e4m3."""
+"""Difference between the exponent biases of float32 and e4m3."""
 
 
 def encode_integers(
@@ -73,7 +74,7 @@ def decode_integers(
     block: int,
     is_rotated: bool,
 ) -> None:
-    """Write what the codes stand for to contiguous ``flat``."""
+    """Decode the codes into contiguous ``flat``."""
     if flat.numel():
         most = float(torch.finfo(flat.dtype).max)
         grid = _tiles(flat, block)
@@ -83,32 +84,32 @@ def decode_integers(
 def encode_float8(flat: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, block: int) -> None:
     """Write the e4m3 codes (as bytes) and scales of contiguous ``flat``.
 
-    The conversion is done on the bits, so that devices without float8 of their own (before compute capability 8.9) have it too.
+    The conversion works on the bits, so that it also runs on devices without float8 (before compute capability 8.9).
     """
     if flat.numel():
         _encode_float8[_tiles(flat, block)](flat, codes, scales, flat.numel(), block, num_warps=_WARPS)
 
 
 def decode_float8(codes: torch.Tensor, scales: torch.Tensor, flat: torch.Tensor, block: int) -> None:
-    """Write what the codes (as bytes) stand for to contiguous ``flat``."""
+    """Decode the codes (as bytes) into contiguous ``flat``."""
     if flat.numel():
         _decode_float8[_tiles(flat, block)](codes, scales, flat, flat.numel(), block, num_warps=_WARPS)
 
 
 def pack_positive(flat: torch.Tensor, packed: torch.Tensor, one: torch.Tensor) -> None:
-    """Write a bit for each of contiguous floats: above zero or not; ``one`` becomes NaN if there is a NaN."""
+    """Write one bit per element of contiguous floats: above zero or not. ``one`` becomes NaN if any element is NaN."""
     if flat.numel():
         _pack[_byte_tiles(flat)](flat, packed, one, flat.numel(), _BYTES)
 
 
 def pack_nonzero(flat: torch.Tensor, packed: torch.Tensor) -> None:
-    """Write a bit for each of contiguous integers, none of them negative: not zero, or zero."""
+    """Write one bit per element of contiguous non-negative integers: nonzero or not."""
     if flat.numel():
         _pack[_byte_tiles(flat)](flat, packed, None, flat.numel(), _BYTES)
 
 
 def unpack(packed: torch.Tensor, constant: torch.Tensor, flat: torch.Tensor) -> None:
-    """Write ``constant``, of one element, where bits are set, and ``constant * 0`` elsewhere."""
+    """Write ``constant`` (one element) where bits are set, and ``constant * 0`` elsewhere."""
     if flat.numel():
         is_float = flat.dtype.is_floating_point
         _unpack[_byte_tiles(flat)](packed, constant, flat, flat.numel(), _BYTES, is_float)
@@ -124,7 +125,7 @@ def _byte_tiles(flat: torch.Tensor) -> tuple[int]:
 
 @triton.jit
 def _to_bfloat16(values):  # type: ignore[no-untyped-def]
-    """The nearest bfloat16 numbers of finite values: Triton's interpreter cuts off where a GPU rounds."""
+    """Round finite values to bfloat16 on their bits, because Triton's interpreter truncates where a GPU rounds."""
     bits = values.to(tl.int32, bitcast=True)
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & ~0xFFFF
     return bits.to(tl.float32, bitcast=True).to(tl.bfloat16)
@@ -132,13 +133,13 @@ def _to_bfloat16(values):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _to_whole(values):  # type: ignore[no-untyped-def]
-    """The nearest whole numbers of values below 2**22: Triton's interpreter has no ``rint``."""
+    """Round values below 2**22 to the nearest whole number, because Triton's interpreter lacks ``rint``."""
     return (values + _TO_WHOLE) - _TO_WHOLE
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton ships no types
 def _places(block: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The blocks of this program, and the elements of each."""
+    """The indices of this program's blocks, and the offsets of their elements."""
     rows: tl.constexpr = _TILE // block if block < _TILE else 1
     blocks = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     return blocks, blocks[:, None] * block + tl.arange(0, block)[None, :]
@@ -146,10 +147,10 @@ def _places(block: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _rotate(values, offsets, count):  # type: ignore[no-untyped-def]
-    """Whole groups in the other basis, the rest of the last group as it is.
+    """Rotate whole groups; an incomplete last group stays unchanged.
 
-    A fast Walsh-Hadamard transform: in each of five stages neighbours become their sum and their difference, the sums go to the
-    first half and the differences to the second. Five additions an element, where the product with the matrix takes 32.
+    This is a fast Walsh-Hadamard transform: in each of five stages, neighbours become their sum and their difference; the sums
+    go to the first half and the differences to the second. It takes five additions per element; the matrix product takes 32.
     """
     groups: tl.constexpr = values.shape[0] * values.shape[1] // _GROUP
     mixed = tl.reshape(values * _TO_UNIT, (groups, _GROUP))
@@ -163,13 +164,13 @@ def _rotate(values, offsets, count):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _bad_blocks(values, is_element, largest: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Which blocks hold NaN, infinity or a value beyond ``largest``."""
+    """Which blocks contain NaN, infinity or a value beyond ``largest``."""
     return tl.max((is_element & ~(tl.abs(values) <= largest)).to(tl.int32), 1) > 0
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _scales(reach, is_bad, steps: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The scale of each block, as bfloat16: ``reach / steps`` rounded up; NaN of bad blocks."""
+    """The scale of each block, as bfloat16: ``reach / steps`` rounded up, or NaN for bad blocks."""
     step = tl.maximum(reach * (_UP / steps), _LEAST_SCALE)
     return tl.where(is_bad, float("nan"), _to_bfloat16(step).to(tl.float32)).to(tl.bfloat16)
 
@@ -247,7 +248,7 @@ def _decode_integers(  # type: ignore[no-untyped-def]
         values = (whole - bias) * step[:, None]
     if is_rotated:
         values = _rotate(tl.where(is_element, values, 0.0), offsets, count)
-        # A comparison with NaN is false: NaN stays.
+        # A comparison with NaN is false, so NaN stays.
         values = tl.where(values > most, most, tl.where(values < -most, -most, values))
     tl.store(flat + offsets, values.to(flat.dtype.element_ty), mask=is_element)
 
@@ -264,7 +265,7 @@ def _encode_float8(flat, codes, scales, count, block: tl.constexpr):  # type: ig
     values = tl.where(is_bad[:, None], 0.0, values * (1.0 / scale.to(tl.float32))[:, None])
     magnitude = tl.abs(values)
     bits = magnitude.to(tl.int32, bitcast=True)
-    # To the nearest of 3 bits behind the leading one, halves to even ones; what carries raises the exponent.
+    # Round to the nearest of 3 bits behind the leading one, halves to even; a carry raises the exponent.
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (_BIAS_FLOAT8 << 3)
     subnormal = _to_whole(magnitude * (1.0 / _SUBNORMAL_STEP_FLOAT8)).to(tl.int32)
     code = tl.where(magnitude < _LEAST_NORMAL_FLOAT8, subnormal, normal)
@@ -286,7 +287,7 @@ def _decode_float8(codes, scales, flat, count, block: tl.constexpr):  # type: ig
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _pack(flat, packed, one, count, width: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Floats come with ``one``, integers without."""
+    """Pack floats if ``one`` is given, integers otherwise."""
     places = tl.program_id(0).to(tl.int64) * width + tl.arange(0, width)
     offsets = places[:, None] * 8 + tl.arange(0, 8)[None, :]
     values = tl.load(flat + offsets, mask=offsets < count, other=0)
@@ -294,7 +295,7 @@ def _pack(flat, packed, one, count, width: tl.constexpr):  # type: ignore[no-unt
         values = values.to(tl.float32)
         is_nan = tl.max(tl.max((values != values).to(tl.int32), 1), 0)
         if is_nan > 0:
-            tl.store(one, float("nan"))  # every program that gets here writes the same
+            tl.store(one, float("nan"))  # every program that gets here writes the same value
     bits = (values > 0).to(tl.int32) << tl.arange(0, 8)[None, :]
     tl.store(packed + places, tl.sum(bits, 1).to(tl.uint8), mask=places * 8 < count)
 

@@ -1,7 +1,7 @@
-"""How codecs go through a tensor of any strides: as flat elements, a chunk at a time, read as values or as bit patterns.
+"""How codecs read a tensor of any strides: as flat elements, a chunk at a time, as values or as bit patterns.
 
-A tensor without gaps or overlaps (transposed ones too) is read in the order of its memory, without a copy, and comes back
-with the same strides. Any other (sliced, expanded) is read in the order of its indices and comes back contiguous.
+A tensor without gaps or overlaps (transposed ones too) is read in memory order, without a copy, and decodes to the same
+strides. Any other tensor (sliced, expanded) is read in index order and decodes to a contiguous tensor.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ import torch
 from plimsoll.engine.codecs.protocol import Payload
 
 CHUNK = 2**18
-"""Elements worked on at once: 1 MiB of float32 scratch, which stays in cache; with fewer, calls take longer than ops."""
+"""Elements per chunk: 1 MiB of float32 scratch, which stays in cache. With smaller chunks, call overhead exceeds the ops'
+time.
+"""
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-"""The dtypes that lossy codecs take."""
+"""The dtypes that lossy codecs accept."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Elements:
-    """The elements of ``tensor`` in one order, to be read in runs."""
+    """The elements of ``tensor`` in a fixed order, to be read in runs."""
 
     __slots__ = ("_copy", "_tensor", "count", "device", "dtype", "flat", "size", "stride")
 
@@ -31,7 +33,7 @@ class Elements:
         self.count, self.dtype, self.device = tensor.numel(), tensor.dtype, tensor.device
         self.size = tuple(tensor.shape)
         self._tensor = tensor
-        self.flat: torch.Tensor | None = None  # all of them as one dimension, where that takes no copy
+        self.flat: torch.Tensor | None = None  # a flat view of all elements, if that is possible without a copy
         self._copy: torch.Tensor | None = None
         if is_dense(tensor.shape, tensor.stride()):
             self.stride = tuple(tensor.stride())
@@ -41,7 +43,9 @@ class Elements:
             self._copy = tensor.new_empty(min(CHUNK, self.count))
 
     def run(self, start: int, stop: int) -> torch.Tensor:
-        """Elements ``start`` to ``stop``, at most ``CHUNK``, as one dimension: a view, or a copy until the next call."""
+        """Elements ``start`` to ``stop``, at most ``CHUNK``, as one dimension: a view, or a copy that the next call
+        overwrites.
+        """
         if self.flat is not None:
             return self.flat[start:stop]
         assert self._copy is not None
@@ -50,34 +54,38 @@ class Elements:
         return out
 
     def payload(self, *parts: torch.Tensor) -> Payload:
-        """The payload of this tensor, of these parts."""
+        """A payload of this tensor with these parts."""
         return Payload(parts, self.size, self.stride, self.dtype)
 
 
 def empty_decoded(payload: Payload) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tensor that a payload decodes to, not yet filled, and the flat view to fill it through."""
+    """An unfilled tensor for decoding a payload, and a flat view to fill it through."""
     device = payload.parts[0].device
     tensor = torch.empty_strided(payload.size, payload.stride, dtype=payload.dtype, device=device)
     return tensor, tensor.as_strided((tensor.numel(),), (1,))
 
 
 def has_patterns(dtype: torch.dtype) -> bool:
-    """Whether there is an integer as wide as an element."""
+    """Whether an integer dtype as wide as the elements exists."""
     return dtype.itemsize in _INTEGERS
 
 
 def patterns_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers, for codecs that must be exact: -0.0 equals 0.0 and NaN equals nothing, patterns behave."""
+    """The same memory as integers, for exact codecs: as floats -0.0 equals 0.0 and NaN differs from itself, but bit patterns
+    compare.
+    """
     return tensor.view(_INTEGERS[tensor.dtype.itemsize])
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """Whether the Triton kernels run on tensors of this device; `kernels` is imported only where they do."""
+    """Whether the Triton kernels run on this device; `kernels` is imported only in that case."""
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def host_waits(device: torch.device) -> bool:
-    """Whether the host waits for the device to read a value: then codecs read one at most, and keep others on the device."""
+    """Whether reading a value makes the host wait for the device. If so, codecs read at most one value and keep others
+    there.
+    """
     return device.type == "cuda"
 
 
@@ -88,7 +96,7 @@ def chunks(count: int, most: int = CHUNK) -> Iterator[tuple[int, int]]:
 
 
 def is_dense(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether the elements fill their memory without gaps or overlaps, in whatever order."""
+    """Whether the elements fill their memory without gaps or overlaps, in any order."""
     expected = 1
     for step, length in sorted((step, length) for length, step in zip(size, stride, strict=True) if length != 1):
         if step != expected:
@@ -98,7 +106,7 @@ def is_dense(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 def _gather(tensor: torch.Tensor, start: int, stop: int, out: torch.Tensor) -> None:
-    """Copy elements ``start`` to ``stop``, counted in the order of the indices, whole rows at once where possible."""
+    """Copy elements ``start`` to ``stop``, counted in index order, whole rows at once where possible."""
     if tensor.dim() <= 1:
         out.copy_(tensor[start:stop] if tensor.dim() else tensor)
         return
@@ -132,7 +140,7 @@ def packed_nibbles_bytes(count: int) -> int:
 
 
 class BitPacker:
-    """Packs and unpacks up to ``most`` bits at a time, in scratch memory of its own.
+    """Packs and unpacks up to ``most`` bits at a time, with its own scratch memory.
 
     Example:
         >>> packer = BitPacker(3, torch.device("cpu"))
@@ -154,11 +162,11 @@ class BitPacker:
         return 16 * packed_bits_bytes(most)
 
     def bits(self, count: int) -> torch.Tensor:
-        """Where the ``count`` bits are written to before ``pack``, and read from after ``unpack``."""
+        """The buffer for ``count`` bits: write to it before ``pack``, and read from it after ``unpack``."""
         return self._bytes[:count].view(torch.bool)
 
     def pack(self, count: int, out: torch.Tensor) -> torch.Tensor:
-        """The bits, 8 in each of the bytes of ``out``."""
+        """Pack the bits, 8 in each byte of ``out``."""
         padded = 8 * out.numel()
         self._bytes[count:padded].zero_()
         words = self._bytes[:padded].view(torch.int64)
@@ -169,7 +177,7 @@ class BitPacker:
         return out.copy_(words)
 
     def unpack(self, packed: torch.Tensor, count: int) -> torch.Tensor:
-        """``count`` bits of ``packed``, where ``bits`` has them."""
+        """Unpack ``count`` bits of ``packed`` into the buffer of ``bits``."""
         words = self._other[: 8 * packed.numel()].view(torch.int64)
         words.copy_(packed)
         words.mul_(_ONE_IN_EACH_BYTE).bitwise_and_(_BIT_OF_EACH_BYTE)
@@ -177,7 +185,7 @@ class BitPacker:
 
 
 def pack_nibbles(codes: torch.Tensor, scratch: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Codes from 0 to 15, two in each of the bytes of ``out``.
+    """Pack codes from 0 to 15, two in each byte of ``out``.
 
     Args:
         codes: int8, an even number of them.
@@ -191,7 +199,7 @@ def pack_nibbles(codes: torch.Tensor, scratch: torch.Tensor, out: torch.Tensor) 
 
 
 def unpack_nibbles(packed: torch.Tensor, scratch: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """The codes that ``pack_nibbles`` packed, as int8 in ``out``; ``scratch`` as there."""
+    """Unpack the codes of ``pack_nibbles`` as int8 into ``out``; ``scratch`` is as large as there."""
     pairs = out.view(torch.int16)
     moved = scratch[: pairs.numel()]
     pairs.copy_(packed)

@@ -24,10 +24,10 @@ from plimsoll.engine.codecs.protocol import Codec, Payload
 
 @dataclass(frozen=True, slots=True)
 class Bits(Codec):
-    """A bit per element and a constant, for tensors that hold nothing but zero and one other value.
+    """A bit per element and a constant, for tensors that contain only zero and one other value.
 
-    Booleans, 0/1 masks of any dtype, and dropout's mask times 1/(1 - p). Exact by bit pattern. Looking whether a tensor is
-    such a mask waits for the device once, except with booleans.
+    Such tensors are booleans, 0/1 masks of any dtype, and dropout's mask times 1/(1 - p). Exact by bit pattern. The check for
+    such a tensor waits for the device once, except with booleans.
     """
 
     family: ClassVar[str] = "bits"
@@ -58,7 +58,7 @@ class Bits(Codec):
             return elements.payload(packed, torch.ones(1, dtype=torch.bool, device=elements.device))
         packer = BitPacker(min(CHUNK, elements.count), elements.device)
         value = torch.zeros(1, dtype=elements.dtype, device=elements.device)
-        constant = patterns_of(value)  # 0 until an element says otherwise
+        constant = patterns_of(value)  # 0 until an element that is not zero is found
         is_other = torch.zeros(1, dtype=torch.bool, device=elements.device)
         for start, stop in chunks(elements.count):
             patterns = patterns_of(elements.run(start, stop))
@@ -87,8 +87,8 @@ class Bits(Codec):
 class Sign(Codec):
     """A bit per element: above zero or not, which is all that the backward of ReLU reads.
 
-    Decodes to 1 where the tensor was above 0 and to 0 elsewhere. A NaN is neither: on the CPU ``encode`` answers None, on CUDA
-    everything decodes to NaN.
+    Decodes to 1 if the element was above 0, else to 0. NaN is neither: on the CPU ``encode`` returns None, on CUDA everything
+    decodes to NaN.
     """
 
     family: ClassVar[str] = "sign"
@@ -118,7 +118,7 @@ class Sign(Codec):
         clamped = torch.empty(min(CHUNK, elements.count), dtype=elements.dtype, device=elements.device)
         for start, stop in chunks(elements.count):
             positive = torch.clamp(elements.run(start, stop), min=0, max=1, out=clamped[: stop - start])
-            most = positive.amax()  # NaN if there is one, and never infinity
+            most = positive.amax()  # NaN if any element is NaN, but never infinity
             if elements.device.type == "cpu" and torch.isnan(most):
                 return None
             one.add_(most - most)
@@ -137,7 +137,7 @@ class Sign(Codec):
 class Narrow(Codec):
     """The narrowest integers that hold the range of wider ones, and the number to add to get them back.
 
-    Token ids, positions, indices of max-pooling, class labels. Finding the range waits for the device once.
+    For token ids, positions, indices of max-pooling, class labels. Finding the range waits for the device once.
     """
 
     family: ClassVar[str] = "narrow"
@@ -166,7 +166,7 @@ class Narrow(Codec):
         if most_bytes is not None and elements.count * dtype.itemsize + elements.dtype.itemsize > most_bytes:
             return None
         half = 2 ** (8 * dtype.itemsize - 1)
-        offset = least + half if least < 0 else most - half + 1  # what stays within both dtypes
+        offset = least + half if least < 0 else most - half + 1  # the offset, and every difference, fit in both dtypes
         codes = torch.empty(elements.count, dtype=dtype, device=elements.device)
         scratch = torch.empty(min(CHUNK, elements.count), dtype=elements.dtype, device=elements.device)
         for start, stop in chunks(elements.count):
@@ -188,7 +188,7 @@ def _has_others(patterns: torch.Tensor, bits: torch.Tensor, constant: torch.Tens
 
 
 def _unpack(packed: torch.Tensor, constant: torch.Tensor, flat: torch.Tensor) -> None:
-    """Write ``constant``, of one element, where bits are set, and ``constant * 0`` elsewhere."""
+    """Write ``constant`` (one element) where bits are set, and ``constant * 0`` elsewhere."""
     if runs_kernels(flat.device):
         from plimsoll.engine.codecs import kernels
 

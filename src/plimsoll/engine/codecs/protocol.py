@@ -1,13 +1,13 @@
-"""What every codec promises: it turns a tensor into a payload of fewer bytes, and back into the tensor or one close to it.
+"""The contract of every codec: encode a tensor as a payload of fewer bytes, and decode it exactly or approximately.
 
-What is promised, by all of them:
+All codecs guarantee:
 
-- ``encode`` never raises for what a tensor holds. It answers None where the codec cannot represent it, and the caller
+- ``encode`` never raises because of a tensor's contents. It returns None if the codec cannot represent them, and the caller
   keeps the tensor.
-- NaN and infinity never come back as numbers. On the CPU lossy codecs answer None for them. On CUDA that would have to
-  wait for the device, so there the scale of a block that holds one becomes NaN, and all of the block decodes to NaN.
-- The same tensor and seed give the same payload on the same device, and nobody else's random numbers are touched.
-- Temporaries are bounded by ``workspace_bytes``, however large the tensor.
+- NaN and infinity never decode to numbers. On the CPU lossy codecs return None for them. On CUDA that would have to wait for
+  the device, so there the scale of their block becomes NaN, and the whole block decodes to NaN.
+- The same tensor and seed give the same payload on the same device. Global random generators are not used.
+- Temporaries are bounded by ``workspace_bytes``, however large the tensor is.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """An encoded tensor: what the codec wrote, and the size, strides and dtype of what it decodes to."""
+    """An encoded tensor: the codec's output, and the size, strides and dtype of the decoded tensor."""
 
     parts: tuple[torch.Tensor, ...]
-    """The codec's own: codes, scales, a bitmap. None shares its storage with anything else."""
+    """The codec's output: codes, scales, a bitmap. No part shares its storage with anything else."""
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -47,13 +47,13 @@ class Codec(Protocol):
     """The name of the codec with its defaults."""
     dtypes: ClassVar[Container[torch.dtype]]
     is_lossless: ClassVar[bool]
-    """Decoding gives back what backward would have read, bit by bit."""
+    """Whether decoding gives exactly what backward would have read, bit by bit."""
     keeps_sign_only: ClassVar[bool] = False
-    """Only where the tensor is positive comes back. Lossless for an op whose backward reads no more, such as ReLU."""
+    """Whether only the sign is kept (positive or not). Lossless for an op whose backward reads only the sign, such as ReLU."""
 
     @property
     def name(self) -> str:
-        """The family and the fields that differ from their defaults: ``find_codec`` makes an equal codec of it."""
+        """The family and the fields that differ from their defaults. ``find_codec`` makes an equal codec from this name."""
         parts = [self.family]
         for field in dataclasses.fields(self):  # type: ignore[arg-type]  # a protocol cannot say that it is a dataclass
             value = getattr(self, field.name)
@@ -66,27 +66,27 @@ class Codec(Protocol):
         return dtype in self.dtypes
 
     def is_capturable(self, dtype: torch.dtype) -> bool:
-        """Whether a CUDA graph may repeat encode and decode: both run the same kernels, whatever the data and the seed are."""
+        """Whether a CUDA graph may repeat encode and decode: both run the same kernels for any data and seed."""
         return True
 
     def payload_bytes(self, count: int, dtype: torch.dtype) -> int | None:
-        """Exact bytes of the payload of ``count`` elements; None where they depend on what the elements are."""
+        """Exact bytes of the payload of ``count`` elements; None if they depend on the contents."""
         ...
 
     def workspace_bytes(self, count: int, dtype: torch.dtype) -> int:
-        """Most bytes alive during encode or decode besides the tensor and the payload."""
+        """The most bytes of temporaries alive during encode or decode, in addition to the tensor and the payload."""
         ...
 
     def encode(self, tensor: torch.Tensor, *, seed: int = 0, most_bytes: int | None = None) -> Payload | None:
-        """The tensor as a payload.
+        """Encode a tensor.
 
         Args:
             tensor: any shape and strides, of a dtype that the codec accepts.
-            seed: of stochastic rounding; codecs without it do not look.
-            most_bytes: a payload above this is not made.
+            seed: for stochastic rounding; other codecs ignore it.
+            most_bytes: the limit of the payload's bytes.
 
         Returns:
-            None where the data cannot be represented, or not in ``most_bytes``.
+            The payload; None if the codec cannot represent the data, or not within ``most_bytes``.
         """
         ...
 
@@ -97,14 +97,14 @@ class Codec(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """The values that a numeric parameter may have; whole numbers have to be powers of two."""
+    """The values that a numeric parameter may have; whole numbers must be powers of two."""
 
     kind: type[int] | type[float]
     least: float
     most: float
 
     def read(self, text: str) -> float | None:
-        """The number that ``text`` says, if it may be one."""
+        """Parse the number in ``text``; None if it is not allowed."""
         try:
             value = self.kind(text)
         except ValueError:

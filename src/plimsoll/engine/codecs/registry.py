@@ -1,6 +1,6 @@
-"""Finds a codec by its name: ``bits``, ``int8``, ``int8:block=64``, ``int4:block=32:symmetric:stochastic``.
+"""Find a codec by its name: ``bits``, ``int8``, ``int8:block=64``, ``int4:block=32:symmetric:stochastic``.
 
-A new codec is a class with a family of its own and a line in the list of classes here.
+A new codec is a class with its own family name and a line in the list of classes here.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 def _parse(cls: type[Codec], name: str) -> Codec:
-    """The codec called ``name``, whose family is that of ``cls``.
+    """The codec called ``name``, of the family of ``cls``.
 
     Raises:
-        InvalidCodec: a parameter that the family does not have, twice the same, or with a value that it cannot have.
+        InvalidCodec: a parameter is unknown to the family, occurs twice, or has a value that is not allowed.
     """
     values: dict[str, Any] = {}
     for text in name.split(":")[1:]:
@@ -41,7 +41,7 @@ def _parse(cls: type[Codec], name: str) -> Codec:
 
 
 def _parameter(cls: type[Codec], text: str) -> tuple[str, float | str | None]:
-    """The field that ``text`` sets, and its value; None where there is no such field or value."""
+    """The field that ``text`` sets, and its value; the value is None if the field or the value does not exist."""
     key, is_number, value = text.partition("=")
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]  # a protocol cannot say that it is a dataclass
         if is_number and key == field.name and "numbers" in field.metadata:
@@ -52,7 +52,7 @@ def _parameter(cls: type[Codec], text: str) -> tuple[str, float | str | None]:
 
 
 def _allowed(cls: type[Codec]) -> str:
-    """What may follow the family's name."""
+    """The parameters that may follow the family's name."""
     texts = [
         " or ".join(field.metadata["words"])
         if "words" in field.metadata
@@ -65,14 +65,14 @@ def _allowed(cls: type[Codec]) -> str:
 FAMILIES: dict[str, Callable[[str], Codec]] = {
     cls.family: partial(_parse, cls) for cls in (Bits, Narrow, Sign, Zeros, BFloat16, Float8, Int8, Int4, TopK)
 }
-"""By name, what makes a codec of the family; a new one is a class and its place here."""
+"""By family name, a function that makes a codec from its full name. A new codec needs a class and an entry here."""
 
 
 def find_codec(name: str) -> Codec:
-    """The codec called ``name``: a family, and parameters where they differ from its defaults.
+    """The codec called ``name``: a family, followed by the parameters that differ from its defaults.
 
     Raises:
-        InvalidCodec: no such family, or not with these parameters.
+        InvalidCodec: the family does not exist, or not with these parameters.
 
     Example:
         >>> import torch
@@ -91,5 +91,5 @@ def find_codec(name: str) -> Codec:
 
 
 def lossless_codecs() -> tuple[Codec, ...]:
-    """One of each family that gives back what backward would have read, with its defaults."""
+    """One codec of each lossless family, with its defaults."""
     return tuple(codec for codec in map(find_codec, FAMILIES) if codec.is_lossless)

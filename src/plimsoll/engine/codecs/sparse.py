@@ -1,4 +1,4 @@
-"""A bitmap and the elements that it marks, in full; `TopK` keeps the largest ones, `Zeros` those that are not zero."""
+"""A bitmap and the marked elements in full; `TopK` keeps the largest elements, `Zeros` all that are not zero."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from plimsoll.engine.codecs.layout import (
 from plimsoll.engine.codecs.protocol import Codec, Payload, number
 
 _SPARSE_CHUNK = CHUNK // 4
-"""Selecting by a mask needs up to 16 bytes of temporaries per element."""
+"""A smaller chunk: selecting by a mask needs up to 16 bytes of temporaries per element."""
 _DIGIT = 16
-"""Bits that one pass over magnitudes counts by."""
+"""Bits of a magnitude that one counting pass uses."""
 
 
 def _sparse_bytes(count: int, kept: int, dtype: torch.dtype) -> int:
-    """Bytes of bitmap and kept elements."""
+    """Bytes of the bitmap and of the kept elements."""
     return packed_bits_bytes(count) + kept * dtype.itemsize
 
 
 def _sparse_workspace_bytes(count: int, dtype: torch.dtype) -> int:
-    """Most bytes of temporaries, with a copy of a chunk where a tensor has gaps."""
+    """The most bytes of temporaries, including a copy of a chunk if a tensor has gaps."""
     most = min(count, _SPARSE_CHUNK)
     return BitPacker.scratch_bytes(most) + most * (dtype.itemsize + 17) + min(count, CHUNK) * dtype.itemsize + 256
 
@@ -49,10 +49,10 @@ def _gather(
     """The payload of ``kept`` elements, exact by bit pattern.
 
     Args:
-        elements: all of them.
-        kept: how many are marked.
-        counts: how many of every chunk are; ``None``: not known, so that each chunk waits for the device.
-        mark: writes to its second argument, of bools, which patterns of the first one are kept.
+        elements: all elements.
+        kept: the number of marked elements.
+        counts: the number of marked elements in each chunk; ``None``: unknown, so that each chunk waits for the device.
+        mark: writes to its second argument, of bools, which patterns of its first argument are kept.
     """
     packed = torch.empty(packed_bits_bytes(elements.count), dtype=torch.uint8, device=elements.device)
     values = torch.empty(kept, dtype=elements.dtype, device=elements.device)
@@ -70,17 +70,17 @@ def _gather(
 
 
 def _select(patterns: torch.Tensor, bits: torch.Tensor, count: int | None) -> torch.Tensor:
-    """The ``count`` patterns whose bits are set. Selecting by a mask waits for the device, to know the count."""
+    """The ``count`` patterns whose bits are set. If the count is unknown, selecting by a mask waits for the device."""
     if count is None or not layout.host_waits(patterns.device):
         return torch.masked_select(patterns, bits)
-    found = patterns.new_empty(count + 1)  # the last place takes what is not selected
+    found = patterns.new_empty(count + 1)  # unselected elements are written to the last place
     places = torch.cumsum(bits, 0).sub_(1)
     found.scatter_(0, places.masked_fill_(bits.logical_not(), count), patterns)
     return found[:count]
 
 
 def _scatter(payload: Payload) -> torch.Tensor:
-    """The tensor of a payload that ``_gather`` made."""
+    """Decode a payload that ``_gather`` made."""
     tensor, flat = empty_decoded(payload)
     packed, values = payload.parts
     packer = BitPacker(min(_SPARSE_CHUNK, flat.numel()), flat.device)
@@ -100,10 +100,10 @@ def _scatter(payload: Payload) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Zeros(Codec):
-    """A bit for each element, and in full what is not zero: activations behind ReLU.
+    """A bit for each element, and all nonzero elements in full: for activations behind ReLU.
 
-    Exact by bit pattern: -0.0 and NaN are values like any other; dropout, which multiplies by zero, makes -0.0 of half of what
-    it drops. Encoding waits for the device once, to know how many values there are.
+    Exact by bit pattern: -0.0 and NaN are kept like any other value. Dropout multiplies by zero, so that half of the elements
+    that it drops are -0.0. Encoding waits for the device once, to know the number of values.
     """
 
     family: ClassVar[str] = "zeros"
@@ -137,10 +137,10 @@ class Zeros(Codec):
 
 @dataclass(frozen=True, slots=True)
 class TopK(Codec):
-    """The largest magnitudes in full, a ``share`` of the whole tensor; the others come back as zero.
+    """The largest magnitudes in full, a ``share`` of the whole tensor; the others decode to zero.
 
     The smallest magnitude that is kept is found by counting bit patterns (a radix select: exact, and without a copy of the
-    tensor); of equal ones the first are kept. Waits for the device.
+    tensor). Among equal magnitudes the first are kept. Waits for the device.
     """
 
     share: float = number(0.1, least=1e-6, most=1.0)
@@ -153,7 +153,7 @@ class TopK(Codec):
         return False
 
     def kept(self, count: int) -> int:
-        """How many of ``count`` are kept."""
+        """The number of kept elements out of ``count``."""
         return int(min(count, math.ceil(self.share * count)))
 
     def payload_bytes(self, count: int, dtype: torch.dtype) -> int:
@@ -189,12 +189,14 @@ class TopK(Codec):
 
 
 def _magnitudes(patterns: torch.Tensor) -> torch.Tensor:
-    """Integers that are ordered as the magnitudes of the floats of these patterns."""
+    """Integers in the same order as the magnitudes of the floats with these patterns."""
     return patterns & torch.iinfo(patterns.dtype).max
 
 
 def _threshold(elements: Elements, kept: int) -> tuple[int, int] | None:
-    """The pattern of the smallest magnitude kept, and how many of those that equal it are; None with NaN or infinity."""
+    """The pattern of the smallest kept magnitude, and how many elements with exactly this magnitude are kept; None with NaN or
+    infinity.
+    """
     infinity = int(patterns_of(torch.tensor(torch.inf, dtype=elements.dtype)))
     prefix, missing = 0, kept
     for shift in range(8 * elements.dtype.itemsize - _DIGIT, -1, -_DIGIT):

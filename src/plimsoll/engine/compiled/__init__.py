@@ -1,1 +1,1 @@
-"""A plan at work inside of torch.compile."""
+"""Apply a plan inside torch.compile."""

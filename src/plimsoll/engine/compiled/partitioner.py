@@ -1,10 +1,10 @@
-"""The partitioner that a plan gives to torch.compile: what each region saves for backward, and what is computed again there.
+"""The partitioner that a plan gives to torch.compile: what each region saves for backward, and what backward recomputes.
 
-Every buffer that backward reads is marked to be saved, but for those that the plan drops; every other forward node is marked
-to be computed again, so that torch's own heuristics have nothing left to decide. What may not run twice (the drawing of
-seeds, collectives, writes) is always saved. What the plan holds in another form comes first among what is saved, in the order
-of names: so whoever packs it knows each by its number, also where torch's caches have the code. Cutting the graph in two,
-symbolic sizes, the order of what is computed again and random states remain torch's work.
+Every buffer that backward reads is marked to be saved, except the buffers that the plan drops. Every other forward node is
+marked to be recomputed, so that torch's own heuristics have nothing left to decide. Ops that must not run twice (drawing seeds,
+collectives, writes) are always saved. Values that the plan holds in another form come first among the saved tensors, in the
+order of names. So the packer knows each by its index, even if the code comes from torch's caches. Torch still cuts the graph in
+two and handles symbolic sizes, the order of recomputation and random states.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from plimsoll.tracing.compiled.capture import Partitioner
 from plimsoll.tracing.compiled.joint import JointGraph
 
 Dropped = Mapping[str, frozenset[str]]
-"""Per region of a unit the names of the buffers that backward computes again."""
+"""Per region of a unit, the names of the buffers that backward recomputes."""
 _PLACE = "plimsoll_place"
 _KERNEL = "plimsoll_kernel"
 _IS_ON_THE_WAY = "plimsoll_is_on_the_way"
 
 
 class PlannedPartitioner(Partitioner):
-    """Partitions the graphs of one unit, or of several with the same decisions, as a plan says."""
+    """Partitions the graphs of one unit, or of several units with the same decisions, as a plan says."""
 
     def __init__(
         self,
@@ -46,9 +46,9 @@ class PlannedPartitioner(Partitioner):
         changed: Sequence[str] = (),
         is_in_order: bool = True,
     ) -> None:
-        """``known`` are all values that the plan decides about, by region. ``packed`` are those that it holds in another form,
-        of a unit that is one region. ``changed`` are the inputs that ``CompiledUnit`` has copies of, ``is_in_order`` is as
-        for it.
+        """``known`` are all values that the plan decides about, by region. ``packed`` are the values that the plan holds in
+        another form; then the unit is one region. ``changed`` are the inputs that ``CompiledUnit`` copies; ``is_in_order`` is
+        the attribute of ``CompiledUnit``.
         """
         self._known = known or {}
         self._dropped = dropped
@@ -58,28 +58,30 @@ class PlannedPartitioner(Partitioner):
         named = sorted((name, sorted(values)) for name, values in dropped.items())
         self._text = json.dumps([is_in_order, named, self._packed, self.changed])
         self.found: set[tuple[str, str]] = set()
-        """The decisions that graphs have shown a buffer for."""
+        """Decisions whose buffer was found in some graph."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Equal bytes for equal decisions in every process: torch's caches of compiled graphs have them in their key.
+        """Pickle as one text, so that equal decisions give equal bytes in every process: torch's caches of compiled graphs use
+        them as a key.
 
-        Sets have another order under another hash seed, and equal texts may be one object or two: so it is one text.
+        Sets would change their order with the hash seed, and pickle writes equal strings differently if they are one object or
+        two.
         """
         return _from_text, (self._text,)
 
     @property
     def options(self) -> dict[str, Any]:
-        """What torch.compile is given: this partitioner, and where the plan says so, backward in the order of its graph, with
-        no memory held for reuse. Where the user has a pass in that place, it stays.
+        """Options for torch.compile: this partitioner and, if the plan says so, backward in graph order without reuse of
+        buffers. A pass that the user has set in the same place stays.
 
-        Inductor holds a freed buffer for a later one of its size, up to its own estimate of the peak, which leaves out what the
-        caller holds. Neither changes a number.
+        Inductor keeps a freed buffer for a later one of its size, up to its own estimate of the peak, which leaves out tensors
+        that the caller holds. Neither option changes a number.
         """
         ordered = {**in_order(), "allow_buffer_reuse": False} if self._is_in_order else {}
         return {"custom_partitioner_fn": self, **ordered}
 
     def uuid(self) -> str:
-        """Names the decisions and this code: with both unchanged, torch's caches of compiled graphs hold."""
+        """A digest of the decisions and of this code: while both are unchanged, torch's caches of compiled graphs are valid."""
         code = b"".join(
             Path(file or "").read_bytes() for file in (capture.__file__, joint.__file__, nodes.__file__, __file__)
         )
@@ -101,7 +103,8 @@ class PlannedPartitioner(Partitioner):
         decided: list[tuple[str, str]] = []
         for node, (region, local) in named.items():
             readers = {found.kernels[at].region for at in read[node]}
-            if region in readers:  # what only others read is held for them: no decision of its region
+            # a buffer that only other regions read is held for them, so its own region does not decide about it
+            if region in readers:
                 decided.append((region, local))
             if local in self._dropped.get(region, ()):
                 self.found.add((region, local))
@@ -109,17 +112,17 @@ class PlannedPartitioner(Partitioner):
                     again.add(node)
         held = [node for node in read if node.op == "call_function" and node not in again]
         for node in (*held, *_boundaries(found, again)):
-            # torch looks for the mark on the op, not on the item of it that is saved.
+            # torch looks for the mark on the op, not on the op's item that is saved
             node.meta["recompute"] = nodes.op_of(node).meta["recompute"] = CheckpointPolicy.MUST_SAVE
         for node in found.nodes:
             if (
                 node.target is operator.getitem
                 and nodes.op_of(node).meta.get("recompute") is CheckpointPolicy.MUST_SAVE
             ):
-                # An op is run again for all of its items or for none; which of them are saved depends on what backward needs.
+                # An op is rerun for all of its items or for none. Which items are saved depends on what backward needs.
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         for node in found.nodes:
-            # Before torch 2.10 whatever is computed again must name a part of the graph; there is one part here.
+            # Before torch 2.10 every recomputed node must name its part of the graph; here the whole graph is one part.
             node.meta["ac_graph_id"] = 0
         self._refuse_other_graph(decided)
         inputs = {node: ("", name) for node, name in nodes.input_names(found.nodes).items() if node in read}
@@ -127,7 +130,8 @@ class PlannedPartitioner(Partitioner):
         for node, decision in (named | inputs).items():
             if decision in places:
                 node.meta[_PLACE] = places[decision]
-                node.meta.pop("saved_tensor_with_no_vc_check", None)  # what is put aside on the context meets no hook
+                # a tensor stored on the context would bypass the saved-tensor hooks
+                node.meta.pop("saved_tensor_with_no_vc_check", None)
         _note_kernels(found)
         _hide_drawless(graph)
 
@@ -142,10 +146,10 @@ class PlannedPartitioner(Partitioner):
         backward.recompile()
 
     def _put_packed_first(self, forward: fx.Graph, backward: fx.Graph, outputs: int) -> None:
-        """Let forward hand over, and backward take, what is held in another form before all else that is saved.
+        """Reorder forward's saved tensors and backward's inputs so that values held in another form come first.
 
         Raises:
-            PlanMismatch: the graph does not save one of these.
+            PlanMismatch: the graph does not save one of these values.
         """
         output = forward.output_node()
         made: tuple[Any, ...] = tuple(output.args[0])  # type: ignore[arg-type]
@@ -168,7 +172,7 @@ class PlannedPartitioner(Partitioner):
             before.append(taken[node.name])
 
     def _refuse_other_graph(self, here: Collection[tuple[str, str]]) -> None:
-        """Refuse a graph in whose regions nothing is what the plan drops, and something is what it does not know.
+        """Refuse a graph that saves a value which the plan does not know, and nothing that the plan drops.
 
         Raises:
             PlanMismatch: it is not the graph that was planned.
@@ -184,10 +188,10 @@ class PlannedPartitioner(Partitioner):
 
 
 class _Drawless:
-    """Stands for an op in a call that draws no numbers, attention with a dropout of 0, while torch partitions.
+    """Replaces an op that draws no random numbers in this call (attention with a dropout of 0) while torch partitions.
 
-    Around every op that could draw and is computed again torch saves and restores the random state (seen in 2.9 to 2.15).
-    Called like that an op leaves contiguous outputs, backward copies what it reads of them, and no CUDA graph is captured.
+    Torch saves and restores the random state around every recomputed op that could draw (seen in 2.9 to 2.15). An op called
+    that way returns contiguous outputs, backward copies what it reads of them, and CUDA graphs cannot be captured.
     """
 
     def __init__(self, op: Any) -> None:
@@ -199,7 +203,7 @@ class _Drawless:
 
 
 def _hide_drawless(graph: fx.Graph) -> None:
-    """Put stand-ins into the place of what has torch's tag of random ops and draws nothing; equal ones for equal ops."""
+    """Replace ops that have torch's tag of random ops but draw nothing. Equal ops get the same replacement."""
     made: dict[Any, _Drawless] = {}
     for node in graph.nodes:
         is_tagged = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
@@ -214,10 +218,11 @@ def _show_drawless(graph: fx.Graph) -> None:
 
 
 def _copy_for_each_kernel(backward: fx.Graph) -> None:
-    """Give every kernel of backward its own copies of what it makes on the way from what is in memory.
+    """Give every kernel of backward its own copies of intermediate values that it can compute from memory.
 
-    What two kernels read inductor may put into memory: on a CPU wherever an exponential, a logarithm or the like is in it, and
-    always the random numbers that a mask is drawn from, at four bytes each. So either kernel draws a mask for itself.
+    If two kernels read such a value, inductor may put it into memory: on a CPU if an exponential, logarithm or similar op is in
+    it, and always for the random numbers that a mask is drawn from, at four bytes each. With copies, each kernel draws the mask
+    itself.
     """
     kernel_of = {node: node.meta.get(_KERNEL) for node in backward.nodes}
     for node in reversed(backward.nodes):
@@ -236,7 +241,9 @@ def _copy_for_each_kernel(backward: fx.Graph) -> None:
 
 
 def _note_kernels(graph: JointGraph) -> None:
-    """Write on the nodes what is asked of their copies: the kernel that runs them, and whether they have no memory."""
+    """Annotate nodes for `_copy_for_each_kernel`: the kernel that runs them, and whether their value is never put into
+    memory.
+    """
     for at, kernel in enumerate(graph.kernels):
         for node in kernel.nodes:
             node.meta[_KERNEL] = at
@@ -246,7 +253,9 @@ def _note_kernels(graph: JointGraph) -> None:
 
 
 def _boundaries(graph: JointGraph, again: set[fx.Node]) -> set[fx.Node]:
-    """What regions were given and computing ``again`` needs: saved, so that it never goes on into another region."""
+    """Values of other regions that recomputing ``again`` needs. They are saved, so that recomputation never continues into
+    another region.
+    """
     forward = [kernel for kernel in graph.kernels if not kernel.is_backward]
     maker = {node: again for kernel in forward for again in kernel.again for node in again.writes}
     held = graph.read_by_backward().keys() - again
@@ -276,29 +285,29 @@ def _from_text(text: str) -> PlannedPartitioner:
 
 
 _Pass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
-"""Before torch 2.13 there is one kind of pass; what torch keeps of either is its uuid."""
+"""Before torch 2.13 one class serves all kinds of passes. Torch stores only the uuid of either."""
 
 
 def in_order() -> dict[str, Any]:
-    """Inductor's options for it; none where the user has a pass of the whole process in that place."""
+    """Inductor's options for `GraphOrder`; none if the user has set a process-wide pass in that place."""
     return {} if config._pre_fusion_custom_pass is not None else {"_pre_fusion_custom_pass": GraphOrder()}
 
 
 def with_seeds_saved() -> dict[str, Any]:
-    """Inductor's options for ``SeedsSaved``; none where the user has a pass of the whole process in that place."""
+    """Inductor's options for `SeedsSaved`; none if the user has set a process-wide pass in that place."""
     return {} if config.joint_custom_post_pass is not None else {"joint_custom_post_pass": SeedsSaved()}
 
 
 class SeedsSaved(custom_graph_pass.CustomGraphPass):
-    """Saves the seeds of a checkpointed region's random numbers, so that it draws the numbers that it draws uncheckpointed.
+    """Saves the seeds of a checkpointed region's random numbers, so that it draws the same numbers as without the checkpoint.
 
-    From torch 2.14 on a checkpoint marks the op that draws seeds to run again in backward. Then forward also saves the random
-    state, and the generator advances once more: dropout's masks are others than without the checkpoint, so the two gradients
-    cannot be compared. Without the mark, as before 2.14, the seeds are saved: 8 bytes each.
+    From torch 2.14 on, a checkpoint marks the op that draws seeds to be rerun in backward. Then forward also saves the random
+    state, and the generator advances once more. So dropout's masks differ from those without the checkpoint, and the two
+    gradients cannot be compared. Without the mark, as before 2.14, the seeds are saved: 8 bytes each.
     """
 
     def uuid(self) -> str:
-        """Names this code, for torch's caches of compiled graphs."""
+        """A digest of this code, for torch's caches of compiled graphs."""
         return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -308,17 +317,17 @@ class SeedsSaved(custom_graph_pass.CustomGraphPass):
 
 
 class GraphOrder(_Pass):
-    """Keeps backward in the order of its graph, in the code that inductor generates: adds waits before kernels are fused.
+    """Keeps backward in the order of its graph in the code that inductor generates: it adds waits before kernels are fused.
 
-    torch places a recomputed op right before its reader. Inductor's scheduler then fuses kernels that read the same input: a
-    mask, or the angles of rotary embeddings. Recomputed kernels of two blocks become one, and the second block's are made a
-    whole block early and wait in memory. So every kernel is told to wait for the last op before it that is not fused (a
-    matrix product, attention). Fusing across that op would be a circle, which the scheduler refuses. A kernel may still run
-    later, with its reader. What nothing else reads, as the sum that is a bias's gradient, would be fused with whatever comes
-    later and hold what it sums up until then: the next op that is not fused waits for it.
+    torch places a recomputed op right before its reader. Inductor's scheduler then fuses kernels that read the same input, such
+    as a mask or the angles of rotary embeddings. Recomputed kernels of two blocks become one, and the second block's results
+    are computed a whole block early and wait in memory. So every kernel gets a fake dependency on the last op before it that is
+    not fused (a matrix product, attention). Fusing across that op would create a cycle, which the scheduler refuses. A kernel
+    may still run later, with its reader. A result that no other kernel reads, such as the sum for a bias's gradient, would be
+    fused with a later kernel and hold its inputs until then. So the next op that is not fused waits for it.
 
-    inductor copies its configuration deeply; this holds nothing, so a copy is itself. Private, seen in torch 2.13 to 2.15:
-    ``_pre_fusion_custom_pass`` and ``CustomSchedulerPass``, ``add_fake_dep``, ``WeakDep``, ``compute_ancestors``,
+    inductor deep-copies its configuration; this object is stateless, so its copy is itself. Private, seen in torch 2.13 to
+    2.15: ``_pre_fusion_custom_pass`` and ``CustomSchedulerPass``, ``add_fake_dep``, ``WeakDep``, ``compute_ancestors``,
     ``OutputNode``.
     """
 
@@ -326,7 +335,7 @@ class GraphOrder(_Pass):
         return self
 
     def uuid(self) -> str:
-        """Names this code, for torch's caches of compiled graphs."""
+        """A digest of this code, for torch's caches of compiled graphs."""
         return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
     def __call__(self, nodes: list[Any]) -> list[Any]:

@@ -1,7 +1,7 @@
-"""Puts a plan to work on the compiled parts of a model: each unit is compiled anew, with a partitioner of its own.
+"""Apply a plan to the compiled parts of a model: recompile each unit with a partitioner for the plan.
 
-Units whose regions all keep everything stay as they are. Units with equal decisions share one compilation: equal blocks are
-compiled once for each way in which the plan treats them.
+Units whose regions all keep everything stay unchanged. Units with equal decisions share one compilation: equal blocks are
+compiled once per set of decisions.
 """
 
 from __future__ import annotations
@@ -27,16 +27,18 @@ from plimsoll.tracing.ddp import inner_module
 
 
 class RegionInCompiled(ManagedRegion):
-    """A region that torch.compiler.disable keeps out of what is compiled around it; so it stays under a plan."""
+    """A region inside a compiled unit. torch.compiler.disable excludes it from the compilation, so that the plan manages it
+    eagerly.
+    """
 
     __call__ = torch.compiler.disable(ManagedRegion.__call__)
 
 
 class PackingCall:
-    """A compiled block whose saved tensors partly take other forms, or behind which the transfers of the block before hide.
+    """A compiled block that holds some saved tensors in another form, or that hides the transfers of the block before.
 
-    Autograd packs what compiled code saves when its forward ends, and unpacks all of it when its backward begins. The
-    partitioner has put first what takes other forms (see ``partitioner``).
+    Autograd packs the saved tensors of compiled code when its forward ends, and unpacks all of them when its backward begins.
+    The partitioner puts the tensors that take another form first (see ``partitioner``).
     """
 
     def __init__(
@@ -47,12 +49,12 @@ class PackingCall:
         packer: Packer,
         transfers: TransfersUnderWay,
     ) -> None:
-        """``taking`` are the first tensors that it saves. ``name`` seeds what codecs draw."""
+        """``taking`` are the first tensors that it saves. ``name`` seeds the codecs' random numbers."""
         self._compiled, self._name, self._taking = compiled, name, tuple(taking)
         self._packer, self._transfers = packer, transfers
         self._calls = 0
         self.refused: Counter[tuple[str, str]] = Counter()
-        """How often a value (by name and codec) was kept because its codec could not take it."""
+        """How often a value was kept because its codec could not represent it, by value name and codec."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -70,9 +72,9 @@ class PackingCall:
 
 
 class CompiledUnits:
-    """The units of a plan, at work from ``resume`` until ``pause``.
+    """The compiled units of a plan, active from ``resume`` until ``pause``.
 
-    Plans may take turns: what one has had compiled is there when it comes back.
+    Plans may alternate: compilations are kept and reused when an earlier plan returns.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, shared: Shared) -> None:
@@ -83,10 +85,10 @@ class CompiledUnits:
         self.use(plan)
 
     def use(self, plan: Plan) -> None:
-        """Follow another plan for the same model, from ``resume`` on."""
+        """Use another plan for the same model, from ``resume`` on."""
         found: dict[Unit, Callable[..., Any]] = {}
         self.packing: dict[str, PackingCall] = {}
-        """Blocks whose values take other forms, by path."""
+        """Blocks that pack values or hide transfers, by path."""
         regions: defaultdict[str, list[RegionPlan]] = defaultdict(list)
         for region in plan.regions:
             regions[region.name].append(region)
@@ -105,7 +107,9 @@ class CompiledUnits:
         self._calls = found
 
     def _taking(self, calls: Mapping[str, Sequence[RegionPlan]]) -> tuple[list[Taking], Packer]:
-        """What takes other forms in a unit, in the order of names, and who packs it; under a sensor all that it is to see."""
+        """The values of a unit that take another form, in the order of names, and the packer. Under a sensor: all values to
+        measure.
+        """
         sensor = self._shared.sensor
         found: list[Taking] = []
         for region in (region for several in calls.values() for region in several):
@@ -126,10 +130,11 @@ class CompiledUnits:
         *,
         hides: bool,
     ) -> Callable[..., Any] | None:
-        """A unit compiled as the plan says of its regions, each with all its ``calls``, for which there is one code; ``None``
-        where it stays as the user has compiled it.
+        """Compile a unit for its regions' decisions. All ``calls`` of a region share one code. ``None`` if the user's
+        compilation stays.
 
-        What hides transfers does not stay: a wrapper that torch.compile made would compile what is around the unit.
+        A unit that hides transfers is compiled anew even if it drops nothing: the user's torch.compile wrapper would also
+        compile the code around the unit.
         """
         made = self._made
         is_watched = self._shared.sensor is not None  # then everything is saved
@@ -157,21 +162,21 @@ class CompiledUnits:
         return made[key]
 
     def resume(self) -> None:
-        """Put the units' own compilations to work; harmless when called twice, or what was there before would be lost."""
+        """Install the units' compilations. A second call does nothing; otherwise it would lose what to put back."""
         self._put_back = self._put_back or [install_alone(unit, function) for unit, function in self._calls.items()]
 
     def pause(self) -> None:
-        """Put back what the user's torch.compile made."""
+        """Put back the user's own compilations."""
         for put_back in reversed(self._put_back):
             put_back()
         self._put_back = []
 
 
 def planned_units(model: nn.Module, planned: Iterable[CompiledUnit]) -> tuple[Unit, ...]:
-    """The units of a plan in a model, as the user has compiled them or as the plan does.
+    """The units of a plan in a model, compiled by the user or to be compiled by the plan.
 
     Raises:
-        PlanMismatch: something else is compiled than the plan was made for.
+        PlanMismatch: other modules are compiled than when the plan was made.
     """
     found = {unit.path: unit for unit in find_units(model)}
     modules: Mapping[str, nn.Module] = dict(inner_module(model).named_modules())

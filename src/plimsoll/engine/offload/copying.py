@@ -1,8 +1,8 @@
-"""Copies between memory and a disk link's file, and the threads that carry them out: bounded, counted, closed in good order.
+"""Copies between memory and a disk link's file, on a bounded number of threads.
 
-A copy that is waited for before a thread took it up runs in the waiting thread: nobody waits behind other copies. An I/O
-error is kept, not raised: the ticket raises it where its user looks. After a fork the child has neither the threads nor a say
-in which extents are taken, so every entry asks for the owner.
+If a copy is waited for before a thread has begun it, it runs in the waiting thread, so that it does not wait for other copies.
+An I/O error is stored and not raised; the ticket raises it where its user waits. A forked child has neither the copying threads
+nor an up-to-date list of used extents, so every entry point checks that the caller is the owner process.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _INNER_BYTES = 64
 
 
 class Transport:
-    """Carries copies between memory and ``file``.
+    """Runs copies between memory and ``file``.
 
     Args:
         file: closed together with this.
-        workers: the most threads; they start when there is work for them.
-        most_out_bytes: the bound on what is on its way out.
+        workers: the most threads; they start on demand.
+        most_out_bytes: limit of the bytes that are being copied out.
     """
 
     def __init__(self, file: BackingFile, workers: int, most_out_bytes: int) -> None:
         self.file = file
         self.out_bytes = 0
-        """On its way out now."""
+        """Bytes that are being copied out now."""
         self.out_cpu_seconds = 0.0
         self.in_cpu_seconds = 0.0
         self._most_out_bytes = most_out_bytes
@@ -49,20 +49,24 @@ class Transport:
         self._is_closed = False
 
     def submit(self, work: Callable[[], None]) -> Future[None] | None:
-        """Let a thread do ``work``; nothing where no thread will ever come (the pool, or the interpreter, is closing)."""
+        """Run ``work`` on a thread. Returns None if the pool or the interpreter is closing, so that a thread will never run
+        it.
+        """
         try:
             return self._pool.submit(work)
         except RuntimeError:
             return None
 
     def admit(self, nbytes: int) -> None:
-        """Wait until ``nbytes`` more may be on their way out; more than the bound go alone."""
+        """Wait until ``nbytes`` more may be copied out. A copy larger than the limit waits until it is alone."""
         with self._changed:
             self._changed.wait_for(lambda: not self.out_bytes or self.out_bytes + nbytes <= self._most_out_bytes)
             self.out_bytes += nbytes
 
     def account(self, nbytes: int, cpu_seconds: float, *, is_out: bool) -> None:
-        """A copy of ``nbytes`` has ended, well or not; one that went out makes room for others."""
+        """Note that a copy of ``nbytes`` has ended, whether or not it succeeded. The end of a copy-out wakes up waiting
+        copies.
+        """
         with self._changed:
             if is_out:
                 self.out_bytes -= nbytes
@@ -74,7 +78,7 @@ class Transport:
     def check_owner(self) -> None:
         """
         Raises:
-            OffloadFailed: in a process that was forked from the one that opened the link.
+            OffloadFailed: in a process that was forked from the process that opened the link.
         """
         if self._owner_pid != os.getpid():
             raise OffloadFailed(
@@ -86,7 +90,7 @@ class Transport:
     def check_open(self) -> None:
         """
         Raises:
-            OffloadFailed: closed, or of another process.
+            OffloadFailed: the link is closed, or belongs to another process.
         """
         self.check_owner()
         if self._is_closed:
@@ -97,7 +101,9 @@ class Transport:
             )
 
     def close(self) -> None:
-        """Finish what is under way, end the threads, give the file back. In a forked child: only its own copy of these."""
+        """Finish copies in progress, stop the threads, close the file. In a forked child, only mark the child's link as
+        closed.
+        """
         if self._owner_pid == os.getpid() and not self._is_closed:
             self._pool.shutdown(wait=True)
             self.file.close()
@@ -105,9 +111,10 @@ class Transport:
 
 
 class Lease:
-    """An extent for as long as something holds this: a ticket, or a copy that is under way.
+    """Reserves an extent for as long as a ticket or a copy in progress holds this object.
 
-    It may die at any moment, in any thread, in the middle of a collection: so it takes no lock, it leaves a note.
+    It may be deleted at any moment, in any thread, also during garbage collection. So ``__del__`` does not take a lock; it only
+    appends the extent to a queue.
     """
 
     __slots__ = ("extent", "returned")
@@ -121,13 +128,13 @@ class Lease:
 
 
 class DiskCopy:
-    """One transfer; it holds the tensor and the lease until it has run, and not a moment longer.
+    """One transfer. It holds the tensor and the lease until it has run.
 
     Args:
-        tensor: copied out (its bytes were admitted before), or filled.
-        lease: where in the file.
-        transport: carries it out.
-        is_out: from the tensor to the file.
+        tensor: copied out (`Transport.admit` was called for its bytes), or filled.
+        lease: the place in the file.
+        transport: runs the copy.
+        is_out: whether to copy from the tensor to the file.
     """
 
     def __init__(self, tensor: torch.Tensor, lease: Lease, transport: Transport, *, is_out: bool) -> None:
@@ -139,15 +146,15 @@ class DiskCopy:
         self._future: Future[None] | None = None
 
     def start(self) -> None:
-        """Let a thread take it up; where none will come any more, run it here."""
+        """Queue the copy for a thread. If the pool is closed, run it here."""
         self._future = self._transport.submit(self._run)
         if self._future is None:
             self._run()
 
     def finish(self) -> None:
-        """Return when it has run; where nobody has begun, run it here."""
+        """Wait until it has run. If a thread has not begun it, run it here."""
         if self._future is None or self._future.cancel():
-            self._run()  # does nothing the second time
+            self._run()  # does nothing if it has run already
         else:
             self._future.result()
 
@@ -173,11 +180,11 @@ class DiskCopy:
 
 
 def checksum(data: memoryview) -> int:
-    """A number that differs where one of its samples does: cheap enough to be taken of every copy, both ways.
+    """A checksum of samples of ``data``, cheap enough to compute for every copy in both directions.
 
-    CRC-32 of 512 bytes at the start and at the end and of 64 bytes in every MiB between. It finds bytes of another tensor, a
-    file cut short, blocks that were lost; a single flipped bit in a large tensor goes unnoticed. A checksum of everything
-    would cost several times the copy itself.
+    CRC-32 of 512 bytes at the start and at the end and of 64 bytes in every MiB between. It detects bytes of another tensor, a
+    truncated file and lost blocks, but not a single flipped bit in a large tensor. A checksum of everything would cost several
+    times the copy itself.
     """
     if len(data) <= 2 * _END_BYTES:
         return crc32(data)
@@ -188,6 +195,6 @@ def checksum(data: memoryview) -> int:
 
 
 def _memory_of(tensor: torch.Tensor) -> memoryview:
-    """The very bytes of a contiguous CPU tensor; whoever holds the view must hold the tensor."""
+    """A view of the memory of a contiguous CPU tensor. Hold the tensor as long as the view."""
     array = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
     return memoryview(array).cast("B")

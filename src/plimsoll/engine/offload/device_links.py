@@ -1,18 +1,18 @@
 """The link from a CUDA device to pinned host memory, over PCIe or NVLink.
 
-Not yet run on a GPU: its logic is tested against a device that records the order of calls and notices every
-use of memory before the event that frees it.
+Not yet run on a GPU: its logic is tested against a device that records the order of calls and detects every use of memory
+before the event that frees it.
 
-It has two streams beside the program's, one for each direction. Nothing there blocks the host but a spent budget
-and `close`: where something must come first, a stream waits for an event.
+The link has its own stream for each direction. Only an exhausted budget and `close` block the host; everywhere else, a stream
+waits for an event.
 
-* The copy-out waits for the stream that made the source. `settle` makes that stream wait for the copy-out before the
-  source's memory goes back to the allocator, so that what is allocated there next cannot overwrite bytes on their way.
-* The copy-in waits for the copy-out, and for the stream whose allocator gave the destination (its memory may have had
-  another use that is queued still). `read` makes the current stream wait for the copy-in.
-* Memory of a ticket that is dropped under way is held until its event has passed.
+* The copy-out waits for the stream that made the source. `settle` makes that stream wait for the copy-out before the source's
+  memory returns to the allocator, so that the next tensor there cannot overwrite bytes that are being copied.
+* The copy-in waits for the copy-out, and for the stream that allocated the destination (an earlier use of the same memory may
+  still be queued there). `read` makes the current stream wait for the copy-in.
+* If a ticket is deleted during a copy, its memory is held until the copy's event has passed.
 
-The source is expected to be of the stream that is current in `store`, as is what autograd saves.
+The source must belong to the stream that is current in `store`; tensors that autograd saves do.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class PinnedLink(Link):
     """Keeps a CUDA device's tensors in pinned host memory.
 
     Args:
-        device: whose tensors.
-        most_bytes: of host memory, counted as it is taken: pinned blocks are powers of two.
+        device: the tensors' device.
+        most_bytes: limit of host memory. Pinned blocks count with their size, a power of two.
         calls: the device's calls; tests pass their own.
     """
 
@@ -43,7 +43,7 @@ class PinnedLink(Link):
 
     @property
     def taken_bytes(self) -> int:
-        """Host memory that is pinned now, in use or kept for later."""
+        """Pinned host memory, in use or kept for later."""
         return self.pool.taken_bytes
 
     def store(self, tensor: torch.Tensor) -> PinnedTicket:
@@ -61,7 +61,7 @@ class PinnedLink(Link):
     def check_open(self) -> None:
         """
         Raises:
-            OffloadFailed: closed.
+            OffloadFailed: the link is closed.
         """
         if self._is_closed:
             raise OffloadFailed(
@@ -72,7 +72,7 @@ class PinnedLink(Link):
 
 
 class PinnedTicket:
-    """A tensor in a pinned buffer, or on its way there or back."""
+    """A tensor in a pinned buffer, or being copied there or back."""
 
     def __init__(self, link: PinnedLink, source: torch.Tensor, buffer: Buffer) -> None:
         self._buffer = buffer
@@ -112,7 +112,7 @@ class PinnedTicket:
         return tensor
 
     def _expect(self) -> tuple[torch.Tensor, DeviceEvent, DeviceStream]:
-        """Make room for the tensor and begin to copy it in."""
+        """Allocate memory for the tensor and begin to copy it in."""
         self.settle()
         home = self._calls.current_stream()
         tensor = self._calls.empty(self._length, self._dtype)
@@ -126,7 +126,7 @@ class PinnedTicket:
         return self._arriving
 
     def _bytes(self) -> torch.Tensor:
-        """The part of the buffer that is used, as what it holds."""
+        """The used part of the buffer, in the tensor's dtype."""
         assert self._buffer.memory is not None, "the link is open"
         return self._buffer.memory[: self._length * self._dtype.itemsize].view(self._dtype)
 

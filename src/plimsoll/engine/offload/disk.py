@@ -1,13 +1,13 @@
 """The link from RAM to a disk, for tensors in ordinary memory.
 
-Bytes go straight between the tensor's memory and the file (``pwrite``, ``preadv``), on a few threads that hold no
-interpreter lock meanwhile. They pass through the system's page cache: its clean pages are given up when others need
-memory, so they do not count against anybody's budget, though tools that watch a container may show them.
+Bytes go straight between the tensor's memory and the file (``pwrite``, ``preadv``), on a few threads that release the
+interpreter lock meanwhile. They pass through the system's page cache. The system drops its clean pages when memory is needed,
+so they do not count as used memory, but tools that watch a container may show them.
 
-Known weaknesses: the copying threads take CPU time, which training pays where no core is idle (``measure_link`` measures
-how much). The file keeps its greatest length until `close`, because bytes that are written again go an order of magnitude
-faster than new ones. Checksums are samples: they find extents that were mixed up, cut short or lost, not every flipped bit.
-Needs a POSIX system.
+Known weaknesses: the copying threads take CPU time, which slows training if no core is idle (``measure_link`` measures how
+much). The file keeps its greatest length until `close`, because overwriting is an order of magnitude faster than extending.
+Checksums are samples: they detect extents that were mixed up, truncated or lost, but not every flipped bit. Needs a POSIX
+system.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from plimsoll.units import MIB, format_bytes
 
 
 class DiskLink(Link):
-    """Keeps tensors in a file that has no name and cannot outlive the process.
+    """Keeps tensors in an unnamed file that disappears with the process.
 
     Args:
-        directory: where; by default the system's directory for temporary files, unless that lies in RAM.
-        most_bytes: the greatest length of the file; by default as much as the disk has, but for a margin.
-        workers: threads that copy.
-        most_in_flight_bytes: `store` waits while more than this is on its way out.
+        directory: of the file; by default the system's directory for temporary files, unless that is in RAM.
+        most_bytes: limit of the file's length; by default the disk's free space minus a margin.
+        workers: the number of copying threads.
+        most_in_flight_bytes: `store` waits while more than this is being copied out.
 
     Raises:
-        OffloadFailed: no file can be made there.
+        OffloadFailed: a file cannot be made there.
 
     Example:
         >>> with DiskLink("/var/tmp") as link:
@@ -63,14 +63,14 @@ class DiskLink(Link):
 
     @property
     def extents(self) -> Extents:
-        """What is taken and what is free, as of now; the next `store` changes it."""
+        """Used and free extents at this moment; the next `store` changes the object."""
         with self._space:
             self._take_returned()
             return self._extents
 
     @property
     def in_flight_bytes(self) -> int:
-        """On its way out now."""
+        """Bytes that are being copied out now."""
         return self._transport.out_bytes
 
     @property
@@ -108,7 +108,7 @@ class DiskLink(Link):
 
 
 class DiskTicket:
-    """A tensor in a link's file, or on its way there or back."""
+    """A tensor in a link's file, or being copied there or back."""
 
     def __init__(self, source: torch.Tensor, lease: Lease, transport: Transport) -> None:
         self._lease = lease
@@ -143,7 +143,7 @@ class DiskTicket:
         return tensor
 
     def _has_left(self) -> bool:
-        """Wait for the copy-out; let go of the source if it is out, keep it if the copy failed."""
+        """Wait for the copy-out. If it succeeded, release the source; if it failed, keep the source and return False."""
         self._transport.check_owner()
         if self._leaving is not None:
             self._leaving[1].finish()
@@ -154,7 +154,7 @@ class DiskTicket:
         return True
 
     def _expect(self) -> tuple[torch.Tensor, DiskCopy]:
-        """Make room for the tensor, and the copy that will fill it."""
+        """Allocate memory for the tensor, and make the copy that will fill it."""
         tensor = torch.empty(self._length, dtype=self._dtype, device="cpu")
         self._arriving = (tensor, DiskCopy(tensor, self._lease, self._transport, is_out=False))
         return self._arriving

@@ -1,10 +1,11 @@
-"""The file behind a disk link, which nobody else can see and which cannot outlive its users, and what is free in it.
+"""The file behind a disk link, and the list of its free space.
 
-The file has no name: it is made without one where the system can (``O_TMPFILE``), else unlinked as soon as it is made.
-Whatever ends the process, ``kill -9`` included, gives its space back. A forked child shares it until the child ends.
+The file has no name, so that other processes cannot see it: it is created with ``O_TMPFILE`` if the system supports that, else
+unlinked right after its creation. However the process ends (``kill -9`` included), the system frees the space. A forked child
+shares the file until the child ends.
 
-Of its bytes the lowest hole that is large enough is used first, so that the file stays short and its front stays in the page
-cache. Freed neighbours become one hole; a hole at the end is no hole, the file's used part just ends sooner.
+The lowest hole that is large enough is used first, so that the file stays short and its front stays in the page cache.
+Neighbouring holes are merged. A hole at the end is not stored; the used part of the file just ends earlier.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from plimsoll.errors import OffloadFailed
 from plimsoll.units import MIB, format_bytes
 
 MARGIN_BYTES = 256 * MIB
-"""Left free for everybody else, or a twentieth of the disk where that is less."""
+"""Left free on the disk; a twentieth of the disk if that is less."""
 ALIGNMENT_BYTES = 4096
 """A page, and a multiple of every disk's block."""
 _MOUNTS = Path("/proc/self/mountinfo")
@@ -33,10 +34,9 @@ _WITHOUT_TMPFILE = {errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL}
 
 
 def is_in_memory(directory: str, mounts: Path = _MOUNTS) -> bool:
-    """Whether the system says so (tmpfs, ramfs): offloading to such a directory would free nothing.
+    """Whether the directory is in RAM (tmpfs, ramfs): offloading to it would not free memory.
 
-    Where it does not say (no such file but on Linux, a device not listed), no.
-
+    False if the system does not say (mountinfo exists only on Linux, or the device is not listed).
 
     Source: proc_pid_mountinfo(5). The third field is ``major:minor``; the type follows the field ``-``.
     """
@@ -54,7 +54,7 @@ class BackingFile:
     """An unlinked file; reads and writes may come from any thread.
 
     Raises:
-        OffloadFailed: no file can be made in ``directory``.
+        OffloadFailed: a file cannot be made in ``directory``.
     """
 
     def __init__(self, directory: str) -> None:
@@ -74,17 +74,17 @@ class BackingFile:
             ) from error
 
     def reserve(self, end_bytes: int) -> None:
-        """Make sure that the disk has room for the file to reach ``end_bytes``; the system is asked only when it grows.
+        """Check that the disk has room for the file to reach ``end_bytes``. The system is asked only if the file grows.
 
         Raises:
-            OffloadFailed: it has not.
+            OffloadFailed: the disk does not have enough room.
         """
         if end_bytes <= self._promised_bytes:
             return
         disk = os.fstatvfs(self._fd)
         free_bytes = disk.f_bavail * disk.f_frsize
         margin_bytes = min(MARGIN_BYTES, disk.f_blocks * disk.f_frsize // 20)
-        # What was promised but is not written yet is still free to the system, so count from what the file really has.
+        # The system still counts promised but unwritten bytes as free, so compare with the blocks that the file has.
         missing_bytes = end_bytes - os.fstat(self._fd).st_blocks * 512
         if missing_bytes > free_bytes - margin_bytes:
             raise OffloadFailed(
@@ -95,7 +95,7 @@ class BackingFile:
         self._promised_bytes = end_bytes
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Write all of ``data``; the system may take it in parts."""
+        """Write all of ``data``; the system may accept it in parts."""
         with self._in_use():
             done = 0
             while done < len(data):
@@ -105,7 +105,7 @@ class BackingFile:
                 done += taken
 
     def read(self, data: memoryview, offset: int) -> None:
-        """Fill all of ``data``; the system may give it in parts."""
+        """Fill all of ``data``; the system may return it in parts."""
         with self._in_use():
             done = 0
             while done < len(data):
@@ -115,7 +115,7 @@ class BackingFile:
                 done += given
 
     def close(self) -> None:
-        """Give the space back, once nobody reads or writes."""
+        """Wait for running reads and writes, then close the file, which frees its space."""
         with self._idle:
             self._is_closed = True
             self._idle.wait_for(lambda: not self._users)
@@ -125,7 +125,7 @@ class BackingFile:
 
     @contextlib.contextmanager
     def _in_use(self) -> Iterator[None]:
-        """The descriptor's number must not be closed, and used again by another file, under a copy."""
+        """Keep the descriptor open during a copy: another file could get its number after a close."""
         with self._idle:
             if self._is_closed:
                 raise OSError(errno.EBADF, "the link is closed")
@@ -143,7 +143,7 @@ class BackingFile:
 
 
 def _open_unlinked(directory: str) -> int:
-    nameless: int = getattr(os, "O_TMPFILE", 0)  # Linux alone has it
+    nameless: int = getattr(os, "O_TMPFILE", 0)  # only Linux has it
     if nameless:
         try:
             return os.open(directory, nameless | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -172,23 +172,23 @@ class Extents:
 
     def __init__(self) -> None:
         self.end_bytes = 0
-        """Where the last taken extent ends."""
+        """Where the last used extent ends."""
         self.taken_bytes = 0
         self._holes: list[Extent] = []
 
     @property
     def holes(self) -> tuple[Extent, ...]:
-        """Free extents below the end, in order; no two of them touch."""
+        """Free extents below the end, in order. Neighbours are merged."""
         return tuple(self._holes)
 
     def fit(self, nbytes: int) -> Extent:
-        """Where ``nbytes`` would go; nothing is taken yet, and it may reach past the end."""
+        """Find a place for ``nbytes``, possibly past the end. It is not taken yet."""
         size_bytes = -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         offsets = (hole.offset for hole in self._holes if hole.size_bytes >= size_bytes)
         return Extent(next(offsets, self.end_bytes), size_bytes)
 
     def take(self, extent: Extent) -> None:
-        """Take what `fit` found."""
+        """Take an extent that `fit` returned."""
         self.taken_bytes += extent.size_bytes
         if extent.offset == self.end_bytes:
             self.end_bytes = extent.end
@@ -198,7 +198,7 @@ class Extents:
             self._holes[index : index + 1] = [Extent(extent.end, left_bytes)] if left_bytes else []
 
     def give_back(self, extent: Extent) -> None:
-        """Free an extent, whole; it joins the holes that it touches."""
+        """Free a whole extent and merge it with neighbouring holes."""
         if not extent.size_bytes:
             return
         self.taken_bytes -= extent.size_bytes
@@ -216,5 +216,5 @@ class Extents:
             self.end_bytes = start
 
     def _index(self, extent: Extent) -> int:
-        """Of the first hole that does not begin before the extent."""
+        """Index of the first hole that does not begin before the extent."""
         return bisect_left(self._holes, extent.offset, key=attrgetter("offset"))

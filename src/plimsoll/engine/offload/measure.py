@@ -1,11 +1,11 @@
-"""Measures how fast a link carries a device's tensors both ways, with the CPU time that its copies take.
+"""Measure how fast a link carries a device's tensors in both directions, and the CPU time of its copies.
 
-Keeps several tensors on the link, 32 MiB in all by default so that the processor's caches flatter it little, fetches the
-oldest and stores the next until half a second has passed, and takes medians. Storing the first ones is not counted: it
-makes room in the file that later ones use again, as later training steps do. A disk is therefore measured through the
-system's page cache; one that is asked to hold more than there is free memory falls to the speed of the device itself, which
-this does not see. Nor does it see what the system takes to make memory for single tensors of 32 MiB and more, which no
-process keeps for the next one.
+It keeps several tensors on the link (32 MiB in all by default, so that CPU caches hardly distort the result), fetches the
+oldest and stores the next until half a second has passed, and takes medians. Storing the first tensors is not counted: it
+extends the file, and later ones reuse that space, as later training steps do. A disk is therefore measured through the system's
+page cache. A disk that must hold more than the free memory slows down to the speed of the device itself, which this does not
+measure. It also does not measure the allocation of single tensors of 32 MiB and more, whose memory returns to the system every
+time.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class LinkSpeed:
     out_bytes_per_second: float
     in_bytes_per_second: float
     latency_seconds: float
-    """Of a small transfer, the slower way of the two."""
+    """Seconds of a small transfer, in the slower direction."""
     out_cpu_seconds_per_byte: float
-    """Of the copying threads; training pays it where no core is idle."""
+    """CPU time of the copying threads, which slows training if no core is idle."""
     in_cpu_seconds_per_byte: float
 
 
 class _Trip(NamedTuple):
-    """Of one tensor out and one in, or medians."""
+    """Times of one tensor out and one in, or their medians."""
 
     out_seconds: float
     in_seconds: float
@@ -54,11 +54,11 @@ class _Trip(NamedTuple):
 
 
 def measure_link(link: Link, device: torch.device, nbytes: int = 4 * MIB) -> LinkSpeed:
-    """How fast ``link`` carries tensors of ``device``.
+    """Measure how fast ``link`` carries tensors of ``device``.
 
     Args:
-        link: open, and used by nobody else meanwhile.
-        device: where the tensors are.
+        link: open, and not used by anything else meanwhile.
+        device: the tensors' device.
         nbytes: of one measured transfer.
 
     Raises:
@@ -83,7 +83,7 @@ def measure_link(link: Link, device: torch.device, nbytes: int = 4 * MIB) -> Lin
 
 
 def _trips(link: Link, device: torch.device, nbytes: int, most_seconds: float) -> list[_Trip]:
-    """One trip at least, then more while there is time."""
+    """At least one trip, then more until the time is up."""
     tensors = itertools.cycle(_noise(nbytes, device))
     begun_at = time.perf_counter()
     away: deque[Ticket] = deque()
@@ -103,7 +103,7 @@ def _trips(link: Link, device: torch.device, nbytes: int, most_seconds: float) -
 
 
 def _timed(link: Link, device: torch.device, work: Callable[[], object]) -> tuple[float, CopyCpuSeconds]:
-    """Seconds of ``work``, and CPU seconds of the link's copies meanwhile."""
+    """Seconds of ``work``, and CPU seconds of the link's copies during it."""
     wait_for_device(device)
     before, begun_at = link.copy_cpu_seconds, time.perf_counter()
     work()
@@ -113,7 +113,7 @@ def _timed(link: Link, device: torch.device, work: Callable[[], object]) -> tupl
 
 
 def _noise(nbytes: int, device: torch.device) -> list[torch.Tensor]:
-    """Bytes that no file system compresses, without a change to anybody's random numbers."""
+    """Bytes that a file system cannot compress. Global random generators are not used."""
     generator = torch.Generator(device).manual_seed(0)
     words = torch.randint(2**62, (nbytes // 8 + 1,), device=device, generator=generator)
     return [words.view(torch.uint8)[:nbytes].clone() for _ in range(_ALIVE)]
@@ -124,6 +124,6 @@ def _median(trips: list[_Trip]) -> _Trip:
 
 
 def _bandwidth(nbytes: int, seconds: float, latency_seconds: float) -> float:
-    """Bytes per second beyond the latency; of the whole where that is lost in the noise of the latency."""
+    """Bytes per second without the latency; with the latency if the rest of the time is lost in its noise."""
     moving_seconds = seconds - latency_seconds
     return nbytes / (moving_seconds if moving_seconds > seconds / 10 else seconds)

@@ -1,4 +1,4 @@
-"""Opens the link of a name, ``disk`` or ``host``, for the tensors of a device; a GPU's go to a disk by way of the host."""
+"""Open a link by name, ``disk`` or ``host``, for tensors of a device. A GPU's tensors go to a disk through host memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_WAITING_BYTES = 256 * MIB
 
 
 def default_link_name(device: torch.device) -> str:
-    """``host`` for CUDA devices, ``disk`` where the tensors are in host memory already."""
+    """``host`` for CUDA devices, ``disk`` for devices whose tensors are in host memory already."""
     return "host" if device.type == "cuda" else "disk"
 
 
@@ -28,12 +28,12 @@ def open_link(name: str, device: torch.device, *, host_budget: int | None, direc
 
     Args:
         name: ``disk`` or ``host``.
-        device: of the tensors.
-        host_budget: bytes of host memory that the link may take; a disk link of CPU tensors takes none.
-        directory: where the disk link keeps its file; by default where the system keeps temporary files.
+        device: the tensors' device.
+        host_budget: limit of host memory in bytes; a disk link of CPU tensors does not use any.
+        directory: where the disk link keeps its file; by default the system's directory for temporary files.
 
     Raises:
-        OffloadFailed: no such link, not for this device, or it cannot be opened.
+        OffloadFailed: the name is unknown, the link does not suit this device, or it cannot be opened.
 
     Example:
         >>> with open_link("disk", torch.device("cpu"), host_budget=None, directory="/var/tmp") as link:
@@ -62,15 +62,15 @@ def open_link(name: str, device: torch.device, *, host_budget: int | None, direc
 
 
 class BounceLink(Link):
-    """Brings tensors of ``device`` through host memory to ``inner``, a link that takes only ordinary memory, and back.
+    """Stores tensors of ``device`` on ``inner``, a link for CPU tensors, through ordinary host memory.
 
-    The way between device and host blocks the host in both directions: simple, right, and slower than a pipeline of pinned
-    buffers would be. Host copies that have not reached the inner link yet are bounded.
+    Copies between device and host block the host in both directions. This is simple and correct, but slower than a pipeline of
+    pinned buffers would be. Host copies that have not reached the inner link yet are limited.
 
     Args:
         inner: closed together with this.
-        device: of the tensors.
-        most_waiting_bytes: of host copies on their way out; a single larger tensor goes alone.
+        device: the tensors' device.
+        most_waiting_bytes: limit of host copies that are being stored; a single larger tensor waits until it is alone.
     """
 
     def __init__(self, inner: Link, device: torch.device, most_waiting_bytes: int = _MOST_WAITING_BYTES) -> None:
@@ -102,12 +102,12 @@ class BounceLink(Link):
             self.waiting_bytes -= waiting_bytes
             ticket = reference()
             if ticket is not None:
-                with contextlib.suppress(OffloadFailed):  # its own user will hear of it, in `settle`
+                with contextlib.suppress(OffloadFailed):  # the ticket's own user gets this error in `settle`
                     ticket.settle()
 
 
 class BounceTicket:
-    """A ticket of the inner link, and the device's tensor until that is settled."""
+    """A ticket of the inner link, and the device's tensor until that ticket is settled."""
 
     def __init__(self, inner: Ticket, source: torch.Tensor, device: torch.device) -> None:
         self._inner = inner

@@ -1,13 +1,13 @@
-"""Pinned host memory within a budget, and the few calls to a GPU that a pinned link makes.
+"""Pinned host memory within a budget, and the few GPU calls that a pinned link makes.
 
-The calls are the seam where tests put a device of their own. Torch's host allocator rounds every block up to a power of two,
-so these are the sizes of buffers here too, and what the budget counts. A buffer is used again only after the last copy that
-touched it. Buffers of other sizes are given back to the system when the budget leaves no room for a new one.
+The calls are a protocol, so that tests can replace the device. Torch's host allocator rounds every block up to a power of two,
+so buffers have these sizes here too, and the budget counts them. A buffer is reused only after the last copy that touched it.
+If the budget leaves no room for a new buffer, idle buffers of other sizes are returned to the system.
 
 Not yet run on a GPU. Known weakness: a tensor a little larger than a power of two takes almost twice its bytes.
 
-Sources: torch's notes on CUDA semantics (streams, ``record_stream``, pinned memory) and its caching host allocator, which
-returns no block to the system before its cache is emptied.
+Sources: torch's notes on CUDA semantics (streams, ``record_stream``, pinned memory) and its caching host allocator, which does
+not return blocks to the system before its cache is emptied.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ SMALLEST_BYTES = 512
 
 
 class DeviceEvent(Protocol):
-    """A moment on a stream."""
+    """A point on a stream."""
 
     def query(self) -> bool:
-        """Whether everything before it has been done."""
+        """Whether all work before it is done."""
 
     def synchronize(self) -> None:
-        """Wait in this thread until it has."""
+        """Block this thread until all work before it is done."""
 
 
 class DeviceStream(Protocol):
-    """Work in order."""
+    """A queue of device work."""
 
     def record_event(self) -> DeviceEvent: ...
 
     def wait_event(self, event: Any) -> None:
-        """Whatever is queued here from now on starts after ``event`` (of the same device's kind)."""
+        """Let work that is queued from now on start after ``event`` (of the same kind of device)."""
 
     def synchronize(self) -> None: ...
 
 
 class DeviceCalls(Protocol):
-    """A device with two streams beside those of the program."""
+    """A device with two streams of ours, in addition to the program's streams."""
 
     out_stream: DeviceStream
     in_stream: DeviceStream
@@ -55,23 +55,23 @@ class DeviceCalls(Protocol):
     def current_stream(self) -> DeviceStream: ...
 
     def pinned(self, size_bytes: int) -> torch.Tensor:
-        """Bytes in pinned host memory."""
+        """Allocate bytes in pinned host memory."""
 
     def release_pinned(self) -> None:
-        """Return to the system whatever pinned memory nobody holds."""
+        """Return unused pinned memory to the system."""
 
     def empty(self, length: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory on the device, of the current stream."""
+        """Allocate device memory on the current stream."""
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, stream: DeviceStream) -> None:
         """Queue a copy on ``stream``; returns at once."""
 
     def used_on(self, tensor: torch.Tensor, stream: DeviceStream) -> None:
-        """Let the allocator know that ``stream`` uses a tensor of another stream."""
+        """Inform the allocator that ``stream`` uses a tensor of another stream."""
 
 
 class CudaCalls:
-    """The calls, on a CUDA device."""
+    """The calls on a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -92,7 +92,7 @@ class CudaCalls:
         return torch.empty(length, dtype=dtype, device=self.device)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, stream: DeviceStream) -> None:
-        with torch.cuda.stream(stream):  # type: ignore[arg-type]  # our protocol, of which torch's class is one
+        with torch.cuda.stream(stream):  # type: ignore[arg-type]  # our protocol, which torch's class implements
             destination.copy_(source, non_blocking=True)
 
     def used_on(self, tensor: torch.Tensor, stream: DeviceStream) -> None:
@@ -100,7 +100,7 @@ class CudaCalls:
 
 
 class Buffer:
-    """Pinned memory that one ticket holds; ``memory`` is gone once the pool is closed."""
+    """Pinned memory that one ticket holds; ``memory`` is None once the pool is closed."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.size_bytes = memory.nbytes
@@ -108,10 +108,10 @@ class Buffer:
         self.busy_until: DeviceEvent | None = None
         """The end of the last copy from or to it."""
         self.companions: tuple[torch.Tensor, ...] = ()
-        """Device memory that this copy uses too, and that nobody else holds any more."""
+        """Device memory that this copy uses and that nothing else holds."""
 
     def is_idle(self) -> bool:
-        """Whether the last copy has ended; lets go of its companions then."""
+        """Whether the last copy has ended. If so, release its companions."""
         if self.busy_until is not None and not self.busy_until.query():
             return False
         self.busy_until = None
@@ -124,19 +124,21 @@ class Buffer:
 
 
 class PinnedPool:
-    """Buffers by size.
+    """Pinned buffers, reused by size.
 
     Args:
-        calls: the device's.
-        most_bytes: of host memory in all, in use or kept for later; no bound where it is not given.
+        calls: the device's calls.
+        most_bytes: limit of pinned host memory, in use or kept for later; unlimited by default.
     """
 
     def __init__(self, calls: DeviceCalls, most_bytes: int | None) -> None:
         self.taken_bytes = 0
-        """Pinned now, in use or not."""
+        """Bytes pinned now, in use or kept for later."""
         self.most_bytes = most_bytes
         self.returned: deque[Buffer] = deque()
-        """Buffers whose tickets are gone: a ticket may die in the middle of a collection, where no lock can be taken."""
+        """Buffers whose tickets were deleted. A queue, because a ticket may be deleted during garbage collection, which must
+        not lock.
+        """
         self._calls = calls
         self._lock = threading.Lock()
         self._lent: set[Buffer] = set()
@@ -146,7 +148,7 @@ class PinnedPool:
         """A buffer of at least ``nbytes``.
 
         Raises:
-            OffloadFailed: the budget has no room for it.
+            OffloadFailed: the budget is exhausted.
         """
         size_bytes = rounded_up(nbytes)
         with self._lock:
@@ -158,12 +160,12 @@ class PinnedPool:
             return buffer
 
     def collect(self) -> None:
-        """Let go of device memory whose copies have ended."""
+        """Release device memory whose copies have ended."""
         with self._lock:
             self._collect()
 
     def close(self) -> None:
-        """Give everything back to the system; no copy may be under way."""
+        """Return everything to the system. All copies must have ended."""
         with self._lock:
             self._collect()
             for buffer in (*self._lent, *self._kept):
@@ -177,7 +179,7 @@ class PinnedPool:
     def _collect(self) -> None:
         while self.returned:
             buffer = self.returned.popleft()
-            if buffer in self._lent:  # not after close
+            if buffer in self._lent:  # after close nothing is lent
                 self._lent.remove(buffer)
                 self._kept.append(buffer)
         for buffer in self._kept:
@@ -191,7 +193,9 @@ class PinnedPool:
         return None
 
     def _new(self, size_bytes: int) -> Buffer | None:
-        """A new buffer if there is room, or if there is after all idle ones of other sizes are given back."""
+        """A new buffer if the budget allows it, if necessary after idle buffers of other sizes have been returned to the
+        system.
+        """
         if not self._has_room(size_bytes):
             idle = [buffer for buffer in self._kept if buffer.size_bytes != size_bytes and buffer.is_idle()]
             idle_bytes = sum(buffer.size_bytes for buffer in idle)
@@ -205,7 +209,7 @@ class PinnedPool:
         return Buffer(self._calls.pinned(size_bytes))
 
     def _awaited(self, size_bytes: int) -> Buffer | None:
-        """Wait for copies of tickets that are gone, then look again."""
+        """Wait for the copies of deleted tickets, then look again."""
         for buffer in self._kept:
             buffer.wait()
         return self._idle(size_bytes) or self._new(size_bytes)
@@ -224,5 +228,5 @@ class PinnedPool:
 
 
 def rounded_up(nbytes: int) -> int:
-    """What torch's host allocator takes for ``nbytes``."""
+    """The bytes that torch's host allocator takes for ``nbytes``."""
     return max(SMALLEST_BYTES, 1 << (nbytes - 1).bit_length()) if nbytes else 0

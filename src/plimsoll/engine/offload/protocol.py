@@ -1,11 +1,11 @@
-"""What every link can do, whatever it is made of: take a tensor away, and give a ticket that brings it back.
+"""The contract of every link: store a tensor elsewhere, and return a ticket that brings it back.
 
-A ticket belongs to one thread at a time (forward's, then backward's); a link may be shared by several. Time runs::
+A ticket belongs to one thread at a time (forward's, then backward's); several threads may share a link. Time runs::
 
     store ──── copy-out ────► settle          the source's memory is free from here on
                                      prefetch ──── copy-in ────► read
 
-Results come back flat, with the dtype and the length that they went out with. They are not to be written to.
+Results come back flat, with the dtype and length of the stored tensor. Do not write to them.
 """
 
 from __future__ import annotations
@@ -17,56 +17,57 @@ import torch
 
 
 class CopyCpuSeconds(NamedTuple):
-    """CPU time that a link's copies have taken so far, on whatever thread."""
+    """CPU time that a link's copies have taken so far, on all threads."""
 
     out_seconds: float
     in_seconds: float
 
 
 class Ticket(Protocol):
-    """One tensor on its way out, away, or on its way back. Letting go of the ticket gives back its space on the link."""
+    """One stored tensor: being copied out, stored, or being copied in. Deleting the ticket frees its space on the link."""
 
     def settle(self) -> None:
-        """Wait until the copy-out has finished, and let go of the source.
+        """Wait until the copy-out has finished, and release the source.
 
         Raises:
             OffloadFailed: the copy-out failed. The source is still held, and `read` returns it, so nothing is lost.
         """
 
     def prefetch(self) -> None:
-        """Make room for the tensor (in the caller's thread) and begin the copy-in. Settles first; a second call is idle.
+        """Allocate memory for the tensor (in the caller's thread) and begin the copy-in. Settles first; a second call does
+        nothing.
 
-        Does nothing where the copy-out failed: the source is still here.
+        Does nothing if the copy-out failed: the source is still held.
         """
 
     def read(self) -> torch.Tensor:
-        """The tensor, once it has arrived. The ticket then no longer holds it: a second read copies it in again.
+        """Wait for the copy-in and return the tensor. The ticket then no longer holds it: a second read copies it in again.
 
         Raises:
-            OffloadFailed: the copy-in failed, or brought back other bytes than went out.
+            OffloadFailed: the copy-in failed, or brought back other bytes than were stored.
         """
 
 
 class Link(Protocol):
-    """Somewhere else to keep bytes."""
+    """Another place to store tensors: a disk, or pinned host memory."""
 
     name: str
     """``disk`` or ``host``."""
 
     @property
     def copy_cpu_seconds(self) -> CopyCpuSeconds:
-        """None of it by default: only copies to and from a disk take a CPU's time."""
+        """Zero by default: only copies to and from a disk take CPU time."""
         return CopyCpuSeconds(0.0, 0.0)
 
     def store(self, tensor: torch.Tensor) -> Ticket:
         """Begin to copy ``tensor`` (one dimension, contiguous, detached) out; hold it until the ticket is settled.
 
         Raises:
-            OffloadFailed: the link has no room for it, or is closed.
+            OffloadFailed: the link is full or closed.
         """
 
     def close(self) -> None:
-        """Wait for what is under way and free everything. A second call is idle."""
+        """Wait for copies in progress and free everything. A second call does nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -78,7 +79,9 @@ class Link(Protocol):
 
 
 def flat_bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What a link has to carry of a tensor: a conjugation that is still to be done is not in the bytes."""
+    """The bytes of a tensor that a link has to carry. Lazy conjugation and negation are resolved, because the bytes lack
+    them.
+    """
     assert tensor.dim() == 1, "links carry flat tensors"
     assert tensor.is_contiguous(), "links carry flat tensors"
     return tensor.resolve_conj().resolve_neg()

@@ -1,8 +1,9 @@
-"""When transfers over a link end and begin again, as plans count on it.
+"""When transfers over a link end and begin again, as plans assume.
 
-What a region sends is settled (its memory is free) when the *next* region's forward ends, and is fetched again when that
-region's backward begins. So transfers have one region's compute to hide behind, in both directions, and never more than two
-regions' tensors are on their way.
+A region's offloads are settled (their memory is free) when the *next* region's forward ends, and are fetched again when that
+region's backward begins. So transfers can hide behind one region's compute in both directions, and at most two regions' tensors
+are in transfer at any time. The bytes at each moment do not depend on the link's speed: a slow disk makes the step slower, but
+not larger.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from plimsoll.tracing.recorder.calling import output_tensors
 
 
 class TransfersUnderWay:
-    """The transfers of one managed model. Nothing is held here: what the graph has let go of need not arrive."""
+    """The transfers of one managed model. References are weak: tensors that the graph has freed need not arrive."""
 
     def __init__(self) -> None:
         self._under_way: list[weakref.ref[Sent]] = []
 
     def send(self, packed: Iterable[Readable]) -> None:
-        """A region has packed these; what went over the link is under way until the next region returns."""
+        """Note the offloads of a region. They are in transfer until the next region returns."""
         self._under_way.extend(weakref.ref(one) for one in packed if isinstance(one, Sent))
 
     def leave(self, output: Any) -> None:
-        """A region has returned: end what the one before sent, and fetch it when this one's backward begins.
+        """A region has returned: settle the offloads of the region before, and fetch them when this region's backward begins.
 
         Raises:
             OffloadFailed: a copy-out failed; its source is still held.
@@ -43,12 +44,12 @@ class TransfersUnderWay:
             node.register_prehook(functools.partial(_fetch, under_way))
 
     def clear(self) -> None:
-        """A new step begins; what a step that failed had sent is forgotten."""
+        """Start a new step, and drop transfers that a failed step left."""
         self._under_way = []
 
 
 def _fetch(sent: list[weakref.ref[Sent]], _: Any) -> None:
-    """Begin to fetch what somebody still waits for."""
+    """Begin to fetch the offloads that are still needed."""
     for each in _alive(sent):
         each.prefetch()
 

@@ -1,19 +1,19 @@
-"""Plans which values of a JAX function are held for its gradient, under a budget of temporary memory.
+"""Plan which values of a JAX function are held for its gradient, under a budget of temporary memory.
 
     plan = pj.plan(loss, params, batch, budget="8GiB")
     step = jax.jit(jax.value_and_grad(pj.wrap(loss, plan)))
 
-The planner is the one for PyTorch; values and costs come from the jaxpr of the function and of its reverse derivative.
-``wrap`` puts ``jax.checkpoint`` around the regions of the function, with a policy that saves the values that the plan keeps:
-each by its own name, so that of two equal operations one may be saved and the other not.
+It uses the same planner as for PyTorch; values and costs come from the jaxpr of the function and of its reverse derivative.
+``wrap`` puts ``jax.checkpoint`` around the regions of the function, with a policy that saves the values that the plan keeps.
+Each value has its own name, so that of two equal operations one may be saved and the other not.
 
-The budget is for what XLA calls temporary memory of the compiled gradient: arguments (parameters, batch) and results
-(gradients) come on top. XLA decides about buffers once more, after the plan; so a plan is compiled before it is handed
-over, and made again with what was wrong with it until what XLA reports is within the budget.
+The budget is for the compiled gradient's temporary memory, in XLA's terms; arguments (parameters, batch) and results
+(gradients) come on top. XLA decides about buffers after the plan was made. So a plan is compiled before it is returned, and
+corrected by the difference until XLA reports a peak within the budget.
 
-Source: ``jax.checkpoint`` and ``jax.ad_checkpoint.checkpoint_name`` are documented interfaces; the policies of MaxText and
-of flax name whole kinds of values by hand. Known weakness: what XLA fuses is guessed, and one choice serves all iterations
-of a scan.
+Source: ``jax.checkpoint`` and ``jax.ad_checkpoint.checkpoint_name`` are documented interfaces; the policies of MaxText and of
+flax name whole kinds of values by hand. Known weakness: XLA's fusion is only estimated, and one choice serves all iterations of
+a scan.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ __all__ = ["compare", "compiler_options", "estimate", "fit", "plan", "temporary_
 
 
 def wrap(function: Callable[..., Any], plan: Plan, *, argnums: int | Sequence[int] = 0) -> Callable[..., Any]:
-    """The same function, whose gradient holds what the plan says and computes the rest again.
+    """The same function, but its gradient holds what the plan says and recomputes the rest.
 
-    Values and gradients are those of the function. It may be jitted, differentiated and vectorised. Calls at other sizes
-    follow the same decisions; the budget was checked for the plan's own sizes alone.
+    Values and gradients are equal to the function's. It may be jitted, differentiated and vectorised. Calls at other sizes
+    follow the same decisions, but the budget was checked only for the plan's own sizes.
 
     Args:
-        function: the one that was planned.
+        function: the planned function.
         plan: from ``plan``, or loaded from a file.
-        argnums: as it was planned.
+        argnums: the same as for ``plan``.
 
     Raises:
-        InvalidOption: ``plan`` is no plan, such as the path of one.
+        InvalidOption: ``plan`` is not a `Plan`, but for example the path of a saved plan.
         PlanMismatch: the plan was made for another framework or, at the first call, for another function.
 
     Example:
@@ -68,12 +68,12 @@ def wrap(function: Callable[..., Any], plan: Plan, *, argnums: int | Sequence[in
 
 
 def temporary_bytes(function: Callable[..., Any], *args: Any, argnums: int | Sequence[int] = 0) -> int:
-    """What XLA reports as temporary memory of the compiled gradient of a function.
+    """The temporary memory of the compiled gradient of a function, as XLA reports it.
 
     Args:
         function: wrapped by a plan or not.
         args: its arguments, or their shapes.
-        argnums: the arguments of which gradients are taken.
+        argnums: the arguments to differentiate.
 
     Example:
         >>> pj.temporary_bytes(pj.wrap(loss, plan), params, batch) <= 8 * 2**30  # doctest: +SKIP

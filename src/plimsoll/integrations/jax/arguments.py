@@ -1,7 +1,7 @@
-"""Arguments of a function as a list of arrays, and back again.
+"""Convert a function's arguments to a list of arrays, and back.
 
-Leaves that are no arrays stay as they are. An object of flax.nnx may be changed by the function that gets it: a dropout counts
-its calls, a normalisation moves its averages. Which of its variables a function changed is found, and written back.
+Leaves that are not arrays stay unchanged. A function may change an object of flax.nnx that it gets: a dropout counts its calls,
+a normalisation updates its averages. This module finds which variables a function changed, and writes them back.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from plimsoll.integrations.jax.program import is_float
 
 @dataclass(frozen=True)
 class _Leaf:
-    """One leaf of the arguments: its place among the arrays, or, at -1, the leaf itself."""
+    """One leaf of the arguments: its index among the arrays, or -1 and the leaf itself."""
 
     at: int
     fixed: Any = None
@@ -37,7 +37,7 @@ class _Variable:
 
 @dataclass(frozen=True)
 class _Object:
-    """An object of flax.nnx among the arguments: ``number`` counts them, ``graph`` is what nnx calls its definition."""
+    """An object of flax.nnx among the arguments: ``number`` is its index, ``graph`` its definition in nnx's terms."""
 
     number: int
     graph: Any
@@ -45,7 +45,7 @@ class _Object:
 
 
 class Arguments:
-    """What a function was called with: ``arrays`` are its arrays, ``active`` says of which gradients are taken."""
+    """A function's arguments: ``arrays`` are its arrays, ``active`` says for each whether to differentiate it."""
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any], argnums: int | Sequence[int]) -> None:
         numbers = (argnums,) if isinstance(argnums, int) else argnums
@@ -57,13 +57,13 @@ class Arguments:
         self._parts, self._named = parts, self._read(dict(kwargs), is_wanted=False)
 
     def rebuilt(self, arrays: Sequence[Any]) -> tuple[list[Any], dict[str, Any], list[Any]]:
-        """The arguments with other arrays in them: by position, by name, and the objects of flax.nnx that are in them."""
+        """The arguments with other arrays in them: by position, by name, and the objects of flax.nnx among them."""
         objects: list[Any] = []
         parts = [_built(each, arrays, objects) for each in (*self._parts, self._named)]
         return parts[:-1], parts[-1], objects
 
     def changed(self, arrays: Sequence[Any], objects: Sequence[Any]) -> dict[int, Any]:
-        """By place among the arrays, what a function put into the objects in place of what it was given.
+        """By index of the array: the values that a function has put into the objects in place of the given ones.
 
         Raises:
             InvalidOption: it put other variables there.
@@ -83,7 +83,7 @@ class Arguments:
         return found
 
     def write(self, values: Mapping[int, Any]) -> None:
-        """Put values, by place among the arrays, into the objects that were given."""
+        """Write values, by index of the array, into the given objects."""
         for each in self._held():
             own = [v for v in each.variables if any(leaf.at in values for leaf in v.leaves)]
             if own:
@@ -113,7 +113,7 @@ class Arguments:
         found = []
         for path, variable in variables:
             leaves, tree = jax.tree.flatten(variable)
-            # nnx.grad asks for those alone, where nothing else is said.
+            # By default nnx.grad differentiates only nnx.Param.
             is_parameter = is_wanted and isinstance(variable, nnx.Param)
             found.append(_Variable(path, tree, tuple(self._read_leaf(leaf, is_wanted=is_parameter) for leaf in leaves)))
         self._objects.append(node)
@@ -128,7 +128,7 @@ class Arguments:
 
 
 def _is_object(node: Any) -> bool:
-    # Nobody has such an object who has not imported flax.nnx.
+    # If flax.nnx is not imported, such objects do not exist.
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(node, nnx.Pytree)
 

@@ -1,4 +1,4 @@
-"""A function of jax with its arguments as a program of arrays, run as a plan says."""
+"""A function of jax with its arguments as a program of arrays, run under a plan."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from plimsoll.integrations.jax.regions import Region, find_regions
 from plimsoll.integrations.jax.trace import INSIDE, fingerprint, value_name
 
 PINNED = "pinned_host"
-"""Memory of the host that a device reads by itself, as jax calls it."""
+"""jax's name for host memory that the device can read directly."""
 
 
 def compiler_options() -> dict[str, str | int]:
-    """What ``jax.jit(..., compiler_options=...)`` needs for a plan to hold in code without loops.
+    """The ``compiler_options`` that ``jax.jit`` needs for a plan to have an effect in code without loops.
 
-    On a CPU XLA removes the barriers that ``jax.checkpoint`` puts up, and then finds that what is computed again is there
-    already. Inside of ``lax.scan`` nothing is needed; other devices than a CPU get no option.
+    On a CPU, XLA removes the barriers of ``jax.checkpoint`` and then merges the recomputation with the original computation.
+    Inside of ``lax.scan`` options are not needed; devices other than CPUs do not need them either.
     """
     return {"xla_disable_hlo_passes": "cse_barrier_expander"} if jax.default_backend() == "cpu" else {}
 
 
 @functools.cache
 def _looking_options() -> dict[str, str | int]:
-    """What makes a compilation short that is only asked for its bytes.
+    """Options that shorten a compilation which only serves to count bytes.
 
-    Buffers are assigned before code is made, and on a CPU code takes most of the time. XLA's older code for fusions takes
-    least; of 21 gradients seven took 192 bytes more with it, the others the same.
+    Buffers are assigned before code is generated, and on a CPU code generation takes most of the time. XLA's older code for
+    fusions is the fastest to generate. Of 21 gradients seven took 192 bytes more with it, the others the same.
     """
     if jax.default_backend() != "cpu":
         return {}
@@ -49,7 +49,7 @@ def _looking_options() -> dict[str, str | int]:
 
 
 class JaxCall:
-    """A function with its arguments as a program of arrays; leaves that are no arrays belong to the program."""
+    """A function with its arguments as a program of arrays. Leaves that are not arrays become part of the program."""
 
     def __init__(
         self,
@@ -68,13 +68,13 @@ class JaxCall:
             self.regions = find_regions(self.program, self.active)
 
     def flat(self, *arrays: Any) -> tuple[Any, dict[int, Any]]:
-        """The function of arrays alone: its result, and what it changed in its arguments, by place among the arrays."""
+        """The function of arrays alone: its result, and what it changed in its arguments, by index of the array."""
         positional, named, objects = self._given.rebuilt(arrays)
         result = self.function(*positional, **named)
         return result, self._given.changed(arrays, objects)
 
     def run(self, plan: Plan) -> Any:
-        """Follow a plan."""
+        """Run the function under a plan."""
         found = fingerprint(self.regions)
         if found != plan.fingerprint:
             raise PlanMismatch(
@@ -90,8 +90,8 @@ class JaxCall:
     def evaluate(self, plans: Sequence[RegionPlan], *arrays: Any) -> list[Any]:
         """The function's results, with the regions checkpointed as planned.
 
-        A region is, even where the plan keeps all that it knows of: left to itself jax holds the derivative's own values as
-        well, and those that no plan would hold.
+        A region is checkpointed even if the plan keeps all of its values: otherwise jax would also hold the derivative's own
+        values, and values that no plan would hold.
         """
         held: dict[int, Any] = dict(zip(self.program.inputs, arrays, strict=True))
         by_name = {each.name: each for each in plans}
@@ -105,7 +105,7 @@ class JaxCall:
 
     @property
     def unmanaged_bytes(self) -> int:
-        """What jax itself holds for the derivative."""
+        """Bytes that jax itself holds for the derivative."""
         return sum(region.repeats * region.reading.residual_bytes for region in self.regions)
 
     def taken(self, plans: Sequence[RegionPlan]) -> int:
@@ -118,11 +118,11 @@ class JaxCall:
         return int(compiled.memory_analysis().temp_size_in_bytes)
 
     def compiled(self) -> Any:
-        """The gradient, to be called with what ``split`` returns."""
+        """The compiled gradient; call it with the results of ``split``."""
         return self._lowered(self.flat).compile(compiler_options=compiler_options())
 
     def split(self) -> tuple[list[Any], list[Any]]:
-        """The arrays of which gradients are taken, and the others."""
+        """The arrays to differentiate, and the others."""
         pairs = list(zip(self.arrays, self.active, strict=True))
         return [each for each, is_active in pairs if is_active], [each for each, is_active in pairs if not is_active]
 
@@ -142,7 +142,7 @@ class JaxCall:
 
 
 def _is_left_alone(plan: RegionPlan) -> bool:
-    """Whether jax is to hold all that it would by itself."""
+    """Whether jax shall hold all that it would hold by itself."""
     return any(each.value == INSIDE and each.decision is Decision.KEEP for each in plan.decisions)
 
 
@@ -162,7 +162,7 @@ def _run_region(program: ArrayProgram, region: Region, plan: RegionPlan, held: d
     def part(*inputs: Any) -> list[Any]:
         return evaluate(region.part, inputs, naming(names))
 
-    # A loop's body is compiled once for forward and once for backward, so nothing there can be found to be the same.
+    # A loop's body is compiled separately for forward and backward, so common subexpressions cannot be merged between them.
     checkpointed = jax.checkpoint(part, policy=policy, prevent_cse=not region.is_scan)
     if not region.is_scan:
         results = checkpointed(*(held[value] for value in region.inputs))

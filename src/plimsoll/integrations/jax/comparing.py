@@ -1,4 +1,4 @@
-"""Plans for a JAX function and policies of ``jax.checkpoint``, measured side by side in turns."""
+"""Compare plans for a JAX function with policies of ``jax.checkpoint``, measured in alternating rounds."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def compare(
     argnums: int | Sequence[int] = 0,
     steps: int = 5,
 ) -> Comparison:
-    """Measure ways to run one function side by side: XLA's temporary memory, seconds of a gradient, and the gradients.
+    """Compare several ways to run one function: XLA's temporary memory, seconds of a gradient, and the gradients.
 
     Args:
-        function: the unmanaged one.
+        function: the unmanaged function.
         args: arrays to run it on.
-        ways: the same function under plans (``pj.wrap``) and under policies of ``jax.checkpoint``, by what you call them.
-        argnums: the arguments of which gradients are taken.
+        ways: by name, the same function under plans (``pj.wrap``) and under policies of ``jax.checkpoint``.
+        argnums: the arguments to differentiate.
         steps: timed rounds; in each, every way runs once.
 
     Returns:
-        A comparison with one row per way; ratios are medians of the rounds'.
+        A comparison with one row per way; ratios are medians over the rounds.
 
     Example:
         >>> ways = {"plan": pj.wrap(loss, plan), "nothing saveable": jax.checkpoint(loss)}  # doctest: +SKIP

@@ -1,4 +1,6 @@
-"""What training a JAX function takes on a device of the catalogue, which need not be here, and the largest batch that fits."""
+"""Estimate the training of a JAX function on a device of the catalogue, also an absent one, and find the largest batch that
+fits.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,13 @@ def estimate(
     budget: str | int | None = None,
     argnums: int | Sequence[int] = 0,
 ) -> Estimate:
-    """Say what training a function takes on a device of the catalogue: memory item by item, and speed.
+    """Estimate the training of a function on a device of the catalogue: memory item by item, and speed.
 
     Args:
         function: as for ``plan``.
-        args: as for ``plan``; shapes will do.
+        args: as for ``plan``; they may be shapes.
         device: from the catalogue of devices.
-        optimizer: with optax's ``init``, whose state is counted.
+        optimizer: has an ``init`` like optax's, whose state is counted.
         budget: bytes for everything, to plan within; by default nothing is planned.
         argnums: as for ``plan``.
 
@@ -37,7 +39,7 @@ def estimate(
         An estimate of one stage with one rank.
 
     Raises:
-        BudgetBelowFloor: what no plan changes takes the budget, or no plan that was compiled leaves room for it.
+        BudgetBelowFloor: the bytes that do not depend on the plan exceed the budget, or no compiled plan fits in the rest.
 
     Example:
         >>> print(pj.estimate(loss, params, batch, optimizer=optax.adamw(1e-3)))  # doctest: +SKIP
@@ -65,15 +67,15 @@ def fit(
 
     Args:
         function: as for ``plan``.
-        args_of: the arguments for so many samples; shapes will do.
+        args_of: returns the arguments for a number of samples; they may be shapes.
         budget: bytes of parameters, gradients, optimizer state, batch and temporaries together.
         device: as for ``plan``.
         optimizer: as for ``estimate``.
         argnums: as for ``plan``.
-        most_batch: no larger batch is looked at.
+        most_batch: the largest batch to try.
 
     Returns:
-        Every batch that was looked at, and the plan of the best.
+        Every batch that was tried, and the plan of the best.
 
     Raises:
         InvalidOption: ``most_batch`` is less than 1.
@@ -92,7 +94,7 @@ def fit(
 
 def _sizes(step: Searched, args: Sequence[Any], argnums: int | Sequence[int], optimizer: Any) -> FixedSizes:
     chosen = args[argnums] if isinstance(argnums, int) else tuple(args[number] for number in argnums)
-    # Optimizers take a tree without what is no array.
+    # Optimizers expect a tree with arrays only.
     arrays = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else None, chosen)
     pairs = list(zip(step.call.arrays, step.call.active, strict=True))
     return sizes_of(
@@ -103,7 +105,9 @@ def _sizes(step: Searched, args: Sequence[Any], argnums: int | Sequence[int], op
 
 
 def sizes_of(*, parameters: Any, state: Any, batch: Any, others: Any = None) -> FixedSizes:
-    """What no plan changes, by trees of arrays or their shapes; ``others`` are parameters without a gradient."""
+    """The bytes that do not depend on the plan, from trees of arrays or shapes; ``others`` are parameters without a
+    gradient.
+    """
     taken = sum(map(aval_bytes, jax.tree.leaves(parameters)))
     shapes = [each.shape for each in jax.tree.leaves(batch) if each.shape]
     return FixedSizes(

@@ -1,9 +1,9 @@
-"""Evaluates a program of jax with names on chosen values, which policies of ``jax.checkpoint`` then know.
+"""Evaluate a program of jax with names on chosen values, so that policies of ``jax.checkpoint`` can save them.
 
-A name alone does not make a value saveable: the derivative of ``exp`` reads the operation's own result, before the name.
-Such an operation gets a derivative that reads the named result (``_bound_with_names``).
+A name alone does not make a value saveable: the derivative of ``exp`` reads the operation's own result, before the name. Such
+an operation gets a derivative that reads the named result (``_bound_with_names``).
 
-``joined`` marks every value of a program that way and has jax differentiate it, to see what the derivative reads.
+``joined`` marks every value of a program in that way and lets jax differentiate it, to find what the derivative reads.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _PRODUCTS_AND_SHAPES = (
     "copy pad rev iota eq ne lt le gt ge and or not"
 )
 _READ_INPUTS_ALONE = frozenset(_PRODUCTS_AND_SHAPES.split())
-"""Operations whose derivatives do not read what they return."""
+"""Operations whose derivatives do not read their results."""
 _OPAQUE = ("custom_vjp_call", "scan", "while", "cond", "checkpoint", "remat2", "shard_map")
 """Operations with a program inside that jax differentiates by itself."""
 
 
 Bind = Callable[[Node, Sequence[Any]], list[Any]]
-"""How an operation is run on its inputs."""
+"""Runs an operation on its inputs."""
 
 
 def evaluate(program: ArrayProgram, inputs: Sequence[Any], bind: Bind) -> list[Any]:
-    """Run a program."""
+    """Run a program and return its results."""
     held: dict[int, Any] = dict(zip(program.inputs, inputs, strict=True))
     run_nodes(program.nodes, held, bind)
     return [take(held, output) for output in program.outputs]
@@ -45,7 +45,7 @@ def run_nodes(nodes: Sequence[Node], held: dict[int, Any], bind: Bind) -> None:
 
 
 def naming(names: Mapping[int, str]) -> Bind:
-    """Runs operations and gives the values in ``names`` these names, in what derivatives read as well."""
+    """A function that runs operations and names the values in ``names``, also where derivatives read them."""
 
     def bind(node: Node, inputs: Sequence[Any]) -> list[Any]:
         own = {at: names[value] for at, value in enumerate(node.writes) if value in names}
@@ -55,16 +55,16 @@ def naming(names: Mapping[int, str]) -> Bind:
 
 
 def _marking(node: Node, inputs: Sequence[Any]) -> list[Any]:
-    """Runs an operation and marks its results with their numbers, for those who read the joint program."""
+    """Run an operation and mark its results with their numbers, so that they can be found in the joint program."""
     return [checkpoint_name(r, f"{MARK}{v}") for v, r in zip(node.writes, node.bind(inputs), strict=True)]
 
 
 MARK = "plimsoll:"
-"""How the names begin that ``joined`` gives: the number of the value follows."""
+"""Prefix of the names that ``joined`` gives; the value's number follows."""
 
 
 def _bound_with_names(node: Node, inputs: Sequence[Any], names: Mapping[int, str]) -> list[Any]:
-    """Run an operation and name its results, in what its derivative reads as well."""
+    """Run an operation and name its results, also where its derivative reads them."""
 
     def bound(*active: Any) -> tuple[Any, ...]:
         merged = list(inputs)
@@ -108,7 +108,8 @@ def _named(value: Any, name: str | None) -> Any:
 
 
 def joined(program: ArrayProgram, active: Sequence[bool]) -> tuple[ArrayProgram, int]:
-    """A program and its reverse derivative as one: inputs, then cotangents of the active float results in.
+    """A program and its reverse derivative as one program. Its inputs are the original's, then cotangents of the active float
+    results.
 
     Every value of the original is marked with its number.
 

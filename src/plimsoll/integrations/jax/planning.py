@@ -1,4 +1,4 @@
-"""Plans which values of a JAX function are held for its gradient: ``plan``, and what estimates need of it."""
+"""Plan which values of a JAX function are held for its gradient: ``plan``, and `Searched`, which estimates use too."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ def plan(
     """Decide which values of a function are held for its gradient.
 
     Args:
-        function: returns a scalar, or anything that ``jax.vjp`` takes; traced, never run.
-        args: its arguments, or ``jax.ShapeDtypeStruct`` in their place. Leaves that are no arrays are held fixed.
+        function: returns a scalar, or anything that ``jax.vjp`` accepts; traced, never run.
+        args: its arguments, or ``jax.ShapeDtypeStruct`` in their place. Leaves that are not arrays are constants.
         budget: bytes of XLA's temporary memory for the gradient, such as ``"8GiB"``; ``None`` for the fastest plan.
-        argnums: the arguments of which gradients are taken; of an object of flax.nnx, those of its ``nnx.Param``.
-        device: a name of the catalogue, whose roofline says what operations take; by default they are timed here.
-        offload: patterns of values, as plans name them (``"*dot_general"``), that go to the host's pinned memory where the
-            plan would hold them. XLA says what that gives; the model of time does not know the link.
+        argnums: the arguments to differentiate; of an object of flax.nnx, its ``nnx.Param``.
+        device: a device of the catalogue, whose roofline prices operations; by default they are timed on this machine.
+        offload: patterns of value names in plans (``"*dot_general"``). Matching values go to the host's pinned memory if the
+            plan would hold them. XLA reports the resulting bytes; the model of time does not include the link.
 
     Returns:
         A plan for ``wrap``. ``predicted_peak_bytes`` is what XLA reported for the compiled gradient.
 
     Raises:
-        BudgetBelowFloor: no plan that was compiled stays within the budget; the error names the smallest.
-        InvalidOption: nothing of the arguments can be differentiated.
+        BudgetBelowFloor: every plan that was compiled exceeds the budget; the error names the smallest peak.
+        InvalidOption: none of the arguments can be differentiated.
 
     Example:
         >>> plan = pj.plan(loss, params, batch, budget="8GiB")  # doctest: +SKIP
@@ -104,7 +104,7 @@ class Searched:
         return msgspec.structs.replace(found, regions=regions, link=link, offloaded_bytes=sum(away))
 
     def unmanaged_taken(self) -> int:
-        """Temporary bytes of the gradient as jax itself makes it."""
+        """Temporary bytes of the gradient without a plan."""
         return self.call.measure(self.call.flat)
 
     @property
@@ -119,7 +119,7 @@ class Searched:
 
     @property
     def dtype(self) -> str:
-        """In which its products are, as the catalogue calls it."""
+        """The dtype of its products, in the catalogue's terms."""
         kinds = {str(each.dtype) for each, is_on in zip(self.call.arrays, self.call.active, strict=True) if is_on}
         return "bf16" if kinds in ({"bfloat16"}, {"float16"}) else "f32"
 
@@ -127,7 +127,7 @@ class Searched:
         return self.call.taken(self._moved(plans))
 
     def _moved(self, plans: Sequence[RegionPlan]) -> tuple[RegionPlan, ...]:
-        """The same plans, with what matches the patterns offloaded where it would be held."""
+        """The same plans; values that match the patterns are offloaded if the plan would hold them."""
         if not self._offload:
             return tuple(plans)
         return tuple(
@@ -135,7 +135,9 @@ class Searched:
         )
 
     def _sent(self, decided: ValueDecision) -> ValueDecision:
-        """One decision, offloaded if it matches; what jax holds inside of a region has no name to be sent by."""
+        """One decision; offloaded if it matches. Values that jax holds inside of a region are unnamed, so they cannot be
+        offloaded.
+        """
         is_held = decided.decision is Decision.KEEP and decided.value != INSIDE
         if not (is_held and any(fnmatch.fnmatch(decided.value, each) for each in self._offload)):
             return decided

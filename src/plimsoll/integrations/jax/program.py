@@ -1,7 +1,7 @@
-"""Reads a jaxpr as a flat list of operations.
+"""Read a jaxpr as a flat list of operations.
 
-What ``jit`` wraps is taken apart; loops and branches, and functions with derivatives of their own, stay one operation each.
-Values are numbered in the order in which they are made, so two traces of one function at other sizes number them alike.
+Functions under ``jit`` are inlined; loops, branches, and functions with their own derivatives stay one operation each. Values
+are numbered in the order of their creation, so that two traces of one function at other sizes have the same numbers.
 
 Source: "Writing custom Jaxpr interpreters in JAX", jax's documentation. Only ``jax`` and ``jax.extend.core`` are used.
 """
@@ -20,7 +20,7 @@ from jax.extend import core as jex
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FixedArray:
-    """A number that the program holds."""
+    """A constant of the program."""
 
     value: Any
 
@@ -31,9 +31,9 @@ Operand = int | FixedArray
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Node:
-    """One operation: ``reads`` and ``writes`` are values, ``scope`` the names of ``named_scope`` around it.
+    """One operation: ``reads`` and ``writes`` are values, ``scope`` is the ``named_scope`` around it.
 
-    ``context`` is jax's: what the operation is to be run on.
+    ``context`` is jax's context that the operation must run in.
     """
 
     primitive: Any
@@ -54,7 +54,7 @@ class Node:
         return tuple(read for read in self.reads if isinstance(read, int))
 
     def bind(self, inputs: Sequence[Any]) -> list[Any]:
-        """Run it."""
+        """Run the operation on these inputs."""
         params = self.primitive.get_bind_params(self.params)
         with jax.named_scope(self.scope), self.context.manager:
             out = self.primitive.bind(*inputs, **params)
@@ -115,35 +115,35 @@ def read_program(closed: Any) -> ArrayProgram:
 
 
 def trace_program(function: Callable[..., Any], *args: Any) -> tuple[ArrayProgram, Any]:
-    """A function of arrays as a flat program, and the tree of what it returns."""
+    """A function of arrays as a flat program, and the tree structure of its result."""
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
     return read_program(closed), jax.tree.structure(shapes)
 
 
 def body_of(scan: Node) -> ArrayProgram:
-    """One iteration of a ``lax.scan``: constants, carry and slices in, carry and slices out."""
+    """One iteration of a ``lax.scan``. Inputs are constants, carry and slices; outputs are carry and slices."""
     return read_program(scan.params["jaxpr"])
 
 
 def take(held: Mapping[int, Any], operand: Operand) -> Any:
-    """The array that an operand stands for."""
+    """The array of an operand."""
     return operand.value if isinstance(operand, FixedArray) else held[operand]
 
 
 def _is_unsharded(params: Mapping[str, Any]) -> bool:
-    """Whether nothing says where a jitted function's arrays have to lie."""
+    """Whether a jitted function's arrays have unspecified shardings."""
     kinds = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
     return all(type(kind).__name__ == "UnspecifiedValue" for kind in kinds)
 
 
 def is_float(value: Any) -> bool:
-    """Whether an array, or the aval of one, has a derivative."""
+    """Whether an array, or its aval, has a derivative."""
     dtype = getattr(value, "dtype", None)
     return isinstance(value, float) if dtype is None else bool(jax.dtypes.issubdtype(dtype, np.inexact))
 
 
 def aval_bytes(aval: Any) -> int:
-    """Bytes of an array of this shape and dtype; keys of random numbers count by their data."""
+    """Bytes of an array of this shape and dtype; random keys count with the bytes of their data."""
     shape, dtype = getattr(aval, "shape", ()), getattr(aval, "dtype", None)
     return int(np.prod(shape, dtype=np.int64)) * int(getattr(dtype, "itemsize", 4) or 4)
 
@@ -158,7 +158,7 @@ def active_values(program: ArrayProgram, active: Sequence[bool]) -> frozenset[in
 
 
 def active_inputs_of_scan(scan: Node, active: Sequence[bool]) -> tuple[bool, ...]:
-    """Which inputs of a scan's body are active, given which of the scan are: a carry may become so in the loop."""
+    """Which inputs of a scan's body are active, given the scan's active inputs. A carry may become active inside the loop."""
     body, flags = body_of(scan), list(active)
     first, carries = scan.params["num_consts"], scan.params["num_carry"]
     while True:
@@ -170,13 +170,14 @@ def active_inputs_of_scan(scan: Node, active: Sequence[bool]) -> tuple[bool, ...
 
 
 def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
-    """What ``make_jaxpr`` takes for an array of this kind."""
+    """The shape and dtype of an aval, as an argument for ``make_jaxpr``."""
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
 def part_of(program: ArrayProgram, first: int, stop: int) -> tuple[ArrayProgram, tuple[int, ...], tuple[int, ...]]:
-    """Some operations of a program as one of their own: what they read from outside comes in, what others read goes out; also
-    the whole program's numbers of these. Values are numbered anew, inputs first, so that parts that are alike are equal.
+    """Some operations of a program as a separate program. Its inputs are the values that they read from outside, its outputs
+    the values that others read; both are also returned by their numbers in the whole program. Values are renumbered, inputs
+    first, so that equal parts are equal.
     """
     nodes = program.nodes[first:stop]
     made = {value for node in nodes for value in node.writes}

@@ -1,7 +1,7 @@
-"""What the reverse derivative of a part of a jax program reads, and what XLA makes of its operations.
+"""Find what the reverse derivative of a part of a jax program reads, and which operations XLA fuses.
 
-What the derivative alone computes from the part's values (``1 - tanh²``, a mask) is no value of its own: what it is made
-of counts as read.
+If the derivative alone computes a value from the part's values (``1 - tanh²``, a mask), that value does not count; the part's
+values that it is made from count as read.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from plimsoll.integrations.jax.program import ArrayProgram, Node, active_values,
 
 _VIEWS = "broadcast_in_dim reshape squeeze expand_dims iota stop_gradient name copy rev slice transpose split"
 _SHAPES = frozenset(_VIEWS.split())
-"""Operations that XLA makes part of whoever reads them: what they make is never worth holding."""
+"""Operations that XLA merges into their readers: their results are never worth holding."""
 _TRANSCENDENTAL = frozenset(
     ["exp", "tanh", "log", "logistic", "erf", "erfc", "sin", "cos", "pow", "exp2", "log1p", "expm1", "erf_inv"]
 )
-"""What a device computes in several steps per element."""
+"""Functions that a device computes in several steps per element."""
 
 
 class Reading:
-    """A part and its reverse derivative: which values of the part the derivative reads, from when to when.
+    """A part and its reverse derivative: which values of the part the derivative reads, and when first and last.
 
     Ticks count the operations of the derivative, from 0.
     """
@@ -34,7 +34,7 @@ class Reading:
         joint, inputs = joined(part, active) if self.is_moving else (part, len(part.inputs))
         self.joint = joint
         self.original: dict[int, int] = dict(zip(joint.inputs[:inputs], part.inputs, strict=True))
-        """The part's number of a value of the joint program, for inputs and all that is marked."""
+        """The part's number for each value of the joint program that is an input or marked."""
         self.backward: list[Node] = []
         seeds = set(joint.inputs[inputs:])
         self._made_by: dict[int, Node] = {}
@@ -51,13 +51,13 @@ class Reading:
 
     @cached_property
     def residual_bytes(self) -> int:
-        """What jax itself holds for the derivative, arguments of the part aside."""
+        """Bytes that jax itself holds for the derivative, without arguments of the part."""
         read = {value for node in self.backward for value in node.values if value not in self._own}
         own = {self.original.get(value, -1 - value): value for value in read}
         return sum(self.joint.bytes(value) for number, value in own.items() if number not in self.part.inputs)
 
     def reads(self, candidates: frozenset[int]) -> dict[int, tuple[int, int]]:
-        """First and last tick at which each candidate, or input of the part, is read by the derivative."""
+        """First and last tick at which the derivative reads each candidate and each input of the part."""
         known: dict[int, frozenset[int]] = {}
         found: dict[int, tuple[int, int]] = {}
         for tick, node in enumerate(self.backward):
@@ -68,7 +68,7 @@ class Reading:
         return found
 
     def _sources(self, value: int, candidates: frozenset[int], known: dict[int, frozenset[int]]) -> frozenset[int]:
-        """The candidates and inputs that a value of the joint program is made of."""
+        """The candidates and inputs that a value of the joint program is made from."""
         if value not in known:
             own = self.original.get(value)
             if own is not None and (own in candidates or own in self.part.inputs):
@@ -81,7 +81,9 @@ class Reading:
 
     @cached_property
     def backward_lives(self) -> dict[int, tuple[int, int]]:
-        """First tick and the one after the last, of values that the derivative makes and keeps to itself."""
+        """For each value that the derivative makes and only the derivative reads: its first tick and the tick after its
+        last.
+        """
         lives: dict[int, tuple[int, int]] = {}
         results = {output for output in self.joint.outputs if isinstance(output, int)}
         readers: dict[int, int] = {}
@@ -100,7 +102,7 @@ class Reading:
 
 
 def is_shape_only(node: Node) -> bool:
-    """Whether an operation only says how an array is to be looked at."""
+    """Whether an operation only changes how an array is viewed."""
     return node.name in _SHAPES
 
 
@@ -111,16 +113,16 @@ _OWN_LOOPS = (
     "reduce_window_sum select_and_gather_add random_bits threefry2x32 concatenate pad rng_bit_generator jit checkpoint"
 )
 HEAVY = frozenset(_OWN_LOOPS.split())
-"""Operations that XLA does not put into the loop of whoever reads them, or that take time of their own."""
+"""Operations that XLA does not fuse into their readers' loops, or that take time of their own."""
 
 
 def is_fused(node: Node) -> bool:
-    """Whether XLA computes it in the loop of whoever reads it."""
+    """Whether XLA computes it in its readers' loops."""
     return node.name not in HEAVY
 
 
 def flops_of(node: Node, program: ArrayProgram) -> int:
-    """Arithmetic of one operation; an exponential or the like counts as eight."""
+    """Arithmetic of one operation; an exponential or a similar function counts as eight."""
     sizes = [
         int(math.prod(program.avals[value].shape)) for value in node.writes if hasattr(program.avals[value], "shape")
     ]

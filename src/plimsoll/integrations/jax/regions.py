@@ -1,7 +1,7 @@
-"""Divides a program of jax into regions.
+"""Divide a program of jax into regions.
 
-A ``lax.scan`` is a region: one body, run N times, whose saved values are stacked. Everything between scans is divided
-where a single active value crosses, as it does between the blocks of a network; blocks that repeat are regions of their own.
+A ``lax.scan`` is a region: one body, run N times, whose saved values are stacked. Operations between scans are divided at
+places where only one active value crosses, as between the blocks of a network. Blocks that repeat become separate regions.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from plimsoll.integrations.jax.program import ArrayProgram, Node, active_inputs_
 from plimsoll.integrations.jax.reading import Reading
 
 _AT_MOST = 16
-"""Regions among operations that do not repeat."""
+"""The most regions for operations that do not repeat."""
 
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """Operations ``first`` to ``stop`` of a program, as ``part``; a scan's part is its body, run ``repeats`` times.
+    """Operations ``first`` to ``stop`` of a program, as ``part``. For a scan, the part is its body, which runs ``repeats``
+    times.
 
-    ``inputs`` and ``outputs`` are values of the whole program: those of the part, or of the scan.
+    ``inputs`` and ``outputs`` are the part's or the scan's inputs and outputs, as values of the whole program.
     """
 
     name: str
@@ -41,7 +42,7 @@ class Region:
 
     @cached_property
     def kind(self) -> str:
-        """Equal for regions that are alike."""
+        """A text that is equal for equal regions."""
         return f"{self.repeats} {self.active} {' '.join(_signature(self.part.nodes, self.part))}"
 
     @cached_property
@@ -51,11 +52,11 @@ class Region:
 
 
 def find_regions(program: ArrayProgram, active: Sequence[bool]) -> tuple[Region, ...]:
-    """The regions of a program, in order; together they have all of its operations.
+    """The regions of a program, in order; together they contain all of its operations.
 
     Args:
         program: a whole function.
-        active: which of its inputs gradients are wanted of.
+        active: for each input, whether its gradient is wanted.
     """
     moving = active_values(program, active)
     found: list[Region] = []
@@ -85,7 +86,7 @@ def _blocks(program: ArrayProgram, moving: frozenset[int], first: int, stop: int
 
 
 def _scope_of(nodes: Sequence[Node]) -> str:
-    """The names of ``named_scope`` that all operations share that have any."""
+    """The ``named_scope`` prefix that all operations with a scope share."""
     scopes = [node.scope.split("/") for node in nodes if node.scope]
     shared = []
     for parts in zip(*scopes, strict=False):
@@ -96,7 +97,7 @@ def _scope_of(nodes: Sequence[Node]) -> str:
 
 
 def _places(program: ArrayProgram, moving: frozenset[int], first: int, stop: int) -> list[int]:
-    """Where operations ``first`` to ``stop`` are divided, both ends included."""
+    """The positions at which operations ``first`` to ``stop`` are divided, including both ends."""
     narrow = _narrow_places(program, moving, first, stop)
     segments = list(itertools.pairwise(narrow))
     texts = [" ".join(_signature(program.nodes[a:b], program)) for a, b in segments]
@@ -115,11 +116,11 @@ def _places(program: ArrayProgram, moving: frozenset[int], first: int, stop: int
 
 
 def _narrow_places(program: ArrayProgram, moving: frozenset[int], first: int, stop: int) -> list[int]:
-    """The places that one active value crosses at most."""
+    """The positions that at most one active value crosses."""
     last_read: dict[int, int] = {}
     for at, node in enumerate(program.nodes):
         last_read.update((value, at) for value in node.values)
-    # Results on their way out, such as moving averages, divide nothing.
+    # Results of the whole function, such as moving averages, do not prevent a division.
     crossing: set[int] = set()
     found = [first]
     for at in range(first, stop):
@@ -132,7 +133,7 @@ def _narrow_places(program: ArrayProgram, moving: frozenset[int], first: int, st
 
 
 def _repeated(texts: Sequence[str], weights: Sequence[int]) -> tuple[int, int, int]:
-    """Start, period and count of the repetition that covers most of a sequence by weight; the shortest period of those.
+    """Start, period and count of the repetition that covers the most weight of a sequence, with the shortest such period.
 
     Example:
         >>> _repeated(["a", "a", "b", "c", "b", "c"], [1, 1, 5, 5, 5, 5])

@@ -1,9 +1,10 @@
-"""What operations of a jaxpr cost: timed on this machine, or by a roofline for a device of the catalogue.
+"""Seconds of a jaxpr's operations: timed on this machine, or by the roofline of a device of the catalogue.
 
-Operations that XLA computes in the loop of whoever reads them are never run alone, so their time is that of their
-arithmetic in such a loop. The others (matrix products, reductions, loops) are timed one by one, each shape once.
+Operations that XLA fuses into their readers' loops never run alone, so their time is that of their arithmetic in such a loop.
+The others (matrix products, reductions, loops) are timed one by one, each shape once.
 
-Holding a value costs time too: it is written, read again, and its memory has to be had first. On a CPU that is dear.
+Holding a value costs time too: it is written and read again, and its memory must be allocated first. On a CPU that is
+expensive.
 """
 
 from __future__ import annotations
@@ -24,30 +25,30 @@ from plimsoll.planning.costing.devices import Device, find_device
 from plimsoll.planning.costing.roofline import roofline_seconds
 
 _LEAST_TIMED, _MOST_TIMED = 1e5, 6e9
-"""Arithmetic that is worth a measurement of its own: of less and of more, time follows from rates."""
+"""Operations with less or more arithmetic than this are not timed individually; their time follows from rates."""
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 _SAMPLE = 1 << 19
 _DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}
 
 
 class Clock(Protocol):
-    """Says what one operation takes in seconds, and what holding a byte from forward to backward does."""
+    """Prices operations in seconds, and the holding of a byte from forward to backward."""
 
     source: CostSource
     device: str
     store_seconds_per_byte: float
 
     def seconds(self, node: Node, program: ArrayProgram) -> float:
-        """Of an operation that may run again."""
+        """Seconds of an operation that may run again."""
         ...
 
     def rough_seconds(self, node: Node, program: ArrayProgram) -> float:
-        """Of an operation that runs once whatever is decided."""
+        """Seconds of an operation that runs once whatever is decided."""
         ...
 
 
 class RooflineClock:
-    """Seconds on a device that need not be here."""
+    """Seconds on a device of the catalogue, which may be absent."""
 
     source = CostSource.ROOFLINE
 
@@ -57,7 +58,7 @@ class RooflineClock:
         self.store_seconds_per_byte = 2.0 / (device.bandwidth_bytes_per_second * device.achieved_bandwidth)
 
     def seconds(self, node: Node, program: ArrayProgram) -> float:
-        """Without the launch where XLA launches nothing."""
+        """Seconds of one operation, without the launch if XLA does not launch a kernel for it."""
         if is_shape_only(node):
             return 0.0
         launch = self._device.launch_seconds if is_fused(node) else 0.0
@@ -67,7 +68,7 @@ class RooflineClock:
 
 
 class TimedClock:
-    """Seconds as measured on this machine's device."""
+    """Seconds measured on this machine's device."""
 
     source = CostSource.MEASURED
 
@@ -77,7 +78,7 @@ class TimedClock:
         self.flop_seconds, self.store_seconds_per_byte = _rates()
 
     def seconds(self, node: Node, program: ArrayProgram) -> float:
-        """Of one operation, each kind and shape measured once."""
+        """Seconds of one operation; each kind and shape is measured once."""
         if is_shape_only(node):
             return 0.0
         flops = flops_of(node, program)
@@ -89,7 +90,7 @@ class TimedClock:
         return self._known[key]
 
     def rough_seconds(self, node: Node, program: ArrayProgram) -> float:
-        """By arithmetic alone, without a measurement of its own."""
+        """Seconds by arithmetic alone, without a measurement."""
         if is_shape_only(node):
             return 0.0
         flops = flops_of(node, program)
@@ -115,12 +116,12 @@ class TimedClock:
 
 @functools.cache
 def timed_clock() -> TimedClock:
-    """The clock of this process: what was measured for one plan is known for the next."""
+    """The clock of this process: measurements for one plan are reused for the next."""
     return TimedClock()
 
 
 def clock_for(device: str | None) -> Clock:
-    """The roofline's for a device of the catalogue; by default operations are timed here."""
+    """The roofline of a device of the catalogue; by default a clock that times operations on this machine."""
     return timed_clock() if device is None else RooflineClock(find_device(device))
 
 
@@ -140,7 +141,7 @@ def _settings(node: Node) -> str:
 def _least_seconds(function: Callable[..., Any], inputs: Sequence[Any], times: int = 7) -> float:
     compiled = jax.jit(function).lower(*inputs).compile()
     jax.block_until_ready(compiled(*inputs))
-    # The process's own time does not count what others do on the same processor.
+    # On a CPU, use process time: it does not count other processes on the same processor.
     clock = time.process_time if jax.default_backend() == "cpu" else time.perf_counter
     found = []
     for _ in range(times):
@@ -152,7 +153,7 @@ def _least_seconds(function: Callable[..., Any], inputs: Sequence[Any], times: i
 
 @functools.cache
 def _rates() -> tuple[float, float]:
-    """Seconds per unit of fused arithmetic, and per byte that a loop stacks and another one reads."""
+    """Seconds per unit of fused arithmetic, and per byte that one loop stacks and another loop reads."""
     values = jnp.linspace(0.0, 1.0, _SAMPLE)
 
     def exponentials(x: jax.Array) -> jax.Array:
@@ -170,7 +171,7 @@ def _rates() -> tuple[float, float]:
 
 
 def key_of_shapes(args: Sequence[Any]) -> str:
-    """Shapes and dtypes of arguments in words.
+    """Shapes and dtypes of arguments as text.
 
     Example:
         >>> key_of_shapes([jax.numpy.ones((2, 3))])

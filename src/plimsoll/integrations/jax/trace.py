@@ -1,7 +1,7 @@
-"""A function of jax and its gradient as a traced step, so that the same planner decides about its values.
+"""Describe a function of jax and its gradient as a traced step, so that the same planner can decide about its values.
 
-A storage of a scanned region has the bytes of all iterations, a value those of one: what is held is stacked, what is
-rebuilt is there once. Arguments and gradients of arguments are in no storage, as XLA counts them apart from temporaries.
+A storage of a scanned region has the bytes of all iterations, a value the bytes of one: held values are stacked, but a rebuilt
+value exists once at a time. Arguments and their gradients are in no storage, because XLA counts them apart from temporaries.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ from plimsoll.planning.cut import Network, Offers, solve_cuts
 from plimsoll.planning.step import StepIndex
 
 _PRICES = np.array([1.0, 2.0, 4.0, 8.0, 16.0, 64.0, 256.0, 1024.0, 4096.0])
-"""In units of what holding a byte takes in seconds."""
+"""Prices of memory to try, as multiples of the seconds that holding a byte takes."""
 _EFFECTS = ("callback", "print", "infeed", "outfeed")
 _INSIDE = -1
-"""Stands among a region's values for all that jax itself holds of it, where no value of its own is worth holding."""
+"""Stands for all that jax itself holds of a region, if none of the region's values is worth holding individually."""
 INSIDE = "inside"
-"""What plans call that. A loop inside of a loop is one operation, and what its derivative reads is made inside of it."""
+"""The name of that value in plans. A loop inside of a loop is one operation, and its derivative reads values made inside of
+it.
+"""
 
 
 def value_name(region: Region, value: int) -> str:
-    """What plans call a value of a region."""
+    """The name of a region's value in plans."""
     if value == _INSIDE:
         return INSIDE
     for node in region.part.nodes:
@@ -50,9 +52,9 @@ def trace_step(
 
     Args:
         program: the function.
-        regions: all of it, in order.
-        clock: what operations take.
-        model: what the function is called.
+        regions: all of its regions, in order.
+        clock: prices operations.
+        model: the function's name.
         signature: shapes of its arguments.
     """
     seconds: dict[str, float] = {}
@@ -66,7 +68,7 @@ def trace_step(
 
 
 def obstacle_of(region: Region) -> str:
-    """Why a region cannot be run again; empty if it can."""
+    """Why a region cannot run again; empty if it can."""
     for node in region.part.nodes:
         if any(word in node.name for word in _EFFECTS):
             return f"{node.name} has an effect, which would happen twice"
@@ -76,7 +78,7 @@ def obstacle_of(region: Region) -> str:
 
 
 def _worth_holding(program: ArrayProgram, region: Region, clock: Clock) -> frozenset[int]:
-    """The values that some cut holds: at what holding takes in time, and at higher prices of memory."""
+    """The values that some minimum cut holds, at the time price of holding or at higher prices of memory."""
     every = frozenset(v for node in region.part.nodes if not is_shape_only(node) for v in node.writes)
     if not every or not region.reading.is_moving or obstacle_of(region):
         return frozenset()
@@ -104,9 +106,9 @@ class _Builder:
     storages: list[Storage] = field(default_factory=list)
     calls: list[RegionCall] = field(default_factory=list)
     storage_of: dict[int, int] = field(default_factory=dict)
-    """By value of the whole program."""
+    """Storage by value of the whole program."""
     ends: dict[int, int] = field(default_factory=dict)
-    """When storages die, where that is later than when they are born."""
+    """When storages die that live longer than the tick of their birth."""
 
     def build(self, regions: Sequence[Region], candidates: Mapping[str, frozenset[int]]) -> None:
         parts: list[_Part] = []
@@ -161,7 +163,7 @@ class _Builder:
 
 
 class _Part:
-    """One region on its way into the step."""
+    """Builds one region of the step."""
 
     def __init__(self, builder: _Builder, region: Region, index: int, candidates: frozenset[int]) -> None:
         self.builder, self.region, self.index = builder, region, index
@@ -169,7 +171,7 @@ class _Part:
         self.values: list[Value] = []
         self.region_ops: list[RegionOp] = []
         self.number: dict[int, int] = {}
-        """The graph's number of a value of the part."""
+        """The graph's number for each value of the part."""
         self.packed: dict[int, int] = {}
         self.span = self.back = (0, 0)
         self.slots: list[Slot] = []
@@ -196,7 +198,7 @@ class _Part:
         self._add_outputs(tick)
 
     def _recipe(self, value: int) -> tuple[set[int], tuple[int, ...]]:
-        """The operations between a value and the nearest candidates and inputs, and these."""
+        """The operations between a value and the nearest candidates and inputs, and these candidates and inputs."""
         part = self.region.part
         if value == _INSIDE:
             return set(range(len(part.nodes))), ()
@@ -252,7 +254,7 @@ class _Part:
         self.packed[value] = tick
 
     def _add_outputs(self, tick: int) -> None:
-        """What later regions read; it lives until they have."""
+        """Add the values that later regions read; they live until the last reader."""
         builder, region = self.builder, self.region
         for at, outer in zip(region.part.outputs, region.outputs, strict=True):
             number = self.number.get(at) if isinstance(at, int) and not region.is_scan else None
@@ -326,6 +328,6 @@ class _Part:
 
 
 def fingerprint(regions: Sequence[Region]) -> str:
-    """Equal for functions whose regions run the same operations, at whatever sizes."""
+    """A digest that is equal for functions whose regions run the same operations, at any sizes."""
     text = "\n".join(f"{r.name} {r.repeats > 1} {[node.name for node in r.part.nodes]}" for r in regions)
     return f"jax-{hashlib.sha256(text.encode()).hexdigest()[:16]}"

@@ -1,4 +1,4 @@
-"""Plans Keras 3 models: value by value for ``fit`` on the JAX backend, layer by layer under ``RematScope``.
+"""Plan Keras 3 models: value by value for ``fit`` on the JAX backend, or layer by layer under ``RematScope``.
 
     plan = pk.plan(model, x, y, budget="8GiB")
     with pk.apply(model, plan):
@@ -7,13 +7,13 @@
     plan = pk.plan_layers(model, x, y, budget="8GiB")
     managed = pk.rebuild(model, plan)
 
-Keras trains with one stateless function of variables and a batch, and ``plan`` plans that, as any other function of JAX.
-``keras.RematScope`` knows layers alone and has to be there when they are constructed: ``rebuild`` constructs them again. On the
-torch backend a Keras model is a module like any other: ``plimsoll.plan`` and ``plimsoll.apply`` take it as it is.
+Keras trains with one stateless function of variables and a batch; ``plan`` plans it like any other function of JAX.
+``keras.RematScope`` can only rerun whole layers and must be active when they are constructed, so ``rebuild`` constructs them
+again. On the torch backend a Keras model is an ordinary module: use ``plimsoll.plan`` and ``plimsoll.apply``.
 
 Source: ``compute_loss_and_updates`` of Keras' JAX trainer, "stateless and intended for use with jax.grad". Known weakness:
-``RematScope`` hands ``training`` to ``jax.checkpoint`` as an array and to ``tf.recompute_grad`` by name, so layers that ask for
-its value (JAX) or take it at all (TensorFlow) are kept.
+``RematScope`` passes ``training`` to ``jax.checkpoint`` as an array and to ``tf.recompute_grad`` by name. So layers that read
+its value (JAX), or that take it at all (TensorFlow), are kept.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def plan(model: Any, x: Any, y: Any = None, *, budget: str | int | None, device:
     """Decide which values of a Keras model are held for the gradient of its training step.
 
     Args:
-        model: built and compiled with a loss; its weights stay as they are, its optimizer is built.
+        model: built and compiled with a loss. Its weights are not changed; its optimizer is built.
         x: one batch of inputs, as ``fit`` passes it to the model.
         y: its targets.
         budget: bytes of XLA's temporary memory for the gradient; ``None`` for the fastest plan.
-        device: a name of the catalogue, whose roofline says what operations take; by default they are timed here.
+        device: a device of the catalogue, whose roofline prices operations; by default they are timed on this machine.
 
     Raises:
-        BudgetBelowFloor: no plan that was compiled stays within the budget.
+        BudgetBelowFloor: every plan that was compiled exceeds the budget.
         InvalidOption: Keras runs on another backend, or the model is not built or compiled.
 
     Example:
@@ -72,7 +72,7 @@ def plan(model: Any, x: Any, y: Any = None, *, budget: str | int | None, device:
 
 @contextlib.contextmanager
 def apply(model: Any, plan: Plan) -> Iterator[None]:
-    """While it lasts, ``fit`` and ``train_on_batch`` hold what the plan says; afterwards the model is as it was.
+    """Inside the block, ``fit`` and ``train_on_batch`` hold what the plan says; afterwards the model is restored.
 
     Raises:
         InvalidOption: Keras runs on another backend, or the model is not built or compiled.
@@ -97,19 +97,20 @@ def apply(model: Any, plan: Plan) -> Iterator[None]:
 def plan_layers(model: Any, x: Any, y: Any = None, *, budget: str | int | None) -> Plan:
     """Decide which layers of a Keras model run again for the gradient, for ``rebuild``.
 
-    Every plan that is looked at is rebuilt, and what its step takes is asked of XLA, or counted by TensorFlow in a run.
+    Every candidate plan is rebuilt and measured: XLA reports the bytes of its step, or TensorFlow counts them in a run.
 
     Args:
-        model: built and compiled with a loss; left as it is. Its own layers are decided about, and what is in them goes along.
+        model: built and compiled with a loss; not changed. Decisions are about its own layers; layers inside of them are
+            included.
         x: one batch of inputs, as ``fit`` passes it to the model.
         y: its targets.
-        budget: bytes: XLA's temporary memory on JAX, what a step allocates on TensorFlow; ``None`` for the fastest plan.
+        budget: bytes: XLA's temporary memory on JAX, the step's allocations on TensorFlow; ``None`` for the fastest plan.
 
     Returns:
         A plan whose regions are layers. ``str`` shows which run again.
 
     Raises:
-        BudgetBelowFloor: no plan that was measured stays within the budget.
+        BudgetBelowFloor: every plan that was measured exceeds the budget.
         InvalidOption: Keras runs on the torch backend, or the model is not built or compiled.
 
     Example:
@@ -124,11 +125,11 @@ def plan_layers(model: Any, x: Any, y: Any = None, *, budget: str | int | None) 
 def rebuild(model: Any, plan: Plan) -> Any:
     """The same model, constructed under ``RematScope`` so that the layers that the plan names run again in backward.
 
-    Variables, those of the optimizer and of random numbers among them, are copied; the given model stays as it is. Classes
-    of your own need ``get_config``, and losses and metrics of your own to be registered with Keras.
+    All variables are copied, including those of the optimizer and of random numbers; the given model is not changed. Your own
+    classes need ``get_config``, and your own losses and metrics must be registered with Keras.
 
     Args:
-        model: the one that was planned.
+        model: the planned model.
         plan: from ``plan_layers``, or loaded from a file.
 
     Raises:
@@ -147,10 +148,10 @@ def rebuild(model: Any, plan: Plan) -> Any:
 def estimate(
     model: Any, x: Any, y: Any = None, *, device: str = "H100-SXM", budget: str | int | None = None
 ) -> Estimate:
-    """Say what training a Keras model takes on a device of the catalogue: memory item by item, and speed.
+    """Estimate the training of a Keras model on a device of the catalogue: memory item by item, and speed.
 
-    On JAX temporaries are what XLA compiles here, and x and y may be shapes. On TensorFlow a step is run here, and what it
-    allocates has the gradients in it.
+    On JAX, XLA compiles the step here to count temporaries, and x and y may be shapes. On TensorFlow the step runs here, and
+    its allocated bytes include the gradients.
 
     Args:
         model: as for ``plan`` and, on TensorFlow, ``plan_layers``.
@@ -160,7 +161,7 @@ def estimate(
         budget: bytes for everything, to plan within; by default nothing is planned.
 
     Raises:
-        BudgetBelowFloor: what no plan changes takes the budget, or no plan that was measured leaves room for it.
+        BudgetBelowFloor: the bytes that do not depend on the plan exceed the budget, or no measured plan fits in the rest.
         InvalidOption: Keras runs on the torch backend, or the model is not built or compiled.
 
     Example:
@@ -184,10 +185,10 @@ def fit(
 
     Args:
         model: as for ``estimate``.
-        batch_of: inputs and targets of so many samples; on JAX shapes will do.
+        batch_of: returns inputs and targets for a number of samples; on JAX they may be shapes.
         budget: bytes of parameters, gradients, optimizer state, batch and temporaries together.
         device: as for ``plan``.
-        most_batch: no larger batch is looked at.
+        most_batch: the largest batch to try.
 
     Raises:
         InvalidOption: ``most_batch`` is less than 1, or as for ``estimate``.
@@ -199,13 +200,13 @@ def fit(
 
 
 def compare(model: Any, x: Any, y: Any = None, *, plans: Mapping[str, Plan], steps: int = 5) -> Comparison:
-    """Measure a Keras model under plans side by side: memory, seconds of a gradient, and the gradients.
+    """Compare a Keras model under several plans: memory, seconds of a gradient, and the gradients.
 
     Args:
-        model: as it was planned.
+        model: the planned model.
         x: one batch of inputs.
         y: its targets.
-        plans: from ``plan`` or ``plan_layers``, by what you call them.
+        plans: by name, from ``plan`` or ``plan_layers``.
         steps: timed rounds; in each, every plan runs once.
 
     Raises:
@@ -253,7 +254,7 @@ def _plannable(model: Any, x: Any, y: Any, device: str | None) -> tuple[Plannabl
 
 
 def _check(model: Any, backends: Sequence[str]) -> str:
-    """The backend, refusing what has no step to plan."""
+    """The backend. Raises if a step of this model cannot be planned."""
     import keras
 
     backend = str(keras.backend.backend())

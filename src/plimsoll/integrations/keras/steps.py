@@ -1,4 +1,4 @@
-"""Keras' training step on the JAX and the TensorFlow backend, and its layers as what a plan decides about."""
+"""Keras' training step on the JAX and the TensorFlow backend, and its layers as objects of decisions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BY_NAME = "its call takes training, and tf.recompute_grad takes no arguments by
 
 
 def bytes_of(arrays: Iterable[Any]) -> int:
-    """Bytes of arrays or variables; nothing of ``None``."""
+    """Bytes of arrays or variables; ``None`` counts as 0."""
     import keras
     import numpy as np
 
@@ -26,7 +26,7 @@ def bytes_of(arrays: Iterable[Any]) -> int:
 
 
 def constructed(model: Any, names: Collection[str]) -> Any:
-    """The model once more, with these layers under ``jax.checkpoint`` or ``tf.recompute_grad``."""
+    """A copy of the model with these layers under ``jax.checkpoint`` or ``tf.recompute_grad``."""
     import keras
 
     with keras.RematScope(mode="list_of_layers", layer_names=sorted(names)):
@@ -39,7 +39,7 @@ def constructed(model: Any, names: Collection[str]) -> Any:
         copy.optimizer.build(copy.trainable_variables)
         sources, targets = [*sources, *model.optimizer.variables], [*targets, *copy.optimizer.variables]
     for source, target in zip(sources, targets, strict=True):
-        # Two models must not share arrays: a training step on JAX gives its own away.
+        # Two models must not share arrays: a training step on JAX donates its own.
         target.assign(keras.ops.copy(source))
     return copy
 
@@ -57,7 +57,7 @@ def jax_step(model: Any, x: Any, y: Any) -> tuple[Callable[..., Any], list[Any]]
         options = {"training": True, "optimizer_variables": optimizer}
         return model.compute_loss_and_updates(trainable, rest, metrics, x, y, None, **options)
 
-    # Plans and estimates are called as the model is.
+    # Plans and estimates get the model's name.
     loss.__name__ = model.name
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
@@ -79,7 +79,7 @@ def tensorflow_step(model: Any) -> Callable[..., Any]:
 
 
 def layer_plans(model: Any, x: Any, y: Any, device: str | None = None) -> LayerPlans:
-    """Plans of whole layers on JAX, where XLA says what they take, or on TensorFlow, where a run does."""
+    """Plans of whole layers: on JAX XLA reports their bytes, on TensorFlow a run counts them."""
     import keras
 
     make = _plans_on_jax if keras.backend.backend() == "jax" else _plans_on_tensorflow
@@ -127,7 +127,7 @@ def _plans_on_jax(model: Any, x: Any, y: Any, device: str | None) -> LayerPlans:
 
 
 def _noting(obstacles: dict[str, str], layers: Sequence[Any]) -> Callable[..., Any]:
-    """Runs layers as they are, and notes those that ``RematScope`` cannot run again on JAX."""
+    """Run layers unchanged, and note the layers that ``RematScope`` cannot run again on JAX."""
     import jax
 
     stateful = {layer.name for layer in layers if any(not each.trainable for each in layer.variables)}
@@ -146,7 +146,7 @@ def _noting(obstacles: dict[str, str], layers: Sequence[Any]) -> Callable[..., A
 
 
 def _read_on_jax(call: Any, layers: Sequence[Any], obstacles: dict[str, str], clock: Any) -> LayeredStep:
-    """What each layer costs: its operations are those in the scope of its name."""
+    """The costs of each layer. A layer's operations are those in the scope of its name."""
     from plimsoll.integrations.jax.program import active_values, part_of
     from plimsoll.integrations.jax.reading import flops_of
     from plimsoll.integrations.jax.regions import Region
