@@ -259,7 +259,7 @@ def agreement_for(
     ranks: Sequence[int] | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> Agreement:
-    """Return the agreement of the ranks that train ``model``, or of this process alone if there are no others.
+    """Return the agreement of the ranks that train ``model``, or of this process alone if it trains alone.
 
     Raises:
         InvalidOption: ``ranks`` names ranks that do not exist or omits this one, or ``timeout_seconds`` is not positive.

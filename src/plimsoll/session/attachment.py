@@ -175,7 +175,7 @@ class Attachment(AttachedBudget):
             self._watch_optimizer()
 
     def _before_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
-        """Before a training call: make or choose its plan, and react to what the previous step has shown."""
+        """Make or choose the plan of a training call. Also react to the measurement of the previous step."""
         if is_capturing(self._steps.device.type):
             self._refuse_unready(situation)  # keep the current plan: a CUDA graph that replays does not call this hook
             return
@@ -417,7 +417,7 @@ class Attachment(AttachedBudget):
             if floor_bytes > planner.budget_bytes:
                 raise planner.refusal(lowest, most_bytes) from error
             if most_bytes > planner.budget_bytes and self._tries < _MOST_TRIES:
-                # `most_bytes` is an estimate: measure a step that starts with what this one left, and that does not record
+                # an estimate: measure a step that starts with what this one left and does not record
                 return
             plan = msgspec.structs.replace(planner.lowest(self._error_scale), budget_bytes=planner.budget_bytes)
         if self._has_ladder:
@@ -584,7 +584,7 @@ class Attachment(AttachedBudget):
         """
         self._steps.graphs.abandon()
         if not self._watch.is_settled:
-            self._metered = MeteredSituations()  # the optimizer's state exists from now on, so measure all situations again
+            self._metered = MeteredSituations()  # all situations are new again
         if self._calls == 0 and every_gradient(self.model) and not self._has_warned:
             self._has_warned = True
             warn_of_unseen(self.model)

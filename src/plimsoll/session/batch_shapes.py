@@ -1,4 +1,4 @@
-"""Distinguishes calls of a model by the shapes of their tensors, and finds calls that need no more memory than known ones."""
+"""Distinguishes calls of a model by the shapes of their tensors, and finds calls whose peak is bounded by known ones."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def shapes_and_masks_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes
 
 
 def _placed(value: Any, name: object, place: str = "") -> Iterator[tuple[torch.Tensor, str]]:
-    """Yield the tensors of an argument with the list that contains them (not the position in it); empty if there is no list."""
+    """Yield the tensors of an argument, each with the list that contains it (not the position in it), or "" outside of
+    lists.
+    """
     if isinstance(value, dict):
         for key, each in value.items():
             yield from _placed(each, f"{name}.{key}", place and f"{place}.{key}")

@@ -115,10 +115,10 @@ class Retry:
             self.is_running = False
 
     def _go_back(self, snapshot: StepSnapshot, failure: Exception, *, is_last: bool) -> bool:
-        """Restore the state from before the step and switch to a tighter plan. Return True if there is one.
+        """Restore the state from before the step and switch to a tighter plan. Return True if a tighter plan was found.
 
-        If there is none, the step is run once more anyway: regions record in their first call only, and the allocator's cache
-        was emptied.
+        If not, the step is run once more anyway: regions record in their first call only, and the allocator's cache was
+        emptied.
         """
         agreement = self._plans.agreement
         self._joint.renew()
@@ -258,10 +258,10 @@ class AppliedPlan:
             self._call = (args, kwargs)
 
     def tighten(self, *, is_own: bool) -> bool:
-        """Switch to a plan with a lower peak, on all ranks together. Return True if there is one."""
+        """Switch to a plan with a lower peak, on all ranks together. Return True if one was found."""
         call, self._call = self._call, None
-        # Tracing needs memory too, about as much as the lowest peak. With one rank, a failed trace means that there is no
-        # tighter plan. With several ranks a failure must reach all of them, so it is raised.
+        # Tracing needs memory too, about as much as the lowest peak. With one rank, a failed trace means that we do not
+        # tighten. With several ranks a failure must reach all of them, so it is raised.
         may_fail = (torch.OutOfMemoryError,) if self.agreement.size == 1 else ()
         if self.agreement.every("the step's call", holds=call is not None) and call is not None:
             with self._handle.paused(), contextlib.suppress(*may_fail):

@@ -316,14 +316,14 @@ class StepWatch:
             self._watch = OptimizerWatch(self._parameters, (), self._optimizer_comes, self._optimizer_comes)
 
     def stop(self) -> None:
-        """End the running measurement, if there is one."""
+        """End the measurement if one is running."""
         step, self.running = self.running, None
         if step is not None:
             step.has_trained |= self.graphs.has_backward
             self.measured = step if step.end() else None
 
     def drop(self) -> None:
-        """End the running measurement, if there is one, and discard it."""
+        """End the measurement if one is running, and discard it."""
         if self.running is not None:
             self.running.has_failed = True
         self.stop()

@@ -3,7 +3,7 @@
 The solver's bound certifies the model of the machine, not the machine. So the plan runs twice: the step that records, and a
 steady step. If the measured peak exceeds the budget, the overshoot is subtracted from the budget and the plan is solved again.
 If lossy forms are used, the gradient of the steady step is compared with the unmanaged gradient. If its error exceeds the
-allowed error, or is so much smaller that a cheaper plan may be allowed, the expected errors are scaled to the measurement and
+allowed error, or is far enough below it that a cheaper plan may exist, the expected errors are scaled to the measurement and
 the plan is solved again.
 """
 
