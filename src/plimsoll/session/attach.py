@@ -141,7 +141,8 @@ def _refuse_of_gathered(model: nn.Module, units: Sequence[Unit], options: PlanOp
 def _refuse_split_graphs(model: nn.Module, units: Sequence[Unit]) -> None:
     """Refuse a model compiled as a whole under ``DistributedDataParallel``.
 
-    The call that makes the plan would run inside the wrapper's call. What is compiled there is not split as in later calls.
+    The call that makes the plan would run inside the wrapper's call. Code that is compiled there is not split as in later
+    calls.
     """
     if reduced_parameters(model) and not all(unit.path for unit in units):
         raise InvalidModel(

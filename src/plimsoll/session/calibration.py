@@ -206,7 +206,7 @@ def optimizer_in_view(model: nn.Module) -> Optimizer | None:
     if before is not None and trains(before, parameters):
         return before
     gc.collect()
-    # Wrappers around optimizers have no parameter groups of their own.
+    # Wrappers around optimizers do not have their own parameter groups.
     found = [thing for thing in instances_of(Optimizer) if "param_groups" in vars(thing)]
     ours: list[Optimizer] = [optimizer for optimizer in found if trains(optimizer, parameters)]
     if len(ours) != 1:

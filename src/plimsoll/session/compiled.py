@@ -2,9 +2,9 @@
 is traced eagerly, and its regions are managed by the engine.
 
 The step without a plan is torch.compile's default partition. If its measured peak is within the budget, the compilation is not
-touched. Otherwise the plan is solved on the kernels of the graphs, compiled and run, and solved again with what the run shows,
-as for eager models. This is done in inductor's own order of kernels first, and in the order of the graph if the first plan did
-not fit.
+touched. Otherwise the plan is solved on the kernels of the graphs, compiled, run, and solved again if the run exceeds the
+budget, as for eager models. This is done in inductor's own order of kernels first, and in the order of the graph if the first
+plan did not fit.
 """
 
 from __future__ import annotations

@@ -248,7 +248,7 @@ def _dropped(links: int) -> list[int]:
 
 
 class _Stopwatch:
-    """Records the time between two laps. The time in which it touches memory to cool the caches does not count."""
+    """Records the time between two laps. It does not count the time that it spends on touching memory to cool the caches."""
 
     def __init__(self, touched_bytes: int) -> None:
         self.laps: list[float] = []

@@ -70,7 +70,7 @@ class Sensed:
 
 
 def sense_forms(step: TrainingStep, trace: Trace, costs: Costs, lowest: Plan, options: PlanOptions) -> Sensed:
-    """Run one step under the plan with the lowest peak, and measure in which forms its values could be held.
+    """Run one step under the plan with the lowest peak, and measure the forms that its values could be held in.
 
     The model must not be managed. It is restored afterwards.
 
@@ -97,7 +97,7 @@ def sense_forms(step: TrainingStep, trace: Trace, costs: Costs, lowest: Plan, op
 
 
 def sense_compiled(step: TrainingStep, trace: Trace, costs: Costs, plan: Plan, options: PlanOptions) -> Sensed:
-    """Measure in which forms the saved values of compiled blocks could be held.
+    """Measure the forms that the saved values of compiled blocks could be held in.
 
     Codecs are tried in one step with everything saved. A link returns exactly what it was given, so if only offloading is
     allowed, no step is run. ``plan`` says what is compiled.

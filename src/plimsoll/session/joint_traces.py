@@ -1,9 +1,9 @@
-"""Decides in which training calls new shapes are traced. If traces run collectives, all ranks trace in the same calls.
+"""Decides which training calls trace new shapes. If traces run collectives, all ranks trace in the same calls.
 
 A trace runs the model once more. If the model runs collectives (sharded or split models; not DDP, whose reducer does not see
 traces), a rank that traces alone would wait forever. So in the calls after a trace, all ranks exchange whether one of them
-meets an unknown shape. If one does, all ranks trace, each its own batch. After a few calls in which no rank needed a trace,
-they stop asking, and calls exchange nothing.
+meets an unknown shape. If one does, all ranks trace, each its own batch. After a few calls without a need to trace, they stop
+asking, and calls exchange nothing.
 
 Later, a rank that meets an unknown shape waits some seconds for the others to meet one in the same call (the short last batch,
 or a longer sequence from now on). If all do, all ranks ask again from then on. If they do not, the wait was useless; a rank
@@ -29,7 +29,7 @@ from plimsoll.tracing.fsdp2 import holds_gradients_back, splits_activations, wai
 from plimsoll.tracing.recorder.collectives import names_collective
 
 _CALM_CALLS = 4
-"""After this many successive calls in which no rank needed a trace, the ranks stop asking."""
+"""After this many successive calls without a trace on any rank, the ranks stop asking."""
 _MOST_VAIN = 3
 """A rank waits for the others at most this many times without an answer."""
 

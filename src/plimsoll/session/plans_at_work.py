@@ -67,7 +67,7 @@ class PlansAtWork:
 
     @contextlib.contextmanager
     def trying(self, plan: Plan) -> Iterator[None]:
-        """Apply another plan inside the block. What its regions record is kept."""
+        """Apply another plan inside the block. Records that its regions make are kept."""
         before = self.plan
         self.run(plan)
         try:

@@ -1,8 +1,8 @@
 """Runs a training step again under a tighter plan if it runs out of memory. All state is put back first.
 
 The step is a function because everything that a failed step has made must be freed before the next run. We can clear the local
-variables of a function. We cannot clear those of a loop around a ``with`` block, which would keep the failed step's graph
-alive.
+variables of a function. We cannot clear the variables of a loop around a ``with`` block, and they would keep the failed step's
+graph alive.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class ShapePlans:
         self._refused: set[Shapes] = set()
         """Shapes that the user was already warned about: no plan fits, or they cannot be traced."""
         self._hopeless: dict[Shapes, tuple[int, BudgetBelowFloor]] = {}
-        """Shapes for which no plan was found, with the bytes that were too few and the error that was raised."""
+        """Shapes that no plan fits, with the bytes that were too few and the error that was raised."""
         self._may_refuse = may_refuse
         self._budget_bytes = 0
         self.withheld_bytes = 0
@@ -146,7 +146,7 @@ class ShapePlans:
             forecast = ladder.at(_split(shapes)[1])[0]
             # The measurement may contain bytes that do not recur. The plan was accepted for this step, so it fits.
             self._measured_bytes = min(measured[0], max(0, self._budget_bytes - forecast.before_optimizer_bytes))
-            self._known[shapes] = plan, forecast  # the figures with which it was accepted
+            self._known[shapes] = plan, forecast  # the figures that it was accepted by
         self._fixed_bytes = min(measured[1], self._measured_bytes)
 
     def knows(self, shapes: Shapes) -> bool:

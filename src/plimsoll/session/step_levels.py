@@ -27,10 +27,10 @@ def is_more(found_bytes: float, known_bytes: float, scale_bytes: float | None = 
 
 
 class StepLevels:
-    """Readings of the step that runs, in bytes above its beginning, and the highest readings of measured steps.
+    """Readings of the running step, in bytes above its beginning, and the highest readings of measured steps.
 
-    Before each forward the owner sets two figures. ``expected_forward_bytes`` is the plan's prediction of what forward adds
-    (0: no prediction; the largest measured forward is expected). ``expected_peak_bytes`` is the expected peak of the step.
+    Before each forward the owner sets two figures. ``expected_forward_bytes`` is the predicted growth in forward (0: no
+    prediction; the largest measured forward is expected). ``expected_peak_bytes`` is the expected peak of the step.
     """
 
     def __init__(self, device: torch.device) -> None:

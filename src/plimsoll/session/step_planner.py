@@ -120,7 +120,7 @@ class StepPlanner:
         self.gradients: Gradients | None = None
         self.in_flight = 1
         self.loss_share = 0.0
-        """The memory of the user's loss, relative to what is there anyway between forward and backward."""
+        """The memory of the user's loss, as a share of the predicted growth between forward and backward."""
         self.mistake_bytes = 0
         """The measured steady peak of the lowest plan minus its predicted peak, from its trial."""
         self.managing: Managing | None = None
@@ -174,7 +174,7 @@ class StepPlanner:
         progress("solving", 0.0 if self._sensed is None else 0.4)
 
     def plan(self, strategy: str, step: Callable[[], TrainingStep], progress: Progress = silent) -> Plan:
-        """Return the plan for the budget. On a real device the plan is run once, and solved again with what the run shows.
+        """Return the plan for the budget. On a real device the plan is run once, and solved again if the run contradicts it.
 
         Raises:
             BudgetBelowFloor: nothing fits.
@@ -198,7 +198,7 @@ class StepPlanner:
                 raise measured from error
 
     def _confirmed(self, plan: Plan, strategy: str, step: TrainingStep, progress: Progress) -> Plan:
-        """Run the plan; if it misses its budget or error, solve again with what runs have shown."""
+        """Run the plan. If it misses its budget or error, solve again with the measurement."""
         return confirmed(
             plan,
             functools.partial(self.run, step),

@@ -38,7 +38,7 @@ _SMALL_BYTES = 2**16
 class Companions:
     """Gradient scalers and learning-rate schedulers of this process.
 
-    They have no hooks, so all objects of the process are searched for them, once.
+    They cannot be found by hooks, so all objects of the process are searched for them, once.
     """
 
     def __init__(self) -> None:

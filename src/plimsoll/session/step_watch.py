@@ -60,7 +60,7 @@ _TENSOR = re.compile(r"\b([a-z]+[0-9]*\w*)\[([0-9]+(?:x[0-9]+)*)?\]")
 
 
 class Situation(NamedTuple):
-    """What determines the peak of a training step under a given plan, as far as it is known before the step."""
+    """What determines the peak of a training step under a given plan, if it is known before the step."""
 
     shapes: Shapes
     accumulates: bool = False
@@ -120,7 +120,7 @@ def planned_situation(signature: str, in_flight: int) -> Situation:
 
 
 class MeteredSituations:
-    """The situations in which a step was metered under the current plan."""
+    """The situations of the steps that were metered under the current plan."""
 
     def __init__(self, known: Iterable[Situation] = ()) -> None:
         self._known = list(known)

@@ -1,9 +1,9 @@
 """Several ranks plan one step together: the tightest rank solves for all.
 
-The tightest rank is the one with the least room: its budget minus its unmanaged peak is the smallest. A plan has one budget,
-the tightest rank's. The overshoot of another rank over its own budget is translated into the same overshoot over the plan's
-budget. Ranks may have batches of different shapes: each simulates the plan on its own step, and if one exceeds its budget, the
-tightest rank solves again.
+The tightest rank has the least room: its budget minus its unmanaged peak is the smallest. A plan has one budget, the tightest
+rank's. The overshoot of another rank over its own budget is translated into the same overshoot over the plan's budget. Ranks
+may have batches of different shapes: each simulates the plan on its own step, and if one exceeds its budget, the tightest rank
+solves again.
 """
 
 from __future__ import annotations

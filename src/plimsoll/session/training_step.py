@@ -1,6 +1,6 @@
 """A training step that can be repeated from the same state, to measure its peak and compare its gradients.
 
-The step is that of a usual loop: ``output = model(...)``, ``loss = ...``, ``loss.backward()``. ``output`` is held until
+The step runs as in a usual loop: ``output = model(...)``, ``loss = ...``, ``loss.backward()``. ``output`` is held until
 backward has ended. The optimizer does not step, so every run starts from the same parameters.
 """
 

@@ -70,8 +70,8 @@ def run_trial(
 ) -> TrialRun:
     """Run a plan and return its peaks (recording step and steady step) and its error compared with the unmanaged ``gradients``.
 
-    What the plan records is discarded, unless ``managing`` is given. A ``managing`` context keeps the record, and the plan was
-    recorded before, so there is only one run.
+    What the plan records is discarded, unless ``managing`` is given. A ``managing`` context keeps records, also those of
+    earlier steps, so its single run is steady already.
 
     Optimizer state that does not exist yet is added to both peaks. It is made in the user's first step, but a training that
     resumes, or that `verify` repeats, records the plan when the state exists. The model is restored afterwards.

@@ -255,7 +255,7 @@ class RefusesHooks(Exception):
 
 
 class StepCapture:
-    """Runs one step under the tracer and drops saved tensors as they are saved.
+    """Runs one step under the tracer and drops every tensor that autograd saves.
 
     For the modules in ``left_alone``, autograd holds what they save as in training.
     """

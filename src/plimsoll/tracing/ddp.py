@@ -2,8 +2,8 @@
 see.
 
 The reducer counts gradients with hooks on the parameter objects. It learns the order of its buckets from the first step, and
-with ``static_graph`` the whole graph. A trial step must not teach it anything. So a trial step runs on twins: parameters that
-share the memory but have no hooks, and that replace the parameters in the modules during the step.
+with ``static_graph`` the whole graph. A trial step must not teach it anything. So a trial step runs on twins: parameters
+without hooks that share the originals' memory and replace them in the modules during the step.
 
 Source: torch.nn.parallel.DistributedDataParallel and its reducer (torch/csrc/distributed/c10d/reducer.cpp). Known weakness: a
 model that keeps its parameters in its own lists, outside of ``nn.Module``, uses those in a trial step too.
@@ -24,7 +24,7 @@ from plimsoll.tracing.zero import is_gathered_by_zero, is_stepped_by_zero
 def inner_module(model: nn.Module) -> nn.Module:
     """Return the model inside of ``DistributedDataParallel`` and ``torch.compile(model)``, in any order of wrappers.
 
-    Names, fingerprints and regions are those of the inner model, so a plan is the same with and without a wrapper.
+    Names, fingerprints and regions always refer to the inner model, so a plan is the same with and without a wrapper.
     """
     return layers_of(model)[-1]
 
@@ -89,7 +89,7 @@ def is_without_reduction(model: nn.Module) -> bool:
 
 
 def gradients_are_views(model: nn.Module) -> bool:
-    """True if gradients move into the buckets as soon as they are complete."""
+    """True if each gradient moves into a bucket when it is complete."""
     reducer = _reducer(model)
     return reducer is not None and bool(reducer.gradient_as_bucket_view)
 

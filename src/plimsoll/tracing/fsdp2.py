@@ -69,7 +69,7 @@ def sharded_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def process_groups(model: nn.Module) -> Iterator[torch.distributed.ProcessGroup]:
-    """Yield the groups in which parameters are gathered and gradients are reduced.
+    """Yield the process groups that gather parameters and reduce gradients.
 
     A parameter's mesh may be another mesh that compares equal but has other groups. So the groups are read from FSDP2's own
     meshes.
@@ -235,7 +235,7 @@ def scattering(model: nn.Module, scatter: Any) -> Iterator[None]:
 
 
 def own_reductions(model: nn.Module) -> list[str]:
-    """Return the names of what the user (or gradient compression) uses instead of torch's reduction."""
+    """Return the names of the user's reductions (or gradient compression's) that replace torch's."""
     found = dict.fromkeys(thing for group in _groups(model) for thing in _own_of(group) if thing is not None)
     return [getattr(thing, "__qualname__", type(thing).__name__) for thing in found]
 
@@ -299,7 +299,7 @@ def _groups(model: nn.Module) -> list[FSDPParamGroup]:
 
 
 def groups_of(module: FSDPModule) -> list[FSDPParamGroup]:
-    """Return the groups in which FSDP2 keeps the parameters and hooks of a module that ``fully_shard`` was called on."""
+    """Return FSDP2's groups, which hold the parameters and hooks of a module that ``fully_shard`` was called on."""
     return _groups_of(module._get_fsdp_state())
 
 

@@ -120,7 +120,7 @@ def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # noq
 def prefers_cudnn(device_name: str) -> bool:
     """True if torch tries cuDNN's attention first on this device: since cuDNN 9.15.1, for compute capability 9 and 10.
 
-    A CPU build of torch has no cuDNN. Then the version in torch's wheels for CUDA 13 is assumed, which is newer.
+    A CPU build of torch lacks cuDNN. Then the version in torch's wheels for CUDA 13 is assumed, which is newer.
     ``TORCH_CUDNN_SDPA_DEPRIORITIZED=1``, a disabled kernel and deterministic mode have the same effect as in torch.
 
     Example:

@@ -1,7 +1,7 @@
 """This process's tensors behind distributed ones: a DTensor's local shard, the buffer that a collective fills.
 
-A ``DTensor`` has no memory of its own. It is a local tensor plus the layout that says which part of a global tensor that is. An
-``AsyncCollectiveTensor`` is a tensor whose contents have not arrived yet. Plimsoll decides everything on the local tensor.
+A ``DTensor`` does not hold memory itself. It is a local tensor plus the layout that says which part of a global tensor that is.
+An ``AsyncCollectiveTensor`` is a tensor whose contents have not arrived yet. Plimsoll decides everything on the local tensor.
 ``Shell`` keeps the layout and wraps the local tensor in it again.
 
 Known weakness: torch does not bump any version counter when a multi-tensor or fused optimizer writes to DTensors (2.13). Such a
@@ -30,7 +30,7 @@ _PENDING = ("torch.distributed._functional_collectives", "AsyncCollectiveTensor"
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """True if the tensor has no memory of its own and wraps other tensors."""
+    """True if the tensor only wraps other tensors that hold the memory."""
     return is_traceable_wrapper_subclass(tensor)
 
 

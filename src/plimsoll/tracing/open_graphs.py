@@ -1,7 +1,7 @@
 """Tracks the graphs of a model's forwards until a backward has run through them.
 
 A training step may run several forwards before one backward (pairs, preference losses), so it is over only when none of its
-graphs is waiting. A graph that was dropped is no longer waiting.
+graphs is waiting. A graph that was dropped does not wait any more.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class OpenGraphs:
         self.most, self.has_backward = 0, False
 
     def note(self, output: Any) -> None:
-        """Note the graph of a forward from which the model has returned."""
+        """Note the graph of a forward that has returned ``output``."""
         graph = _Graph(weakref.WeakMethod(self._passed))
         for node in {tensor.grad_fn for tensor in output_tensors(output) or held_tensors(output)}:
             if node is not None:

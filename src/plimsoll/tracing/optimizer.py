@@ -35,7 +35,7 @@ from plimsoll.tracing.tracer import StepTracer
 from plimsoll.tracing.zero import partitions
 
 _PATCHED = ("step", "profile_hook_step")
-"""Attributes with which schedulers and profilers wrap an optimizer's methods."""
+"""Attributes that schedulers and profilers replace to wrap an optimizer's methods."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +161,7 @@ def with_options(
 
 
 def _twin_of(tensor: torch.Tensor, mode: FakeTensorMode | None) -> torch.Tensor:
-    """Return a tensor without memory like the one that this process holds: an optimizer of DTensors steps their local
-    shards.
-    """
+    """Return a memoryless tensor like this process's part of ``tensor``: an optimizer of DTensors steps their local shards."""
     (local,) = dense_parts(tensor)
     if local is tensor or not isinstance(tensor, nn.Parameter):
         return fake_like(local, mode)

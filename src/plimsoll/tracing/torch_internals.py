@@ -109,7 +109,7 @@ peek_functorch: Callable[[], Any] = internal("torch._C._functorch.peek_interpret
 FUNCTION_SPACES: tuple[Any, ...] = tuple(
     internal(f"torch._C.{name}") for name in ("_nn", "_linalg", "_special", "_fft", "_sparse", "_nested")
 )
-"""Modules with functions of torch that have no public name."""
+"""Modules with functions of torch that are not reachable by a public name."""
 TensorBase: Any = internal("torch._C.TensorBase")
 """The class with the methods that ``torch.Tensor`` inherits."""
 are_overrides_on: Callable[[], bool] = internal("torch._C._is_torch_function_enabled")

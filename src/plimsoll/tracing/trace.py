@@ -341,7 +341,7 @@ def merged_timings(runs: Sequence[_Timings]) -> dict[str, tuple[float, ...]]:
 
 
 def _home_of(model: nn.Module) -> torch.device | None:
-    """Return the device that the model can run on, or ``None`` if some of its parameters have no memory."""
+    """Return the device that the model can run on, or ``None`` if some of its parameters are meta or fake tensors."""
     if any(parameter.is_meta or isinstance(parameter, FakeTensor) for parameter in model.parameters()):
         return None
     return next(model.parameters()).device

@@ -144,7 +144,7 @@ class WholeRegions:
         self._hooks, self._leaves = {}, []
 
     def _gather_anew(self) -> None:
-        """Clear DeepSpeed's cache of what to release after which module: it was computed for the previous modules."""
+        """Clear DeepSpeed's cache of the parameters to release after each module: it was computed for the previous modules."""
         if self._leaves:
             kind = type(self._offload.get_param_coordinator())
             told = vars(kind)["_PartitionedParameterCoordinator__params_to_release"]

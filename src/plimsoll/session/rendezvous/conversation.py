@@ -177,7 +177,7 @@ class Conversation:
         self._is_over = True
         try:
             meeting = Meeting.arrive(self.world, self._topic, msgspec.msgpack.encode(turn), self.timeout_seconds)
-        except dist.DistError:  # the store and the job are gone: let this rank's own error appear
+        except dist.DistError:  # the store and the job have ended: let this rank's own error appear
             return
         if not self._is_stepping or not self.groups:
             return

@@ -76,7 +76,7 @@ class JointStep:
         """Interpret an error that left the step.
 
         Return the error to raise in case the step cannot be run again. Return ``None`` if the error is this rank's own and must
-        be raised as it is.
+        be raised itself.
         """
         is_memory = isinstance(error, torch.OutOfMemoryError)
         if self._conversation is None:

@@ -24,7 +24,7 @@ from plimsoll.tracing.torch_internals import internal
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# The default group's store has no public name. This name was seen in torch 2.9 to 2.15.
+# torch does not name the default group's store publicly. This name was seen in torch 2.9 to 2.15.
 _default_store = internal("torch.distributed.distributed_c10d._get_default_store")
 _PREFIX = "plimsoll"
 
@@ -34,7 +34,7 @@ class World:
     """Ranks that do something together, from the view of one of them.
 
     ``rank`` and ``ranks`` are global ranks, as torchrun numbers them. ``store`` is torch's own key-value store behind a prefix.
-    Messages go through the store instead of collectives, so a rank that waits for one can stop waiting.
+    Messages go through the store instead of collectives, so a rank that waits for a message can stop waiting.
     """
 
     rank: int
@@ -113,7 +113,7 @@ class Participants:
 
 
 def find_participants(model: object, ranks: Sequence[int] | None = None) -> Participants:
-    """Return the ranks that take part in a call on ``model``: by default those of its own groups, or all if it has none.
+    """Return the ranks that take part in a call on ``model``: by default the ranks of its own groups, or all without groups.
 
     Raises:
         InvalidOption: ``ranks`` that do not exist, that omit this rank, or that omit ranks over which the model is split.
