@@ -216,6 +216,7 @@ class Agreement:
             except BudgetBelowFloor as error:
                 self._below_floor = error
                 mine = _Solved(below_floor=(error.found, error.why, error.next))
+        # The other ranks do not solve. Costs are measured, so each rank would find a different plan.
         told = self.all_of(what, mine, _Solved, more_seconds=SOLVING_SECONDS)
         solved = told[self.ranks.index(rank)]
         if solved.below_floor is not None:

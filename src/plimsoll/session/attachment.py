@@ -504,7 +504,7 @@ class Attachment(AttachedBudget):
             self._shaped.note_peak(peak_bytes)
         if over_bytes > 0:
             # Plans are discrete: subtracting only the overshoot may select the same plan again. So subtract the plan's whole
-            # error, which is larger.
+            # error if that is more.
             off_bytes = peak_bytes - predicted_before_optimizer(planner.own(plan))
             self._overrun_bytes = 0 if self._shaped is not None else max(self._excess_bytes + over_bytes, off_bytes)
             warn_of_overrun(peak_bytes, limit_bytes, cause, next_)

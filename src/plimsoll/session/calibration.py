@@ -286,7 +286,7 @@ class MeasuredStep:
         if meter is None:
             return False
         if self._device.type == "cpu" and (is_profiled() or not is_profiler_on()):
-            self._meter = None  # another profiler of the user's has taken over; stopping ours would stop it
+            self._meter = None  # the user's profiler has taken over; stopping ours would stop theirs
             return False
         try:
             meter.__exit__(None, None, None)

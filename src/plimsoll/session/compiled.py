@@ -45,7 +45,9 @@ from plimsoll.tracing.trace import trace as trace_step
 from plimsoll.units import format_bytes
 
 _WORTH_COMPILING = 0.25
-"""Plans for other shapes differ in peak by at least this share of the distance between the lowest and the unmanaged peak."""
+"""Plans for other shapes differ in peak by at least this share of the distance between the lowest and the unmanaged peak. Each
+plan costs a compilation, so the ladder has at most five.
+"""
 _FAR_ABOVE = 1.25
 """Run torch.compile's default partition to see if it fits, unless its predicted peak is above this multiple of the budget."""
 _STRATEGIES = ("auto", "none", "full")
@@ -247,6 +249,8 @@ class CompiledPlanner(StepPlanner):
             fits = self.budget_bytes is None or measured.peak_bytes <= self.budget_bytes
             if strategy == "none" or (strategy == "auto" and fits):
                 return self._untouched(measured.peak_bytes)
+        # Inductor's own order comes first: 34 of 37 measured plans were faster in it, at 0.85 to 0.999 of the time. If the
+        # first plan fits, nothing else is compiled (docs/design/plans-inside-torch-compile.md).
         free = None if self.budget_bytes is None else self._in_own_order(strategy, step(), part_of(progress, 0.2, 0.5))
         if free is not None and len(self._trials) == 1:
             return free

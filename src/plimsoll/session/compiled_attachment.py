@@ -83,7 +83,7 @@ class CompiledAttachment(AttachedBudget):
         if self._work.plan is None:
             try:
                 self._begin(args, kwargs, situation)
-            except PlimsollError:  # not after an error of the model itself: then the next call tries again
+            except PlimsollError:  # errors of the model pass: the next call tries again
                 if not self._retry.is_running:
                     self.remove()
                 raise

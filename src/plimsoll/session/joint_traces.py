@@ -80,6 +80,7 @@ class JointTraces:
     def _is_due(self, call: int, task: Callable[[], TrainingTask], *, is_needed: bool) -> bool:
         if self._agreement.size == 1:
             return is_needed
+        # It is not enough to ask only when this rank needs a trace: a rank whose batches never change would never come.
         is_asking = self._calm < _CALM_CALLS or (is_needed and self._vain < _MOST_VAIN)
         if not is_asking or _turn_of(self._model) != self._turn:
             return False

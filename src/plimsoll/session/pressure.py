@@ -22,6 +22,8 @@ _RUNGS = 64
 """Limits are multiples of the budget divided by this, so that the same limits recur and their plans are reused."""
 _PATIENCE = 4
 """This many successive steps must begin with more room before the limit rises."""
+# Doubling the patience bounds how often room that comes and goes changes the plan: seven times in 1,000 steps for every period
+# that was tried (docs/design/the-limit-falls-at-once.md).
 _MOST_PATIENCE = 256
 _TRUSTED_AFTER = 8
 """If raised room lasts at least this many times the patience, losing it does not double the patience."""

@@ -391,7 +391,7 @@ class ShapePlans:
         return self._unmanaged_bytes(shapes) - self._known_ladder(shapes).step.lasting_bytes
 
     def _unmanaged_bytes(self, shapes: Shapes) -> int:
-        """Return the peak with nothing dropped. It is usually the largest of the ladder."""
+        """Return the largest peak of any rung. Usually that is the peak with nothing dropped."""
         return max(each.before_optimizer_bytes for each in self._known_ladder(shapes).at(_split(shapes)[1]))
 
     def _offer(self, plans: tuple[Plan, ...]) -> None:

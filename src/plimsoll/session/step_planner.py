@@ -120,7 +120,7 @@ class StepPlanner:
         self.gradients: Gradients | None = None
         self.in_flight = 1
         self.loss_share = 0.0
-        """The memory of the user's loss, as a share of the predicted growth between forward and backward."""
+        """The memory of the user's loss, as a share of what a micro-batch holds between forward and backward under any plan."""
         self.mistake_bytes = 0
         """The measured steady peak of the lowest plan minus its predicted peak, from its trial."""
         self.managing: Managing | None = None
@@ -257,6 +257,8 @@ class StepPlanner:
         If the two are close, return the lowest peak. If the plan has the lowest peak already, return None.
         """
         taken_bytes, lowest_bytes = self.predicted_bytes(plan), self.lowest_for_now(error_scale).predicted_peak_bytes
+        # The OutOfMemoryError does not say how much memory is free, except in its text, and we do not parse texts. So go half
+        # way.
         spare_bytes = (plan.predicted_peak_bytes if taken_bytes is None else taken_bytes) - lowest_bytes
         if spare_bytes <= 0:
             return None

@@ -278,6 +278,8 @@ def release(groups: Iterable[dist.ProcessGroup]) -> None:
 
 
 def _close(group: dist.ProcessGroup) -> None:
+    # gloo's abort() does not end a running collective (torch 2.13). A receive that times out makes gloo close all connections
+    # of the group, on this rank's action alone.
     somebody = (group.rank() + 1) % group.size()
     with contextlib.suppress(RuntimeError):  # the expected time-out, or a connection that is closed already
         group.recv([torch.empty(1, device=_CPU)], somebody, _TAG).wait(_NO_TIME)

@@ -106,6 +106,7 @@ class PeakMeter:
         )
 
     def __enter__(self) -> PeakMeter:
+        # Garbage would count as there at the start, and its release inside would lower the peak: a trial read 20 KB too little.
         if self._counts_everything:
             gc.collect()
         self._meter.start()
