@@ -1,9 +1,9 @@
-"""What ranks that make one call together tell each other: facts, budgets, plans and measurements.
+"""How ranks that make one call together agree: they exchange facts, budgets, plans and measurements.
 
-For one process on its own all of this is empty: what it is told is what it said, and nothing is sent.
+A single process sends nothing and receives its own values.
 
-Every decision that changes which steps are run is taken on what all ranks have said. One rank solves: the tightest, whose
-budget leaves the least room. Its plan goes to all as JSON (`tightest_rank`).
+Every decision that changes which steps are run depends on the values of all ranks. One rank solves: the tightest, whose budget
+leaves the least room. It sends its plan to all as JSON (`tightest_rank`).
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from plimsoll.tracing.recorder.calling import Loss, name_of, output_tensors
 T = TypeVar("T")
 
 SOLVING_SECONDS = 600.0
-"""Beyond the usual time, ranks wait so long for the one that solves: a solver may use its time limit several times."""
+"""How much longer than usual ranks wait for the rank that solves: a solver may use its time limit several times."""
 _PAD = "pad the batches to the same shape, set the same mode and loss, or name the ranks that have the same: ranks="
 
 
 class _Solved(msgspec.Struct, frozen=True, kw_only=True):
-    """What the rank that solves tells the others: a plan's JSON, or that nothing fits."""
+    """The message of the rank that solves: a plan's JSON, or the text of a `BudgetBelowFloor`."""
 
     plan: str = ""
     below_floor: tuple[str, str, str] | None = None
@@ -47,8 +47,7 @@ class _Solved(msgspec.Struct, frozen=True, kw_only=True):
 class DelayedLoss:
     """Delays an error in the user's loss until backward has finished, so that other ranks' collectives complete.
 
-    Where the loss fails, a number that depends on the whole output stands in for it: its backward runs through the
-    whole model.
+    If the loss fails, a sum over the whole output replaces it, so that backward runs through the whole model.
     """
 
     def __init__(self, loss: Loss) -> None:
@@ -60,7 +59,7 @@ class DelayedLoss:
     def __call__(self, output: Any) -> torch.Tensor:
         try:
             return self._loss(output)
-        except Exception as error:  # a user's function may raise anything; it is raised when the step is over
+        except Exception as error:  # a user's function may raise any error; it is raised when the step is over
             parts = [t.float().sum() for t in output_tensors(output) if t.requires_grad and t.is_floating_point()]
             if not parts:
                 raise
@@ -68,15 +67,16 @@ class DelayedLoss:
             return torch.stack(parts).sum()
 
     def raise_failure(self) -> None:
-        """Raise what the loss raised first, if it failed; the next steps start anew."""
+        """Raise the first error of the loss, if it failed, and forget it."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
 
 class Agreement:
-    """One call (``plan``, ``attach``, …) that ranks make together; a context manager, see ``Conversation``. There is no
-    conversation where this process is on its own.
+    """One call (``plan``, ``attach``, …) that several ranks make together.
+
+    Use it as a context manager (see ``Conversation``). A single process has no conversation.
     """
 
     def __init__(self, conversation: Conversation | None, topic: str) -> None:
@@ -110,32 +110,32 @@ class Agreement:
             ) from error
 
     def joint_step(self) -> JointStep:
-        """The end of training steps that these ranks run together."""
+        """Return an object that ends training steps on all these ranks together."""
         return JointStep(self._conversation)
 
     @property
     def backends(self) -> frozenset[str]:
-        """What the model's collectives run on."""
+        """The backends of the model's process groups."""
         groups = () if self._conversation is None else self._conversation.groups
         return frozenset(map(torch.distributed.get_backend, groups))
 
     @property
     def size(self) -> int:
-        """How many ranks take part."""
+        """The number of ranks that take part."""
         return 1 if self._conversation is None else self._conversation.world.size
 
     @property
     def rank(self) -> int:
-        """This rank, as torch numbers it."""
+        """This process's rank, as torch numbers it."""
         return 0 if self._conversation is None else self._conversation.world.rank
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """All that take part."""
+        """All ranks that take part."""
         return (0,) if self._conversation is None else self._conversation.world.ranks
 
     def all_of(self, what: str, value: T, kind: type[T], *, more_seconds: float = 0.0) -> list[T]:
-        """Everyone's value, in the order of ``ranks``; a value is made of what msgspec knows.
+        """Return the values of all ranks, in the order of ``ranks``. msgspec must be able to encode the value.
 
         Raises:
             RankFailed, RankMissing, RanksDiffer: see ``Conversation.ask``.
@@ -146,10 +146,10 @@ class Agreement:
         return [msgspec.msgpack.decode(answer, type=kind) for answer in answers]
 
     def gathered(self, what: str, value: T, kind: type[T]) -> list[T] | None:
-        """Everyone's value, if all ranks come here within a few seconds; else ``None``, on all that come.
+        """Return the values of all ranks, or ``None`` on every caller if some rank does not call within a few seconds.
 
-        For what may happen on all ranks at once and of which a rank alone knows nothing. ``what`` names this occasion,
-        in which a rank comes at most once: it holds the number of the training call.
+        Use it for events that may happen on all ranks at once, when a single rank cannot know whether they do. ``what`` names
+        the event and contains the number of the training call, so that a rank calls at most once for each name.
         """
         if self._conversation is None:
             return [value]
@@ -157,15 +157,15 @@ class Agreement:
         return None if answers is None else [msgspec.msgpack.decode(answer, type=kind) for answer in answers]
 
     def meet(self, what: str, *, more_seconds: float = 0.0) -> None:
-        """Go on once all ranks are here."""
+        """Wait until all ranks are here."""
         self.all_of(what, None, type(None), more_seconds=more_seconds)
 
     def every(self, what: str, *, holds: bool) -> bool:
-        """Whether something holds on every rank."""
+        """True if ``holds`` is True on every rank."""
         return all(self.all_of(what, holds, bool))
 
     def same(self, what: str, facts: Mapping[str, str]) -> None:
-        """Go on if these facts, and the versions, are the same on all ranks; else ``RanksDiffer``, with a table, on
+        """Check that these facts, and the versions, are equal on all ranks. Otherwise raise ``RanksDiffer`` with a table on
         all.
         """
         if self._conversation is not None:
@@ -173,14 +173,14 @@ class Agreement:
 
     @contextlib.contextmanager
     def together(self, what: str, *, more_seconds: float = 0.0) -> Iterator[None]:
-        """Run the block on every rank, and go on only if it went well on all; they wait for each other at its end."""
+        """Run the block on every rank and wait for all at its end. If the block fails on a rank, all raise."""
         with self:
             yield
             self.meet(what, more_seconds=more_seconds)
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
-        """Run steps with collectives in the block; ranks that wait there for one that failed are released."""
+        """Run steps with collectives inside the block. If a rank fails, ranks that wait for it in a collective are released."""
         if self._conversation is None:
             yield
             return
@@ -191,9 +191,9 @@ class Agreement:
         self.meet(f"steps of {self._topic}")
 
     def patient(self, task: TrainingTask) -> TrainingTask:
-        """The task as its steps are run: where its loss fails, this rank's step goes on to its end and fails then.
+        """Return the task with a loss that delays its errors to the end of the step.
 
-        The other ranks' collectives in backward find their partner, and the process groups stay whole.
+        So the other ranks' collectives in backward complete, and the process groups remain usable.
         """
         if self._conversation is None or task.loss is None:
             return task
@@ -201,11 +201,11 @@ class Agreement:
         return dataclasses.replace(task, loss=self._delayed)
 
     def made_by(self, rank: int, what: str, make: Callable[[], Plan]) -> Plan:
-        """A plan that one rank makes, on all ranks.
+        """Let one rank make a plan and return it on all ranks.
 
         Raises:
-            BudgetBelowFloor: on all ranks, nothing fits. Where it leaves the call, other ranks than ``rank`` raise
-                ``RankFailed`` in its place.
+            BudgetBelowFloor: nothing fits; raised on all ranks. If it leaves the call, the ranks other than ``rank`` raise
+                ``RankFailed`` instead.
         """
         if self._conversation is None:
             return make()
@@ -216,6 +216,7 @@ class Agreement:
             except BudgetBelowFloor as error:
                 self._below_floor = error
                 mine = _Solved(below_floor=(error.found, error.why, error.next))
+        # The other ranks do not solve. Costs are measured, so each rank would find a different plan.
         told = self.all_of(what, mine, _Solved, more_seconds=SOLVING_SECONDS)
         solved = told[self.ranks.index(rank)]
         if solved.below_floor is not None:
@@ -230,12 +231,14 @@ class Agreement:
         return plan
 
     def refused_by(self, rank: int, error: BudgetBelowFloor) -> BudgetBelowFloor:
-        """An error that all ranks raise now; where it leaves the call, other ranks than ``rank`` raise ``RankFailed``."""
+        """Return an error that all ranks raise now. If it leaves the call, the ranks other than ``rank`` raise
+        ``RankFailed``.
+        """
         self._below_floor, self._solver = error, rank
         return error
 
     def same_plan(self, plan: Plan) -> None:
-        """Go on if all ranks hold the identical plan; else ``RanksDiffer`` on all ranks, with a digest of each."""
+        """Check that all ranks hold the identical plan. Otherwise raise ``RanksDiffer`` on all, with a digest of each plan."""
         if self._conversation is not None:
             self.same("plans", plan_facts(plan))
 
@@ -245,7 +248,7 @@ def _is_due_to(error: BaseException | None, cause: BaseException) -> bool:
 
 
 def plan_facts(plan: Plan) -> dict[str, str]:
-    """What tells one plan from another: its strategy, its budget, and a digest of its JSON."""
+    """Return facts that identify a plan: its model, its strategy, a digest of its JSON, and the model's fingerprint."""
     digest = hashlib.blake2s(to_json(plan).encode(), digest_size=6).hexdigest()
     return {"plan": f"{plan.model} {plan.strategy} {digest}", "plan made for": plan.fingerprint}
 
@@ -257,10 +260,10 @@ def agreement_for(
     ranks: Sequence[int] | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> Agreement:
-    """The agreement of the ranks that train ``model``; of this process alone where there are no others.
+    """Return the agreement of the ranks that train ``model``, or of this process alone if it trains alone.
 
     Raises:
-        InvalidOption: ``ranks`` that do not exist or without this one; no time to wait.
+        InvalidOption: ``ranks`` names ranks that do not exist or omits this one, or ``timeout_seconds`` is not positive.
     """
     if isinstance(timeout_seconds, bool) or not isinstance(timeout_seconds, int | float) or not timeout_seconds > 0:
         raise InvalidOption(
@@ -275,7 +278,7 @@ def agreement_for(
 
 
 def described(**options: Any) -> dict[str, str]:
-    """Options as facts: by name, as text."""
+    """Return options as facts: the text of each value by name."""
     return {name: repr(value) for name, value in options.items()}
 
 

@@ -1,4 +1,4 @@
-"""The verb ``attach``: keep the training of a model under a budget from its first step on, with no batch at hand."""
+"""The verb ``attach``: keep the training of a model under a budget from its first step on, without a sample batch."""
 
 from __future__ import annotations
 
@@ -42,36 +42,37 @@ def attach(
     ranks: Sequence[int] | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> Attachment | CompiledAttachment:
-    """Keep the training of ``model`` under ``budget`` without a batch at hand.
+    """Keep the training of ``model`` under ``budget``, without a sample batch.
 
-    The first training step calibrates at the lowest memory that the engine can reach; from the second on the model runs
-    the plan that is cheapest under the budget. Evaluation (``model.eval()`` or no gradients) is left alone. Batches of
-    other shapes take plans of their own, chosen before they run; one or two more shapes are traced for that. One plan serves
-    all shapes where values may be compressed or offloaded.
+    The first training step calibrates at the lowest peak that the engine can reach. From the second step on, the model runs
+    under the cheapest plan that fits the budget. Evaluation (``model.eval()`` or no gradients) is not managed. Batches of other
+    shapes get their own plans, chosen before they run; one or two more shapes are traced for that. If values may be compressed
+    or offloaded, one plan serves all shapes.
 
-    Where the model, or its blocks, are compiled by torch.compile, the first training call makes a plan, compiles it and runs it
-    once. There are few plans for later shapes, each compiled when a batch first needs it.
+    If torch.compile compiles the model or its blocks, the first training call makes a plan, compiles it and runs it once. Later
+    shapes share few plans; each is compiled when a batch first needs it.
 
-    On several ranks (torchrun) all attach alike and calibrate together. From then on every rank chooses its plans for itself,
-    for its own batches under its own budget. Their batches may have other lengths; only tensor parallel ranks, which share one
-    batch, have to have the same. Ranks whose model is sharded or split trace a new shape together, in the first calls that have
-    one; a later one that not all ranks meet in the same call runs at the lowest peak, with a warning. All ranks run the
-    identical plan where values may be compressed or offloaded, or collectives repeated.
+    With several ranks (torchrun), all call ``attach`` and calibrate together. From then on every rank chooses its plans for its
+    own batches under its own budget. Batches may differ in length between ranks, except for tensor parallel ranks, which share
+    one batch. If the model is sharded or split, ranks trace a new shape together in the first calls that have one. If a later
+    new shape does not appear on all ranks in the same call, it runs at the lowest peak, with a warning. If values may be
+    compressed or offloaded, or collectives repeated, all ranks run the identical plan.
 
     Args:
-        model: the model as it will be trained, or the engine that DeepSpeed has made of it.
+        model: the model as it will be trained, or the engine that DeepSpeed made of it.
         budget: as for ``plimsoll.plan``.
-        optimizer: lets the plan count its state before it exists; without it the first step measures it.
+        optimizer: lets the plan count the optimizer's state before it exists; otherwise the first step measures it.
         regions: as for ``plimsoll.plan``.
-        allow: as for ``plimsoll.plan``; and so are ``max_error``, ``host_budget``, ``overrides`` and ``link``. Where they
-            open other forms, the first training call takes one or two more steps' time to try them.
-        max_error: the relative error of the gradient; expectations are scaled to what one trial step measures.
+        allow: as for ``plimsoll.plan``; so are ``max_error``, ``host_budget``, ``overrides`` and ``link``. If they allow other
+            forms, the first training call takes one or two more steps' time to try them.
+        max_error: the relative error of the gradient; expected errors are scaled to the measurement of one trial step.
         host_budget: bytes at the other end of the link.
         overrides: decisions by pattern.
         link: ``host`` or ``disk``.
         verify_every: as for ``plimsoll.apply``.
-        room: called before every training step for the bytes that it may take now, all included, where that may be less than
-            the budget. The plan follows: tighter at once, looser after some steps. By default a GPU is asked, a CPU not.
+        room: a function that returns the bytes that the training step may take now in total, if that may be less than the
+            budget. It is called before every training step. The plan follows: tighter at once, looser after some steps. By
+            default CUDA is asked on a GPU, and nothing on a CPU.
         ranks: as for ``plimsoll.plan``.
         timeout_seconds: as for ``plimsoll.plan``.
 
@@ -80,8 +81,8 @@ def attach(
 
     Raises:
         InvalidBudget, InvalidModel, InvalidOption: at once.
-        BudgetBelowFloor, InvalidRegions, …: in the training call that shows it (the first, or the second, when the first
-            step has been measured), with the model unmanaged and unchanged.
+        BudgetBelowFloor, InvalidRegions, …: in the training call that finds the error: the first call, or the second, after the
+        first step was measured. The model is then unmanaged and unchanged.
         RanksDiffer, RankFailed, RankMissing: as for ``plimsoll.plan``, at once or in a training call.
 
     Example:
@@ -115,7 +116,7 @@ def attach(
 
 
 def _refuse_attached(model: nn.Module) -> None:
-    """Refuse a model on which a budget is at work already, whether or not its plan is there yet."""
+    """Refuse a model that already has a budget, whether or not its plan exists yet."""
     attached = next((name for name, module in model.named_modules() if is_watched(module)), None)
     if attached is not None:
         raise InvalidModel(
@@ -127,7 +128,7 @@ def _refuse_attached(model: nn.Module) -> None:
 
 
 def _refuse_of_gathered(model: nn.Module, units: Sequence[Unit], options: PlanOptions) -> None:
-    """Refuse what is not served where DeepSpeed's ZeRO gathers parameters in stage 3."""
+    """Refuse options that do not work with parameters gathered by DeepSpeed's ZeRO stage 3."""
     found = f"{units[0].path or 'the model'} is compiled by torch.compile" if units else ""
     if set(options.allow) - {"recompute"}:
         found = f"allow= names {', '.join(options.allow)}"
@@ -141,8 +142,10 @@ def _refuse_of_gathered(model: nn.Module, units: Sequence[Unit], options: PlanOp
 
 
 def _refuse_split_graphs(model: nn.Module, units: Sequence[Unit]) -> None:
-    """Refuse a model compiled as a whole under ``DistributedDataParallel``: the call that plans for it would lie inside of the
-    wrapper's, and what is compiled there is not split as in later calls.
+    """Refuse a model compiled as a whole under ``DistributedDataParallel``.
+
+    The call that makes the plan would run inside the wrapper's call. Code that is compiled there is not split as in later
+    calls.
     """
     if reduced_parameters(model) and not all(unit.path for unit in units):
         raise InvalidModel(

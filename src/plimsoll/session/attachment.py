@@ -1,13 +1,14 @@
-"""A budget at work on a model whose batches are not known yet: what the verb ``attach`` puts on it.
+"""Keeps training under a budget when no batch is known in advance. ``plimsoll.attach`` creates an ``Attachment``.
 
-The first call of the model in training is traced on the spot and runs under the plan with the lowest peak that there is.
-What that step takes in truth (the user's loss, the optimizer's state) is measured until the next call, and the plan for
-the budget is solved with the difference taken off. Later steps take the cheapest of a ladder of plans that keeps a batch of
-their shape within the budget (see ``shapes``): a few more shapes are traced for that, and no more.
+The first training call of the model is traced on the spot and runs under the plan with the lowest peak. That step is measured
+until the next call. The measurement includes what the trace cannot see: the user's loss and the optimizer's state. The
+difference is subtracted from the budget, and the plan for the budget is solved. From then on each step takes the cheapest plan
+of a ladder that keeps a batch of its shape within the budget (see ``shapes``). A few more shapes are traced for this ladder;
+plans for all other shapes are derived.
 
-On several ranks the first plan is agreed. From then on each has a ladder of its own, and asks the others only where it has to
-trace with them (see ``joint_traces``). Where there is no ladder, all have one plan, and a batch that is larger than any before
-it starts over, if all ranks see one in the same call.
+With several ranks, the ranks agree on the first plan. Afterwards each rank has its own ladder and contacts the others only
+where a trace needs them (see ``joint_traces``). If the options allow no ladder, all ranks share one plan. Then a batch larger
+than any before starts over, provided that all ranks meet one in the same call.
 """
 
 from __future__ import annotations
@@ -73,15 +74,16 @@ T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
 _MOST_TRIES = 3
-"""So many first steps may fail, or be profiled by the user, before the plan is made without a measurement."""
+"""If this many first steps fail, or run under the user's profiler, make the plan without a measurement."""
 _FIRST_CALLS = 3
-"""What the loop holds in these calls was measured with the first steps, or is a record that has just begun."""
+"""In these calls, take what the loop holds as the baseline: the first measured steps included it, or its record has just begun.
+"""
 _MOST_DEEPENED = 8
-"""So many steps are traced to find one that runs as much as one that took more than the budget."""
+"""Trace at most this many steps to find one that runs as much as the step that exceeded the budget."""
 
 
 class Attachment(AttachedBudget):
-    """A budget at work on a model."""
+    """Keeps an eager model under a budget from its first training call on."""
 
     def __init__(
         self,
@@ -97,9 +99,9 @@ class Attachment(AttachedBudget):
         super().__init__(model, budget, options, agreement, optimizer=optimizer, verify_every=verify_every)
         self._has_ladder = can_follow_shapes(options, agreement.size)
         self._has_warned = self._is_given_up = False
-        """Planning has failed before there was a plan for the budget: no training can be managed."""
+        """`_is_given_up`: planning failed before the first plan for the budget was made, so training cannot be managed."""
         self._withheld_bytes = 0
-        """Taken off the budget for now, as something else takes room on the device."""
+        """Bytes subtracted from the budget for now because something else occupies the device."""
         self._pressure = Pressure(room)
         self._know_nothing()
         is_gathered = any(map(is_gathered_by_zero, model.parameters()))
@@ -110,25 +112,25 @@ class Attachment(AttachedBudget):
         self._watch = OptimizerWatch(every_parameter(model), after_step=self._optimizer_stepped)
 
     def _know_nothing(self) -> None:
-        """Begin with the next call as with the first one."""
+        """Reset the state so that the next call is treated as the first one."""
         self._shapes: list[Shapes] = []
         self._traced: Shapes = ()
         self._served: Shapes | None = None
-        """The shapes for which the current plan was chosen last."""
+        """The shapes that the current plan was last chosen for."""
         self._has_settled = self._accumulated = False
         self.is_calibrating = False
-        """Whether the plan for the budget is still to come: the model runs at its lowest peak."""
+        """True until the plan for the budget is made; until then the model runs under the plan with the lowest peak."""
         self._planner = self._shaped = None
         self._error_scale, self._tries, self._carried = 1.0, 0, Carried()
         self._counted, self._metered = CountedState(), MeteredSituations()
         self._excess_bytes = self._overrun_bytes = self._deeper = self._deep_bytes = 0
         self._held_bytes = self._counted_held_bytes = 0
-        """What the loop holds more than when plans were made, and what it held then."""
+        """`_held_bytes`: what the loop holds beyond `_counted_held_bytes`, which it held when plans were made."""
         self._seen: set[object] = set()
-        """Effects of plans that were at work before."""
+        """Effects (`Plan.effect`) of the plans that have run before."""
 
     def remove(self) -> None:
-        """Undo everything; harmless when called twice."""
+        """Undo everything. Calling it twice does no harm."""
         self._steps.end_step()
         for each in (self._steps, self._watch, self._work):
             each.remove()
@@ -137,7 +139,7 @@ class Attachment(AttachedBudget):
         self.is_calibrating = False
 
     def step(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """As `AttachedBudget.step`; where no training can be managed, everything is undone."""
+        """Override `AttachedBudget.step`: if planning failed before the first plan, also remove everything from the model."""
         try:
             return super().step(function, *args, **kwargs)
         except BaseException:
@@ -146,7 +148,9 @@ class Attachment(AttachedBudget):
             raise
 
     def tighten(self, *, is_own: bool) -> bool:
-        """As `AttachedBudget.tighten`; without a ladder all ranks plan for a peak nearer to the lowest one."""
+        """Override `AttachedBudget.tighten`: without a ladder, all ranks replan for a peak halfway between the plan's and the
+        lowest.
+        """
         if self._has_ladder:
             before = self.plan
             is_tighter = super().tighten(is_own=is_own)
@@ -171,15 +175,15 @@ class Attachment(AttachedBudget):
             self._watch_optimizer()
 
     def _before_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
-        """Before a training call: plan for it, or for what the one before it showed."""
+        """Make or choose the plan of a training call. Also react to the measurement of the previous step."""
         if is_capturing(self._steps.device.type):
-            self._refuse_unready(situation)  # the current plan stays: a graph does not ask again
+            self._refuse_unready(situation)  # keep the current plan: a CUDA graph that replays does not call this hook
             return
         self._calls += 1
         if self._watch.is_settled:
             self._watch.remove()
         if situation.thawed and self._steps.is_between_steps:
-            self._know_nothing()  # such a step saves more than was planned
+            self._know_nothing()  # gradients of thawed parameters need saved tensors that the plan did not count
             situation = situation._replace(thawed=frozenset())
         try:
             if self._planner is None or self.is_calibrating:
@@ -200,7 +204,8 @@ class Attachment(AttachedBudget):
             if not (self.is_calibrating or situation.accumulates) and self._steps.is_between_steps:
                 self._heed_room(args, kwargs, situation)
         except BaseException as error:
-            # Later the plan at work stays. After an error of the model's own the next call tries again.
+            # If there is a plan for the budget, it stays in place after an error. An error that the model raised is not final:
+            # the next call tries again.
             self._is_given_up = not self._has_settled and isinstance(error, PlimsollError)
             if self._is_given_up and not self._retry.is_running:
                 self.remove()
@@ -219,7 +224,7 @@ class Attachment(AttachedBudget):
             )
 
     def _calibrate(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
-        """What every rank does in every call until the plan for the budget is there."""
+        """Run one call of the calibration. Every rank does this in every call until the plan for the budget exists."""
         facts = facts_of(self._task(args, kwargs))
         if self._planner is None:
             self.agreement.same("the first batch", facts)
@@ -248,15 +253,15 @@ class Attachment(AttachedBudget):
                 if not joins:
                     raise
             if joins and self.is_calibrating:
-                # It was planned for gradients that come up on the way. They are there from the start, so other moments are the
-                # peak, and another plan takes least.
+                # Traced without existing gradients, but accumulation starts with them. The peak moves to another moment, so
+                # another plan has the lowest peak: retrace.
                 self._begin(args, kwargs, situation)
                 return
         if self.is_calibrating:
             self._measure(args, kwargs)
 
     def _grow(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
-        """A batch that may take more than any before it: plan for it, if all ranks have one."""
+        """Plan for a batch that may need more than any before, if all ranks have one in this call. Otherwise keep the plan."""
         facts = facts_of(self._task(args, kwargs))
         told = self.agreement.gathered(f"larger batch in call {self._calls}", str(facts), str)
         if told is None or len(set(told)) > 1:
@@ -266,7 +271,11 @@ class Attachment(AttachedBudget):
                 self._begin(args, kwargs, situation)
 
     def _deepen(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation, plans: ShapePlans) -> None:
-        """A forward has run more than was traced: start over with this one if it does as well, which only a trace can tell."""
+        """Retrace because a forward ran more operations than the traced one. Only the trace shows whether this call does so
+        too.
+
+        After `_MOST_DEEPENED` traces without success, subtract the measured overshoot from the budget instead.
+        """
         self._deeper -= 1
         try:
             self._begin(args, kwargs, situation)
@@ -279,13 +288,13 @@ class Attachment(AttachedBudget):
             plans.note_peak(self._deep_bytes)
 
     def _stay(self, situation: Situation) -> None:
-        """Go on under the plan that all ranks have, although this rank's batch is larger than those that it is for."""
+        """Keep the plan that all ranks share, although this rank's batch is larger than the batches that it was made for."""
         self._shapes.append(situation.shapes)
         self._metered.know(situation)
         warn_of_larger(situation)
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
-        """Trace this very call. Unless the plan at work is enough for it, let it run at the lowest peak, measured."""
+        """Trace this call. Keep the current plan if it is enough for the call; else run at the lowest peak and measure."""
         self._shapes.append(situation.shapes)
         self._steps.note_frozen()
         task = dataclasses.replace(self._task(args, kwargs), optimizer=optimizer_in_view(self.model, self._optimizer))
@@ -317,7 +326,7 @@ class Attachment(AttachedBudget):
         self._measure(args, kwargs)
 
     def _say_tried(self, planner: StepPlanner, task: TrainingTask) -> None:
-        """Warn where trying the lowest plan took more than the budget."""
+        """Warn if the trial run of the plan with the lowest peak took more than the budget."""
         taken_bytes = planner.tried_bytes + self._copied_bytes(task)
         budget_bytes = planner.own_budget_bytes or 0
         if planner.tried_bytes and is_more(taken_bytes, budget_bytes):
@@ -325,7 +334,7 @@ class Attachment(AttachedBudget):
             warn_of_planning(taken_bytes, budget_bytes, why, "a larger budget leaves room for the copies")
 
     def _heed_room(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
-        """A step is about to begin: plan anew where there is less room than it takes, or has been more for a while."""
+        """Before a step: replan if the device has too little free memory for it, or has had more for a while."""
         assert self._planner is not None
         assert self.plan is not None
         shaped, budget_bytes = self._shaped, self._planner.budget_bytes or 0
@@ -340,7 +349,9 @@ class Attachment(AttachedBudget):
             self._run(shaped.choose(situation.shapes, self._task(args, kwargs).signature))
 
     def _is_enough_for(self, planner: StepPlanner) -> bool:
-        """Whether the plan at work keeps another step within the budget too, which takes less than the one that it is for."""
+        """True if the current plan also keeps the traced step within the budget, and that step needs at most what the planned
+        one needs.
+        """
         assert self._planner is not None
         assert self.plan is not None
         takes_less = planner.extremes.unmanaged_peak_bytes <= self._planner.extremes.unmanaged_peak_bytes
@@ -352,7 +363,7 @@ class Attachment(AttachedBudget):
         return self.agreement.every("enough", holds=is_kept)
 
     def _measure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Measure the step that this call begins; within another one there is nothing to be measured."""
+        """Measure the step that this call begins. If the call is within a step that has already begun, do nothing."""
         if not self._steps.is_between_steps:
             return
         self._tries += 1
@@ -362,17 +373,21 @@ class Attachment(AttachedBudget):
         self._steps.meter(args, kwargs, self._carried if self._tries > 1 else None, with_optimizer=True)
 
     def _watch_optimizer(self) -> None:
-        """Notice its steps, from one on that is about to come."""
+        """Watch the optimizer's steps, beginning with its next one."""
         self._watch.remove()
         seen = [each for each in (optimizer_in_view(self.model, self._optimizer),) if each is not None]
         self._watch = OptimizerWatch(every_parameter(self.model), seen, after_step=self._optimizer_stepped)
 
     def _settle(self, task: TrainingTask | None, in_flight: int) -> None:
-        """The first step is over: the plan for the budget, with what the trace did not see taken off; ``task`` is another such
-        step, if one is at hand.
+        """Make the plan for the budget, after the first step. The bytes that the trace did not see are subtracted from the
+        budget.
+
+        Args:
+            task: another step of the same shape on which the plan can be tried, or None.
+            in_flight: the number of forwards before one backward.
 
         Raises:
-            BudgetBelowFloor: what was measured at the lowest peak is more than the budget.
+            BudgetBelowFloor: the measured peak of the lowest plan exceeds the budget.
         """
         planner, measured, lowest = self._planner, self._steps.measured, self.plan
         self._steps.measured = None
@@ -402,7 +417,8 @@ class Attachment(AttachedBudget):
             if floor_bytes > planner.budget_bytes:
                 raise planner.refusal(lowest, most_bytes) from error
             if most_bytes > planner.budget_bytes and self._tries < _MOST_TRIES:
-                return  # that is a guess: measure a step that begins with what this one left, and records nothing
+                # an estimate: measure a step that starts with what this one left and does not record
+                return
             plan = msgspec.structs.replace(planner.lowest(self._error_scale), budget_bytes=planner.budget_bytes)
         if self._has_ladder:
             fixed_bytes = self._counted.bytes - planned_state_bytes(own) + taken.lasting_bytes
@@ -416,7 +432,10 @@ class Attachment(AttachedBudget):
         _LOG.info(told(plan, self._excess_bytes))
 
     def _confirmed(self, task: TrainingTask | None, lasting_bytes: int) -> Plan:
-        """The plan for the budget, run once: it is recorded then, beside the gradients that are among ``lasting_bytes``."""
+        """Solve the plan for the budget and run it once if possible. The run also records what the plan needs.
+
+        ``lasting_bytes`` is what the measured step left behind. Existing gradients are part of it and of the trial.
+        """
         plan = self._solve_for_budget()
         has_trial = task is not None and any(region.dropped for region in plan.regions) and not is_profiled()
         has_trial = has_trial and self._has_room_to_try(plan, task)
@@ -466,7 +485,7 @@ class Attachment(AttachedBudget):
         return self._planner.solve(self._planner.budget_bytes, excess_bytes=excess_bytes, error_scale=self._error_scale)
 
     def _after_step(self) -> None:
-        """A step is over. Where it was measured under the plan for the budget, it has to have kept to that."""
+        """After a step: if it was measured under the plan for the budget and exceeded the budget, warn and plan for that."""
         planner, plan = self._planner, self.plan
         if self.is_calibrating or plan is None or planner is None or planner.own_budget_bytes is None:
             return
@@ -484,13 +503,14 @@ class Attachment(AttachedBudget):
         elif self._shaped is not None and peak_bytes:
             self._shaped.note_peak(peak_bytes)
         if over_bytes > 0:
-            # Plans are discrete: less than what this one was off by may give the same plan again.
+            # Plans are discrete: subtracting only the overshoot may select the same plan again. So subtract the plan's whole
+            # error if that is more.
             off_bytes = peak_bytes - predicted_before_optimizer(planner.own(plan))
             self._overrun_bytes = 0 if self._shaped is not None else max(self._excess_bytes + over_bytes, off_bytes)
             warn_of_overrun(peak_bytes, limit_bytes, cause, next_)
 
     def _tighten(self, situation: Situation) -> None:
-        """Plan anew for a step that took more than the budget, or that is about to: more of its forwards wait at once."""
+        """Replan after a step exceeded the budget, or before one that will because more of its forwards wait at once."""
         assert self._planner is not None
         needed_bytes, self._overrun_bytes = max(self._overrun_bytes, self._excess_bytes), 0
         told: list[int] | None = [situation.in_flight]
@@ -505,7 +525,9 @@ class Attachment(AttachedBudget):
                 self._replan("no plan takes less")
 
     def _count_state(self) -> None:
-        """Take optimizer state that has come up off the budget, where all ranks have seen their optimizer step."""
+        """Subtract new optimizer state from the budget. Without a ladder this happens only if the optimizers of all ranks have
+        stepped.
+        """
         new_bytes = self._counted.take_new(self._watch)
         if self._shaped is not None:
             self._shaped.count_fixed(new_bytes)
@@ -537,7 +559,9 @@ class Attachment(AttachedBudget):
             self._replan("the training loop holds more than before")
 
     def _replan(self, why: str) -> None:
-        """The plan for the budget with what has shown since taken off; the one with the lowest peak where none fits."""
+        """Solve for the budget again, less all that was measured by now. If nothing fits, warn and take the plan with the
+        lowest peak.
+        """
         assert self._planner is not None
         if self._shaped is not None:
             return  # every call chooses its plan
@@ -555,10 +579,12 @@ class Attachment(AttachedBudget):
             self._metered.expect()
 
     def _optimizer_stepped(self) -> None:
-        """What waits for a backward now waits in vain; and a model that somebody trains has to have been called."""
+        """After an optimizer step: drop graphs that still wait for a backward. Warn once if the model is trained but was never
+        called.
+        """
         self._steps.graphs.abandon()
         if not self._watch.is_settled:
-            self._metered = MeteredSituations()  # its state is there from now on
+            self._metered = MeteredSituations()  # all situations are new again
         if self._calls == 0 and every_gradient(self.model) and not self._has_warned:
             self._has_warned = True
             warn_of_unseen(self.model)

@@ -1,4 +1,4 @@
-"""Tells calls of a model apart by the shapes of their tensors, and which of them take no more than others that are known."""
+"""Distinguishes calls of a model by the shapes of their tensors, and finds calls whose peak is bounded by known ones."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from plimsoll.tracing.recorder.opkey import dtype_name
 from plimsoll.tracing.recorder.storages import is_plain
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
-"""Type and shape of every tensor of a call, in a fixed order; then what autocast casts to, each without a shape."""
+"""Dtype and shape of every tensor of a call, in a fixed order; then the dtypes that autocast casts to, each without a shape."""
 _IN_LIST = " in list "
 
 
 def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
-    """The shapes of a call, and what casts in it."""
+    """Return the shapes of a call, and the autocast settings in force."""
     shapes = ((dtype_name(tensor.dtype), tuple(tensor.shape)) for tensor in call_tensors(args, kwargs))
     return (*shapes, *((cast, ()) for cast in casts_in_force()))
 
 
 def shapes_and_masks_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
-    """As `shapes_of`; the type of a mask says besides whether it masks anything, as attention takes another kernel then, and
-    that of a tensor in a list in which list it is, as those of one list can stand in for each other.
+    """Return `shapes_of`, with more detail in the dtype keys.
 
-    Looking takes a wait for the device: models that choose their kernel by it wait there as well.
+    A mask's key also records whether the mask is all-true, because attention then uses another kernel. The key of a tensor in a
+    list records which list argument it came from, because tensors of one list can replace each other. Reading a mask waits for
+    the device; models that choose their kernel by the mask wait there anyway.
     """
     masks = {id(leaf) for name, value in kwargs.items() if "mask" in name for leaf in tree_leaves(value)}
     named = [*enumerate(args), *((name, kwargs[name]) for name in sorted(kwargs))]
@@ -42,7 +43,9 @@ def shapes_and_masks_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes
 
 
 def _placed(value: Any, name: object, place: str = "") -> Iterator[tuple[torch.Tensor, str]]:
-    """The tensors of an argument, each with the list that it is in, whatever its place there; empty where it is in none."""
+    """Yield the tensors of an argument, each with the list that contains it (not the position in it), or "" outside of
+    lists.
+    """
     if isinstance(value, dict):
         for key, each in value.items():
             yield from _placed(each, f"{name}.{key}", place and f"{place}.{key}")
@@ -60,7 +63,7 @@ def _gaps(mask: torch.Tensor) -> str:
 
 
 def covers(known: Shapes, shapes: Shapes) -> bool:
-    """Whether no tensor of a call is larger in any dimension than the one in its place in a call that is known."""
+    """True if no tensor of the call ``shapes`` is larger in any dimension than its counterpart in the call ``known``."""
     return len(known) == len(shapes) and all(
         one[0] == other[0]
         and len(one[1]) == len(other[1])
@@ -70,11 +73,11 @@ def covers(known: Shapes, shapes: Shapes) -> bool:
 
 
 def standing_in(known: Iterable[Shapes], shapes: Shapes) -> list[Shapes]:
-    """The known calls that together go as far as another one: the largest of them can stand in for it.
+    """Return the known calls that together bound another call, so that the largest of them can be used in its place.
 
-    Pictures and boxes of a detector come in lists of any sizes, and hardly a call is as large as another in every place. So a
-    list counts as a whole: its tensors, their elements in all, their longest sides, and what they come to when all are padded
-    to those. Tensors that are in no list count each in its place.
+    A detector's images and boxes come in lists of any size, and rarely is one call at least as large as another in every
+    position. So a list is compared as a whole: its number of tensors, their total elements, their longest sides, and their
+    padded size. Tensors outside of lists are compared one by one.
     """
     alike = [each for each in known if covers(_single(each), _single(shapes))]
     reached = [_extents(each) for each in alike]
@@ -83,7 +86,7 @@ def standing_in(known: Iterable[Shapes], shapes: Shapes) -> list[Shapes]:
 
 
 def shown(shapes: Shapes) -> str:
-    """``i64[2x512], i64[2x512]``."""
+    """Return the shapes as text, such as ``i64[2x512], i64[2x512]``."""
     sizes = (
         kind if kind.startswith(AUTOCAST) else f"{kind.partition(_IN_LIST)[0]}[{'x'.join(map(str, sizes))}]"
         for kind, sizes in shapes
@@ -96,7 +99,7 @@ def _single(shapes: Shapes) -> Shapes:
 
 
 def _extents(shapes: Shapes) -> dict[tuple[str, int, str], int]:
-    """What the tensors of each list come to, by their type and number of dimensions."""
+    """Return the total sizes of each list, by dtype and number of dimensions."""
     lists: dict[tuple[str, int], list[tuple[int, ...]]] = {}
     for kind, sizes in shapes:
         if _IN_LIST in kind:

@@ -1,9 +1,9 @@
-"""What ``attach`` needs to calibrate on a user's own training step: the call as a batch, a loss for it, and its bytes.
+"""What ``attach`` needs to calibrate on the user's own training step: the call as a batch, a stand-in loss, and measured bytes.
 
-The peak is measured from the model's forward to the next call of the model, in two windows: until the optimizer steps, and
-from there on. The optimizer is noticed by torch's global step hooks, which are taken out again when the step has been seen.
-On a CPU measuring needs torch's profiler, which there is one of: a user's own always has precedence, and a step during
-which it ran counts as not measured.
+The peak is measured from the model's forward to the next call of the model, in two windows: until the optimizer steps, and from
+there on. Torch's global step hooks report the optimizer's step; they are removed once the step was seen. On a CPU, measuring
+needs torch's profiler, and only one can run at a time. A user's own profiler always has precedence, and a step during which it
+ran counts as not measured.
 """
 
 from __future__ import annotations
@@ -44,14 +44,16 @@ from plimsoll.tracing.torch_internals import is_profiled, is_profiler_on
 from plimsoll.tracing.zero import held_by_deepspeed, optimizer_inside
 
 FORWARD, LOSS, BACKWARD, OPTIMIZER = "forward", "loss", "backward", "optimizer"
-"""The parts of a measured step: the loss's lasts from the end of a forward until gradients reach what that returned."""
+"""The parts of a measured step. LOSS lasts from the end of a forward until gradients reach the forward's output."""
 _SEEN: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Optimizer]] = weakref.WeakKeyDictionary()
-"""The optimizer that was found in view of a model."""
+"""The optimizer that `optimizer_in_view` found for each model."""
 
 
 class CallStanding(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one rank is in its calibration: its batch, whether it is a new one or as large as the one that was traced, what was
-    measured, how many graphs waited.
+    """The state of one rank's calibration.
+
+    ``is_new``: its batch is not covered by a traced one. ``is_same``: its batch has the traced shapes. ``is_measured``: the
+    first step was measured. ``in_flight``: how many graphs waited for a backward.
     """
 
     signature: str
@@ -62,11 +64,13 @@ class CallStanding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _ABANDONED: list[Any] = []
-"""Hooks of watches that are no more. They do nothing, and come out with the next watch: torch may walk through them now."""
+"""Hooks of watches that were garbage-collected. They do nothing and are removed when the next watch is made: torch may be
+iterating over its hooks at the moment when a watch is collected.
+"""
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """A hook that does not keep the object alive whose method it calls."""
+    """Return a hook that calls the method without keeping the method's object alive."""
     found = weakref.WeakMethod(method)
 
     def hook(*given: Any) -> None:
@@ -78,10 +82,10 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class OptimizerWatch:
-    """Notices the steps of optimizers that train one of the given parameters, and the state that they have then.
+    """Watches the steps of optimizers that train one of the given parameters, and the size of their state.
 
-    ``on_step`` is called when one is about to step for the first time, ``after_step`` whenever it has stepped. Neither may
-    take hooks of optimizers out: torch walks through them just then.
+    ``on_step`` is called before the first step of an optimizer, ``after_step`` after every step. Neither may remove optimizer
+    hooks, because torch is iterating over them at that moment.
     """
 
     def __init__(
@@ -95,13 +99,13 @@ class OptimizerWatch:
         self._on_step, self._after_step = on_step, after_step
         self.has_stepped = False
         self.is_settled = False
-        """Whether a step has left the state as large as it was."""
+        """Whether the last step did not change the size of the state."""
         self._growth_bytes = 0
         self._before = weakref.WeakKeyDictionary({each: _state_bytes(each) for each in optimizers})
         self._now = weakref.WeakKeyDictionary(self._before)
         while _ABANDONED:
             _ABANDONED.pop().remove()
-        # Torch holds hooks of all optimizers for ever: a model that is let go with its budget must not live as long.
+        # Torch keeps hooks of all optimizers forever. Weak hooks let a model be freed together with its budget.
         self._hooks: list[Any] = [
             register_optimizer_step_pre_hook(_weakly(self._begins)),
             register_optimizer_step_post_hook(_weakly(self._ends)),
@@ -109,7 +113,7 @@ class OptimizerWatch:
         weakref.finalize(self, _ABANDONED.extend, self._hooks).atexit = False
 
     def remove(self) -> None:
-        """Take the hooks out; harmless when called twice."""
+        """Remove the hooks. Calling it twice does no harm."""
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -125,7 +129,7 @@ class OptimizerWatch:
 
     @property
     def bytes_after(self) -> int:
-        """State after the last step that was seen; where steps go on adding to it, after the next one."""
+        """State after the last step that was seen; if steps still add to it, the state expected after the next step."""
         return self.bytes_now + self._growth_bytes
 
     def _begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -150,22 +154,22 @@ class OptimizerWatch:
 
 
 class CountedState:
-    """The optimizer state that is taken off the budget."""
+    """The optimizer state that was subtracted from the budget."""
 
     def __init__(self) -> None:
         self.bytes = 0
         self._has_stepped = False
 
     def begin(self, watch: OptimizerWatch, plan: Plan) -> None:
-        """A plan is made with what there is now, or what it counts itself."""
+        """Start with the state that exists now, or with the state that the plan counts if that is larger."""
         self.bytes, self._has_stepped = max(watch.bytes_after, planned_state_bytes(plan)), watch.has_stepped
 
     def is_behind(self, watch: OptimizerWatch) -> bool:
-        """Whether there is more by now, or an optimizer has made its first step since."""
+        """True if there is more state now, or if an optimizer has made its first step since."""
         return watch.has_stepped and (not self._has_stepped or watch.bytes_after > self.bytes)
 
     def take_new(self, watch: OptimizerWatch) -> int:
-        """Count what there is more, and say how much."""
+        """Count the additional state and return its bytes."""
         new_bytes = max(0, watch.bytes_after - self.bytes)
         self._has_stepped = True
         self.bytes += new_bytes
@@ -179,12 +183,12 @@ class CountedState:
 
 
 def trains(optimizer: Optimizer, parameters: Container[int]) -> bool:
-    """Whether an optimizer holds one of the parameters, given by ``id``."""
+    """True if an optimizer holds one of the parameters, given by ``id``."""
     return any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"])
 
 
 def state_bytes_of(model: nn.Module) -> int:
-    """State of all optimizers in this process that train a parameter of the model."""
+    """Return the bytes of state of all optimizers in this process that train a parameter of the model."""
     parameters = frozenset(map(id, every_parameter(model)))
     found = (thing for thing in instances_of(Optimizer) if "param_groups" in vars(thing))
     return sum(_state_bytes(optimizer) for optimizer in found if trains(optimizer, parameters))
@@ -208,7 +212,7 @@ def optimizer_in_view(model: nn.Module, named: Optimizer | None = None) -> Optim
     if before is not None and trains(before, parameters):
         return before
     gc.collect()
-    # Wrappers have no groups of their own.
+    # Wrappers around optimizers do not have their own parameter groups.
     found = [thing for thing in instances_of(Optimizer) if "param_groups" in vars(thing)]
     ours: list[Optimizer] = [optimizer for optimizer in found if trains(optimizer, parameters)]
     if len(ours) != 1:
@@ -218,20 +222,25 @@ def optimizer_in_view(model: nn.Module, named: Optimizer | None = None) -> Optim
 
 
 class Carried:
-    """What a loop carries from step to step outside of model and optimizer, such as perturbations of the weights in a list: the
-    storages that have come up since ``note_before``. Other batches wait meanwhile, and are no step's.
+    """Finds the tensors that a loop keeps from step to step outside of model and optimizer, such as a list of perturbed
+    weights.
+
+    These are storages that did not exist at ``note_before``. Other batches that wait to be trained on do not count.
     """
 
     def __init__(self) -> None:
         self._before: dict[int, StorageWeakRef] = {}
 
     def note_before(self, device: torch.device) -> None:
-        """All that is there now is not carried by the loop, or is the user's to take off."""
+        """Remember all storages that exist now. They are not the loop's, or the user subtracts them from the budget."""
         live = live_tensors(device.type)
         self._before = {storage_of(tensor): StorageWeakRef(tensor.untyped_storage()) for tensor in live}
 
     def found(self, device: torch.device, batch: Any) -> list[torch.Tensor]:
-        """The tensors of what has come up; a reference stands for each of these storages, so that none has another's name."""
+        """Return the tensors whose storage was made since `note_before`.
+
+        The weak references in `_before` keep the addresses of earlier storages from being reused, so an address identifies one.
+        """
         states = (
             output_tensors(list(each.state.values())) for each in instances_of(Optimizer) if "state" in vars(each)
         )
@@ -247,8 +256,8 @@ class Carried:
 
 
 class MeasuredStep:
-    """The bytes of one step from the forward of the model on, which is about to run. ``end`` says whether there is a
-    measurement.
+    """Measures the bytes of one step from the model's forward on, which is about to run. ``end`` returns whether it
+    succeeded.
     """
 
     def __init__(
@@ -265,7 +274,7 @@ class MeasuredStep:
         self.static_bytes = storage_bytes(held, self._device) + self._bucket_bytes
         self.has_failed = False
         self.has_trained = False
-        """Set by those who know; otherwise gradients, or parameters that were written, tell."""
+        """Set by the owner if a backward has run. Otherwise `end` looks for gradients or for parameters that were written."""
         self._meter: PeakMeter | None = None
         if not (self._device.type == "cpu" and (is_profiled() or is_profiler_on())):
             release_library_workspaces(self._device)
@@ -273,17 +282,17 @@ class MeasuredStep:
             self._meter.__enter__()
 
     def note(self, part: str) -> None:
-        """What comes now is this part's. After a backward it is the optimizer's, unless more forwards and backwards come."""
+        """Attribute what follows to ``part``. After a backward that is OPTIMIZER, until another forward or backward begins."""
         if self._meter is not None:
             self._meter.mark(part)
 
     def end(self) -> bool:
-        """Stop measuring; whether a whole step, forward and backward, was measured."""
+        """Stop measuring. Return True if a whole step, forward and backward, was measured."""
         meter = self._meter
         if meter is None:
             return False
         if self._device.type == "cpu" and (is_profiled() or not is_profiler_on()):
-            self._meter = None  # somebody else's profiler has taken over; stopping ours would stop theirs
+            self._meter = None  # the user's profiler has taken over; stopping ours would stop theirs
             return False
         try:
             meter.__exit__(None, None, None)
@@ -297,7 +306,7 @@ class MeasuredStep:
 
     @property
     def step_peak_bytes(self) -> int:
-        """The peak until the last backward ended, all that was there before included, but for optimizer state."""
+        """The peak until the last backward ended, including all that existed before, without optimizer state."""
         assert self._meter is not None
         *before, last = self._meter.windows
         parts = before if last.name == OPTIMIZER else [*before, last]
@@ -305,33 +314,35 @@ class MeasuredStep:
 
     @property
     def loss_peak_bytes(self) -> int:
-        """The peak between forwards and their backwards, but for optimizer state."""
+        """The peak between forwards and their backwards, without optimizer state."""
         assert self._meter is not None
         peaks = [window.peak_bytes for window in self._meter.windows if window.name == LOSS]
         return self.static_bytes + max(peaks, default=0)
 
     @property
     def optimizer_peak_bytes(self) -> int:
-        """The peak from the last backward on, without the optimizer state that was there before; 0 where it was not seen."""
+        """The peak from the last backward on, without the optimizer state that existed before; 0 if the optimizer was not
+        seen.
+        """
         assert self._meter is not None
         last = self._meter.windows[-1]
         return self.static_bytes + last.peak_bytes if last.name == OPTIMIZER else 0
 
     @property
     def left_bytes(self) -> int:
-        """What the step left behind, optimizer state included."""
+        """The bytes that the step left behind, including optimizer state."""
         assert self._meter is not None
         return self._meter.resident_bytes - self._replaced_bytes
 
     def _has_trained(self) -> bool:
-        """Whether there are gradients, or were: parameters have been written since."""
+        """True if there are gradients, or if parameters were written since (the optimizer has stepped)."""
         return any(parameter.grad is not None for parameter in self._parameters) or any(
             parameter._version != version for parameter, version in zip(self._parameters, self._versions, strict=True)
         )
 
 
 def held_tensors(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """What a step finds and counts: parameters, buffers, gradients that are there, and its batch."""
+    """Return what exists before a step and counts for it: parameters, buffers, existing gradients, and the batch."""
     gathered = (tensor for _, tensor in Gathered(model).tensors())
     beside = (holder[key] for _, holder, key in beside_weights(model))
     held = (
@@ -347,21 +358,21 @@ def held_tensors(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What a measured step took, and what it left behind but for the optimizer's state: gradients that stay, above all."""
+    """What a measured step took. ``lasting_bytes`` are what it left behind without optimizer state, mostly gradients."""
 
     bytes: int = 0
-    """So much at least the coming steps take: the state that this one made is there then."""
+    """A lower bound for the coming steps, which include the optimizer state that this step made."""
     most_bytes: int = 0
-    """So much at most: with what it left behind, and if what it took to record comes with the state."""
+    """An upper bound: includes what this step left behind, as if recording took nothing."""
     optimizer_bytes: int = 0
-    """In the optimizer's part."""
+    """The peak during the optimizer's step."""
     lasting_bytes: int = 0
 
 
 def taken_bytes(step: MeasuredStep, watch: OptimizerWatch, plan: Plan, recording_bytes: int = 0) -> Taken:
-    """What a step took under a plan, which may count an optimizer's state that has not come up yet.
+    """Return what a step took under a plan. The plan may count optimizer state that does not exist yet.
 
-    If it recorded the plan, it took up to ``recording_bytes`` for that, which the coming steps do not.
+    If the step recorded the plan, up to ``recording_bytes`` of its peak do not recur in the coming steps.
     """
     state_bytes = max(watch.bytes_after, planned_state_bytes(plan))
     optimizer_bytes = step.optimizer_peak_bytes + watch.bytes_before
@@ -375,33 +386,32 @@ def taken_bytes(step: MeasuredStep, watch: OptimizerWatch, plan: Plan, recording
 
 
 def unseen_bytes(step: MeasuredStep, watch: OptimizerWatch, plan: Plan) -> int:
-    """By how much the coming steps will exceed the plan's prediction: what its trace did not see, and what stays.
+    """Return by how much the coming steps will exceed the plan's prediction: what the trace missed, and what a step leaves.
 
-    The step was measured under this plan, whose prediction includes the state of the optimizer that it was made with,
-    if any.
+    The step was measured under this plan. Its prediction includes the state of the optimizer that it was made with, if any.
     """
     step_bytes = step.step_peak_bytes + max(watch.bytes_after, planned_state_bytes(plan))
     return max(0, step_bytes - predicted_before_optimizer(plan) + taken_bytes(step, watch, plan).lasting_bytes)
 
 
 def planned_state_bytes(plan: Plan) -> int:
-    """The optimizer state that a plan counts."""
+    """Return the bytes of optimizer state that a plan counts."""
     return plan.classes.get(Category.OPTIMIZER_STATE, 0)
 
 
 def predicted_optimizer_bytes(plan: Plan) -> int:
-    """What a plan predicts for the step of the optimizer that it was made with, if any."""
+    """Return the predicted peak of the optimizer's step; 0 if the plan was made without an optimizer."""
     return max((point.bytes for point in plan.timeline if point.moment.startswith(Phase.OPTIMIZER)), default=0)
 
 
 def predicted_before_optimizer(plan: Plan) -> int:
-    """What a plan predicts for forward and backward."""
+    """Return the predicted peak of forward and backward."""
     peaks = [point.bytes for point in plan.timeline if not point.moment.startswith(Phase.OPTIMIZER)]
     return max(peaks, default=plan.predicted_peak_bytes)
 
 
 def beside_bytes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], allocated_bytes: int) -> int:
-    """How much of what is allocated on a GPU is no part of the training step that is about to begin."""
+    """Return how many of the allocated bytes on a GPU do not belong to the training step that is about to begin."""
     optimizer = optimizer_in_view(model)
     state_bytes = 0 if optimizer is None else _state_bytes(optimizer)
     device = next(model.parameters()).device
@@ -417,27 +427,27 @@ def beside_bytes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 def _state_bytes(optimizer: Optimizer) -> int:
     tensors = output_tensors(list(optimizer.state.values()))
     devices = {parameter.device for group in optimizer.param_groups for parameter in group["params"]}
-    devices = devices or {tensor.device for tensor in tensors}  # ZeRO-3's has parameters only while it steps
+    devices = devices or {tensor.device for tensor in tensors}  # ZeRO-3's optimizer has parameters only while it steps
     return sum(storage_bytes(tensors, device) for device in {device.type for device in devices})
 
 
 def as_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The arguments of a call as a batch; where some are positional and some are not, by the names of ``forward``."""
+    """Return the arguments of a call as a batch. If some are positional and some are named, use the names of ``forward``."""
     if args and kwargs:
         return dict(inspect.signature(inner_module(model).forward).bind(*args, **kwargs).arguments)
     return args if args else kwargs
 
 
 def task_of_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingTask:
-    """The step of a training call, whose loss is not known; a wrapper's arguments go by the names of the model inside."""
+    """Return the step of a training call with a stand-in loss. A wrapper's arguments get the names of the model inside."""
     return TrainingTask(model=model, batch=detached(as_batch(inner_module(model), args, kwargs)), loss=stand_in_loss)
 
 
 def stand_in_loss(output: Any) -> torch.Tensor:
-    """The model's own loss; else a sum of what it returns, since the user's loss is not known in its first call.
+    """Return the model's own loss, or else a sum over its outputs: in the first call the user's loss is not known.
 
     Raises:
-        InvalidLoss: nothing that it returns can be trained.
+        InvalidLoss: no output depends on a trainable parameter.
     """
     own = own_loss(output)
     if isinstance(own, torch.Tensor) and own.numel() == 1 and own.requires_grad:

@@ -1,9 +1,9 @@
-"""A budget at work on a model that torch.compile compiles, where no batch is at hand: the first training call makes the plan.
+"""Keeps training of a model compiled by torch.compile under a budget. The first training call makes the plan.
 
-The call's own arguments are the batch. Later calls choose among a few plans, each compiled once, by their shapes (see
-``shapes``); where values may take other forms, which are known at one size only, all follow the first one's decisions. What
-lies outside of the model is not seen in the first call: the user's loss, where the model returns none.
-Steps that are unlike those before are measured, and what they take more than predicted is counted from then on.
+The call's own arguments are the batch. Later calls choose among a few plans by their shapes; each plan is compiled once (see
+``shapes``). If values may be compressed or offloaded, all calls follow the first plan, because those forms are measured at one
+size only. The first call does not show what happens outside the model, such as the user's loss if the model returns none. Steps
+in a new situation are measured, and their excess over the prediction is counted from then on.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class CompiledAttachment(AttachedBudget):
-    """A budget at work on a model with compiled parts."""
+    """Keeps a model with compiled parts under a budget."""
 
     def __init__(
         self,
@@ -66,11 +66,11 @@ class CompiledAttachment(AttachedBudget):
 
     @property
     def is_calibrating(self) -> bool:
-        """Whether the plan is still to come."""
+        """True until the plan is made."""
         return self._work.plan is None
 
     def remove(self) -> None:
-        """Undo everything; harmless when called twice."""
+        """Undo everything. Calling it twice does no harm."""
         self._steps.end_step()
         self._steps.remove()
         if self._outside is not None:
@@ -78,12 +78,12 @@ class CompiledAttachment(AttachedBudget):
         self._work.remove()
 
     def _before_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
-        """Before a training call: plan for it, or choose among the plans that are there."""
+        """Before a training call: make its plan, or choose among the existing plans."""
         self._calls += 1
         if self._work.plan is None:
             try:
                 self._begin(args, kwargs, situation)
-            except PlimsollError:  # after an error of the model's own the next call tries again
+            except PlimsollError:  # errors of the model pass: the next call tries again
                 if not self._retry.is_running:
                     self.remove()
                 raise
@@ -96,8 +96,8 @@ class CompiledAttachment(AttachedBudget):
         return dataclasses.replace(super()._task(args, kwargs), optimizer=optimizer, units=self._units)
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
-        """Plan for the call that comes, and put the plan to work."""
-        # Where gradients are left to a later reduction, more micro-batches come, which begin with them.
+        """Plan for the coming call and apply the plan."""
+        # Without a reduction, gradients wait, so later micro-batches of the step begin with existing gradients.
         accumulates = situation.accumulates or is_without_reduction(self.model)
         with self._tracing(), self.agreement as agreement:
             task = self._task(args, kwargs)
@@ -137,11 +137,11 @@ class CompiledAttachment(AttachedBudget):
             yield
 
     def _away(self) -> contextlib.AbstractContextManager[None]:
-        """What is around the compilation of the model is not there while that changes."""
+        """Remove our wrapper while the model is recompiled."""
         return contextlib.nullcontext() if self._outside is None else self._outside.away()
 
     def _after_step(self) -> None:
-        """A step is over. Where it was measured, it has to have kept to the budget."""
+        """After a step: if it was measured and exceeded the budget, warn."""
         plan = self.plan
         if plan is None or plan.budget_bytes is None:
             return
@@ -155,8 +155,8 @@ class CompiledAttachment(AttachedBudget):
 
 
 class _Outside(nn.Module):
-    """Stands around a model that is compiled as a whole and is called in its place: hooks on the model itself would be compiled
-    with it.
+    """Wraps a model that is compiled as a whole and is called in its place. Hooks on the model itself would be compiled with
+    it.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -168,10 +168,10 @@ class _Outside(nn.Module):
         self._put_in()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run what the model has been compiled to."""
+        """Run the compiled model."""
         wrapper = self._unit.wrapper
         if self._compiled is None and wrapper is not None:
-            # The user's compiled code calls the module, and would come back here.
+            # The user's compiled code calls the module, which would call this wrapper again.
             with self.away():
                 return wrapper.forward(*args, **kwargs)
         with as_ours():
@@ -187,13 +187,13 @@ class _Outside(nn.Module):
         self._put_back = install_alone(unit, PlannedCall(self._called, unit.module))
 
     def take_out(self) -> None:
-        """Undo it; harmless when called twice."""
+        """Remove the wrapper. Calling it twice does no harm."""
         self._put_back()
         self._put_back = lambda: None
 
     @contextlib.contextmanager
     def away(self) -> Iterator[None]:
-        """Not there inside of the block."""
+        """Remove the wrapper inside the block."""
         self.take_out()
         try:
             yield

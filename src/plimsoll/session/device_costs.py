@@ -1,18 +1,18 @@
-"""What the ops of a step and the engine's own work cost on this device, as far as both can be measured.
+"""The costs of a step's ops and of the engine's own work on this device, as far as they can be measured.
 
-*Ops.* Seconds are the median of the faster half of an op's samples, with their spread. The faster half, because an op to which
-the system gives fresh memory waits for its pages: on a virtual machine up to five times as long as it computes, in the first
-run after memory went back to the system. What a plan has run again takes memory that backward has just let go, and waits for
-nothing. Ops without samples (an optimizer step is traced fake, so that the model stays as it was) get a roofline whose
-bandwidth, arithmetic rate and launch time are fitted to the ops that do have samples: `fit_roofline`. Such ops have a spread
-as large as the fit's own typical error.
+*Ops.* Seconds are the median of the faster half of an op's samples, with their spread. The faster half is used because an op
+that gets fresh memory from the system waits for page faults: on a virtual machine, up to five times its compute time in the
+first run after memory was returned to the system. A replayed op reuses memory that backward has just freed and does not wait.
+Ops without samples get a roofline, whose bandwidth, arithmetic rate and launch time are fitted to the ops with samples:
+`fit_roofline`. An optimizer step has no samples, because it is traced with fake tensors to leave the model unchanged. The
+spread of such ops is the fit's typical error.
 
-*Engine.* Small real regions run under it, in a few tenths of a second. The engine is Python. Between ops that have gone
-through megabytes it runs from cold caches and takes several times as long as in a tight loop, so between two links of the
-chain that is measured as many bytes are touched as an op of the step moves. On a GPU the chain runs on the GPU: a lap is what
-the host takes to launch, nothing waits for the device, and the host's caches stay warm. Each link is one small op that saves
-its input, so a lap is one op and what the engine does around it. The chain is run with the engine and without it, and of every
-lap the median over the faster half of the steps is taken, as of traced ops.
+*Engine.* Small real regions run under the engine, in a few tenths of a second. The engine is Python. Between ops that have
+streamed through megabytes it runs from cold caches, and takes several times as long as in a tight loop. So between two links of
+the measured chain, as many bytes are touched as an op of the step moves. On a GPU the chain runs on the GPU: a lap is the
+host's time to launch, nothing waits for the device, and the host's caches stay warm. Each link is one small op that saves its
+input, so a lap is one op plus the engine's work around it. The chain runs with and without the engine. As for traced ops, each
+lap is the median over the faster half of the steps.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from plimsoll.artifacts.trace import OpSpec, Trace
 from plimsoll.session.manage import manage
 
 _COMPUTE_BOUND_FLOPS_PER_BYTE = 8.0
-"""Above it an op is taken to be bound by arithmetic; between 5 (slow f32) and 300 (bf16 on an H100) on real devices."""
+"""An op with more FLOPs per byte counts as bound by arithmetic. Real devices are between 5 (slow f32) and 300 (bf16, H100)."""
 _LARGE_BYTES = 2**18
-"""Ops that move less say more about launches than about bandwidth."""
+"""Times of ops that move fewer bytes show launch time rather than bandwidth."""
 
 
 _OPS_PER_LINK = 3
-"""An op in forward, and in backward its derivative and a product."""
+"""One op in forward; its derivative and a product in backward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOverhead:
-    """Host seconds that the engine adds to a step, beside the ops that it runs again.
+    """Host seconds that the engine adds to a step, not counting the ops that are replayed.
 
-    ``region_seconds``: per call of a region that it touches (signature, hooks, guard, closing the call).
-    ``slot_seconds``: per tensor that autograd saves in there (pack, its place in a cell and in the guard, unpack).
-    ``replay_seconds``: per op that runs again, for a recipe of one op (the call below autograd, the sentinel's sample and
-    comparison of every second one; the small op itself, about a microsecond, is in it).
-    ``host_op_seconds``: no cost of the engine: what the host takes for any op, to tell whether a device waits for it.
+    ``region_seconds``: per call of a region that it touches (signature, hooks, guard, closing the call). ``slot_seconds``: per
+    tensor that autograd saves in the region (pack, its place in a cell and in the guard, unpack). ``replay_seconds``: per
+    replayed op, for a recipe of one op. It covers the call below autograd and the sentinel's sample and comparison for every
+    second op. It includes the small op itself, about a microsecond. ``host_op_seconds``: the host's time for any op. It is not
+    a cost of the engine; it shows whether a device waits for the host.
     """
 
     region_seconds: float = 0.0
@@ -82,7 +82,7 @@ _NO_ENGINE = EngineOverhead()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FittedRoofline:
-    """What a device reached on the ops that were timed."""
+    """The rates that a device reached on the timed ops."""
 
     bytes_per_second: float
     flops_per_second: float
@@ -95,10 +95,10 @@ class FittedRoofline:
 
 
 def measured_costs(trace: Trace, engine: EngineOverhead = _NO_ENGINE) -> Costs:
-    """Seconds of every op of ``trace`` on the device on which it was traced, and of the engine's own work on this host.
+    """Return the seconds of every op of ``trace`` on the device that it was traced on, and of the engine's work on this host.
 
-    A plan's extra seconds are those of the ops that it runs again, plus ``engine`` for every region that it touches. A
-    fake trace has no timings and needs ``roofline_costs``.
+    A plan's extra seconds are the seconds of its replayed ops, plus ``engine`` for every region that it touches. A fake trace
+    has no timings and needs ``roofline_costs``.
     """
     assert trace.timings, "a fake trace has no timings: use roofline_costs"
     ops = {key: op_cost(samples) for key, samples in trace.timings.items() if samples}
@@ -110,7 +110,7 @@ def measured_costs(trace: Trace, engine: EngineOverhead = _NO_ENGINE) -> Costs:
             ops[key] = OpCost(seconds=seconds, spread_seconds=seconds * fit.relative_error)
     if hides_host_work(trace, ops, engine):
         engine = _NO_ENGINE
-    elif not _is_cpu(trace):  # the device waits for launches: an op takes as long as the host
+    elif not _is_cpu(trace):  # the device waits for launches, so an op takes at least the host's time
         ops = {key: _no_faster(cost, engine.host_op_seconds) for key, cost in ops.items()}
     return Costs(
         device=trace.device,
@@ -124,10 +124,10 @@ def measured_costs(trace: Trace, engine: EngineOverhead = _NO_ENGINE) -> Costs:
 
 
 def hides_host_work(trace: Trace, ops: Mapping[str, OpCost], engine: EngineOverhead) -> bool:
-    """Whether the step's ops keep a device busy for longer than the host takes to launch them, so that the host runs ahead.
+    """True if the step's ops keep the device busy for longer than the host takes to launch them, so that the host runs ahead.
 
-    Both are measured apart: ops in seconds of the device alone (``CudaClock``), the host by a chain of small ops on the device.
-    Known weakness: not yet run on a GPU; a step whose launches bind only in part counts as whole.
+    The two are measured separately: ops in device seconds (``CudaClock``), the host by a chain of small ops on the device.
+    Known weakness: not yet run on a GPU; if only some launches are the bottleneck, the whole step gets one answer.
     """
     if _is_cpu(trace):
         return False
@@ -144,7 +144,7 @@ def _no_faster(cost: OpCost, seconds: float) -> OpCost:
 
 
 def op_cost(samples: Sequence[float]) -> OpCost:
-    """The median of the faster half of ``samples``, and half the distance between the quartiles of all of them."""
+    """Return the median of the faster half of ``samples``, with half their interquartile range as the spread."""
     if len(samples) < 2:
         return OpCost(seconds=samples[0])
     low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
@@ -152,9 +152,9 @@ def op_cost(samples: Sequence[float]) -> OpCost:
 
 
 def fit_roofline(specs: Mapping[str, OpSpec], seconds: Mapping[str, float]) -> FittedRoofline:
-    """Bandwidth, arithmetic rate and launch time that the timed ops show: medians, so that odd ops do not matter.
+    """Fit bandwidth, arithmetic rate and launch time to the timed ops. Medians are used, so that outliers do not matter.
 
-    Where no timed op is large enough to show a rate, the fastest that any of them showed stands in for it.
+    If no timed op is large enough to show a rate, use the fastest rate of any op.
     """
     timed = [(specs[key], value) for key, value in seconds.items() if key in specs and value > 0]
     assert timed, "no op was timed"
@@ -177,7 +177,7 @@ def fit_roofline(specs: Mapping[str, OpSpec], seconds: Mapping[str, float]) -> F
 
 
 def device_memory_bytes(device: str) -> int | None:
-    """Memory of ``device`` (``"cpu"``, ``"cuda:0"``), ``None`` where it cannot be told."""
+    """Return the memory of ``device`` (``"cpu"``, ``"cuda:0"``), or ``None`` if it is unknown."""
     kind = device.partition(":")[0]
     if kind == "cuda" and torch.cuda.is_available():
         return int(torch.cuda.get_device_properties(torch.device(device)).total_memory)
@@ -202,20 +202,20 @@ _SHORT_LINKS, _LONG_LINKS = 5, 15
 _SECONDS = 0.1
 _LEAST_ROUNDS, _MOST_ROUNDS = 5, 40
 _MOST_TOUCHED_BYTES = 8 * 2**20
-"""More takes long, and tells little more: most of the caches are cold."""
+"""Touching more takes longer without a gain: most of the caches are cold already."""
 
 
 def measure_engine(trace: Trace) -> EngineOverhead:
-    """Host seconds of the engine beside ops like those of ``trace``; zeros where regions cannot be managed just now.
+    """Return host seconds of the engine next to ops like those of ``trace``; zeros if regions cannot be managed now.
 
-    That is where somebody else's hooks on saved tensors are at work around the call. Random state and modes stay as they are.
+    That happens if other code's hooks on saved tensors are active around the call. Random state and modes do not change.
     """
     with torch.enable_grad():
         return _measure(_touched_bytes(trace), torch.device("cpu" if _is_cpu(trace) else trace.device))
 
 
 def _touched_bytes(trace: Trace) -> int:
-    """Bytes that one op of the step moves on average through the host's caches."""
+    """Return the bytes that an op of the step moves on average through the host's caches; 0 if not on a CPU."""
     moved = [trace.specs[op.cost_key].moved_bytes for op in trace.ops if op.cost_key in trace.specs]
     if not moved or torch.device(trace.device).type != "cpu":
         return 0
@@ -226,7 +226,7 @@ def _measure(touched_bytes: int, device: torch.device) -> EngineOverhead:
     watch = _Stopwatch(touched_bytes)
     unmanaged, short, long = (_Model(links, watch, device) for links in (_LONG_LINKS, _SHORT_LINKS, _LONG_LINKS))
     with manage(short, _plan_for(_SHORT_LINKS)), manage(long, _plan_for(_LONG_LINKS)) as handle:
-        for model in (unmanaged, short, long) * 2:  # to record, and to learn the order of reading
+        for model in (unmanaged, short, long) * 2:  # to record, and to learn backward's order of reading
             model.take_laps()
         if not any(outcome.dropped_bytes for outcome in handle.outcomes()):
             return EngineOverhead()
@@ -241,12 +241,14 @@ def _measure(touched_bytes: int, device: torch.device) -> EngineOverhead:
 
 
 def _dropped(links: int) -> list[int]:
-    """The links whose result, saved by the next one, is dropped: pairs, so that every second one ends a recipe's chain."""
+    """Return the links whose result, saved by the next link, is dropped. They come in pairs, so that every second one ends a
+    recipe's chain.
+    """
     return [link for link in range(links - 1) if link % 4 < 2]
 
 
 class _Stopwatch:
-    """Notes what passes between two laps; what it does to the caches in between does not count."""
+    """Records the time between two laps. It does not count the time that it spends on touching memory to cool the caches."""
 
     def __init__(self, touched_bytes: int) -> None:
         self.laps: list[float] = []
@@ -263,7 +265,7 @@ class _Stopwatch:
 
 
 class _Chain(nn.Module):
-    """Small ops one after the other, each of which saves its input; a lap ends before and after every one, both ways."""
+    """A chain of small ops that each save their input. A lap ends before and after each op, in forward and in backward."""
 
     def __init__(self, links: int, watch: _Stopwatch) -> None:
         super().__init__()
@@ -292,10 +294,10 @@ class _Model(nn.Module):
         return out
 
     def take_laps(self) -> ChainLaps:
-        """One step."""
+        """Run one step and return its laps."""
         watch, links = self._watch, self._links
         watch.laps = []
-        # No leaf: torch.utils.module_tracker, if the user runs it, puts hooks on what a module receives, and those refuse
+        # Not a leaf: torch.utils.module_tracker (if the user runs it) puts hooks on a module's inputs, and those raise for
         # leaves under autograd.grad.
         start = self._start.clone()
         watch.go()
@@ -304,7 +306,7 @@ class _Model(nn.Module):
         torch.autograd.grad(out, start)
         watch.lap()
         entry, *forward = watch.laps[: links + 1]
-        exit_, _, *backward = watch.laps[links + 1 :]  # the second lap is autograd's start
+        exit_, _, *backward = watch.laps[links + 1 :]  # the second lap is the start of autograd
         return ChainLaps(
             entry_seconds=entry,
             forward_seconds=tuple(forward),
@@ -351,10 +353,10 @@ def overhead_of(
     long: Sequence[ChainLaps],
     rebuilt: Collection[int],
 ) -> EngineOverhead:
-    """Tell the engine's seconds from the laps of some steps; none is negative.
+    """Compute the engine's seconds from the laps of several steps. None is negative.
 
-    ``unmanaged`` are steps of the long chain without the engine, ``short`` and ``long`` managed ones: a region returns
-    the later, the more was saved in it. ``rebuilt`` are the links whose saved tensor is rebuilt.
+    ``unmanaged`` are steps of the long chain without the engine; ``short`` and ``long`` are managed steps. A region takes
+    longer to return if more was saved in it. ``rebuilt`` are the links whose saved tensor is rebuilt.
     """
     links = len(long[0].forward_seconds)
     kept = [link for link in range(links) if link not in rebuilt]
@@ -382,10 +384,10 @@ def overhead_of(
 
 
 def faster_half_median(samples: Sequence[float]) -> float:
-    """The median of the faster half of ``samples``: whatever disturbs a measurement of seconds only ever adds some."""
+    """Return the median of the faster half of ``samples``: disturbances only ever make a measurement of seconds longer."""
     return statistics.median(sorted(samples)[: (len(samples) + 1) // 2])
 
 
 def _typical(steps: Sequence[ChainLaps], of: Callable[[ChainLaps], Iterable[float]]) -> float:
-    """The mean over laps of one kind of what each of them takes in the faster half of the steps."""
+    """For laps of one kind, return the mean over laps of each lap's median in the faster half of the steps."""
     return statistics.fmean(map(faster_half_median, zip(*map(of, steps), strict=True)))

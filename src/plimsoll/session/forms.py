@@ -1,13 +1,13 @@
 """Which other forms (compressed, offloaded) the values of a step may take, with bytes, seconds and noise measured here.
 
-One step runs at the lowest memory, watched by a sensor; its gradients are those of the unmanaged model and are kept as the
-reference for what lossy plans cause. Codecs are tried on the first, the middle and the last call of every kind of region,
-and calls of one kind share what was found: the largest payload, the root mean square of noise and sensitivity.
+One step runs at the lowest memory with a sensor attached. Its gradients equal those of the unmanaged model, and are kept as the
+reference for lossy plans. Codecs are tried on the first, the middle and the last call of every kind of region. All calls of a
+kind share the result: the largest payload, and the root mean square of noise and sensitivity.
 
-Queries and keys stay exact. Backward of fused attention makes the probabilities again as exp(q·k - log-sum-exp), with the
-log-sum-exp that forward saved. Where queries or keys come back with an error, the two no longer belong together, and the error
-of a score stands in the exponent: harmless while scores are small, as at the start of training, and a hundred times the
-gradient once they have grown. Measured in the lab notes.
+Queries and keys stay exact. Backward of fused attention recomputes the probabilities as exp(q·k - log-sum-exp), with the
+log-sum-exp that forward saved. If queries or keys come back with an error, they no longer match the log-sum-exp, and the error
+of a score is in the exponent. This is harmless while scores are small, as at the start of training. Once scores have grown, the
+error is a hundred times the gradient. The lab notes have the measurement.
 """
 
 from __future__ import annotations
@@ -47,34 +47,35 @@ LOSSY = ("bf16", "int8:unrotated", "int8", "int4:unrotated", "int4")
 _LEAST_BYTES = 4096
 """Smaller values are not worth another form."""
 _LEAST_LINK_BYTES = 1 << 16
-"""Below it a transfer is mostly its own overhead."""
+"""Transfers of fewer bytes are mostly overhead."""
 _STATISTIC_SHARE = 8
-"""An op's output that is this many times smaller than what it reads is a statistic (a norm's mean, a softmax's
-logarithm): backward needs it exactly."""
+"""An op's output that is at least 8 times smaller than the op's largest input is a statistic (a norm's mean, a softmax's
+logarithm). Backward needs it exactly.
+"""
 _SLACK = 1.1
-"""Payloads whose size depends on the data may grow by this much before the value is kept instead."""
+"""If a payload's size depends on the data, it may grow by this factor before the value is kept instead."""
 _FUSED_ATTENTION = "scaled_dot_product"
 _SCORE_INPUTS = 2
-"""Query and key come first."""
+"""The query and the key are the first inputs."""
 _MAXIMUM = re.compile(r"(?<!:):(amax|logsumexp)(#\d+)?$")
-"""Names of what a softmax in a compiled block keeps."""
+"""Names of the values that a softmax saves in a compiled block."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sensed:
-    """The forms, and the gradients of the step that was watched (on the CPU)."""
+    """The forms, and the gradients of the step that the sensor observed (on the CPU)."""
 
     forms: Forms
     gradients: dict[str, torch.Tensor | None]
 
 
 def sense_forms(step: TrainingStep, trace: Trace, costs: Costs, lowest: Plan, options: PlanOptions) -> Sensed:
-    """Run one step under the plan with the lowest peak, and measure in which forms its values could be held.
+    """Run one step under the plan with the lowest peak, and measure the forms that its values could be held in.
 
-    The model is not managed, and left as it was.
+    The model must not be managed. It is restored afterwards.
 
     Raises:
-        TracingFailed: the trace is of a device that is not here.
+        TracingFailed: the trace was made for a device that is not here.
     """
     if trace.is_fake:
         raise TracingFailed(
@@ -96,13 +97,16 @@ def sense_forms(step: TrainingStep, trace: Trace, costs: Costs, lowest: Plan, op
 
 
 def sense_compiled(step: TrainingStep, trace: Trace, costs: Costs, plan: Plan, options: PlanOptions) -> Sensed:
-    """As `sense_forms`, of what compiled blocks save: one step runs with everything saved, and codecs are tried on it. What
-    goes over a link comes back as it was, so where that is all, nothing is run. ``plan`` says what is compiled.
+    """Measure the forms that the saved values of compiled blocks could be held in.
+
+    Codecs are tried in one step with everything saved. A link returns exactly what it was given, so if only offloading is
+    allowed, no step is run. ``plan`` says what is compiled.
     """
     sensor = Sensor(_codecs(options), _sampled(trace), wants_sensitivity=False)
     for call in trace.regions:
         if call.unpacks_at_once:
-            saved = (slot for slot in call.graph.slots if slot.packed <= call.forward[1])  # others come with backward
+            # other slots are packed in backward
+            saved = (slot for slot in call.graph.slots if slot.packed <= call.forward[1])
             values = {call.graph.values[slot.value].name: call.graph.values[slot.value] for slot in saved}
             held = {name: value for name, value in values.items() if value.bytes >= _LEAST_BYTES}
             sensor.compiled[call.name, call.call] = tuple(sorted(held))
@@ -123,7 +127,7 @@ def sense_compiled(step: TrainingStep, trace: Trace, costs: Costs, plan: Plan, o
 def _follow_noise(
     step: TrainingStep, trace: Trace, sensor: Sensor, gradients: Mapping[str, torch.Tensor | None]
 ) -> None:
-    """Run the step once for every value of each kind of compiled block, with noise in it, to see how far gradients move."""
+    """Measure how noise in each saved value changes the gradients: one step for each value of each kind of compiled block."""
     kinds: dict[str, list[RegionCall]] = {}
     for call in trace.regions:
         if call.unpacks_at_once:
@@ -148,12 +152,12 @@ def _follow_noise(
 
 
 def _energies(gradients: Mapping[str, torch.Tensor | None]) -> dict[str, float]:
-    """The squared norm of every parameter's gradient."""
+    """Return the squared norm of every parameter's gradient."""
     return {name: squared_norm(gradient) for name, gradient in gradients.items() if gradient is not None}
 
 
 def _wished(options: PlanOptions) -> tuple[str, ...]:
-    """Codecs that strategies and overrides ask for by name."""
+    """Return the codecs that strategies and overrides name."""
     by_override = {find_codec(o.form).name for o in options.overrides if o.decision is Decision.COMPRESS and o.form}
     return (*options.codecs, *sorted(by_override))
 
@@ -167,7 +171,7 @@ def _codecs(options: PlanOptions) -> tuple[str, ...]:
 
 
 def _sampled(trace: Trace) -> frozenset[RegionKey]:
-    """The first, the middle and the last call of every kind."""
+    """Return the first, the middle and the last call of every kind."""
     kinds: dict[str, list[RegionKey]] = {}
     for call in trace.regions:
         kinds.setdefault(call.kind, []).append((call.name, call.call))
@@ -191,7 +195,7 @@ def _measure_link(options: PlanOptions, device: torch.device) -> tuple[LinkCost 
 
 @dataclass(frozen=True)
 class _FormMaker:
-    """Turns what a sensor saw into forms."""
+    """Makes forms from what a sensor recorded."""
 
     trace: Trace
     costs: Costs
@@ -201,7 +205,7 @@ class _FormMaker:
     speed: LinkSpeed | None
     device: str
     wished: Collection[str]
-    """Codecs that are asked for by name."""
+    """Codecs that the user named."""
 
     @functools.cached_property
     def _energy(self) -> dict[str, float]:
@@ -246,7 +250,7 @@ class _FormMaker:
     def _form(
         self, codec_name: str, graph: RegionGraph, name: str, seen: Sequence[Seen], readers: frozenset[str]
     ) -> Form | str:
-        """One codec for one value, or why not."""
+        """Return the form for one codec and one value, or the reason why the codec cannot be used."""
         codec = find_codec(codec_name)
         trials = [entry.trials[codec_name] for entry in seen if codec_name in entry.trials]
         value = next(v for v in graph.values if v.name == name)
@@ -278,9 +282,9 @@ class _FormMaker:
         )
 
     def _sensitivity(self, name: str, sampled: Sequence[tuple[RegionCall, Seen]]) -> float:
-        """Relative error of the whole gradient per unit of noise; infinite for what has to be exact.
+        """Return the relative error of the whole gradient per unit of noise; infinite for values that must be exact.
 
-        That is what is no floating-point number, and queries and keys: whatever they are rebuilt from.
+        Those are values that are not floating-point numbers, and queries and keys, whatever they are rebuilt from.
         """
         total = sum(self._energy.values())
         if not sampled or not total:
@@ -293,7 +297,7 @@ class _FormMaker:
         return math.sqrt(statistics.fmean(squares))
 
     def _upstream(self, call: RegionCall) -> float:
-        """Squared norm of the gradients further up: of the regions before, and of what is in none (an embedding)."""
+        """Return the squared norm of the gradients upstream: of earlier regions, and of parameters outside of all regions."""
         others = {f"{other.name}." for other in self.trace.regions if other.index >= call.index}
         return sum(energy for name, energy in self._energy.items() if not name.startswith(tuple(others)))
 
@@ -315,19 +319,19 @@ class _FormMaker:
         )
 
     def _copy_seconds(self, bytes_: int, cpu_seconds_per_byte: float) -> float:
-        """What one transfer takes of the processor: nothing of a GPU, whose copy engines do it."""
+        """Return the processor's seconds for one transfer; 0 on a GPU, because its copy engines do the work."""
         if self.device != "cpu" or self.speed is None:
             return 0.0
         return self.speed.latency_seconds + bytes_ * cpu_seconds_per_byte
 
 
 def score_inputs(graph: RegionGraph) -> frozenset[str]:
-    """Names of the values that fused attention reads as queries and keys."""
+    """Return the names of the values that fused attention reads as queries and keys."""
     return frozenset(graph.values[value].name for value in _queries_and_keys(graph))
 
 
 def made_into_scores(graph: RegionGraph) -> frozenset[str]:
-    """Names of queries, keys, and everything in the region that they are made of."""
+    """Return the names of queries, keys, and all values in the region that they are computed from."""
     found: set[int] = set()
     pending = _queries_and_keys(graph)
     while pending:
@@ -342,7 +346,10 @@ def made_into_scores(graph: RegionGraph) -> frozenset[str]:
 
 
 def _queries_and_keys(graph: RegionGraph) -> list[int]:
-    """What fused attention makes scores of; in compiled code also scores, of which a softmax keeps the maximum and the sum."""
+    """Return the values that fused attention computes scores from.
+
+    In compiled code, also the scores themselves, if a softmax keeps their maximum and their sum.
+    """
     found = [value for op in graph.ops if _FUSED_ATTENTION in op.name for value in op.reads[:_SCORE_INPUTS]]
     softmax = (op for op in graph.ops if any(_MAXIMUM.search(graph.values[write].name) for write in op.writes))
     return [*found, *(read for op in softmax for read in op.reads)]
@@ -357,7 +364,7 @@ def _is_statistic(graph: RegionGraph, name: str) -> bool:
 
 
 def _worthwhile(forms: Sequence[Form], wished: Collection[str]) -> list[Form]:
-    """Forms that no other one beats in bytes, seconds and noise at once, and those that were asked for by name."""
+    """Return the forms that no other form beats in bytes, seconds and noise at once, and the forms that the user named."""
 
     def beats(one: Form, other: Form) -> bool:
         pairs = ((one.held_bytes, other.held_bytes), (one.seconds, other.seconds), (one.noise, other.noise))
@@ -373,7 +380,7 @@ _RUNS = 3
 
 @dataclass(frozen=True, slots=True)
 class CodecSeconds:
-    """Seconds of encoding and of decoding one tensor."""
+    """Seconds to encode and to decode one tensor."""
 
     encode: float
     decode: float
@@ -381,17 +388,17 @@ class CodecSeconds:
 
 @functools.lru_cache(maxsize=512)
 def measure_codec(name: str, dtype: torch.dtype, count: int, device: str) -> CodecSeconds:
-    """Seconds of one codec on a tensor of ``count`` elements; the random state stays as it is.
+    """Return the seconds of one codec on a tensor of ``count`` elements. The random state does not change.
 
-    Timed on data of the dtype: normal numbers, coin flips for booleans, small counts for integers. Tensors above 4 Mi
-    elements are scaled up from there, because a codec works through any tensor in the same chunks. Median of three runs on
-    one thread, on the clock that ops are timed with.
+    The data depend on the dtype: normal numbers, coin flips for booleans, small counts for integers. Times of tensors above 4
+    Mi elements are extrapolated, because a codec processes any tensor in the same chunks. The result is the median of three
+    runs on one thread, with the clock that times ops.
 
     Args:
-        name: of the codec.
-        dtype: one that it accepts.
-        count: elements.
-        device: where the tensor lies.
+        name: the codec's name.
+        dtype: a dtype that it accepts.
+        count: the number of elements.
+        device: the tensor's device.
     """
     codec, clock = find_codec(name), clock_for(torch.device(device))
     measured = min(count, _MOST_ELEMENTS)
@@ -402,7 +409,7 @@ def measure_codec(name: str, dtype: torch.dtype, count: int, device: str) -> Cod
         for run in range(_RUNS + 1):
             payload, encode_seconds = clock.time(functools.partial(codec.encode, tensor))
             decode_seconds = 0.0 if payload is None else clock.time(functools.partial(codec.decode, payload))[1]
-            if run:  # the first one makes memory that later ones find
+            if run:  # the first run allocates memory that later runs reuse
                 encode.append(encode_seconds)
                 decode.append(decode_seconds)
     scale = count / max(measured, 1)
@@ -415,7 +422,8 @@ def _data(codec: Codec, dtype: torch.dtype, count: int, device: str) -> torch.Te
         data = torch.rand(count, generator=generator) < 0.9
     elif dtype.is_floating_point:
         data = torch.randn(count, generator=generator)
-        if codec.is_lossless and not codec.keeps_sign_only:  # of floats they take mostly-zero and two-valued ones
+        # the lossless codecs for floats accept mostly-zero or two-valued data
+        if codec.is_lossless and not codec.keeps_sign_only:
             data = data.clamp_min(1.0) - 1.0 if codec.name.startswith("zeros") else (data > 0).float()
     else:
         data = torch.randint(0, 100, (count,), generator=generator)

@@ -2,9 +2,9 @@
 
 Memory that exists before the first step does not count. From then on the allocator is read at the beginning of every step. Only
 if more is allocated than before, all tensors of the process are searched, which takes as long as a small step. Tensors that
-look like the batch do not count: other batches wait to be trained on. Tensors that become more in two steps in a row do not
-count either: they are a record that the loop keeps, such as outputs for a metric. If a search finds nothing (a data set was
-read into memory), the next one waits longer.
+look like the batch do not count: other batches wait to be trained on. Tensors that grow in two steps in a row do not count
+either: they are a record that the loop keeps, such as outputs for a metric. If a search finds nothing (for instance because a
+data set was read into memory), the next search waits longer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MOST_LEVELS = 8
 
 
 class _Level(NamedTuple):
-    """A reading at the beginning of a step, the bytes that the loop held then, and how many of them graphs hid."""
+    """A reading at the beginning of a step, the bytes that the loop held then, and how many of those bytes graphs hid."""
 
     reading: int
     bytes: int
@@ -76,7 +76,8 @@ class HeldByLoop:
             self._waited += 1
             if self._waited < self._patience:
                 return
-            # The loop does not hold garbage in reference cycles, such as a model's copy that it has made and dropped.
+            # Collect garbage first: the loop does not hold reference cycles, such as a copy of the model that it made and
+            # dropped.
             gc.collect()
             reading = allocated_bytes(self._device) or reading
             before_bytes = self.bytes + self.state_bytes

@@ -1,13 +1,13 @@
-"""Decides in which training calls steps of new shapes are traced: where traces talk to other ranks, in the same calls on all.
+"""Decides which training calls trace new shapes. If traces run collectives, all ranks trace in the same calls.
 
-A trace runs the model once more. Where that runs collectives (sharded or split models; not under DDP, whose reducer does not
-see traces), a rank that traces alone would wait for ever. So in the calls that follow a trace all ranks tell each other whether
-one of them meets a shape that it does not know. If so all trace, each its own batch. After a few calls in which nobody
-needed it they stop asking, and no call exchanges anything.
+A trace runs the model once more. If the model runs collectives (sharded or split models; not DDP, whose reducer does not see
+traces), a rank that traces alone would wait forever. So in the calls after a trace, all ranks exchange whether one of them
+meets an unknown shape. If one does, all ranks trace, each its own batch. After a few calls without a need to trace, they stop
+asking, and calls exchange nothing.
 
-Later a rank that meets an unknown shape waits some seconds for the others to meet one too, in the same call (the short last
-batch, a longer sequence from now on). If all do, all begin to ask again. If not, it has waited in vain, which it does a few
-times and no more.
+Later, a rank that meets an unknown shape waits some seconds for the others to meet one in the same call (the short last batch,
+or a longer sequence from now on). If all do, all ranks ask again from then on. If they do not, the wait was useless; a rank
+waits like this at most three times.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from plimsoll.tracing.fsdp2 import holds_gradients_back, splits_activations, wai
 from plimsoll.tracing.recorder.collectives import names_collective
 
 _CALM_CALLS = 4
-"""After so many calls on end in which no rank needed a trace, nobody asks any more."""
+"""After this many successive calls without a trace on any rank, the ranks stop asking."""
 _MOST_VAIN = 3
-"""So often a rank waits for others that do not come."""
+"""A rank waits for the others at most this many times without an answer."""
 
 
 class _Need(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether a rank meets a shape that it does not know, and what has to be alike on all for their traces to fit together."""
+    """Whether a rank meets an unknown shape, and the facts that must be equal on all ranks for their traces to fit together."""
 
     is_needed: bool
     facts: dict[str, str]
 
 
 class JointTraces:
-    """Traces what plans for every shape need to know: on all ranks of an agreement together, or for a process on its own.
+    """Traces new shapes, together with all ranks of an agreement or alone in a single process.
 
-    Made in the training call whose step is traced first.
+    Create it in the training call whose step is traced first.
     """
 
     def __init__(self, agreement: Agreement, model: nn.Module) -> None:
@@ -55,18 +55,18 @@ class JointTraces:
         self._has_warned = False
 
     def among(self, trace: Trace) -> Agreement:
-        """The ranks that have to trace together: all where one of them talks to others in it, else each by itself."""
+        """Return the ranks that must trace together: all if some rank's trace runs collectives, else only this process."""
         is_silent = not any(names_collective(op.cost_key) for op in trace.ops)
         if self._agreement.every("silent traces", holds=is_silent):
             self._agreement = Agreement(None, "attach")
         return self._agreement
 
     def begin_anew(self) -> None:
-        """Ask again from the next call on; all ranks alike."""
+        """Ask again from the next call on. All ranks must call this together."""
         self._calm = 0
 
     def plan_for(self, call: int, shapes: Shapes, plans: ShapePlans, task: Callable[[], TrainingTask]) -> Plan:
-        """The plan for a training call, asked once. It is traced before if a rank that traces with this one needs that."""
+        """Return the plan for a training call. If a rank that traces with this one meets an unknown shape, trace first."""
         is_needed = plans.lacks(shapes)
         if not self._is_due(call, task, is_needed=is_needed):
             if is_needed and self._calm >= _CALM_CALLS and not (self._has_warned or plans.bounds(shapes)):
@@ -80,6 +80,7 @@ class JointTraces:
     def _is_due(self, call: int, task: Callable[[], TrainingTask], *, is_needed: bool) -> bool:
         if self._agreement.size == 1:
             return is_needed
+        # It is not enough to ask only when this rank needs a trace: a rank whose batches never change would never come.
         is_asking = self._calm < _CALM_CALLS or (is_needed and self._vain < _MOST_VAIN)
         if not is_asking or _turn_of(self._model) != self._turn:
             return False
@@ -94,15 +95,18 @@ class JointTraces:
         return is_due
 
     def together(self) -> contextlib.AbstractContextManager[None]:
-        """Trace and plan in the block. One rank may plan for longer: the others wait, so that nobody waits in vain after it."""
+        """Trace and plan inside the block, and wait for the other ranks at its end.
+
+        The wait allows for a rank that solves for longer. Otherwise the next exchange could time out.
+        """
         return self._agreement.together("planned", more_seconds=SOLVING_SECONDS)
 
 
 def facts_of(task: TrainingTask) -> dict[str, str]:
-    """What has to be the same on ranks that step together: the batch too where they share the work on one."""
+    """Return what must be equal on ranks that step together. This includes the batch if the ranks split its activations."""
     return {what: it for what, it in task.facts().items() if what != BATCH or splits_activations(task.model)}
 
 
 def _turn_of(model: nn.Module) -> tuple[bool, bool]:
-    """Which micro-batch of a step comes, where gradients wait for a later reduction: traces of others are not alike."""
+    """Return which micro-batch of a step comes next, if gradients wait for a later reduction: their traces differ."""
     return holds_gradients_back(model), any(True for _ in waiting_gradients(model))

@@ -1,4 +1,4 @@
-"""Puts a plan to work on a model that it was made for, on one process or on all ranks together."""
+"""Applies a plan to the model that it was made for, in one process or on all ranks together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from plimsoll.units import format_bytes
 
 
 def manage(model: nn.Module, plan: Plan, **options: Any) -> Handle:
-    """Apply the plan; ranks whose recipes repeat collectives compare these when a region is recorded.
+    """Apply the plan. If recipes repeat collectives, ranks compare them when a region is recorded.
 
     Options and errors are those of `plimsoll.engine.apply.apply_plan`.
     """
@@ -32,11 +32,11 @@ def manage(model: nn.Module, plan: Plan, **options: Any) -> Handle:
 def manage_together(
     agreement: Agreement, model: nn.Module, plan: Plan, *, sentinel_every: int = 1, verify_every: int = 0
 ) -> Handle:
-    """Apply the plan on all ranks of the agreement, in whose block this is called; where another rank cannot, undo it.
+    """Apply the plan on all ranks of the agreement. Call this inside the agreement's block. If another rank fails, undo it.
 
     Raises:
-        PlanMismatch, PlanNotUsable, OffloadFailed: it cannot be applied here.
-        RankFailed, RankMissing: nor elsewhere.
+        PlanMismatch, PlanNotUsable, OffloadFailed: the plan cannot be applied here.
+        RankFailed, RankMissing: the plan cannot be applied on another rank.
     """
     handle = manage(model, plan, sentinel_every=sentinel_every, verify_every=verify_every)
     try:
@@ -48,13 +48,13 @@ def manage_together(
 
 
 def agree_on_service(region: str, peers: tuple[int, ...], service: str) -> None:
-    """Compare how a region is served, and which collectives its recipes repeat, with the ranks that it talks to.
+    """Compare how a region is served, and which collectives its recipes repeat, with the ranks that it communicates with.
 
-    A rank that keeps what the others rebuild would leave them waiting in a collective. So ranks compare once, when the
-    region was recorded. ``peers`` are global ranks, this one among them.
+    If one rank kept what the others rebuild, the others would wait in a collective. So ranks compare once, when the region was
+    recorded. ``peers`` are global ranks, including this one.
 
     Raises:
-        RanksDiffer: another rank serves it otherwise.
+        RanksDiffer: another rank serves the region differently.
         RankMissing: another rank does not record this region now.
     """
     world = current_world(peers)
@@ -67,7 +67,7 @@ def agree_on_service(region: str, peers: tuple[int, ...], service: str) -> None:
 
 
 def check_plan(plan: object) -> None:
-    """Refuse what is no plan: a path or something else was passed in its place."""
+    """Refuse an object that is not a plan, such as a path."""
     if not isinstance(plan, Plan):
         raise PlanNotUsable(
             f"A {type(plan).__name__} is no plan.",
@@ -77,7 +77,7 @@ def check_plan(plan: object) -> None:
 
 
 def refuse_other_model(model: nn.Module, plan: Plan) -> None:
-    """Refuse a plan that was made for a model of another structure, or for another framework."""
+    """Refuse a plan that was made for a model with another structure, or for another framework."""
     if plan.framework != "torch":
         raise PlanMismatch(
             f"This plan was made for {plan.framework}, not for PyTorch.",
@@ -94,7 +94,7 @@ def refuse_other_model(model: nn.Module, plan: Plan) -> None:
 
 
 def refuse_other_signature(found: str, plan: Plan) -> None:
-    """Refuse a batch of another shape or dtype, or a step in another mode, than the plan was made for."""
+    """Refuse a batch of another shape or dtype than the plan was made for, or a step in another mode."""
     if found != plan.signature:
         raise PlanMismatch(
             f"This plan was made for another step: {plan.signature}",
@@ -109,7 +109,7 @@ _OTHER_KERNELS = (
 
 
 def warn_of_other_device(model: nn.Module, plan: Plan) -> None:
-    """Warn about a plan for another kind of device, or for another GPU of the catalogue than the model is on."""
+    """Warn if the plan was made for another kind of device than the model is on, or for another GPU of the catalogue."""
     here = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if plan.framework != "torch" or here.type == "meta":
         return
@@ -134,7 +134,7 @@ def _has_other_kernels(plan: Plan, here: torch.device) -> bool:
 
 
 def _is_another(planned: str, found: str) -> bool:
-    """Whether both names are in the catalogue, and not those of one device."""
+    """True if both names are in the catalogue and name different devices."""
     try:
         return find_device(planned).name.partition("@")[0] != find_device(found).name
     except UnknownDevice:
@@ -142,9 +142,7 @@ def _is_another(planned: str, found: str) -> bool:
 
 
 def refuse_other_device(model: nn.Module, plan: Plan) -> None:
-    """Refuse a plan for another kind of device: its kernels save other tensors for backward, so decisions do not carry
-    over.
-    """
+    """Refuse a plan for another kind of device. Its kernels save other tensors for backward, so the decisions do not apply."""
     here = next(model.parameters()).device
     if _has_other_kernels(plan, here):
         raise PlanMismatch(

@@ -1,6 +1,6 @@
-"""What a user asks of a plan: a budget and options, read once at the public verb, in the forms that people write.
+"""The budget and the options of a plan, read once at the public verb, in the notations that users write.
 
-Everything behind the verb takes `PlanOptions`, and a budget in bytes.
+All code behind the verb uses `PlanOptions`, and a budget in bytes.
 """
 
 from __future__ import annotations
@@ -25,37 +25,39 @@ from plimsoll.planning.strategies import check_strategy, codecs_of_strategy, use
 from plimsoll.units import format_bytes, parse_bytes
 
 AUTO_MARGIN = 0.08
-"""``budget="auto"`` leaves this share of the device's memory free: allocator fragmentation, libraries' workspaces, others."""
+"""``budget="auto"`` leaves this share of the device's memory free for allocator fragmentation, libraries' workspaces and
+others.
+"""
 _ALLOWED = ("recompute", "compress", "offload", COLLECTIVES)
 _WORD_OF = {Decision.RECOMPUTE: "recompute", Decision.COMPRESS: "compress", Decision.OFFLOAD: "offload"}
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The limit of a step's memory as a user gave it: bytes, none at all, or what the device has (``is_auto``)."""
+    """The limit of a step's memory as a user gave it: bytes, no limit, or the device's memory (``is_auto``)."""
 
     asked_bytes: int | None = None
     is_auto: bool = False
 
     @classmethod
     def read(cls, budget: int | str | None) -> Budget:
-        """The budget of what a user wrote; ``InvalidBudget`` for no unit, an ambiguous unit, or nothing positive."""
+        """Parse the user's budget. ``InvalidBudget``: no unit, an ambiguous unit, or not positive."""
         return cls() if budget is None else cls.required(budget)
 
     @classmethod
     def required(cls, budget: int | str) -> Budget:
-        """As ``read``, where no limit would make no sense."""
+        """Parse a budget where None is not allowed."""
         return cls(is_auto=True) if budget == "auto" else cls(parse_bytes(budget))
 
     def bytes_on(self, costs: Costs) -> int | None:
-        """The budget in bytes on the device that these costs are of; ``None`` without a limit."""
+        """Return the budget in bytes on the device of these costs; ``None`` without a limit."""
         return self.bytes_of(costs.device, costs.memory_bytes)
 
     def bytes_of(self, device: str, memory_bytes: int | None) -> int | None:
-        """The budget in bytes on a device of that name and memory; ``None`` without a limit.
+        """Return the budget in bytes on a device with this name and memory; ``None`` without a limit.
 
         Raises:
-            BudgetAboveDevice: more than the device has, or its memory is asked for and not known.
+            BudgetAboveDevice: it is more than the device has, or it is "auto" and the device's memory is unknown.
         """
         asked_bytes = self.asked_bytes
         if self.is_auto:
@@ -77,10 +79,10 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """What plans of one step may do; ``read`` checks what a user wrote.
+    """What plans of one step may do. ``read`` checks the user's input.
 
-    ``strategies`` are those that will be asked for: a named one that compresses or offloads allows itself to. ``max_error``
-    is the relative error of the gradient; ``link`` is empty for the device's default.
+    ``strategies`` are those that will be requested: a named strategy that compresses or offloads allows itself to.
+    ``max_error`` is the relative error of the gradient. ``link`` is empty for the device's default.
     """
 
     strategies: tuple[str, ...] = ("auto",)
@@ -105,13 +107,14 @@ class PlanOptions:
         overrides: Sequence[str] | str = (),
         link: str | None = None,
     ) -> PlanOptions:
-        """The options of what a user wrote.
+        """Parse the user's options.
 
         Raises:
-            InvalidStrategy: no such strategy, an unknown word, an error that is no share, or a lossy wish that nothing allows.
+            InvalidStrategy: an unknown strategy or word, an error that is not between 0 and 1, or a wish that ``allow``
+                excludes.
             InvalidRegions: an empty list.
             InvalidBudget: a host budget without a clear unit.
-            UnknownDevice: no such device in the catalogue.
+            UnknownDevice: the device is not in the catalogue.
         """
         strategies = tuple(dict.fromkeys(as_texts("strategy", strategies)))
         for strategy in strategies:
@@ -133,7 +136,7 @@ class PlanOptions:
         return options
 
     def _refuse_contradictions(self) -> None:
-        """Refuse wishes that ``allow`` does not allow."""
+        """Refuse options that contradict ``allow``."""
         words = ", ".join(self.allow)
         if self.max_error and "compress" not in self.allow and not self.codecs:
             raise InvalidStrategy(
@@ -163,14 +166,14 @@ class PlanOptions:
                 )
 
     def facts(self) -> dict[str, str]:
-        """What has to be the same on ranks that plan together; budgets, of the host too, may differ."""
+        """Return what must be equal on ranks that plan together. Budgets may differ, also the host's."""
         names = ("regions", "device_profile", "allow", "max_error", "overrides", "link")
         strategies = {"strategy": ", ".join(map(repr, self.strategies))}
         return strategies | {name: repr(getattr(self, name)) for name in names}
 
     @property
     def codecs(self) -> tuple[str, ...]:
-        """Lossy codecs that named strategies ask for."""
+        """Lossy codecs that named strategies use."""
         return tuple(dict.fromkeys(codec for name in self.strategies for codec in codecs_of_strategy(name)))
 
     @property
@@ -180,7 +183,7 @@ class PlanOptions:
 
     @property
     def insists_on_forms(self) -> bool:
-        """Whether values are to be held in another form even where everything fits."""
+        """Whether values must be held in another form even if everything fits."""
         return (
             bool(self.codecs) or any(map(uses_link, self.strategies)) or self.overrides_without_forms != self.overrides
         )
@@ -207,25 +210,25 @@ class PlanOptions:
 
     @property
     def overrides_without_forms(self) -> tuple[Override, ...]:
-        """Overrides that need no other form."""
+        """The overrides that only ask for KEEP or RECOMPUTE."""
         return tuple(o for o in self.overrides if o.decision in (Decision.KEEP, Decision.RECOMPUTE))
 
     def opened(self, trace: Trace) -> Trace:
-        """The trace as plans may see it: where they may repeat collectives, these are ops like others, with their seconds."""
+        """Return the trace as plans see it. If plans may repeat collectives, these become ordinary ops, with their seconds."""
         if not self.may_repeat_collectives:
             return trace
         return msgspec.structs.replace(trace, regions=tuple(map(_without_collectives, trace.regions)))
 
     def limits(self, error_scale: float = 1.0) -> Limits:
-        """What regions share, if errors are so many times larger than expected."""
+        """Return the limits that all regions share, if errors are ``error_scale`` times larger than expected."""
         return Limits((self.max_error / error_scale) ** 2, self.host_budget_bytes)
 
     def most_error(self, strategy: str) -> float | None:
-        """The error that a plan may be measured to cause; ``None``: any."""
+        """Return the largest error that a plan may be measured to have; ``None``: any."""
         return None if codecs_of_strategy(strategy) else self.max_error
 
     def written_into(self, plan: Plan) -> Plan:
-        """The plan with what it was allowed."""
+        """Return the plan with these options recorded in it."""
         return msgspec.structs.replace(
             plan,
             allow=self.allow,
@@ -257,7 +260,7 @@ def _words(allow: Collection[str] | str) -> frozenset[str]:
 
 
 def read_error(max_error: float | str) -> float:
-    """``0.01``, ``"1%"``, ``"0.01"``."""
+    """Parse ``0.01``, ``"1%"`` or ``"0.01"``."""
     try:
         text = str(max_error).strip()
         share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
@@ -273,7 +276,7 @@ def read_error(max_error: float | str) -> float:
 
 
 def _read_link(link: str | None) -> str:
-    """The link's name; empty for the device's default."""
+    """Return the link's name; empty for the device's default."""
     if link is None or link in LINK_NAMES:
         return link or ""
     raise InvalidOption(
@@ -284,10 +287,10 @@ def _read_link(link: str | None) -> str:
 
 
 def as_texts(name: str, given: Collection[str] | str) -> tuple[str, ...]:
-    """What a user gave as one text or as several, as a tuple.
+    """Return one text or several as a tuple.
 
     Raises:
-        InvalidOption: something else.
+        InvalidOption: something that is not text.
     """
     texts = tuple(given) if isinstance(given, Collection) and not isinstance(given, str) else (given,)
     for text in texts:
@@ -296,7 +299,7 @@ def as_texts(name: str, given: Collection[str] | str) -> tuple[str, ...]:
 
 
 def check_text(name: str, given: object) -> None:
-    """Refuse an option that is written in words and is no text.
+    """Refuse the value of a text option that is not text.
 
     Raises:
         InvalidOption: shows what was given.
@@ -310,7 +313,7 @@ def check_text(name: str, given: object) -> None:
 
 
 def as_patterns(regions: Sequence[str] | str | None) -> tuple[str, ...] | None:
-    """Region patterns as a tuple; one pattern may stand alone, and none at all would manage nothing."""
+    """Return region patterns as a tuple. A single pattern need not be in a list; an empty list is refused."""
     if regions is None:
         return None
     patterns = as_texts("regions", regions)

@@ -1,4 +1,4 @@
-"""The verbs ``plan``, ``apply`` and ``load``: decide about saved activations, and put the decisions to work."""
+"""The verbs ``plan``, ``apply`` and ``load``: decide about saved activations, and apply the decisions."""
 
 from __future__ import annotations
 
@@ -50,48 +50,48 @@ def plan(
 ) -> Plan:
     """Decide for every saved activation what to do with it until backward, so that the training step fits ``budget``.
 
-    One step is traced on the model's own device at the lowest memory (with fake tensors for a model on the meta device or
-    a ``device_profile``); with a budget and a real device the plan is then run once, and solved again with less where it
-    takes more than predicted. Where ``allow`` opens other forms, one more step shows what they take and lose. Model,
-    gradients, buffers, plain attributes, optimizer and random states are left as they were.
+    One step is traced on the model's own device at the lowest memory. For a model on the meta device, or with a
+    ``device_profile``, it is traced with fake tensors. With a budget and a real device, the plan is then run once; if it takes
+    more than predicted, it is solved again with less. If ``allow`` permits compressing or offloading, one more step measures
+    their cost and error. The call restores model, gradients, buffers, plain attributes, optimizer and random states.
 
-    On several ranks (torchrun) all call this alike. They run the steps together, the rank with the least room solves, and
-    all return its plan, or all raise.
+    With several ranks (torchrun), all ranks make this call with the same arguments. They run the steps together, the rank with
+    the least room solves, and all return its plan, or all raise.
 
     Args:
-        model: any PyTorch model, on its device, in the mode in which it trains: eager, or compiled by torch.compile as a
-            whole or block by block.
+        model: any PyTorch model, on its device, in the mode in which it trains: eager, or compiled by torch.compile as a whole
+            or block by block.
         batch: a tensor (one argument), a tuple (positional) or a dict (keywords).
         budget: bytes, as an int or as text with a unit (``"70GiB"``); bounds the peak of everything that the training step
             allocates on the device. ``"auto"``: the device's memory less 8%. ``None``: no limit (for a named strategy).
         loss: from the model's output to a scalar; by default ``output.loss``, or the output itself if it is a scalar.
-        optimizer: with it the budget also holds its state and its step; without it, forward, backward and gradients.
+        optimizer: with it the budget also covers its state and its step; without it, forward, backward and gradients.
         strategy: ``auto`` (the budgeted optimum), or ``none``, ``full``, ``every:k``, ``sqrt``, ``input-only``,
             ``selective:attention|mlp|norm|<op list>``, ``int8``, ``int4``, ``fp8``, ``offload``, ``hybrid:N,k``.
         regions: module paths, ``*`` for one level (``"model.layers.*"``); by default the repeated blocks.
         device_profile: plan for a device that is not here, from the catalogue (``"H100-SXM"``).
-        allow: what the plan may do besides keeping: ``recompute``, ``compress`` (codecs), ``offload`` (to pinned host memory
+        allow: what the plan may do other than keep: ``recompute``, ``compress`` (codecs), ``offload`` (to pinned host memory
             from a GPU, else to disk).
-        max_error: the relative error ‖Δg‖ / ‖g‖ that lossy codecs may cause in the gradient (``0.01`` or ``"1%"``); 0
-            allows lossless codecs only. It is measured before the plan is returned.
+        max_error: the relative error ‖Δg‖ / ‖g‖ that lossy codecs may cause in the gradient (``0.01`` or ``"1%"``); 0 allows
+            lossless codecs only. It is measured before the plan is returned.
         host_budget: bytes that offloaded values may take at the other end of the link.
         overrides: decisions by pattern that ``auto`` respects: ``"layers.*.mlp::silu=compress:int8"``, ``"*attn*=keep"``.
-        link: ``host`` or ``disk``; by default what the device calls for.
+        link: ``host`` or ``disk``; by default the usual one of the device.
         compile: plan for the model compiled by torch.compile, which it is not yet: ``True``, or keywords of torch.compile
             (``{"dynamic": False}``); ``plimsoll.apply`` then compiles it.
-        ranks: global ranks that plan together; by default those of the model's process groups (DDP, FSDP2, DTensor), or
-            all where it shows none.
-        timeout_seconds: how long ranks wait for each other whenever they exchange something.
-        progress: told the stage and the share done.
+        ranks: global ranks that plan together; by default the ranks of the model's process groups (DDP, FSDP2, DTensor), or all
+            ranks if the model has no group.
+        timeout_seconds: how long ranks wait for each other in each exchange.
+        progress: a function that receives the stage and the share done.
 
     Returns:
         A plan: printable, savable, with the status, the predicted peak and seconds, the lower bound and both gaps.
 
     Raises:
-        BudgetBelowFloor: no plan fits; says the floor, who holds it, and what to do.
-        PlimsollError: what was passed makes no step or no plan (InvalidBudget, BudgetAboveDevice, InvalidModel, InvalidBatch,
+        BudgetBelowFloor: no plan fits; names the floor, what holds it, and what to do.
+        PlimsollError: the arguments do not make a step or a plan (InvalidBudget, BudgetAboveDevice, InvalidModel, InvalidBatch,
             InvalidLoss, InvalidRegions, InvalidStrategy, UnknownDevice, TracingFailed).
-        RankError: another rank raised (RankFailed), did not come (RankMissing), or has another model, batch shapes, options or
+        RankError: another rank raised (RankFailed), did not call (RankMissing), or has another model, batch shapes, options or
             versions (RanksDiffer).
 
     Example:
@@ -100,7 +100,7 @@ def plan(
         >>> plimsoll.plan(model, torch.randn(32, 64), loss=lambda y: y.square().mean()).status.value
         'OPTIMAL'
 
-    Known weakness: bounds and costs are those of a model of the machine; only measurements speak of the machine itself.
+    Known weakness: bounds and costs describe a model of the machine; only measurements describe the machine itself.
     """
     report = progress or silent
     with agreement_for(model, "plan", ranks=ranks, timeout_seconds=timeout_seconds) as agreement:
@@ -140,24 +140,23 @@ def apply(
     ranks: Sequence[int] | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> Handle:
-    """Manage ``model`` as ``plan`` says, until ``handle.remove()`` or the end of the ``with`` block.
+    """Manage ``model`` by ``plan``, until ``handle.remove()`` or the end of the ``with`` block.
 
-    The model's code, parameters and ``state_dict`` stay as they are; a region that keeps everything is not touched at
-    all. A plan for another device, or one that names values which the calls do not make, warns once. The first call of
-    each managed region records and verifies it (about three times the forward), later calls run
-    with two hooks and a guard. On several ranks all apply the identical plan, or none does.
+    The model's code, parameters and ``state_dict`` do not change. A region that keeps everything is not touched at all. If the
+    plan was made for another device, or names values that the calls do not make, one warning is given. The first call of each
+    managed region records and verifies it (about three times the forward); later calls run with two hooks and a guard. With
+    several ranks, all apply the identical plan, or none does.
 
     Args:
         model: the model that the plan was made for.
         plan: a plan with a usable status.
-        sentinel_every: rebuilt values are compared with samples from forward in every n-th call of a region; larger
-            numbers cost less on models that are bound by launches.
+        sentinel_every: in every n-th call of a region, rebuilt values are compared with samples from forward. Larger numbers
+            cost less on models that are bound by launches.
         verify_every: in every n-th training call of the model, and in calls 2, 4, 8 … before, one region is verified bit for
-            bit, another one each time. Its dropped tensors go to the disk (from a GPU to host memory) and are compared with the
-            tensors that come back. Regions whose torch calls do not show all that they do
-            (TorchScript, custom operators, modes of yours) are verified ten times as often. A
-            mismatch is warned of and noted in ``handle.faults``; backward gets the true tensor, and the region is served
-            without recipes from then on. 0: never.
+            bit, in rotation. Its dropped tensors are moved to disk (from a GPU to host memory) and compared with the rebuilt
+            tensors. Regions that may do more than their torch calls show (TorchScript, custom operators, user-defined modes)
+            are verified ten times as often. A mismatch causes a warning and an entry in ``handle.faults``. Backward gets the
+            true tensor, and the region no longer uses recipes. 0: never.
         ranks: as for ``plan``.
         timeout_seconds: as for ``plan``.
 
@@ -165,11 +164,11 @@ def apply(
         A handle; also a context manager.
 
     Raises:
-        PlanMismatch: the plan was made for another model (both fingerprints are shown), or one is at work already.
-        PlanNotUsable: it is no plan, or its status says that there is nothing to apply.
-        InvalidModel: it, or every region that the plan manages, is compiled by torch.compile.
+        PlanMismatch: the plan was made for another model (both fingerprints are shown), or a plan is applied already.
+        PlanNotUsable: ``plan`` is not a plan, or its status says that there is nothing to apply.
+        InvalidModel: torch.compile compiles the model, or every region that the plan manages.
         InvalidOption: ``sentinel_every`` below 1, or ``verify_every`` below 0.
-        RanksDiffer: another rank has another plan; RankFailed: it could not apply it; RankMissing: it did not come.
+        RanksDiffer: another rank has another plan; RankFailed: it could not apply it; RankMissing: it did not call.
 
     Example:
         >>> with plimsoll.apply(model, plan):  # doctest: +SKIP

@@ -1,4 +1,4 @@
-"""Puts one plan after another to work on a model, on all ranks alike; and what every budget does that is at work on one."""
+"""Applies one plan after another to a model, on all ranks together. Contains what eager and compiled attachments share."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class PlansAtWork:
-    """The plan that manages a model, and can be exchanged for another one. ``plan`` is ``None`` before the first."""
+    """The plan that manages a model; it can be replaced by another one. ``plan`` is ``None`` before the first."""
 
     def __init__(self, agreement: Agreement, model: nn.Module, verify_every: int) -> None:
         self.plan: Plan | None = None
@@ -45,18 +45,18 @@ class PlansAtWork:
 
     @property
     def faults(self) -> tuple[Fault, ...]:
-        """What ``verify_every`` has shown so far, under every plan."""
+        """The faults that ``verify_every`` has found so far, under every plan."""
         return (*self._earlier_faults, *(() if self._handle is None else self._handle.faults))
 
     def run(self, plan: Plan) -> bool:
-        """Put a plan to work, on all ranks alike; whether it decides otherwise than the one before it."""
+        """Apply a plan, on all ranks together. Return True if its decisions differ from the previous plan's."""
         before, self.plan = self.plan, plan
         if self._handle is not None and before is not None:
             if before.regions is plan.regions or before.effect == plan.effect:
                 return False
             try:
                 self._handle.switch(plan)
-            except PlanMismatch:  # it needs another link
+            except PlanMismatch:  # the plan needs another link
                 self.remove()
         if self._handle is None:
             self._handle = manage_together(self._agreement, self._model, plan, verify_every=self._verify_every)
@@ -67,7 +67,7 @@ class PlansAtWork:
 
     @contextlib.contextmanager
     def trying(self, plan: Plan) -> Iterator[None]:
-        """Have another plan at work inside the block. What regions record in it stays."""
+        """Apply another plan inside the block. Records that its regions make are kept."""
         before = self.plan
         self.run(plan)
         try:
@@ -77,11 +77,13 @@ class PlansAtWork:
                 self.run(before)
 
     def has_moved(self) -> bool:
-        """Whether regions have other paths than when the plan was put to work, as where a list of layers was replaced."""
+        """True if regions have other paths than when the plan was applied, for instance because a list of layers was
+        replaced.
+        """
         return self._handle is not None and self._handle.has_moved()
 
     def remove(self) -> None:
-        """Undo everything; harmless when called twice."""
+        """Undo everything. Calling it twice does no harm."""
         if self._handle is not None:
             self._earlier_faults = self.faults
             self._handle.remove()
@@ -95,7 +97,9 @@ class PlansAtWork:
 
 
 class AttachedBudget(RemovedAtEnd):
-    """A budget at work on a model whose batches are not known yet; how it plans is left to eager and to compiled models."""
+    """Keeps a model under a budget when its batches are not known in advance. The subclasses plan for eager and compiled
+    models.
+    """
 
     _steps: StepWatch
 
@@ -117,39 +121,43 @@ class AttachedBudget(RemovedAtEnd):
         self._calls = self._excess_bytes = 0
         self._planner: StepPlanner | None = None
         self._shaped: ShapePlans | None = None
-        """The plans among which every call chooses, once there is one for the first."""
+        """The plans that each call chooses from; None until the plan for the first step is made."""
         self._traces = JointTraces(agreement, model)
         self._retry = Retry(model, self)
 
     @property
     def plan(self) -> Plan | None:
-        """The plan at work; ``None`` until the first training step has begun, and final after it."""
+        """The current plan; ``None`` until the first training step has begun. Once that step is over, it is the plan for the
+        budget.
+        """
         return self._work.plan
 
     @property
     def is_trying(self) -> bool:
-        """Whether the model runs for a plan to be made: such runs are none of the training's."""
+        """True while the model runs in order to make a plan. Such runs are not training steps."""
         return self._steps.is_looking_away
 
     @property
     def peak_bytes(self) -> int:
-        """The most that a step was measured to take under a plan for the budget; 0 until one was measured."""
+        """The highest measured peak of a step under a plan for the budget; 0 until a step was measured."""
         return self._steps.peak_bytes
 
     @property
     def faults(self) -> tuple[Fault, ...]:
-        """What ``verify_every`` has shown so far, under every plan that was at work."""
+        """The faults that ``verify_every`` has found so far, under every plan."""
         return self._work.faults
 
     def step(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run one training step; where it runs out of memory, put everything back, plan tighter and run it again.
+        """Run one training step. If it runs out of memory, put everything back, plan tighter and run it again.
 
-        As `plimsoll.engine.apply.Handle.step`.
+        See `plimsoll.engine.apply.Handle.step`.
         """
         return self._retry.run(function, *args, **kwargs)
 
     def tighten(self, *, is_own: bool) -> bool:
-        """The step has run out of memory: put a plan to work that takes less, here or where that was. Whether there is one."""
+        """After a step ran out of memory: switch to a plan with a lower peak on the ranks that ran out. Return True if one has
+        such a plan.
+        """
         self._forget_step()
         tighter = self._shaped.tighten() if is_own and self._shaped is not None else None
         if tighter is not None:
@@ -157,16 +165,19 @@ class AttachedBudget(RemovedAtEnd):
         return any(self.agreement.all_of("tighter", tighter is not None, bool))
 
     def floor(self, *, is_optimizer: bool, is_own: bool) -> BudgetBelowFloor | None:
-        """What to say where nothing takes less; ``None`` before there is a plan, and where only other ranks lack memory."""
+        """Return the error to raise if no plan has a lower peak.
+
+        Return ``None`` before there is a plan, and if only other ranks ran out of memory.
+        """
         planner, excess_bytes = self._planner, self._excess_bytes
         if self._shaped is not None:
             planner, excess_bytes = self._shaped.current_planner() or (planner, excess_bytes) if is_own else (None, 0)
         return None if planner is None else floor_of(planner, excess_bytes, is_optimizer=is_optimizer)
 
     def _forget_step(self) -> None:
-        """The step that failed is begun anew."""
+        """Forget the step that failed; it starts again."""
         self._steps.forget()
-        self._calls = 0  # ranks stopped in different calls
+        self._calls = 0  # the ranks stopped in different calls
         self._traces.begin_anew()
 
     def _task(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingTask:
@@ -175,7 +186,7 @@ class AttachedBudget(RemovedAtEnd):
     def _climb(
         self, planner: StepPlanner, plan: Plan, shapes: Shapes, measured: tuple[int, int], *, accumulates: bool
     ) -> None:
-        """From now on this rank has a ladder of its own, and needs others only for traces that run collectives."""
+        """Give this rank its own ladder. From now on it contacts other ranks only for traces that run collectives."""
         company = self._traces.among(planner.trace)
         how = {"accumulates": accumulates, "may_refuse": self.agreement.size == 1}
         self._shaped = ShapePlans(self._options, self._optimizer, self._tracing, company, **how)
@@ -185,27 +196,27 @@ class AttachedBudget(RemovedAtEnd):
     def _choose(
         self, plans: ShapePlans, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation, in_flight: int
     ) -> None:
-        """Put the cheapest plan to work that keeps a batch of this shape within the budget."""
+        """Apply the cheapest plan that keeps a batch of this shape within the budget."""
         plans.wait_for(in_flight)
         task = functools.partial(self._task, args, kwargs)
         self._run(self._traces.plan_for(self._calls, situation.shapes, plans, task))
         self._expect(plans)
 
     def _run(self, plan: Plan) -> None:
-        """Put a plan to work; what has not run yet has to show that it keeps to the budget."""
+        """Apply a plan. If its decisions are new, measure whether it keeps to the budget."""
         if self._work.run(plan):
             self._metered.expect()
 
     def _expect(self, plans: ShapePlans) -> None:
-        """Tell the meter what the coming forward is predicted to take."""
+        """Set the meter's expectation to the prediction for the coming forward."""
         levels = self._steps.levels
         levels.expected_forward_bytes, levels.expected_peak_bytes = plans.expected()
 
     @contextlib.contextmanager
     def _tracing(self) -> Iterator[None]:
-        """Trace steps like this call, without a plan at work and without a measurement that runs.
+        """Trace steps of this call inside the block, without a plan applied and without a running measurement.
 
-        What the model itself raises is raised as it would be without a budget: loops may catch it.
+        Errors of the model itself are raised as they would be without a budget, because loops may catch them.
         """
         self._steps.drop()
         try:

@@ -1,9 +1,9 @@
-"""How much of the budget training may take now, as other things on the device come and go.
+"""How much of the budget training may use now, while other memory on the device comes and goes.
 
-The budget is the most; the room is what is there at the moment. Where the room no longer holds what the plan at work takes,
-the limit falls at once, to the rung of a ladder below it. It rises only when there has been more room for some steps on end,
-to what there was in all of them. Room that went again soon after is trusted less: twice as many steps have to pass the next
-time.
+The budget is the maximum; the room is what is available at the moment. If the room is less than the current plan needs, the
+limit falls at once, to the next lower multiple of 1/64 of the budget. It rises only after several successive steps with more
+room, to the least room among those steps. If that room is lost again soon, it is trusted less: next time, twice as many steps
+must pass.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from plimsoll.units import format_bytes
 
 _LOG = logging.getLogger(__name__)
 _RUNGS = 64
-"""Limits are multiples of the budget over this, so that plans for them are found again."""
+"""Limits are multiples of the budget divided by this, so that the same limits recur and their plans are reused."""
 _PATIENCE = 4
-"""So many steps on end have to begin with more room before the limit rises."""
+"""This many successive steps must begin with more room before the limit rises."""
+# Doubling the patience bounds how often room that comes and goes changes the plan: seven times in 1,000 steps for every period
+# that was tried (docs/design/the-limit-falls-at-once.md).
 _MOST_PATIENCE = 256
 _TRUSTED_AFTER = 8
-"""Room that lasted so many times the patience was no false alarm."""
+"""If raised room lasts at least this many times the patience, losing it does not double the patience."""
 
 
 class Pressure:
-    """The limit under a budget. ``room`` says how many bytes the training step may take now; ``None``: nobody knows."""
+    """The limit below a budget. ``room`` returns the bytes that the training step may take now; ``None``: unknown."""
 
     def __init__(self, room: Callable[[], int] | None) -> None:
         self._room, self._is_given = room, room is not None
@@ -38,8 +40,10 @@ class Pressure:
         self._since_rise: int | None = None
 
     def watch(self, device: torch.device, beside_bytes: int) -> None:
-        """Ask CUDA for the room, if nobody else is asked. What this process holds now, but for ``beside_bytes``, is the
-        training's; what it holds more between later steps is not.
+        """Ask CUDA for the room, unless the user has passed ``room``.
+
+        What this process has allocated now, except ``beside_bytes``, belongs to the training. What it holds more between later
+        steps does not.
         """
         if device.type != "cuda" or self._is_given:
             return
@@ -52,11 +56,11 @@ class Pressure:
         self._room = room
 
     def withheld_bytes(self, budget_bytes: int) -> int:
-        """What is taken off the budget for now."""
+        """Return the bytes that are subtracted from the budget for now."""
         return 0 if self._limit_bytes is None else max(0, budget_bytes - self._limit_bytes)
 
     def lower(self, limit_bytes: int) -> None:
-        """The step was found to have less than this."""
+        """Lower the limit, because the step was found to have less memory than before."""
         self._limit_bytes = limit_bytes
         self._calm = 0
         if self._since_rise is not None and self._since_rise < _TRUSTED_AFTER * self._patience:
@@ -64,7 +68,9 @@ class Pressure:
         self._since_rise = None
 
     def changes(self, budget_bytes: int, needed_bytes: int) -> bool:
-        """A step is about to begin, which takes ``needed_bytes``: whether it has to be planned for another limit."""
+        """Before a step that needs ``needed_bytes``: update the limit, and return True if the step must be planned for a new
+        one.
+        """
         if self._room is None:
             return False
         limit_bytes = budget_bytes if self._limit_bytes is None else self._limit_bytes
@@ -90,13 +96,13 @@ class Pressure:
 
 
 def _rung(bytes_: int, budget_bytes: int) -> int:
-    """The highest limit that such room holds; all of the budget where it does."""
+    """Return the highest limit that fits into ``bytes_``; the whole budget if that fits."""
     rung_bytes = max(1, budget_bytes // _RUNGS)
     return budget_bytes if bytes_ >= budget_bytes else bytes_ // rung_bytes * rung_bytes
 
 
 def check_room(room: object, *, follows: bool, ranks: int) -> None:
-    """Refuse what cannot be asked for room, and several ranks that have to run one plan (``follows``: each has its own)."""
+    """Refuse a ``room`` that is not callable, or that is given on several ranks which share one plan (not ``follows``)."""
     if room is None or (callable(room) and (follows or ranks == 1)):
         return
     is_odd = not callable(room)

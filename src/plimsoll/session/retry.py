@@ -1,7 +1,8 @@
-"""Runs a training step again under a tighter plan where it runs out of memory, as if that plan had been there before it.
+"""Runs a training step again under a tighter plan if it runs out of memory. All state is put back first.
 
-The step is a function, because what a failed step has made must go before it is run again: the names of a function are ours
-to clear, those of a loop around a ``with`` block are not, and they would hold the failed step's graph.
+The step is a function because everything that a failed step has made must be freed before the next run. We can clear the local
+variables of a function. We cannot clear the variables of a loop around a ``with`` block, and they would keep the failed step's
+graph alive.
 """
 
 from __future__ import annotations
@@ -41,33 +42,33 @@ P = ParamSpec("P")
 T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 _PATIENCE_SECONDS = 600.0
-"""Beyond the usual time, ranks wait so long for one that has to come out of its step first."""
+"""How much longer than usual ranks wait for a rank that must first leave its step."""
 
 
 class TighterPlans(Protocol):
-    """A plan at work that can be exchanged for one that takes less."""
+    """An applied plan that can be replaced by one with a lower peak."""
 
     agreement: Agreement
-    """The ranks that exchange it together."""
+    """The ranks that replace it together."""
     repeats_collectives: bool
-    """Whether recipes may talk to other ranks."""
+    """Whether recipes may repeat collectives."""
 
     @property
     def plan(self) -> Plan | None:
-        """The one at work; ``None`` before the first."""
+        """The current plan; ``None`` before the first one."""
         ...
 
     def tighten(self, *, is_own: bool) -> bool:
-        """Put a plan to work that takes less; whether some rank has one. ``is_own``: it was this rank that lacked memory."""
+        """Switch to a plan with a lower peak. Return True if some rank has one. ``is_own``: this rank ran out of memory."""
         ...
 
     def floor(self, *, is_optimizer: bool, is_own: bool) -> BudgetBelowFloor | None:
-        """What to say where nothing takes less; ``None`` where there is nothing to say of this rank."""
+        """Return the error to raise if no plan has a lower peak; ``None`` if this rank has nothing to report."""
         ...
 
 
 class Retry:
-    """Runs training steps of a model until they do not run out of memory on any rank, or nothing takes less."""
+    """Runs training steps of a model until no rank runs out of memory, or until no plan has a lower peak."""
 
     def __init__(self, model: nn.Module, plans: TighterPlans) -> None:
         self._model = model
@@ -75,16 +76,16 @@ class Retry:
         self._companions: Companions | None = None
         self._joint = JointStep(None)
         self.is_running = False
-        """Whether a step is on its way, which may be run again."""
+        """Whether a step that can be repeated is running."""
 
     def run(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """The function's result, from the first time that it comes to its end.
+        """Run the function until it succeeds, and return its result.
 
         Raises:
             BudgetBelowFloor, torch.OutOfMemoryError, RankFailed, RankMissing: as for `plimsoll.engine.apply.Handle.step`.
-            InvalidModel: other ranks train the model too, in a way that cannot be run again.
+            InvalidModel: other ranks train the model too, in a way that cannot be repeated.
         """
-        if self.is_running:  # a part of a step that is run again as a whole
+        if self.is_running:  # a nested call: the outer step is repeated as a whole
             return function(*args, **kwargs)
         if self._companions is None:
             refuse_unrepeatable(self._model, self._plans)
@@ -114,10 +115,10 @@ class Retry:
             self.is_running = False
 
     def _go_back(self, snapshot: StepSnapshot, failure: Exception, *, is_last: bool) -> bool:
-        """Make the state of before the step, and plan tighter; whether something takes less.
+        """Restore the state from before the step and switch to a tighter plan. Return True if a tighter plan was found.
 
-        Where nothing does, the step is run once more: its regions are recorded in their first call, and this is rid of
-        what the allocator held.
+        If not, the step is run once more anyway: regions record in their first call only, and the allocator's cache was
+        emptied.
         """
         agreement = self._plans.agreement
         self._joint.renew()
@@ -143,7 +144,7 @@ class Retry:
 
 
 def refuse_unrepeatable(model: nn.Module, plans: TighterPlans) -> None:
-    """Refuse to run steps again that DeepSpeed or other ranks run too, where not all that is theirs can begin anew."""
+    """Refuse to repeat steps that DeepSpeed or other ranks take part in, if their state cannot be reset."""
     inner = inner_module(model)
     if steps_with_buckets(inner):
         raise InvalidModel(
@@ -176,20 +177,20 @@ def refuse_unrepeatable(model: nn.Module, plans: TighterPlans) -> None:
 
 
 def _line(before: Plan | None, after: Plan | None) -> str:
-    """What the log says of a step that is run again."""
+    """Return the log line for a step that is repeated."""
     if before is None:
         return "plimsoll: out of memory before there was a plan; everything was put back, the step is run again"
     then = "no plan takes less; the step is run once more"
     if after is not None:
         then = f"the step is run again with {format_bytes(after.predicted_peak_bytes)}"
     had = format_bytes(before.predicted_peak_bytes)
-    if after is not None and after.signature != before.signature:  # the step that failed may be a larger one
+    if after is not None and after.signature != before.signature:  # the failed step may be larger than the planned one
         had += ", which was made for another step"
     return f"plimsoll: out of memory under a plan of {had}; everything was put back, {then}"
 
 
 def _let_go(error: BaseException) -> None:
-    """Clear the names of all frames that an error went through: they hold what the step had made."""
+    """Clear the local variables of all frames that an error passed through: they hold what the step has made."""
     for each in _chain(error, set()):
         traceback.clear_frames(each.__traceback__)
 
@@ -203,7 +204,7 @@ def _chain(error: BaseException | None, seen: set[int]) -> Iterator[BaseExceptio
 
 
 def floor_of(planner: StepPlanner, excess_bytes: int, *, is_optimizer: bool) -> BudgetBelowFloor:
-    """The error for a step that runs out of memory under the plan with the lowest peak there is."""
+    """Return the error for a step that runs out of memory under the plan with the lowest peak."""
     lowest = planner.lowest()
     floor_bytes = lowest.predicted_peak_bytes + max(0, excess_bytes)
     told = planner.refusal(lowest, floor_bytes, is_optimizer=is_optimizer)
@@ -221,28 +222,30 @@ def _refusal(found: str, why: str, floor_bytes: int) -> BudgetBelowFloor:
 
 
 def can_retry(model: nn.Module, plan: Plan) -> bool:
-    """Whether steps under a plan can be run again: not where all of the model is one compiled unit without a wrapper, as a hook
-    that sees its calls would be compiled with it.
+    """True if steps under a plan can be repeated.
+
+    They cannot if the whole model is one compiled unit without a wrapper: the hook that sees its calls would be compiled too.
     """
     return inner_module(model) is not model or all(unit.path for unit in plan.compiled)
 
 
 class AppliedPlan:
-    """A plan that the user has applied, and the tighter ones in its place. The step to be planned is the one that failed."""
+    """The user's applied plan, and the tighter plans that replace it. New plans are made for the step that failed."""
 
     def __init__(self, handle: Handle, model: nn.Module, plan: Plan, agreement: Agreement) -> None:
         self.plan: Plan | None = plan
         self.agreement = agreement
         self.repeats_collectives = COLLECTIVES in plan.allow
         self._first = plan
-        self._handle = weakref.proxy(handle)  # which knows this: both would wait for the garbage collector
+        # the handle refers to this object, so a strong reference would form a cycle that only the garbage collector frees
+        self._handle = weakref.proxy(handle)
         self._model = model
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._planner: StepPlanner | None = None
         self._retry = Retry(model, self)
 
     def run(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """As `Retry.run`; the step's call of the model is remembered while it runs, to be planned for."""
+        """Run the step like `Retry.run`. Also remember its call of the model, so that it can be planned for if it fails."""
         hook = self._model.register_forward_pre_hook(ModelHook(self._model, self._note), with_kwargs=True)
         try:
             return self._retry.run(function, *args, **kwargs)
@@ -255,9 +258,10 @@ class AppliedPlan:
             self._call = (args, kwargs)
 
     def tighten(self, *, is_own: bool) -> bool:
-        """Put a plan to work that takes less, on all ranks alike; whether there is one."""
+        """Switch to a plan with a lower peak, on all ranks together. Return True if one was found."""
         call, self._call = self._call, None
-        # Tracing takes memory as well: about that of the lowest peak. Among several ranks a step that fails is nobody's.
+        # Tracing needs memory too, about as much as the lowest peak. With one rank, a failed trace means that we do not
+        # tighten. With several ranks a failure must reach all of them, so it is raised.
         may_fail = (torch.OutOfMemoryError,) if self.agreement.size == 1 else ()
         if self.agreement.every("the step's call", holds=call is not None) and call is not None:
             with self._handle.paused(), contextlib.suppress(*may_fail):
@@ -274,7 +278,7 @@ class AppliedPlan:
         return True
 
     def floor(self, *, is_optimizer: bool, is_own: bool) -> BudgetBelowFloor | None:
-        """What to say where nothing takes less."""
+        """Return the error to raise if no plan has a lower peak."""
         if self._planner is not None:
             return floor_of(self._planner, 0, is_optimizer=is_optimizer)
         floor_bytes = self._first.floor_bytes
@@ -282,7 +286,7 @@ class AppliedPlan:
         return _refusal(found, "tracing the step, to plan tighter, took more than there is, too", floor_bytes)
 
     def _plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepPlanner:
-        """The planner of the step that failed, with what the plan was allowed."""
+        """Return a planner for the step that failed, with the options of the applied plan."""
         first, own = self._first, self._first.budget_bytes_of_ranks.get(str(self.agreement.rank))
         options = PlanOptions(
             regions=tuple(dict.fromkeys(region.name for region in first.regions)) or None,
@@ -295,7 +299,7 @@ class AppliedPlan:
         task = dataclasses.replace(task_of_call(self._model, args, kwargs), optimizer=optimizer)
         budget = Budget(own or first.budget_bytes or first.predicted_peak_bytes)
         if first.compiled:
-            from plimsoll.engine.compiled.units import planned_units  # inductor is imported where something is compiled
+            from plimsoll.engine.compiled.units import planned_units  # import inductor only if something is compiled
 
             units = planned_units(self._model, first.compiled)
             task = dataclasses.replace(task, units=units, compile_options=first.compiled[0].options)

@@ -1,15 +1,15 @@
-"""Plans for batches of every shape: the first few shapes are traced, all others follow from those before they run.
+"""Plans for batches of every shape. The first few shapes are traced; steps of all other shapes are derived from those traces.
 
-One plan decides for values by name, so it can be followed at every shape of a family of steps (see ``planning.family``). Here
-is the ladder of such plans for every family that has shown, what was measured on top of their predictions, and the choice: the
-cheapest rung whose peak at this shape, with that on top, is within the budget.
+A plan names values, so it applies at every shape of a family of steps (see ``planning.family``). This module holds a ladder of
+such plans for every family, and the bytes that were measured on top of their predictions. It chooses the cheapest rung whose
+peak at the batch's shape, plus these bytes, is within the budget.
 
-What was measured on top (the user's loss, what a step leaves behind) grows with the shape: by as much as activations do, where
-a batch is larger than the one at which it was measured, and never less.
+The bytes on top (the user's loss, what a step leaves behind) grow with the shape. For batches larger than the measured one they
+are scaled by the growth of the activations. They are never scaled down.
 
-Each of several ranks has a ladder of its own and chooses for itself: replaying a plan runs no collective. Only traces may (see
-``joint_traces``). Not served are forms other than KEEP and RECOMPUTE, which are known at one size only, and recipes that repeat
-collectives, for which all ranks have to have one plan.
+With several ranks, each has its own ladder and chooses for itself, because replaying a plan runs no collective. Only traces may
+run collectives (see ``joint_traces``). Two cases are not supported: COMPRESS and OFFLOAD, whose forms are known at one size
+only, and recipes that repeat collectives, which need the same plan on all ranks.
 """
 
 from __future__ import annotations
@@ -43,26 +43,28 @@ from plimsoll.session.training_step import gradients_as_if
 from plimsoll.units import format_bytes
 
 _MOST_TRACES = 6
-"""So many shapes are traced if their steps do not follow from each other; later ones take the plan of one that covers them."""
+"""Trace at most this many shapes of one kind if their steps cannot be derived from each other. Later shapes use the plan of a
+traced shape that covers them.
+"""
 _MOST_KNOWN = 4096
-"""So many shapes are remembered with their plans."""
+"""Remember plans for at most this many shapes."""
 _WORTH_SOLVING = 1.5
-"""Plans are solved anew for a shape that takes so many times what the shapes took that plans were solved for."""
+"""Solve again when a shape needs more than 1.5 times the largest shape solved so far."""
 
 _Kind = tuple[tuple[str, int], ...]
-"""Type and number of dimensions of every tensor of a call."""
+"""Dtype and number of dimensions of every tensor of a call."""
 
 
 @dataclass(slots=True)
 class _Steps:
-    """Steps of one kind of call: those that were traced, costs where they were timed, and the ladders of their families."""
+    """Steps of one kind of call: the traces, the costs of those that were timed, and the ladder of each family."""
 
     traces: dict[Sizes, Trace] = field(default_factory=dict)
     costs: dict[Sizes, Costs] = field(default_factory=dict)
     ladders: list[Ladder[Sizes]] = field(default_factory=list)
 
     def ladder_for(self, sizes: Sizes) -> Ladder[Sizes] | None:
-        """The ladder of the family that has a shape: the one in which it was traced, else the largest that can tell it."""
+        """Return the ladder for a shape: of the family that it was traced in, else of the largest family that predicts it."""
         found = [each for each in self.ladders if sizes in each.step.family.shapes]
         if not found and sizes not in self.traces:
             found = [each for each in self.ladders if each.step.family.knows(sizes)]
@@ -82,10 +84,16 @@ class ShapePlans:
         accumulates: bool,
         may_refuse: bool,
     ) -> None:
-        """``tracing`` is entered around traces, ``accumulates`` says whether gradients were there when the first was made.
+        """Create an empty set of plans.
 
-        ``agreement`` is that of the ranks that trace together. ``may_refuse``: a batch that fits under no plan is an error; one
-        of several ranks that stops would leave the others waiting.
+        Args:
+            options: what plans may do.
+            optimizer: the user's optimizer, if known.
+            tracing: a context that is entered around every trace.
+            agreement: the ranks that trace together.
+            accumulates: whether gradients existed when the first trace was made.
+            may_refuse: whether a batch that fits under no plan is an error. With several ranks it is not, because a rank that
+                stops would leave the others waiting.
         """
         self._options = options
         self._agreement = agreement
@@ -94,57 +102,62 @@ class ShapePlans:
         self._optimizer = optimizer
         self._steps: dict[_Kind, _Steps] = {}
         self._planner: StepPlanner | None = None
-        """Of the step that was traced first."""
+        """The planner of the step that was traced first."""
         self._plans: list[Plan] = []
         self._rungs: Iterator[Plan] = iter(())
-        """More rungs, which a model whose batches are all of one shape never needs."""
+        """More rungs of the ladder, solved on demand: a model whose batches all have one shape never needs them."""
         self._in_flight = 1
         self._most_solved_bytes = 0
         self._first: tuple[Shapes, int] | None = None
         self._largest: Shapes | None = None
         self._current: tuple[Shapes, Forecast] | None = None
-        """The shapes for which a plan was chosen last, and what it takes there."""
+        """The shapes that a plan was last chosen for, and the plan's forecast there."""
         self._known: dict[Shapes, tuple[Plan, Forecast]] = {}
         self._refused: set[Shapes] = set()
-        """Shapes of which it was said that nothing fits, or that they cannot be traced."""
+        """Shapes that the user was already warned about: no plan fits, or they cannot be traced."""
         self._hopeless: dict[Shapes, tuple[int, BudgetBelowFloor]] = {}
-        """Shapes for which no plan was found, the room that was too small, and what was said of it."""
+        """Shapes that no plan fits, with the bytes that were too few and the error that was raised."""
         self._may_refuse = may_refuse
         self._budget_bytes = 0
         self.withheld_bytes = 0
-        """Taken off the budget for now, as something else takes room on the device."""
+        """Bytes subtracted from the budget for now because something else occupies the device."""
         self.held_bytes = 0
-        """Taken off the budget for now, as the loop holds more than when plans were made."""
+        """Bytes subtracted from the budget for now because the loop holds more than when plans were made."""
         self._measured_bytes = 0
-        """What steps of the first shape take on top of their prediction."""
+        """Bytes that steps of the first shape need on top of their prediction."""
         self._fixed_bytes = 0
-        """The part of it that is the same at every shape."""
+        """The part of `_measured_bytes` that is the same at every shape."""
 
     def begin(self, shapes: Shapes, planner: StepPlanner, plan: Plan, measured: tuple[int, int]) -> None:
-        """A step was traced, calibrated and planned; ``measured`` is what it took on top, in all and at every shape alike."""
+        """Start with the first step, which was traced, calibrated and planned.
+
+        ``measured`` is two numbers of bytes on top of the prediction: in total, and the part that is the same at every shape.
+        """
         assert planner.budget_bytes is not None
         self._budget_bytes = planner.budget_bytes
         self._in_flight, self._planner = planner.in_flight, planner
         self._learn(shapes, planner.trace, planner.costs)
         self._rungs = planner.rungs()
-        self._offer((plan, next(self._rungs)))  # the one that keeps everything
+        self._offer((plan, next(self._rungs)))  # this rung is the plan that keeps everything
         self._first = (shapes, self._activation_bytes(shapes))
         self._most_solved_bytes = self._unmanaged_bytes(shapes)
         self._measured_bytes, ladder = measured[0], self._known_ladder(shapes)
-        if ladder.rungs[0].plan is plan:  # another rank may have made it, and this one's step have no such values
+        if ladder.rungs[0].plan is plan:  # not if another rank made the plan and this step lacks its values
             forecast = ladder.at(_split(shapes)[1])[0]
-            # What was measured may be more than comes again: the plan that was accepted for this step fits.
+            # The measurement may contain bytes that do not recur. The plan was accepted for this step, so it fits.
             self._measured_bytes = min(measured[0], max(0, self._budget_bytes - forecast.before_optimizer_bytes))
-            self._known[shapes] = plan, forecast  # with the figures that it was accepted by
+            self._known[shapes] = plan, forecast  # the figures that it was accepted by
         self._fixed_bytes = min(measured[1], self._measured_bytes)
 
     def knows(self, shapes: Shapes) -> bool:
-        """Whether what plans take at a shape is known."""
+        """True if the peaks of plans at a shape can be predicted."""
         return self._ladder_of(shapes) is not None
 
     def _covering(self, shapes: Shapes) -> list[Shapes]:
-        """The smallest traced shape that is as large in every dimension. Of a batch of lists all that may stand in: a detector
-        resizes what is in them, so a smaller one may take more than any one of these.
+        """Return traced shapes whose peak bounds that of ``shapes``: the smallest that is as large in every dimension.
+
+        For a batch of lists, return all that together bound it. A detector resizes the images in the lists, so a smaller one
+        may need more than any single bound.
         """
         kind, _ = _split(shapes)
         traced = [_joined(kind, sizes) for sizes in self._steps.get(kind, _Steps()).traces]
@@ -153,11 +166,11 @@ class ShapePlans:
         return found if len(found) > len(larger) else sorted(larger, key=self._unmanaged_bytes)[:1]
 
     def bounds(self, shapes: Shapes) -> bool:
-        """Whether what plans take at a shape is known, or that at a larger one."""
+        """True if the peaks of plans are known at this shape or at a larger one."""
         return self.knows(shapes) or bool(self._covering(shapes))
 
     def lacks(self, shapes: Shapes) -> bool:
-        """Whether a shape has to be traced: nothing tells what plans take there, and no traced one is to stand in for it."""
+        """True if a shape must be traced: its peaks cannot be predicted, and no traced shape may be used in its place."""
         if self.knows(shapes):
             return False
         steps = self._steps.get(_split(shapes)[0], _Steps())
@@ -165,7 +178,9 @@ class ShapePlans:
         return not (is_enough and self._covering(shapes))
 
     def trace(self, shapes: Shapes, task: TrainingTask) -> None:
-        """Trace the step of a shape, on all ranks that trace together; where it is known already, for the others alone."""
+        """Trace the step of a shape on all ranks that trace together. A rank that knows the shape joins for the others'
+        sake.
+        """
         try:
             self._trace(shapes, task)
         except PlimsollError as error:
@@ -195,7 +210,7 @@ class ShapePlans:
 
     @contextlib.contextmanager
     def _stepping(self, task: TrainingTask) -> Iterator[bool]:
-        """Run what traces in the block; whether the optimizer may be left out."""
+        """Set the state for a trace inside the block. Yield True if the optimizer may be left out."""
         gradients = gradients_as_if(task.model, are_there=self._accumulates)
         with self._tracing(), self._agreement.stepping(), gradients:
             yield task.optimizer is not self._optimizer
@@ -209,7 +224,7 @@ class ShapePlans:
         self._build(steps)
 
     def wait_for(self, in_flight: int) -> None:
-        """Choose for so many forwards before one backward."""
+        """Choose for steps with ``in_flight`` forwards before one backward."""
         if in_flight != self._in_flight:
             self._in_flight = in_flight
             self._hopeless.clear()
@@ -218,10 +233,11 @@ class ShapePlans:
                 self._build(steps)
 
     def choose(self, shapes: Shapes, signature: Callable[[], str]) -> Plan:
-        """The cheapest plan that keeps a batch within the budget; ``signature`` tells the batch's step.
+        """Return the cheapest plan that keeps a batch within the budget. ``signature`` returns the signature of the batch's
+        step.
 
         Raises:
-            BudgetBelowFloor: none does, nor one that is solved for this shape, and such a batch has not run before.
+            BudgetBelowFloor: no rung fits, solving for this shape finds no plan either, and such a batch has not run before.
         """
         alike = [shapes] if self.knows(shapes) else self._covering(shapes)
         if not alike:
@@ -241,8 +257,8 @@ class ShapePlans:
         return self._written(shapes, known, *found, signature)
 
     def _fitting_all(self, alike: list[Shapes]) -> tuple[Shapes, tuple[Plan, Forecast]]:
-        """The cheapest rung that fits at each of these shapes, and the one at which it takes most."""
-        found = {each: self._cheapest(each) for each in alike}  # each has a rung then
+        """Return the cheapest rung that fits at each of these shapes, and the shape where it needs most."""
+        found = {each: self._cheapest(each) for each in alike}  # afterwards each ladder has a rung that fits
         if len(alike) == 1 or self._in_flight > 1:
             known = max(alike, key=self._unmanaged_bytes)
             return known, found[known]
@@ -255,13 +271,14 @@ class ShapePlans:
         return max((f[plan] for f in fitting if plan in f), key=lambda entry: entry[1][1].before_optimizer_bytes)
 
     def _room_bytes(self, shapes: Shapes) -> int:
-        """What plans may take of the budget at a shape."""
+        """Return the bytes that a plan may use at a shape."""
         return self._budget_bytes - self.withheld_bytes - self.held_bytes - self.unseen_bytes(shapes)
 
     def expected(self) -> tuple[int, int]:
-        """For the step that a plan was chosen for last: the bytes that forward adds, and the peak with all that was measured.
+        """For the step that a plan was last chosen for, return the bytes that forward adds, and the peak with everything
+        measured.
 
-        Zeros if nothing predicts them.
+        Both are 0 if nothing predicts them.
         """
         if self._current is None:
             return 0, 0
@@ -270,7 +287,7 @@ class ShapePlans:
         return forecast.forward_bytes, forecast.before_optimizer_bytes + unseen_bytes
 
     def _unknown(self, shapes: Shapes, signature: Callable[[], str]) -> Plan:
-        """The plan with the lowest peak at the largest shape that was traced: what it takes here nothing tells."""
+        """Return the plan with the lowest peak at the largest traced shape. Its peak at this shape is unknown."""
         self._offer(tuple(self._rungs))
         traced = [_joined(kind, sizes) for kind, steps in self._steps.items() for sizes in steps.traces]
         known = max(traced, key=self._unmanaged_bytes)
@@ -278,9 +295,9 @@ class ShapePlans:
         return self._written(shapes, known, *self._known_ladder(known).lowest(_split(known)[1]), signature)
 
     def _cheapest(self, shapes: Shapes) -> tuple[Plan, Forecast]:
-        """The cheapest rung that fits; where none does, or the shape is larger by far, after solving for it."""
+        """Return the cheapest rung that fits. If none fits, or the shape is far larger than before, solve for it first."""
         unmanaged_bytes = self._unmanaged_bytes(shapes)
-        if self._in_flight > 1:  # others wait meanwhile, which may be larger
+        if self._in_flight > 1:  # other forwards wait at the same time, and these may have larger batches
             if self._largest is None or unmanaged_bytes > self._unmanaged_bytes(self._largest):
                 self._largest = shapes
             shapes, unmanaged_bytes = self._largest, self._unmanaged_bytes(self._largest)
@@ -303,26 +320,28 @@ class ShapePlans:
         return found
 
     def _solved(self, planner: StepPlanner, shapes: Shapes, room_bytes: int) -> Plan:
-        """The plan for a room; where none was found for as much before, the refusal of then: solving takes long."""
+        """Solve for ``room_bytes``. If an earlier solve failed with at least as many bytes, raise its error again: solving is
+        slow.
+        """
         hopeless_bytes, refusal = self._hopeless.get(shapes, (0, None))
         if refusal is not None and room_bytes <= hopeless_bytes:
             raise copy.copy(refusal)
         try:
             return planner.solve(self._budget_bytes, excess_bytes=self._budget_bytes - room_bytes)
         except BudgetBelowFloor as error:
-            self._hopeless[shapes] = room_bytes, copy.copy(error)  # whose traceback would hold the batch
+            self._hopeless[shapes] = room_bytes, copy.copy(error)  # the original's traceback would keep the batch alive
             raise
 
     def unseen_bytes(self, shapes: Shapes) -> int:
-        """What a step of a shape is taken to need on top of its prediction."""
+        """Return the bytes that a step of a shape is expected to need on top of its prediction."""
         return self._fixed_bytes + round(max(0, self._measured_bytes - self._fixed_bytes) * self._growth(shapes))
 
     def note_peak(self, peak_bytes: int) -> None:
-        """So much the step took for which a plan was chosen last; the largest share of that on top of predictions counts."""
+        """Note the measured peak of the step that a plan was last chosen for. The largest excess over a prediction is kept."""
         if self._current is None:
             return
         if peak_bytes > self._budget_bytes:
-            # Forecasts do not tell what these batches take: a training that has begun does not end for one of them.
+            # The forecasts are wrong for these batches. Do not end a training that has begun because of one of them.
             self._may_refuse = False
         shapes, forecast = self._current
         unseen_bytes = peak_bytes - forecast.before_optimizer_bytes - self.held_bytes
@@ -330,8 +349,9 @@ class ShapePlans:
         self._measured_bytes = max(self._measured_bytes, self._fixed_bytes + share_bytes)
 
     def tighten(self) -> Plan | None:
-        """The plan halfway from what the step took to the lowest peak, and so much off the budget from now on; ``None`` where
-        nothing takes less.
+        """Return a plan with a peak halfway between the last step's and the lowest, or None if no plan needs less.
+
+        Later plans are chosen under the same reduced budget.
         """
         if self._current is None:
             return None
@@ -349,18 +369,18 @@ class ShapePlans:
         return self._written(shapes, shapes, plan, forecast, lambda: signature)
 
     def current_planner(self) -> tuple[StepPlanner, int] | None:
-        """A planner for the shape for which a plan was chosen last, and what was measured on top there."""
+        """Return a planner for the shape that a plan was last chosen for, and the bytes measured on top there."""
         if self._current is None:
             return None
         return self._planner_at(self._current[0]), self.unseen_bytes(self._current[0])
 
     def count_fixed(self, more_bytes: int) -> None:
-        """So much more is there at every shape, such as the state of an optimizer."""
+        """Count ``more_bytes`` that are there at every shape, such as an optimizer's state."""
         self._fixed_bytes += more_bytes
         self._measured_bytes += more_bytes
 
     def _growth(self, shapes: Shapes) -> float:
-        """How many times the activations of the first shape those of a shape are; at least 1."""
+        """Return the activations of a shape as a multiple of the first shape's; at least 1."""
         if self._first is None or not self.knows(shapes):
             return 1.0
         return max(1.0, self._activation_bytes(shapes) / max(1, self._first[1]))
@@ -369,11 +389,11 @@ class ShapePlans:
         return self._unmanaged_bytes(shapes) - self._known_ladder(shapes).step.lasting_bytes
 
     def _unmanaged_bytes(self, shapes: Shapes) -> int:
-        """The most that any rung takes: that of the one that keeps everything, but for odd ones."""
+        """Return the largest peak of any rung. Usually that is the peak with nothing dropped."""
         return max(each.before_optimizer_bytes for each in self._known_ladder(shapes).at(_split(shapes)[1]))
 
     def _offer(self, plans: tuple[Plan, ...]) -> None:
-        """More plans for every family."""
+        """Add plans to the ladder of every family."""
         if not plans:
             return
         known = {plan.effect for plan in self._plans}
@@ -384,7 +404,9 @@ class ShapePlans:
                 ladder.extend(new)
 
     def _build(self, steps: _Steps) -> None:
-        """The ladders of all families among the traced steps; where a family cannot tell other shapes, each is its own."""
+        """Build the ladders of all families among the traced steps. If a family cannot predict other shapes, each shape gets
+        its own.
+        """
         before = {each.step.family.shapes: each for each in steps.ladders}
         steps.ladders = []
         left = dict(steps.traces)
@@ -405,7 +427,7 @@ class ShapePlans:
             left = {sizes: trace for sizes, trace in left.items() if sizes not in family.shapes}
 
     def _planner_at(self, shapes: Shapes) -> StepPlanner:
-        """A planner for a known shape."""
+        """Return a planner for a known shape."""
         sizes = _split(shapes)[1]
         assert self._planner is not None, "shapes are known from the first plan on"
         planner = self._planner.beside(*self._known_ladder(shapes).step.traced(sizes))
@@ -415,7 +437,7 @@ class ShapePlans:
     def _written(
         self, shapes: Shapes, known: Shapes, plan: Plan, forecast: Forecast, signature: Callable[[], str]
     ) -> Plan:
-        """The plan with its figures at a shape, or at a known one that stands in for it."""
+        """Return the plan with its figures at ``shapes``. They are taken at ``known``, which may be a bound for it."""
         before = self._known.get(shapes)
         if before is None or before[0].regions is not plan.regions or before[1] != forecast:
             forecasts = self._known_ladder(known).at(_split(known)[1])
@@ -445,13 +467,16 @@ class ShapePlans:
 
 
 def can_follow_shapes(options: PlanOptions, ranks: int) -> bool:
-    """Whether every call may choose its plan: forms have sizes of their own, and ranks that repeat collectives one plan."""
+    """True if every call may choose its own plan.
+
+    Codecs and links are measured at one size only, and ranks that repeat collectives must share one plan.
+    """
     repeats = ranks > 1 and options.may_repeat_collectives
     return options.may_recompute and not (options.wants_forms or repeats)
 
 
 def told(plan: Plan, unseen_bytes: int) -> str:
-    """What was planned, in one line: budget, peak with what was measured on top, cost."""
+    """Return one line for the log: the budget, the peak including what was measured on top, and the cost."""
     peak, unmanaged = plan.predicted_peak_bytes + unseen_bytes, plan.baseline_peak_bytes + unseen_bytes
     return (
         f"planned {plan.model}: budget {format_bytes(plan.budget_bytes or 0)}, peak {format_bytes(peak)} (unmanaged "

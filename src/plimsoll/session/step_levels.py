@@ -1,8 +1,8 @@
-"""Meters every training step cheaply: reads at four moments how much is allocated, and compares with steps that were measured.
+"""Meters every training step cheaply: reads the allocated bytes at four moments and compares them with measured steps.
 
-To measure a whole step on a CPU takes torch's profiler, and longer than the step itself. To read the allocator takes
+Measuring a whole step on a CPU needs torch's profiler and takes longer than the step itself. Reading the allocator takes
 microseconds (see ``tracing.meters.allocated``). It is read when forward begins and ends, and when backward begins and ends. If
-one of these readings is higher than in all measured steps, the step has taken more than those, and the next step is measured.
+a reading is higher than in all measured steps, the step has taken more than those, and the next step is measured.
 
 Known weakness: if only temporaries of single operations grow, the peak may be higher although no reading is.
 """
@@ -27,10 +27,10 @@ def is_more(found_bytes: float, known_bytes: float, scale_bytes: float | None = 
 
 
 class StepLevels:
-    """Readings of the step that runs, in bytes above its beginning, and the highest readings of measured steps.
+    """Readings of the running step, in bytes above its beginning, and the highest readings of measured steps.
 
-    Before each forward the owner sets two figures. ``expected_forward_bytes`` is the plan's prediction of what forward adds
-    (0: no prediction; the largest measured forward is expected). ``expected_peak_bytes`` is the expected peak of the step.
+    Before each forward the owner sets two figures. ``expected_forward_bytes`` is the predicted growth in forward (0: no
+    prediction; the largest measured forward is expected). ``expected_peak_bytes`` is the expected peak of the step.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,7 +1,7 @@
-"""From a training task to its plans: the step is traced and costed, other forms of its values are tried, plans are solved.
+"""From a training task to its plans: trace the step, cost its ops, try codecs and links, and solve.
 
-Here one process plans for itself. Where several ranks plan together, `tightest_rank.SharedPlanner` does the same steps in turn
-with the others.
+Here one process plans for itself. If several ranks plan together, `tightest_rank.SharedPlanner` does the same steps in
+agreement with the other ranks.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from plimsoll.tracing.fsdp2 import holds_gradients_back
 from plimsoll.tracing.trace import trace as trace_step
 
 CLOSE = 0.15
-"""A lowest peak that is predicted to be within this share of the budget, or above it, is measured before it is relied on."""
+"""Measure the plan with the lowest peak before relying on it, unless its predicted peak is this share below the budget."""
 
 _LOWEST = "lowest"
-"""No strategy of the user's: the plan with the lowest peak, as it was found."""
+"""An internal strategy: the plan with the lowest peak that was found first, without a search for the fastest such plan."""
 
 
 def trace_and_cost(
@@ -54,8 +54,14 @@ def trace_and_cost(
     optimizer_is_optional: bool = False,
     limit_bytes: int | None = None,
 ) -> tuple[Trace, Costs]:
-    """One step traced and costed, for as many plans as are wanted; without its optimizer where that is optional and cannot
-    be traced. ``limit_bytes`` is the most that this may take, if saved activations are all that exceeds it.
+    """Trace and cost one step. The result serves for any number of plans.
+
+    Args:
+        task: the step.
+        options: what plans may do.
+        progress: receives the stage and the share done.
+        optimizer_is_optional: leave out the optimizer if it cannot be traced.
+        limit_bytes: the most that tracing may allocate. It holds only if nothing but saved activations exceeds it.
 
     Raises:
         InvalidModel, InvalidBatch, InvalidLoss, InvalidRegions, TracingFailed: as named.
@@ -83,7 +89,7 @@ def trace_task(
     limit_bytes: int | None = None,
     repeats: int = 3,
 ) -> Trace:
-    """One step traced; with ``repeats=0`` without the seconds of its ops. Errors are as for ``trace_and_cost``."""
+    """Trace one step. With ``repeats=0`` its ops are not timed. Raises the same errors as ``trace_and_cost``."""
     trace = functools.partial(
         trace_step,
         task.model,
@@ -114,25 +120,25 @@ class StepPlanner:
         self.gradients: Gradients | None = None
         self.in_flight = 1
         self.loss_share = 0.0
-        """What the user's loss takes, of what is there anyway between forward and backward."""
+        """The memory of the user's loss, as a share of what a micro-batch holds between forward and backward under any plan."""
         self.mistake_bytes = 0
-        """What the plan with the lowest peak took more than it predicts in steady steps, when it was tried."""
+        """The measured steady peak of the lowest plan minus its predicted peak, from its trial."""
         self.managing: Managing | None = None
-        """What puts plans to work in trials, if it is to keep what they record."""
+        """The context that applies a plan in trials and keeps what the plan records; None if trials discard the record."""
         self.tried_bytes = 0
-        """What that trial took; 0 where there was none."""
+        """The peak of the trial of the lowest plan; 0 if there was none."""
         self.recording_bytes = 0
-        """What it took more in the step that recorded it."""
+        """How much more the recording step of that trial needed than a steady step."""
         self._ran = TrialRun(0, 0, None)
-        """The last trial as this process saw it."""
+        """The last trial as measured in this process."""
         self._sensed: Sensed | None = None
 
     def alone(self) -> StepPlanner:
-        """A planner that asks no other rank."""
+        """Return a planner that does not contact other ranks."""
         return self
 
     def beside(self, trace: Trace, costs: Costs) -> StepPlanner:
-        """A planner of another step of the same model under the same budget, that asks no other rank."""
+        """Return a planner for another step of the same model under the same budget. It does not contact other ranks."""
         made = StepPlanner(trace, costs, self.options, self.own_budget_bytes)
         made.loss_share = self.loss_share
         return made
@@ -140,7 +146,7 @@ class StepPlanner:
     def traced(
         self, task: TrainingTask, *, optimizer_is_optional: bool, limit_bytes: int, is_timed: bool
     ) -> tuple[Trace, Costs | None]:
-        """Another step of the same model, traced as this one was; with its costs if it is timed, within ``limit_bytes``."""
+        """Trace another step of the same model like this one. If ``is_timed``, return its costs too, within ``limit_bytes``."""
         if is_timed:
             return trace_and_cost(
                 task, self.options, optimizer_is_optional=optimizer_is_optional, limit_bytes=limit_bytes
@@ -149,17 +155,17 @@ class StepPlanner:
 
     @functools.cached_property
     def extremes(self) -> Extremes:
-        """The step without a plan, and with everything recomputed."""
+        """The step without a plan, and the step with everything recomputed."""
         return find_extremes(self.trace, self.costs)
 
     def fits_unmanaged(self) -> bool:
-        """Whether the step keeps to its budget without a plan."""
+        """True if the step keeps to its budget without a plan."""
         return self.own_budget_bytes is not None and self.own_budget_bytes >= self.extremes.unmanaged_peak_bytes
 
     def try_forms(self, step: Callable[[], TrainingStep], progress: Progress = silent) -> None:
-        """Run the step once to see in which other forms its values could be held, where that is allowed and needed.
+        """Run the step once to try codecs and links on its values, if the options allow them and the budget needs them.
 
-        The unmanaged gradients are kept, where lossy plans have to be compared with them.
+        If lossy plans are allowed, the unmanaged gradients are kept to compare with.
         """
         if self.options.wants_forms and (not self.fits_unmanaged() or self.options.insists_on_forms):
             progress("trying codecs and links", 0.0)
@@ -168,7 +174,7 @@ class StepPlanner:
         progress("solving", 0.0 if self._sensed is None else 0.4)
 
     def plan(self, strategy: str, step: Callable[[], TrainingStep], progress: Progress = silent) -> Plan:
-        """The plan for the budget; on a real device it is run once, and solved again with what that shows.
+        """Return the plan for the budget. On a real device the plan is run once, and solved again if the run contradicts it.
 
         Raises:
             BudgetBelowFloor: nothing fits.
@@ -192,7 +198,7 @@ class StepPlanner:
                 raise measured from error
 
     def _confirmed(self, plan: Plan, strategy: str, step: TrainingStep, progress: Progress) -> Plan:
-        """The plan, run, or one that is solved again with what runs have shown."""
+        """Run the plan. If it misses its budget or error, solve again with the measurement."""
         return confirmed(
             plan,
             functools.partial(self.run, step),
@@ -206,50 +212,66 @@ class StepPlanner:
     def confirmed_beside(
         self, plan: Plan, step: TrainingStep, excess_bytes: int, resolve: Callable[[int], Plan], *, seen_bytes: int
     ) -> Plan:
-        """The plan, run once, or what ``resolve`` makes of more excess, where steps are known to take so much more.
+        """Run the plan once; if it takes more than expected, return what ``resolve`` makes of the larger excess.
 
-        The trial shows what the step itself takes more, and not the user's loss, what a step leaves behind, or state of
-        other optimizers. ``seen_bytes`` of the excess are what the first trial has shown as well.
+        Args:
+            plan: the solved plan.
+            step: the step to run.
+            excess_bytes: how much more than predicted the user's steps are known to need. A trial does not show all of it: the
+                user's loss, what a step leaves behind, and the state of other optimizers are missing.
+            resolve: solves again for an excess in bytes.
+            seen_bytes: the part of the excess that the first trial showed too.
         """
         run = functools.partial(self.run, step, unseen_bytes=max(0, excess_bytes - seen_bytes))
         return confirmed(plan, run, lambda more, _: resolve(max(excess_bytes, more)), max_error=None, progress=silent)
 
     def lowest(self, error_scale: float = 1.0) -> Plan:
-        """The plan with the lowest peak that there is."""
+        """Return the fastest plan found with the lowest peak that any plan reaches."""
         return self.solve(self.lowest_for_now(error_scale).floor_bytes, error_scale=error_scale)
 
     def lowest_for_now(self, error_scale: float = 1.0) -> Plan:
-        """As ``lowest``, for a step or two: nobody looks for the fastest plan with that peak."""
+        """Return a plan with the lowest peak for a step or two, without a search for the fastest plan with that peak."""
         return self.solve(None, _LOWEST, error_scale=error_scale)
 
     def rungs(self) -> Iterator[Plan]:
-        """The plans between the lowest peak and the unmanaged one that were solved on the way, the cheapest first."""
+        """Yield the plans between the lowest peak and the unmanaged one that the solver found on its way, the cheapest
+        first.
+        """
         return map(self.options.written_into, rungs_of(self._planner))
 
     def predicted_bytes(self, plan: Plan) -> int | None:
-        """The peak of this step under a plan that was made for another one; ``None`` where that cannot be followed here."""
+        """Return the peak of this step under a plan made for another one, or None if the plan cannot be replayed here."""
         try:
             return run_choices(self._index, choices_of(self._index, plan.regions)).peak_bytes
         except Unreachable:
             return None
 
     def is_kept_by(self, plan: Plan, excess_bytes: int) -> bool:
-        """Whether a plan that was made for another step keeps this one within the budget, with so much on top."""
+        """True if a plan made for another step keeps this one within the budget, with ``excess_bytes`` on top."""
         predicted_bytes = self.predicted_bytes(plan)
         return predicted_bytes is not None and predicted_bytes <= (self.own_budget_bytes or 0) - excess_bytes
 
     def halfway_bytes(self, plan: Plan, error_scale: float = 1.0) -> int | None:
-        """A peak halfway between that of a plan and the lowest one; that itself where it is close; ``None`` if it is the
-        plan's.
+        """Return a peak halfway between a plan's and the lowest one.
+
+        If the two are close, return the lowest peak. If the plan has the lowest peak already, return None.
         """
         taken_bytes, lowest_bytes = self.predicted_bytes(plan), self.lowest_for_now(error_scale).predicted_peak_bytes
+        # The OutOfMemoryError does not say how much memory is free, except in its text, and we do not parse texts. So go half
+        # way.
         spare_bytes = (plan.predicted_peak_bytes if taken_bytes is None else taken_bytes) - lowest_bytes
         if spare_bytes <= 0:
             return None
         return lowest_bytes if spare_bytes < CLOSE * lowest_bytes else lowest_bytes + spare_bytes // 2
 
     def lowest_allowed(self, step: Callable[[], TrainingStep], error_scale: float = 1.0) -> Plan:
-        """A plan with the lowest peak for the first step; ``BudgetBelowFloor`` where the budget is below what that takes."""
+        """Return a plan with the lowest peak for the first step.
+
+        If the predicted peak is close to the budget, the plan is run and measured first.
+
+        Raises:
+            BudgetBelowFloor: the measured peak exceeds the budget.
+        """
         assert self.budget_bytes is not None
         lowest = self.lowest_for_now(error_scale)
         if self.worst_bytes(self.own(lowest).predicted_peak_bytes) <= (1 - CLOSE) * self.budget_bytes:
@@ -257,10 +279,12 @@ class StepPlanner:
         return self.lowest_that_fits(step(), error_scale)
 
     def lowest_that_fits(self, step: TrainingStep, error_scale: float = 1.0) -> Plan:
-        """The plan with the lowest peak, if it is measured to fit, whatever is predicted, in a training that begins with it.
+        """Return the plan with the lowest peak if its measured peak fits, whatever the prediction says.
+
+        What counts is the peak of a training that begins with this plan.
 
         Raises:
-            BudgetBelowFloor: with the peak that was measured, which is a budget that works.
+            BudgetBelowFloor: names the measured peak, which is a budget that works.
         """
         assert self.budget_bytes is not None
         plan = self.lowest(error_scale)
@@ -276,9 +300,10 @@ class StepPlanner:
         is_wrong = run.error is not None and most_error is not None and run.error > most_error
         floor_bytes = max(run.fresh_bytes, self.worst_bytes(predicted_optimizer_bytes(own)))
         if floor_bytes > self.budget_bytes or is_wrong:
-            # The first recorded step of a process was seen to take 2.8 KiB less than later ones: the budget named has to hold.
+            # The first recorded step of a process was seen to take 2.8 KiB less than later ones. The budget that the error
+            # names must work, so measure again and take the larger peak.
             floor_bytes = max(floor_bytes, self.run(step, plan).fresh_bytes)
-            waits = holds_gradients_back(step.model)  # then the trial has accumulated
+            waits = holds_gradients_back(step.model)  # if so, the trial has accumulated gradients already
             accumulating_bytes = 0 if waits else self.run(step.accumulating(), plan).fresh_bytes
             raise self.refusal(plan, floor_bytes, accumulating_bytes=accumulating_bytes)
         return msgspec.structs.replace(plan, budget_bytes=self.budget_bytes, notes=(*plan.notes, run.told))
@@ -286,13 +311,18 @@ class StepPlanner:
     def refusal(
         self, lowest: Plan, floor_bytes: int, *, accumulating_bytes: int = 0, is_optimizer: bool = False
     ) -> BudgetBelowFloor:
-        """The error for a budget below what the plan with the lowest peak was measured to take, in the optimizer's step or
-        before it; also where gradients of earlier micro-batches are there.
+        """Return the error for a budget below the measured peak of the lowest plan.
+
+        Args:
+            lowest: the plan.
+            floor_bytes: its measured peak.
+            accumulating_bytes: the peak with gradients of earlier micro-batches; 0 if not measured.
+            is_optimizer: the peak is in the optimizer's step, not before it.
         """
         assert self.budget_bytes is not None
         if is_optimizer:
             return optimizer_floor_error(self.budget_bytes, floor_bytes)
-        has_solved = "_planner" in self.__dict__  # among several ranks one of them does
+        has_solved = "_planner" in self.__dict__  # with several ranks, only one of them solves
         return floor_error(
             self.budget_bytes,
             lowest.peak,
@@ -302,14 +332,15 @@ class StepPlanner:
         )
 
     def wait_for(self, in_flight: int) -> None:
-        """Plan for so many forwards before one backward."""
+        """Plan for ``in_flight`` forwards before one backward."""
         if in_flight != self.in_flight:
             self.in_flight = in_flight
             self._forget_index()
 
     def count_loss(self, plan: Plan, measured_bytes: int) -> None:
-        """Plan for what the user's loss takes outside of the model, where a step took so many bytes between forward and
-        backward under a plan.
+        """Plan for the memory of the user's loss, which the trace does not contain.
+
+        ``measured_bytes`` is what a step under ``plan`` took between forward and backward.
         """
         index = self._index
         curve = run_choices(index, choices_of(index, plan.regions)).curve
@@ -331,12 +362,12 @@ class StepPlanner:
         error_scale: float = 1.0,
         raise_below_floor: bool = True,
     ) -> Plan:
-        """A plan, not yet run, for a budget (``None``: as much as it takes) less ``excess_bytes``.
+        """Return a plan, not yet run, for a budget (``None``: as much as it takes) less ``excess_bytes``.
 
-        ``error_scale`` says how many times larger than expected errors are.
+        ``error_scale`` says how many times larger than expected the errors of lossy forms are.
 
         Raises:
-            BudgetBelowFloor: nothing fits, or nothing was found in time, and ``raise_below_floor`` says that this is an error.
+            BudgetBelowFloor: nothing fits, or nothing was found in time, unless ``raise_below_floor`` is False.
         """
         planner = self._planner
         limits = self.options.limits(error_scale)
@@ -361,18 +392,18 @@ class StepPlanner:
             and budget_bytes is not None
             and not self.trace.is_fake
         ):
-            raise floor_error(budget_bytes, made.peak, excess_bytes)  # the lowest peak that is known can be tried
+            raise floor_error(budget_bytes, made.peak, excess_bytes)  # the caller can try the lowest peak that is known
         notes = made.notes
         if self.options.wants_forms and not planner.index.forms.regions:
             notes = (*notes, "Nothing is compressed or offloaded although it was allowed: everything fits as it is.")
         return msgspec.structs.replace(self.options.written_into(made), notes=notes)
 
     def own(self, plan: Plan) -> Plan:
-        """The plan as this process would run it: with the peak and the timeline of its own step."""
+        """Return the plan as this process would run it, with the peak and the timeline of its own step."""
         return plan
 
     def run(self, step: TrainingStep, plan: Plan, *, unseen_bytes: int = 0) -> TrialRun:
-        """Run a plan and measure it; ``unseen_bytes`` are known to come on top."""
+        """Run a plan and measure it. ``unseen_bytes``, which the trial does not show, are added."""
         trial = run_trial(step, plan, self.gradients, self.managing)
         self._ran = trial
         return dataclasses.replace(
@@ -380,11 +411,13 @@ class StepPlanner:
         )
 
     def excess_bytes(self, own_excess_bytes: int) -> int:
-        """What has to be taken off the budget for a step that takes so much more than its plan says."""
+        """Return the bytes to subtract from the budget if this rank's step exceeds its prediction by ``own_excess_bytes``."""
         return own_excess_bytes
 
     def worst_bytes(self, own_bytes: int) -> int:
-        """The bytes beside this planner's budget that the worst rank has beside its own."""
+        """Translate a peak: return this planner's budget plus the worst rank's overshoot. With one rank that is
+        ``own_bytes``.
+        """
         return own_bytes
 
     @functools.cached_property

@@ -1,11 +1,11 @@
-"""What a training step may change, as it was before it: so that a step which ran out of memory can be run again.
+"""A copy of all state that a training step may change, so that a step that ran out of memory can be run again.
 
-Taken when a step begins: random states, buffers, module attributes and flags, gradients that are there, gradient scalers and
-schedulers of learning rates. Parameters and the state of optimizers are written by optimizers alone, so these are copied when
-an optimizer is about to step; no copy of them is there while forward and backward run. All copies lie in host memory.
+When a step begins, these are copied: random states, buffers, module attributes and flags, existing gradients, gradient scalers
+and learning-rate schedulers. Parameters and optimizer state are written only by optimizers, so they are copied when an
+optimizer is about to step. No copy of them exists during forward and backward. All copies are in host memory.
 
-What cannot be put back is noticed by its version: parameters that were written otherwise, tensors of the batch. A write
-through ``.data`` is not noticed.
+Changes that cannot be undone are found by tensor versions: parameters written by other code than an optimizer, and tensors of
+the batch. A write through ``.data`` is not noticed.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ _SMALL_BYTES = 2**16
 
 
 class Companions:
-    """Gradient scalers and schedulers of learning rates of this process. They have no hooks that tell of them, so they are
-    looked for once, among all objects.
+    """Gradient scalers and learning-rate schedulers of this process.
+
+    They cannot be found by hooks, so all objects of the process are searched for them, once.
     """
 
     def __init__(self) -> None:
@@ -45,12 +46,12 @@ class Companions:
         self._found = [weakref.ref(thing) for thing in instances_of(GradScaler, LRScheduler)]
 
     def alive(self) -> list[Any]:
-        """Those that are still there."""
+        """Return those that still exist."""
         return [thing for reference in self._found if (thing := reference()) is not None]
 
 
 class StepSnapshot:
-    """The state before a step, for as long as it is entered; ``put_back`` afterwards makes it the state again."""
+    """The state before a step. Enter it around the step; ``put_back`` restores the state afterwards."""
 
     def __init__(self, model: nn.Module, companions: Iterable[Any], given: Any) -> None:
         self._model = model
@@ -63,7 +64,7 @@ class StepSnapshot:
         self._waiting = KeptWaiting(model)
         self._numbers = [_KeptGradient(gradient) for _, _, gradient in self._waiting.places]
         self._companions = KeptContents(map(vars, companions))
-        # Buffers and parameters are kept above, whoever else holds them.
+        # Buffers and parameters are copied above, even if other objects hold them too.
         parts = {id(tensor) for tensor in (*model.buffers(), *(parameter for parameter, _ in self._parameters))}
         values = [value for module in model.modules() for value in attributes_of(module).values()]
         self._attributes = KeptContents(values, left_out=parts)
@@ -84,11 +85,11 @@ class StepSnapshot:
 
     @property
     def is_in_optimizer(self) -> bool:
-        """Whether an optimizer has begun its step and not ended it."""
+        """True while an optimizer has begun its step and not ended it."""
         return self._stepping is not None
 
     def written(self) -> str:
-        """What was written that is not kept, in words; empty where all can be put back."""
+        """Describe a write that cannot be undone; empty if everything can be put back."""
         kept = [contents for _, contents in self._optimizers.values()]
         for parameter, version in self._parameters:
             if version_of(parameter) != version and not any(parameter in contents for contents in kept):
@@ -99,7 +100,7 @@ class StepSnapshot:
         return ""
 
     def put_back(self) -> None:
-        """Everything as it was before the step."""
+        """Restore everything to the state before the step."""
         release_gathered(self._model)
         begin_anew(self._model)
         with torch.no_grad():
@@ -120,7 +121,7 @@ class StepSnapshot:
 
     def _begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if any(isinstance(p, FakeTensor) for group in optimizer.param_groups for p in group["params"]):
-            return  # the stand-in of an optimizer whose step is traced
+            return  # a fake copy of an optimizer, whose step is traced
         self._stepping = optimizer
         if id(optimizer) not in self._optimizers:
             self._optimizers[id(optimizer)] = (optimizer, KeptContents([vars(optimizer)]))
@@ -130,14 +131,16 @@ class StepSnapshot:
 
 
 class _KeptGradient:
-    """A gradient that is there when the step begins: the object and its numbers."""
+    """A gradient that exists when the step begins: the object and its numbers."""
 
     def __init__(self, gradient: torch.Tensor | None) -> None:
         self._gradient = gradient
         self._copy = None if gradient is None else kept_copy(gradient)
 
     def put_back(self) -> torch.Tensor | None:
-        """The same object with the numbers that it had; a sparse one anew, as accumulating into it changes its size."""
+        """Return the same object with its old numbers. A sparse gradient is made anew, because accumulation changes its
+        size.
+        """
         if self._gradient is None or self._copy is None:
             return None
         if self._gradient.layout is not torch.strided:
@@ -147,7 +150,7 @@ class _KeptGradient:
 
 
 class KeptContents:
-    """What containers hold, to any depth, and the numbers of the tensors in them."""
+    """The contents of containers, to any depth, and the numbers of the tensors in them."""
 
     def __init__(self, roots: Iterable[Any], *, with_tensors: bool = True, left_out: Collection[int] = ()) -> None:
         values = [value for known, value in with_contents(roots).items() if known not in left_out]
@@ -159,7 +162,7 @@ class KeptContents:
         return id(tensor) in self._tensors
 
     def put_back(self) -> None:
-        """The same objects in the same containers, the same numbers in the tensors."""
+        """Put the same objects back into the same containers, and the same numbers into the tensors."""
         for container, contents in self._containers:
             refill(container, contents)
         for tensor, copy in self._tensors.values():
@@ -167,9 +170,9 @@ class KeptContents:
 
 
 def kept_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory. Nobody waits for it: what is enqueued on the stream later finds the tensor copied.
+    """Return a copy in host memory. The copy is asynchronous: work that is enqueued on the stream later runs after it.
 
-    A small tensor stays on its device.
+    A small tensor is copied on its device.
     """
     source = local_of(tensor.detach())
     if source.device.type != "cuda" or source.nbytes <= _SMALL_BYTES or source.layout is not torch.strided:

@@ -1,10 +1,10 @@
-"""Follows the training steps of a model from its calls: where one begins and ends, what is new about it, and what it takes.
+"""Follows the training steps of a model through its calls: where a step begins and ends, what is new about it, and its peak.
 
-A step begins with the first call after which a graph waits for its backward, and is over with the first call that finds none
-waiting. On a CPU metering takes torch's profiler, so a step is metered where something about it is new: shapes that no
-metered step covers, gradients that are there already, more forwards before one backward. That a forward has run more than
-those before it (layers that are dropped by chance) shows when it is over, so steps are metered from then on until one runs as
-much. On CUDA the allocator's peak counter is read after every backward, and never reset.
+A step begins with the first call that leaves a graph waiting for its backward. It ends with the next call that finds no graph
+waiting. On a CPU, metering needs torch's profiler, so only steps with something new are metered: shapes that no metered step
+covers, existing gradients, more forwards before one backward. Whether a forward ran more operations than earlier ones (layers
+that are dropped at random) is known only afterwards. Then all following steps are metered until one runs as much. On CUDA the
+allocator's peak counter is read after every backward and never reset.
 """
 
 from __future__ import annotations
@@ -52,31 +52,31 @@ from plimsoll.units import format_bytes
 
 _MOST_TRIES = 3
 _ENOUGH = 6
-"""So many calls with lists of other sizes tell what those between them take."""
+"""If tensors in lists vary in size, this many metered calls that bound a call are enough to skip metering it."""
 _MORE = 1.01
-"""A forward with so many times the autograd nodes runs more than another one."""
+"""A forward runs more than another if it makes more than 1.01 times as many autograd nodes."""
 _MOST_WAITED = 16
-"""So many steps are metered while waiting for one that runs as much as the largest."""
+"""Meter at most this many steps while waiting for one that runs as much as the largest."""
 _TENSOR = re.compile(r"\b([a-z]+[0-9]*\w*)\[([0-9]+(?:x[0-9]+)*)?\]")
 
 
 class Situation(NamedTuple):
-    """What decides the peak of a training step under one plan, as far as can be seen before it runs."""
+    """What determines the peak of a training step under a given plan, if it is known before the step."""
 
     shapes: Shapes
     accumulates: bool = False
     in_flight: int = 1
     reduces: bool = True
-    """Whether no gradient waits after its backward for a later reduction."""
+    """False if gradients wait after their backward for a later reduction."""
     thawed: frozenset[int] = frozenset()
-    """Which of the parameters are trained that were frozen when the plan was made, by their place among those."""
+    """Parameters that were frozen when the plan was made and are trained now, as indices into the frozen ones."""
 
     def is_within(self, other: Situation) -> bool:
-        """Whether a step in the other situation takes no less."""
+        """True if ``other`` needs at least as much memory."""
         return covers(other.shapes, self.shapes) and self.is_alike(other)
 
     def is_alike(self, other: Situation) -> bool:
-        """Whether a step in the other situation takes no less, but for its batch."""
+        """True if ``other`` needs at least as much memory, ignoring batch shapes."""
         return (
             self.accumulates <= other.accumulates
             and self.in_flight <= other.in_flight
@@ -86,11 +86,11 @@ class Situation(NamedTuple):
 
     @property
     def turn(self) -> tuple[bool, bool]:
-        """Which of the micro-batches of a step it is: its first, one between or its last."""
+        """Which micro-batch of a step this is (first, middle or last), as ``(accumulates, reduces)``."""
         return self.accumulates, self.reduces
 
     def differences(self, known: Iterable[Situation]) -> str:
-        """What is new beside the situations that are known."""
+        """Describe what is new compared with the ``known`` situations."""
         known = tuple(known)
         found = []
         if not any(covers(other.shapes, self.shapes) for other in known):
@@ -113,7 +113,7 @@ class Situation(NamedTuple):
 
 
 def planned_situation(signature: str, in_flight: int) -> Situation:
-    """The situation that a plan was made for, read from the signature of its step."""
+    """Return the situation that a plan was made for, parsed from the signature of its step."""
     found = _TENSOR.findall(signature)
     shapes = tuple((kind, tuple(int(size) for size in sizes.split("x") if size)) for kind, sizes in found)
     shapes += tuple((part, ()) for part in signature.split("; ") if part.startswith(AUTOCAST))
@@ -121,7 +121,7 @@ def planned_situation(signature: str, in_flight: int) -> Situation:
 
 
 class MeteredSituations:
-    """The situations in which a step has been metered under the plan at work."""
+    """The situations of the steps that were metered under the current plan."""
 
     def __init__(self, known: Iterable[Situation] = ()) -> None:
         self._known = list(known)
@@ -131,16 +131,14 @@ class MeteredSituations:
         self._due: set[tuple[bool, bool]] = set()
         self._metered_nodes = self._most_nodes = self._waits = 0
         self.has_run_more = False
-        """Whether a forward of the step that was metered last has run more than those metered before it, at a known shape."""
+        """Whether the last metered step had a known shape and a forward that ran more than in all metered steps before."""
 
     def expect(self) -> None:
-        """The plan at work has not run before: its first step is to be metered, in every micro-batch, whatever is known of
-        others.
-        """
+        """Meter the next step of every micro-batch kind, even in known situations: the plan has not run before."""
         self._due = {situation.turn for situation in (*self._known, *self._seen)}
 
     def begin(self, situation: Situation) -> bool:
-        """Whether a step that begins like this is to be metered; not again where that has failed often."""
+        """Return True if a step that begins in this situation should be metered. After three failed attempts, return False."""
         self._current = None
         is_known = (
             situation in self._seen or any(map(situation.is_within, self._known)) or self._have_standing_in(situation)
@@ -155,13 +153,14 @@ class MeteredSituations:
         return True
 
     def _have_standing_in(self, situation: Situation) -> bool:
-        """Whether enough steps were metered to tell what one takes whose lists of tensors are of other sizes."""
+        """True if enough steps were metered to bound a step whose lists hold tensors of other sizes."""
         alike = [each.shapes for each in self._known if situation.is_alike(each)]
         return len(alike) >= _ENOUGH and len(standing_in(alike, situation.shapes)) >= _ENOUGH
 
     def ran(self, nodes: int) -> None:
-        """A step is over, a forward of which has made so many autograd nodes: where none before it has made as many, steps are
-        metered until one does.
+        """Note that a step has ended, with ``nodes`` autograd nodes in its largest forward.
+
+        If no metered step has made as many, the following steps are metered until one does.
         """
         if nodes > _MORE * self._most_nodes:
             self._most_nodes, self._waits = nodes, _MOST_WAITED
@@ -169,13 +168,15 @@ class MeteredSituations:
             self._waits = 0
 
     def know(self, situation: Situation) -> None:
-        """What there is to say of it has been said."""
+        """Treat the situation as known: the user was warned about it already."""
         self._known.append(situation)
 
     def ended(self, nodes: int, in_flight: int) -> str:
-        """Return what was new about the step that began last; it is over, and its peak is known.
+        """Return what was new about the step that began last. The step is over and its peak is known.
 
-        Its largest forward has made ``nodes`` autograd nodes, and ``in_flight`` forwards have waited at once.
+        Args:
+            nodes: the autograd nodes of its largest forward.
+            in_flight: how many forwards waited at once.
         """
         before, self._metered_nodes = self._metered_nodes, max(self._metered_nodes, nodes)
         self.has_run_more = False
@@ -189,7 +190,7 @@ class MeteredSituations:
         return cause or self._run_more(nodes, before) or "it takes more than was predicted"
 
     def estimated(self, nodes: int, cause: str) -> str:
-        """The cause for a step that was not metered and exceeds its limit by an estimate."""
+        """Return the cause for a step that was not metered and whose estimated peak exceeds its limit."""
         more = self._run_more(nodes, self._metered_nodes)
         return f"{more or cause}; the step was not measured, and this is an estimate"
 
@@ -201,13 +202,16 @@ class MeteredSituations:
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether the calls of this very module are followed already."""
+    """True if the calls of this very module are followed already."""
     hooks = module._forward_pre_hooks.values()  # seen in torch 2.9 to 2.15
     return any(isinstance(hook, ModelHook) and isinstance(hook.runner, StepWatch) for hook in hooks)
 
 
 class _PatientHook(ModelHook):
-    """As other hooks on a model, but it lets a model be compiled: a plan that keeps everything does no more than watch."""
+    """A model hook that allows the model to be compiled: it does nothing while dynamo traces.
+
+    This is safe because a plan that keeps everything only watches.
+    """
 
     def __call__(self, caller: nn.Module, *arguments: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -215,10 +219,10 @@ class _PatientHook(ModelHook):
 
 
 class StepWatch:
-    """Hooks on a model that tell its training steps apart.
+    """Hooks on a model that find where its training steps begin and end.
 
-    ``before_call`` runs before every training call, with its arguments and situation; ``after_step`` when a step is over,
-    ``measured`` being its measurement, if ``meter`` was called and it came to its end.
+    ``before_call`` runs before every training call, with its arguments and situation. ``after_step`` runs when a step is over.
+    Then ``measured`` is its measurement, or None if ``meter`` was not called or the measurement did not complete.
     """
 
     def __init__(
@@ -243,28 +247,31 @@ class StepWatch:
         self.held = HeldByLoop(model, self.device)
         self._version = 0
         self._has_raised = False
-        """Whether a forward has raised. Its traceback may hold what it had made."""
+        """Whether a forward has raised. The traceback may keep tensors alive that the forward made."""
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        """The training call that runs, if it is the first of its step."""
+        """The arguments of the running training call if it is the first of its step, else None."""
         self._larger = self._late = ""
-        """What a region has said of the step that is measured, and of one that could not be measured any more."""
+        """What a region reported about the measured step (`_larger`), and about a step that was too far along to measure
+        (`_late`).
+        """
         self.is_reordered = False
-        """Whether regions have run in an order that no step before had. The owner resets it."""
+        """Whether regions ran in an order that no earlier step had. The owner resets it."""
         self._made_bytes = 0
-        """Bytes that this forward had added by then."""
+        """Bytes that forward had added when the measurement began."""
         self.running: MeasuredStep | None = None
         self.measured: MeasuredStep | None = None
         self.rising = RisingPeak(self.device)
         self.risen_bytes = 0
-        """On CUDA, where a step's peak was above all before it: that peak, without what lies on the device beside the step."""
+        """The step's peak on CUDA if it exceeds all earlier peaks, without other memory on the device; else 0."""
         self.beside_bytes: int | None = None
         self.peak_bytes = 0
-        """The most that ``taken_bytes`` has told of any step."""
+        """The highest peak of any step that `taken_by` has returned."""
         self.in_flight = 1
-        """How many forwards the last step had before one backward."""
+        """How many forwards the last step ran before one backward."""
         self.nodes = self._first_node = self._last_node = self._compiled_before = 0
-        """The most autograd nodes that a forward of the step has made, but for forwards that compiled something: that makes
-        nodes, too."""
+        """The most autograd nodes that one forward of the step made. Forwards that compiled something are not counted, because
+        compiling makes nodes too.
+        """
         self._watch = OptimizerWatch(())
         self._watch.remove()
         self._hooks: list[Any] = [
@@ -286,7 +293,7 @@ class StepWatch:
         return found
 
     def remove(self) -> None:
-        """Take the hooks out; harmless when called twice."""
+        """Remove the hooks. Calling it twice does no harm."""
         self.stop()
         self._watch.remove()
         for hook in self._hooks:
@@ -306,10 +313,11 @@ class StepWatch:
         *,
         with_optimizer: bool = False,
     ) -> None:
-        """Measure the step that the coming call begins, with what the loop has ``carried``, up to the next step or to that of
-        the optimizer.
+        """Measure the step that the coming call begins, until the next step or (if not ``with_optimizer``) the optimizer's
+        step.
 
-        It cannot end within backward, which puts the state of profilers back when it is through.
+        ``carried`` is what the loop carries between steps. The measurement cannot end within backward: when backward returns,
+        torch restores the state of profilers from before it.
         """
         if carried is None and self.held.bytes:
             carried = self.held.carried
@@ -319,36 +327,37 @@ class StepWatch:
             self._watch = OptimizerWatch(self._trained_now(), (), self._optimizer_comes, self._optimizer_comes)
 
     def stop(self) -> None:
-        """End the measurement that runs, if one does."""
+        """End the measurement if one is running."""
         step, self.running = self.running, None
         if step is not None:
             step.has_trained |= self.graphs.has_backward
             self.measured = step if step.end() else None
 
     def drop(self) -> None:
-        """End the measurement that runs, if one does, and do not use it."""
+        """End the measurement if one is running, and discard it."""
         if self.running is not None:
             self.running.has_failed = True
         self.stop()
 
     def forget(self) -> None:
-        """The step has failed and is begun anew."""
+        """Forget the step: it has failed and starts again."""
         self.drop()
         self.graphs.begin()
 
     def meter_if_new(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation, situations: MeteredSituations
     ) -> None:
-        """Measure the step that the coming call begins, if it is unlike those that were; a GPU's counter runs anyway."""
+        """Measure the step that the coming call begins if its situation is new. Does nothing on a GPU, whose counter always
+        runs.
+        """
         if self.is_between_steps and situations.begin(situation) and self.device.type == "cpu":
             self.meter(args, kwargs)
 
     def larger_call(self, text: str, /, *, is_reordered: bool) -> None:
-        """Measure the step from here on: a region is about to run its largest call so far, or after another one than before,
-        as ``text`` says.
+        """Measure the step from here on, because a region is about to run its largest call so far or in a new order.
 
-        Not if forward has added much already: the meter does not see when tensors from before it are freed. Then the next
-        step is measured.
+        ``text`` describes which. If forward has already added much, the step is not measured: the meter does not see when
+        tensors made before it starts are freed. Then the next step is measured.
         """
         self.is_reordered |= is_reordered and not self._is_blind
         is_first = self._call is not None and self.running is None and not self._is_blind
@@ -365,9 +374,10 @@ class StepWatch:
             self._larger, self._made_bytes = text, made_bytes
 
     def taken_by(self, state_bytes: int, situations: MeteredSituations, limit_bytes: int) -> tuple[int, str]:
-        """The peak of the step that is over, up to its last backward, with ``state_bytes`` of optimizer state, and the cause.
+        """Return the peak of the step that is over, up to its last backward, and the cause if it is unusual.
 
-        0 if the step was not measured, and its estimated peak is within the limit.
+        ``state_bytes`` of optimizer state are included. The peak is 0 if the step was not measured and its estimated peak is
+        within ``limit_bytes``.
         """
         step, self.measured = self.measured, None
         risen_bytes, self.risen_bytes = self.risen_bytes, 0
@@ -394,7 +404,7 @@ class StepWatch:
         return peak_bytes, cause
 
     def end_step(self) -> None:
-        """The optimizer has stepped, or no graph waits any more: what comes now is another step."""
+        """End the step: the optimizer has stepped, or no graph waits any more. What follows belongs to the next step."""
         was_running = self.running is not None
         self.stop()
         self.graphs.abandon()
@@ -408,7 +418,7 @@ class StepWatch:
 
     @contextlib.contextmanager
     def looking_away(self) -> Iterator[None]:
-        """Calls inside the block are none of the user's."""
+        """Ignore all calls of the model inside the block: they are ours, not the user's."""
         self.is_looking_away = True
         try:
             yield
@@ -427,7 +437,7 @@ class StepWatch:
         if self._is_blind:
             return
         if not self.is_between_steps and self.graphs.has_backward and self._versions() != self._version:
-            self.graphs.abandon()  # an optimizer has stepped since: these graphs belong to a step that failed
+            self.graphs.abandon()  # an optimizer has stepped since, so these graphs belong to a step that failed
         if self.is_between_steps:
             self.end_step()
             self._watch.remove()
@@ -454,7 +464,7 @@ class StepWatch:
                 self.held.planned(self.levels.begin() - reading)
 
     def _look_at_loop(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, accumulates: bool) -> int:
-        """Find what the loop holds when a step begins; returns the allocated bytes, 0 if they are not read."""
+        """Find what the loop holds when a step begins. Return the allocated bytes, or 0 if they cannot be read."""
         self._version = self._versions()
         left, self._has_raised = self.graphs.has_left or self._has_raised, False
         reading, peak_bytes = self.levels.read(), self.levels.expected_peak_bytes
@@ -467,7 +477,7 @@ class StepWatch:
 
     def _begin_rising(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         allocated_bytes = self.rising.begin()
-        # Other memory on the device is measured when the device is idle, which a capture forbids.
+        # Measuring other memory on the device synchronizes it, which a CUDA graph capture forbids.
         if allocated_bytes and self.beside_bytes is None and not is_capturing(self.device.type):
             self.beside_bytes = beside_bytes(self._model, args, kwargs, allocated_bytes)
 
@@ -504,7 +514,7 @@ class StepWatch:
 def taken_beside(
     measured: MeasuredStep | None, watch: OptimizerWatch, plan: Plan, recording_bytes: int
 ) -> tuple[Taken, int]:
-    """What the measured step took under a plan, and by how much later ones will exceed its prediction."""
+    """Return what the measured step took under a plan, and by how many bytes later steps will exceed the plan's prediction."""
     if measured is not None:
         return taken_bytes(measured, watch, plan, recording_bytes), unseen_bytes(measured, watch, plan)
     warn("the first steps could not be measured (failed, or under a profiler); the plan relies on its trace alone")
@@ -512,7 +522,7 @@ def taken_beside(
 
 
 class BudgetWatch:
-    """Says once when training under an applied plan takes more than its budget, in a step that the plan was not made for.
+    """Warns once if training under an applied plan exceeds its budget, in a step that the plan was not made for.
 
     The first step is always measured: a batch of the planned shape may still lead to larger sizes inside the model.
     """
@@ -529,11 +539,11 @@ class BudgetWatch:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that a step was measured to take; 0 until one was measured."""
+        """The highest measured peak of any step; 0 until a step was measured."""
         return self._steps.peak_bytes
 
     def remove(self) -> None:
-        """Take it off the model."""
+        """Remove the watch from the model."""
         self._steps.end_step()
         self._steps.remove()
 
@@ -561,19 +571,19 @@ class BudgetWatch:
 
 
 def warn(text: str) -> None:
-    """Warn about a training step, at about the call of its model."""
+    """Warn about a training step. The warning points near the call of the model."""
     warnings.warn(f"plimsoll: {text}", stacklevel=7)
 
 
 def warn_of_larger(situation: Situation) -> None:
-    """Say that this rank's batch is larger than those that the plan is for."""
+    """Warn that this rank's batch is larger than the batches that the plan is for."""
     found = f"the batch of this rank ({situation.shown}) is larger than those before it, or masked otherwise, and not so on all"
     advice = "Pad batches to the same shape, or train on every rank's largest one first"
     warn(f"{found} ranks alike: the plan at work stays, and may take more than the budget. {advice}")
 
 
 def warn_of_unknown(shapes: Shapes) -> None:
-    """Say that nothing tells what a batch takes, as the ranks would have to trace it in one and the same call."""
+    """Warn that the peak of a batch is unknown, because the ranks do not all meet a new shape in this call."""
     warn(
         f"nothing tells what a batch of {Situation(shapes).shown} takes: its shape does not follow from those traced so far, "
         "and not all ranks meet a new one in this call. Such batches run at the lowest peak, and may take more than the "
@@ -582,20 +592,20 @@ def warn_of_unknown(shapes: Shapes) -> None:
 
 
 def warn_of_waiting(waiting: int, planned: int, *, is_planned: bool) -> None:
-    """Say that more forwards wait for one backward than were planned for, and whether the next steps are planned for that."""
+    """Warn that more forwards wait for one backward than planned, and say whether the next steps are planned for that."""
     then = ", and the next ones are planned for that" if is_planned else ""
     found = f"{waiting} forwards of the model wait for one backward"
     warn(f"{found}, not {planned} as planned: this step may take more than the budget{then}")
 
 
 def warn_of_state(new_bytes: int) -> None:
-    """Say that state of this rank's optimizer is not counted."""
+    """Warn that the plan does not count some state of this rank's optimizer."""
     state = f"the optimizer of this rank has stepped ({format_bytes(new_bytes)} of new state), and not on all ranks"
     warn(f"{state}: the plan at work stays, and does not count that. Pass optimizer= to plimsoll.attach")
 
 
 def warn_of_overrun(peak_bytes: int, budget_bytes: int, cause: str, next_: str) -> None:
-    """Say that a step took more than its budget, why, and what comes now."""
+    """Warn that a step exceeded its budget; say why and what happens next."""
     warn(
         f"a training step took {format_bytes(peak_bytes)}, {format_bytes(peak_bytes - budget_bytes)} more than the "
         f"budget {format_bytes(budget_bytes)}.\n  why   {cause}\n  next  {next_}"
@@ -603,7 +613,7 @@ def warn_of_overrun(peak_bytes: int, budget_bytes: int, cause: str, next_: str) 
 
 
 def warn_of_planning(peak_bytes: int, budget_bytes: int, why: str, next_: str) -> None:
-    """Say that a call took more than the budget because plans were made there. Later calls keep to it."""
+    """Warn that a call exceeded the budget because plans were made in it. Later calls keep to the budget."""
     warn(
         f"the training call that made the plan took up to {format_bytes(peak_bytes)}, "
         f"{format_bytes(peak_bytes - budget_bytes)} more than the budget {format_bytes(budget_bytes)}.\n  why   {why}\n"
@@ -612,12 +622,12 @@ def warn_of_planning(peak_bytes: int, budget_bytes: int, why: str, next_: str) -
 
 
 def warn_of_floor(error: BudgetBelowFloor, why: str) -> None:
-    """Say that nothing fits any more, and what runs instead."""
+    """Warn that no plan fits any more, and say what runs instead."""
     warn(f"{error.found}\n  why   {why}; {error.why}\n  next  {error.next}; until then the lowest peak is at work")
 
 
 def warn_of_unseen(model: nn.Module) -> None:
-    """Say that a model is trained by other ways than through its forward."""
+    """Warn that an optimizer steps the model's parameters but its forward was never called in training mode."""
     children = [name for name, child in model.named_children() if any(True for _ in child.parameters())]
     warn(
         f"an optimizer has trained {type(model).__name__}, and attach has seen no training call of it: nothing is "

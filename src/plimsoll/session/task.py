@@ -1,6 +1,6 @@
-"""A training task: the model, batch, loss and optimizer that a user passes, checked once, at the public verb.
+"""A training task: the user's model, batch, loss and optimizer, checked once at the public verb.
 
-Everything behind the verb takes a `TrainingTask` and checks nothing again.
+All code behind the verb receives a `TrainingTask` and checks nothing again.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from plimsoll.tracing.refusals import refuse_without_shape
 from plimsoll.tracing.torch_internals import is_profiled, warn_if_untried
 
 BATCH = "batch, mode and loss"
-"""The name of the fact that ranks have the same batches, modes and losses."""
+"""The name of the fact that ranks have the same batch shapes, modes and losses."""
 _OF_OURS = (PlimsollError, torch.OutOfMemoryError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingTask:
-    """One training step as a user describes it. ``read`` checks it; the fields are then as the stages want them.
+    """One training step as a user describes it. ``read`` checks the input and normalizes the fields.
 
-    ``batch`` is cut from the graph that made it, and ``loss`` raises ``InvalidLoss`` where it fails.
+    ``batch`` is detached from the graph that made it. ``loss`` raises ``InvalidLoss`` if the user's function fails.
     """
 
     model: nn.Module
@@ -49,9 +49,9 @@ class TrainingTask:
     loss: Loss | None = None
     optimizer: torch.optim.Optimizer | None = None
     units: tuple[Unit, ...] = ()
-    """What torch.compile compiles of the model."""
+    """The parts of the model that torch.compile compiles."""
     compile_options: dict[str, Any] | None = None
-    """Those of torch.compile, where it is not the user who calls it."""
+    """Options of torch.compile, if we call it and not the user."""
 
     @classmethod
     def read(
@@ -63,10 +63,10 @@ class TrainingTask:
         optimizer: torch.optim.Optimizer | None = None,
         compile: bool | Mapping[str, Any] | None = None,  # noqa: A002 - torch's word
     ) -> TrainingTask:
-        """The task of what a user passed.
+        """Check the user's arguments and return the task.
 
         Raises:
-            InvalidModel: no module, managed already, or no optimizer.
+            InvalidModel: the model is not a module or is managed already, or the optimizer is not an optimizer.
             InvalidBatch: neither a tensor, nor a tuple, nor a mapping.
             InvalidLoss: it cannot be called.
             TracingFailed: a profiler runs.
@@ -85,30 +85,31 @@ class TrainingTask:
 
     @contextlib.contextmanager
     def compiled(self) -> Iterator[None]:
-        """The model compiled as the user has it, or wants it, while inside, also without the wrapper of torch.compile."""
+        """Compile the model inside the block as the user has compiled it or wants it, also without torch.compile's wrapper."""
         bare = [unit for unit in self.units if unit.module._compiled_call_impl is None and unit.path == ""]
         alone = [dataclasses.replace(unit, wrapper=None) for unit in bare]
         with in_place(alone, lambda unit: functools.partial(unit.call.compile(), unit.module)):
             yield
 
     def call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the model is called with, by position and by name."""
+        """Return the positional and the keyword arguments of the model's call."""
         return split_batch(self.batch)
 
     def step(self, context: Context = contextlib.nullcontext, written: Collection[str] = ()) -> TrainingStep:
-        """The step, to be run from the state that model and random numbers are in now, in contexts of this kind; what of the
-        parameters it is known to have ``written`` is in that state.
+        """Return the step, which runs from the current state of the model and random generators.
+
+        ``context`` makes the contexts that it runs in. Parameters named in ``written`` are part of that state.
         """
         return TrainingStep(
             self.model, *self.call(), loss=self.loss, optimizer=self.optimizer, context=context, written=written
         )
 
     def signature(self) -> str:
-        """Shapes, dtypes, mode and loss, as plans and receipts name them."""
+        """Return shapes, dtypes, mode and loss, as plans and receipts name them."""
         return signature(self.model, *self.call(), loss=self.loss)
 
     def facts(self) -> dict[str, str]:
-        """What has to be the same on ranks that plan one step together; of the batch not the contents."""
+        """Return what must be equal on ranks that plan one step together. The contents of batches may differ."""
         return {
             "model": fingerprint(self.model),
             BATCH: self.signature(),
@@ -118,11 +119,11 @@ class TrainingTask:
 
 
 def units_of(model: nn.Module, wanted: Any = None) -> tuple[Unit, ...]:
-    """What is compiled of a model, or is to be.
+    """Return the parts of a model that are compiled or will be.
 
     Raises:
-        InvalidModel: it is compiled already, and ``compile=`` asks for it again; or it is compiled in a way that takes no plan.
-        InvalidOption: ``compile=`` is no way to call torch.compile.
+        InvalidModel: ``compile=`` asks to compile a model that is compiled already, or it is compiled in an unsupported way.
+        InvalidOption: ``compile=`` does not hold valid arguments of torch.compile.
     """
     found = find_units(model)
     if wanted is None or wanted is False:
@@ -137,12 +138,12 @@ def units_of(model: nn.Module, wanted: Any = None) -> tuple[Unit, ...]:
 
 
 def compiled_by(plan: Plan, model: nn.Module) -> dict[str, Any] | None:
-    """The options with which a plan compiles a model itself; ``None`` where it does not, or where the user has."""
+    """Return the options that a plan itself compiles a model with; ``None`` if it does not, or if the user has compiled it."""
     return None if find_units(check_module(model)) else plan.own_compilation
 
 
 def check_module(model: object) -> nn.Module:
-    """Refuse anything but a module. Every public verb comes by, so it warns of an untried torch too."""
+    """Refuse anything but a module. Also warn of an untested torch version: every public verb calls this function."""
     warn_if_untried()
     if not isinstance(model, nn.Module):
         raise InvalidModel(
@@ -154,7 +155,7 @@ def check_module(model: object) -> nn.Module:
 
 
 def check_model(model: object, optimizer: object = None) -> None:
-    """Refuse what is no module, what is managed already, and what is no optimizer."""
+    """Refuse a model that is not a module or is managed already, and an optimizer that is not one."""
     model = check_module(model)
     refuse_without_shape(model)
     managed = next((name for name, module in model.named_modules() if is_managed(module)), None)
@@ -173,7 +174,7 @@ def check_model(model: object, optimizer: object = None) -> None:
 
 
 def refuse_profiler(model: nn.Module) -> None:
-    """Refuse to measure memory while a profiler runs: on a CPU that takes torch's profiler, and there is only one."""
+    """Refuse to measure memory while a profiler runs: on a CPU measuring needs torch's profiler, and only one can run."""
     if is_profiled() and any(parameter.device.type == "cpu" for parameter in model.parameters()):
         raise TracingFailed(
             "A profiler is running.",
@@ -183,7 +184,7 @@ def refuse_profiler(model: nn.Module) -> None:
 
 
 def is_managed(module: nn.Module) -> bool:
-    """Whether a plan is at work on this very module."""
+    """True if a plan manages this very module."""
     return isinstance(module.__dict__.get("forward"), ManagedRegion)
 
 
@@ -192,7 +193,7 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def detached(batch: Any) -> Any:
-    """The batch in its own form, cut from the graph that made it: a trial backward must not run into it.
+    """Return the batch in its own form, detached from the graph that made it: a trial's backward must not enter that graph.
 
     Raises:
         InvalidBatch: neither a tensor, nor a tuple, nor a mapping.
@@ -204,7 +205,7 @@ def detached(batch: Any) -> Any:
 
 
 def explained_loss(loss: object) -> Loss | None:
-    """The loss as given, if it can be called, but what it raises is an ``InvalidLoss``."""
+    """Return the loss, wrapped so that its errors become ``InvalidLoss``. Refuse a loss that cannot be called."""
     if loss is None:
         return None
     if not callable(loss):

@@ -1,8 +1,9 @@
-"""How several ranks plan one step together: the tightest rank plans for all.
+"""Several ranks plan one step together: the tightest rank solves for all.
 
-That is the rank whose budget lies lowest beside what its step takes without a plan. A plan knows one budget, that rank's. What
-another rank takes beyond its own budget is therefore said as so many bytes beyond that one. Ranks may have batches of
-different shapes: each simulates the plan on its own step, and where one exceeds its budget the tightest solves again.
+The tightest rank has the least room: its budget minus its unmanaged peak is the smallest. A plan has one budget, the tightest
+rank's. The overshoot of another rank over its own budget is translated into the same overshoot over the plan's budget. Ranks
+may have batches of different shapes: each simulates the plan on its own step, and if one exceeds its budget, the tightest rank
+solves again.
 """
 
 from __future__ import annotations
@@ -32,18 +33,18 @@ from plimsoll.units import budget_text, format_bytes, format_bytes_up
 
 
 class _Room(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank's budget leaves beside its unmanaged step."""
+    """The room of one rank: its budget minus its unmanaged peak."""
 
     room_bytes: int
     budget_bytes: int | None
 
 
 class _Taken(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank measured, beside its budget."""
+    """One rank's measurement, with its budget."""
 
     peak_bytes: int
     recording_bytes: int
-    """What goes where the plan is recorded before the optimizer has state."""
+    """How much lower the peak is if the plan is recorded before the optimizer has state."""
     budget_bytes: int | None
     error: float | None
 
@@ -53,9 +54,9 @@ class _Taken(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SharedPlanner(StepPlanner):
-    """Plans together with other ranks: all run the same steps, the tightest one solves, and every rank has its plan.
+    """Plans together with other ranks: all run the same steps, the tightest one solves, and every rank gets its plan.
 
-    ``budget_bytes`` is that rank's. Every method is called on all ranks alike.
+    ``budget_bytes`` is the tightest rank's budget. Every method must be called on all ranks.
     """
 
     def __init__(
@@ -72,13 +73,14 @@ class SharedPlanner(StepPlanner):
         rooms = agreement.all_of("room", _Room(room_bytes=room_bytes, budget_bytes=budget_bytes), _Room)
         by_rank = dict(zip(agreement.ranks, rooms, strict=True))
         self._budgets = {rank: room.budget_bytes for rank, room in by_rank.items()}
-        self._tightest = min(by_rank, key=lambda rank: by_rank[rank].room_bytes)  # the first one, without budgets
+        # without budgets all rooms are 0, so this is the first rank
+        self._tightest = min(by_rank, key=lambda rank: by_rank[rank].room_bytes)
         self.budget_bytes = self._budgets[self._tightest]
         budgets = {str(rank): budget for rank, budget in self._budgets.items() if budget is not None}
         self._uneven_budget_bytes = budgets if len(set(budgets.values())) > 1 else {}
 
     def alone(self) -> StepPlanner:
-        """A planner of this rank's own step under its own budget, with what is known of that step."""
+        """Return a planner of this rank's own step under its own budget. It reuses what is computed already."""
         own = self.beside(self.trace, self.costs)
         own.in_flight = self.in_flight
         known = ("extremes", "_index", "_planner")
@@ -86,11 +88,14 @@ class SharedPlanner(StepPlanner):
         return own
 
     def fits_unmanaged(self) -> bool:
-        """Whether every rank's step keeps to its budget without a plan."""
+        """True if every rank's step keeps to its budget without a plan."""
         return self._agreement.every("budgets", holds=super().fits_unmanaged())
 
     def solve(self, budget_bytes: int | None, strategy: str = "auto", *, excess_bytes: int = 0, **how: Any) -> Plan:
-        """As `StepPlanner.solve`, on the tightest rank; on the others its plan. For the budget, one that all ranks keep to."""
+        """Override `StepPlanner.solve`: the tightest rank solves and all ranks get its plan.
+
+        If the plan is for the budget, solve again until every rank's predicted peak is within its own budget.
+        """
         is_for_all = strategy == "auto" and budget_bytes is not None and budget_bytes == self.budget_bytes
         for attempt in itertools.count():
             make = functools.partial(self._made, budget_bytes, strategy, excess_bytes=excess_bytes, **how)
@@ -104,14 +109,15 @@ class SharedPlanner(StepPlanner):
             if max(over) <= 0:
                 return made
             assert budget_bytes is not None
-            # What another rank exceeds may shrink more slowly than this rank's peak, so steps grow.
+            # Another rank's overshoot may shrink more slowly than this rank's peak, so double the step in each attempt.
             excess_bytes = budget_bytes - made.predicted_peak_bytes + (max(over) << attempt)
         raise AssertionError("the lowest peak ends it")
 
     def _lowest(self, refusal: BudgetBelowFloor, attempt: int) -> Plan:
-        """The plan with the lowest peak, if every rank is predicted to keep to its budget under it; else the refusal.
+        """Return the plan with the lowest peak if every rank is predicted to keep to its budget under it; else raise
+        ``refusal``.
 
-        If it was refused in the first attempt, the tightest rank cannot keep to its own.
+        A refusal in the first attempt means that the tightest rank cannot keep to its own budget; then it is raised too.
         """
         made = self._agreement.made_by(
             self._tightest, "solving for the lowest peak", lambda: self._made(self._planner.floor.peak_bytes, "auto")
@@ -121,16 +127,16 @@ class SharedPlanner(StepPlanner):
         raise refusal
 
     def _over_bytes(self, plan: Plan) -> list[int]:
-        """By how much each rank would exceed its budget under a plan, with what it has measured on top of its trace."""
+        """Return each rank's overshoot under a plan, including what it measured on top of its trace."""
         taken_bytes = self.own(plan).predicted_peak_bytes + self._own_excess_bytes
         budget_bytes = taken_bytes if self.own_budget_bytes is None else self.own_budget_bytes
         return self._agreement.all_of("predicted peaks", taken_bytes - budget_bytes, int)
 
     def own(self, plan: Plan) -> Plan:
-        """The plan with the peak, the timeline and the classes of this rank's own step."""
+        """Return the plan with the peak, the timeline and the classes of this rank's own step."""
         try:
             own = run_choices(self._index, choices_of(self._index, plan.regions))
-        except Unreachable:  # this rank's step is another one: regions that lack a recipe keep everything
+        except Unreachable:  # this rank's step is different: regions without a recipe keep everything
             own = run_choices(self._index, choices_of(self._index, ()))
         return msgspec.structs.replace(
             plan,
@@ -140,12 +146,12 @@ class SharedPlanner(StepPlanner):
         )
 
     def halfway_bytes(self, plan: Plan, error_scale: float = 1.0) -> int | None:
-        """As `StepPlanner.halfway_bytes`, on the tightest rank."""
+        """Override `StepPlanner.halfway_bytes`: all ranks return the tightest rank's value."""
         told = self._agreement.all_of("halfway", super().halfway_bytes(plan, error_scale), int | None)  # type: ignore[arg-type]
         return told[self._agreement.ranks.index(self._tightest)]
 
     def run(self, step: TrainingStep, plan: Plan, *, unseen_bytes: int = 0) -> TrialRun:
-        """Run a plan on all ranks: the largest error, and a peak as far over the budget as the worst one is."""
+        """Run a plan on all ranks. Return the largest error, and the plan's budget plus the largest overshoot as the peak."""
         with self._agreement.stepping():
             own = super().run(step, plan, unseen_bytes=unseen_bytes)
         taken = _Taken(
@@ -166,18 +172,21 @@ class SharedPlanner(StepPlanner):
         )
 
     def excess_bytes(self, own_excess_bytes: int) -> int:
-        """What has to be taken off the tightest rank's budget; each rank's own is held against its own from now on."""
+        """Return the tightest rank's excess to subtract from its budget. From now on each rank counts its own excess."""
         self._own_excess_bytes = own_excess_bytes
         told = self._agreement.all_of("excess", own_excess_bytes, int)
         return told[self._agreement.ranks.index(self._tightest)]
 
     def worst_bytes(self, own_bytes: int) -> int:
-        """The bytes beside the tightest rank's budget that the worst rank has beside its own."""
+        """Return the tightest rank's budget plus the largest overshoot of any rank over its own budget."""
         own_budget_bytes = self.own_budget_bytes or 0
         return (self.budget_bytes or 0) + max(self._agreement.all_of("worst", own_bytes - own_budget_bytes, int))
 
     def refusal(self, lowest: Plan, floor_bytes: int, **why: Any) -> BudgetBelowFloor:
-        """As `StepPlanner.refusal`: the tightest rank's error. Where budgets differ, all lack what the worst rank lacks."""
+        """Override `StepPlanner.refusal`: all ranks get the tightest rank's error.
+
+        If budgets differ, the error tells every rank to raise its budget by the largest overshoot.
+        """
         error = super().refusal(lowest, floor_bytes, **why)
         if self._uneven_budget_bytes:
             more = format_bytes_up(floor_bytes - (self.budget_bytes or 0))
@@ -193,7 +202,7 @@ class SharedPlanner(StepPlanner):
             return super()._sense(step)
 
     def _made(self, budget_bytes: int | None, strategy: str, **how: Any) -> Plan:
-        """The plan of this rank, with who made it and for whom."""
+        """Solve on this rank. The plan notes which rank made it, and the budgets of the ranks."""
         plan = super().solve(budget_bytes, strategy, **how)
         note = f"planned by rank {self._tightest}, which has the least room of {self._agreement.size} ranks"
         budgets = self._uneven_budget_bytes
@@ -206,7 +215,7 @@ def planner_for(
     options: PlanOptions,
     budget_bytes: int | None,
 ) -> StepPlanner:
-    """The planner of a process on its own, or of one among several ranks."""
+    """Return a planner for one process, or for one of several ranks."""
     if agreement.size == 1:
         return StepPlanner(*traced, options, budget_bytes)
     return SharedPlanner(agreement, traced, options, budget_bytes)
@@ -222,7 +231,7 @@ def eager_planner(
     optimizer_is_optional: bool = False,
     limit_bytes: int | None = None,
 ) -> StepPlanner:
-    """The planner of a step, once it is traced and timed; errors are those of `plimsoll.plan`."""
+    """Trace and time a step and return its planner. Errors are those of `plimsoll.plan`."""
     with agreement.stepping():
         traced = trace_and_cost(
             task, options, progress, optimizer_is_optional=optimizer_is_optional, limit_bytes=limit_bytes
@@ -239,10 +248,10 @@ def first_planner(
     optimizer_is_optional: bool,
     taken_bytes: int = 0,
 ) -> tuple[StepPlanner, float]:
-    """Trace a step, look for other forms of its values where they are allowed; also how many times larger errors are than
-    expected.
+    """Trace a step and try other forms of its values if they are allowed. Return its planner and the scale of errors.
 
-    The trace is part of a training call, so it keeps to the budget less ``taken_bytes``, which no trace sees.
+    The scale says how many times larger than expected the measured errors are. The trace is part of a training call, so it
+    keeps to the budget minus ``taken_bytes``, which the trace does not see.
     """
     planner = eager_planner(
         agreement,

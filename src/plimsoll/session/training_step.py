@@ -1,6 +1,6 @@
-"""One training step that can be run again and again from the same state, and its gradients compared.
+"""A training step that can be repeated from the same state, to measure its peak and compare its gradients.
 
-The step is the usual loop's: ``output = model(...)``, ``loss = ...``, ``loss.backward()``, with ``output`` held until
+The step runs as in a usual loop: ``output = model(...)``, ``loss = ...``, ``loss.backward()``. ``output`` is held until
 backward has ended. The optimizer does not step, so every run starts from the same parameters.
 """
 
@@ -45,13 +45,15 @@ from plimsoll.tracing.zero import held_by_deepspeed, is_gathered_by_zero
 
 @contextlib.contextmanager
 def gradients_as_if(model: nn.Module, *, are_there: bool) -> Iterator[None]:
-    """Every trainable parameter has a gradient, as after the first micro-batch of a step, or none has; then it is as it was."""
+    """Give every trainable parameter a gradient (``are_there``, as after a first micro-batch) or none. Restore them
+    afterwards.
+    """
     changed = {
         parameter: parameter.grad
         for parameter in (model.parameters() if are_there else every_parameter(model))
         if parameter.requires_grad
         and (parameter.grad is not None) is not are_there
-        and not is_gathered_by_zero(parameter)  # whose gradients never stay
+        and not is_gathered_by_zero(parameter)  # ZeRO-3 never leaves gradients on the parameters
     }
     try:
         for parameter in changed:
@@ -64,9 +66,10 @@ def gradients_as_if(model: nn.Module, *, are_there: bool) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class StepPeaks:
-    """Bytes on the device in one step: what was there before, and the most that was alive at once (both included).
+    """Bytes on the device in one step: what existed before, and the most that was alive at once, including that.
 
-    Where gradients wait for a later reduction these are micro-batches, and ``first_peak_bytes`` is the peak of the first.
+    If gradients wait for a later reduction, the peaks are of micro-batches, and ``first_peak_bytes`` is the peak of the first
+    one.
     """
 
     static_bytes: int
@@ -75,11 +78,11 @@ class StepPeaks:
 
 
 class TrainingStep:
-    """One step, repeatable: ``run`` starts from the random states, buffers and attributes that were there when it was made.
+    """One step that can be repeated. ``run`` starts from the random states, buffers and attributes at the time of construction.
 
-    Under ``DistributedDataParallel`` it is the step of the model inside, which the reducer does not see: gradients are those of
-    this process alone. ``context`` makes what is entered anew around every forward and backward (an offloading context of the
-    training loop). Parameters that the step is known to have ``written`` (by name) are put back as well.
+    Under ``DistributedDataParallel`` this is the step of the model inside. The reducer does not see it, so gradients are those
+    of this process alone. ``context`` returns a new context that is entered around every forward and backward (such as an
+    offloading context of the training loop). Parameters that the step writes (``written``, by name) are restored as well.
     """
 
     def __init__(
@@ -110,19 +113,19 @@ class TrainingStep:
         self._written = [(part, part.clone()) for part in parts]
 
     def run(self) -> float:
-        """Forward, loss and backward from the starting state; the loss's value."""
+        """Run forward, loss and backward from the starting state. Return the loss's value."""
         self.rewind()
         return self.go_on()
 
     def go_on(self) -> float:
-        """Forward, loss and backward from wherever random states, buffers and attributes are now."""
+        """Run forward, loss and backward from the current random states, buffers and attributes."""
         self.clear_gradients()
         with self._given() as (args, kwargs):
             return self._forward_and_backward(args, kwargs)
 
     @contextlib.contextmanager
     def _given(self) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """A copy of the arguments for one call, after which the objects among them are put back."""
+        """Yield a copy of the arguments for one call. Objects among the arguments are restored afterwards."""
         args, kwargs = private_copy((self._args, self._kwargs))
         with forwards_kept(self.model), arguments_kept((args, kwargs)):
             yield args, kwargs
@@ -153,7 +156,7 @@ class TrainingStep:
         return made
 
     def forward_loss(self) -> float:
-        """The loss from the starting state, without backward; autograd is on, as in a training step."""
+        """Return the loss from the starting state, without backward. Autograd is on, as in a training step."""
         self.rewind()
         try:
             with self._given() as (args, kwargs), self._twins.in_place(), self._entered():
@@ -162,12 +165,14 @@ class TrainingStep:
             release_gathered(self.model)
 
     def draws_random_numbers(self) -> bool:
-        """Whether forward moves a generator."""
+        """True if forward advances a random generator."""
         self.forward_loss()
         return not self._random.is_current()
 
     def rewind(self) -> None:
-        """Put random states, buffers and attributes back; weights that autocast has cast are cast again, as in every step."""
+        """Restore random states, buffers and attributes. Clear autocast's cache, so that weights are cast again as in every
+        step.
+        """
         self._random.put_back()
         self._state.put_back()
         self._state.lend_iterators()
@@ -176,7 +181,7 @@ class TrainingStep:
         torch.clear_autocast_cache()
 
     def clear_gradients(self) -> None:
-        """No gradients, or zeros where the step accumulates into existing ones."""
+        """Remove gradients. Set those to zero that existed when the step was made, because the step accumulates into them."""
         for parameter in self.model.parameters():
             if parameter not in self._accumulating:
                 parameter.grad = None
@@ -184,7 +189,7 @@ class TrainingStep:
                 parameter.grad.zero_()
 
     def accumulating(self) -> TrainingStep:
-        """The same step in a loop that lets gradients stay: all runs but the first one begin with some."""
+        """Return the same step for a loop that keeps gradients: every trainable parameter has one, except in the first run."""
         other = copy.copy(self)
         other._accumulating = frozenset(
             each for each in self.model.parameters() if each.requires_grad and not is_gathered_by_zero(each)
@@ -192,13 +197,13 @@ class TrainingStep:
         return other
 
     def measure_peak(self) -> StepPeaks:
-        """The step's peak, exactly: allocator events on a CPU, the allocator's statistics on CUDA.
+        """Measure the step's peak exactly, from allocator events on a CPU or the allocator's statistics on CUDA.
 
-        Where the model holds gradients back, what waits is there in later micro-batches, and the last one reduces it: one of
-        each kind runs.
+        If the model holds gradients back, later micro-batches find waiting gradients, and the last one reduces them. Then one
+        micro-batch of each kind is run.
 
         Raises:
-            InvalidBatch: backward would continue in the graph of an earlier call, and free it.
+            InvalidBatch: backward would continue into the graph of an earlier call, and free it.
         """
         self.clear_gradients()
         kinds: tuple[bool, ...] = (True,)
@@ -209,7 +214,7 @@ class TrainingStep:
         return StepPeaks(first[0], peak_bytes, first_peak_bytes=first[1])
 
     def _measured(self, *, holds_back: bool) -> tuple[int, int]:
-        """What is there before one forward and backward, and its peak."""
+        """Return the bytes that exist before one forward and backward, and the peak."""
         self.rewind()
         static_bytes = self.static_bytes()
         release_library_workspaces(self.device)
@@ -219,12 +224,14 @@ class TrainingStep:
             self._twins.moving_gradients(keeps=True),
             PeakMeter(self.device) as meter,
         ):
-            # A step of the training may read fast weights, or a state that an earlier call has left on a module.
+            # Check the graph: a user's step may read fast weights, or state that an earlier call has left on a module.
             self._forward_and_backward(args, kwargs, is_checked=True)
         return static_bytes, static_bytes + meter.peak_bytes
 
     def static_bytes(self) -> int:
-        """Parameters, buffers, batch, gradients, a reducer's buckets and optimizer state that are there before the step."""
+        """Return the bytes that exist before the step: parameters, buffers, batch, gradients, a reducer's buckets, optimizer
+        state.
+        """
         batch = output_tensors((self._args, self._kwargs))
         beside = [holder[key] for _, holder, key in beside_weights(self.model)]
         held = [*every_parameter(self.model), *beside, *self.model.buffers(), *every_gradient(self.model), *batch]
@@ -232,23 +239,25 @@ class TrainingStep:
         return storage_bytes(held, self.device) + bucket_bytes(self._wrapped) + self.optimizer_bytes()
 
     def gradient_bytes(self) -> int:
-        """Gradients that are there now."""
+        """Return the bytes of existing gradients."""
         return storage_bytes(every_gradient(self.model), self.device)
 
     def optimizer_bytes(self) -> int:
-        """Optimizer state that exists already."""
+        """Return the bytes of existing optimizer state."""
         state = [] if self._optimizer is None else list(self._optimizer.state.values())
         return storage_bytes(output_tensors(state), self.device)
 
     def absent_state_bytes(self, expected_bytes: int) -> int:
-        """How much optimizer state does not exist yet (or is not known here), of so much that a plan counts."""
+        """Return how many of the ``expected_bytes`` of optimizer state that a plan counts do not exist yet, or are not known
+        here.
+        """
         return max(0, expected_bytes - self.optimizer_bytes())
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
-        """The gradients of the last run, by parameter name (aliases, not copies, but for sparse ones).
+        """Return the gradients of the last run by parameter name. They are aliases, not copies, except sparse ones.
 
         Raises:
-            InvalidModel: they went into shards, as in DeepSpeed's ZeRO-3.
+            InvalidModel: the gradients are in shards, as in DeepSpeed's ZeRO-3.
         """
         if any(map(is_gathered_by_zero, self.model.parameters())):
             raise InvalidModel(
@@ -260,17 +269,17 @@ class TrainingStep:
         return {name: None if gradient is None else densified(gradient) for name, gradient in gradients}
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """The buffers as they are now, by name (aliases, not copies)."""
+        """Return the current buffers by name (aliases, not copies)."""
         return dict(self.model.named_buffers())
 
 
 def copies(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
-    """Private copies, to compare with later."""
+    """Return private copies to compare with later."""
     return {name: None if tensor is None else tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 def relative_error(expected: Mapping[str, torch.Tensor | None], found: Mapping[str, torch.Tensor | None]) -> float:
-    """‖found - expected‖ / ‖expected‖ over all tensors together; infinite where one of them is not finite or missing."""
+    """Return ‖found - expected‖ / ‖expected‖ over all tensors together; infinite if a tensor is missing or not finite."""
     squared_errors = squared_norms = 0.0
     for name, reference in expected.items():
         other = found.get(name)

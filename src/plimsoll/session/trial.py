@@ -1,9 +1,10 @@
-"""The trial run of a solved plan, and solving again where what it shows is not what was predicted.
+"""Runs a solved plan for a trial, and solves again if the measurement contradicts the prediction.
 
-The bound certifies the model of the machine, not the machine. So the plan runs: the recording step and a steady one. What
-the measured peak exceeds the budget by is taken off the budget, and the plan is solved again. Where values are held in
-lossy forms, the gradient of the steady step is compared with the unmanaged one's: if it errs by more than is allowed, or by
-so much less that a cheaper plan may do, expectations are scaled to what was measured, and the plan is solved again.
+The solver's bound certifies the model of the machine, not the machine. So the plan runs twice: the step that records, and a
+steady step. If the measured peak exceeds the budget, the overshoot is subtracted from the budget and the plan is solved again.
+If lossy forms are used, the gradient of the steady step is compared with the unmanaged gradient. If its error exceeds the
+allowed error, or is far enough below it that a cheaper plan may exist, the expected errors are scaled to the measurement and
+the plan is solved again.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from plimsoll.units import format_bytes
 
 MAX_ATTEMPTS = 6
 _ERROR_MARGIN = 0.95
-"""The share of the allowed error that plans aim at once the scale of their expectation is known."""
+"""The share of the allowed error that plans aim at once the measured scale is known."""
 _WORTH_LOOSENING = 0.7
-"""A plan that errs by less than this share of what is allowed may be cheaper."""
+"""If a plan's error is below this share of the allowed error, look for a cheaper plan."""
 _MOST_LOOSENING = 4.0
 
 Gradients = Mapping[str, torch.Tensor | None]
@@ -40,43 +41,45 @@ Gradients = Mapping[str, torch.Tensor | None]
 class TrialRun:
     """What a plan took when it was run: bytes, and the relative error of the gradient (``None``: not compared).
 
-    ``note`` says it where it was not this process alone.
+    ``note`` describes the run if other ranks took part.
     """
 
     peak_bytes: int
     fresh_bytes: int
-    """The peak where the optimizer's state comes only with the first step, after the plan was recorded."""
+    """The peak of a training that starts with this plan: the optimizer's state does not exist yet when the plan is recorded."""
     error: float | None
     note: str = ""
     steady_bytes: int = 0
-    """The peak of its first micro-batch when everything was recorded, with all of the optimizer's state."""
+    """The peak of the first micro-batch of the steady step, with all of the optimizer's state."""
     recording_bytes: int = 0
-    """What the step that records takes more than a steady one."""
+    """How much more the recording step took than the steady one."""
 
     @property
     def told(self) -> str:
-        """What it took, as a note of the plan."""
+        """The measurement as a note of the plan."""
         note = self.note or f"run once: the measured peak was {format_bytes(self.peak_bytes)}"
         return note if self.error is None else f"{note}, the gradient's relative error {self.error:.2%}"
 
 
 Managing = Callable[[Plan], contextlib.AbstractContextManager[object]]
-"""Puts a plan to work for as long as it is entered."""
+"""Returns a context that applies a plan."""
 
 
 def run_trial(
     step: TrainingStep, plan: Plan, gradients: Gradients | None = None, managing: Managing | None = None
 ) -> TrialRun:
-    """Run a plan: the larger peak of the recording step and a steady one, and the error beside the unmanaged
-    ``gradients``. What is recorded is lost afterwards, unless ``managing`` keeps it, and has kept what such steps record.
+    """Run a plan and return its peaks (recording step and steady step) and its error compared with the unmanaged ``gradients``.
 
-    Optimizer state that is not there yet is added to both: it comes with the user's first step, but a training that was
-    resumed, or that `verify` runs once more, records with the state there. The model is left as it was.
+    What the plan records is discarded, unless ``managing`` is given. A ``managing`` context keeps records, also those of
+    earlier steps, so its single run is steady already.
+
+    Optimizer state that does not exist yet is added to both peaks. It is made in the user's first step, but a training that
+    resumes, or that `verify` repeats, records the plan when the state exists. The model is restored afterwards.
     """
     error = None
     with untouched(step.model, plan.written), manage(step.model, plan) if managing is None else managing(plan) as work:
         if plan.compiled and isinstance(work, Handle):
-            step.run()  # what the compiler takes is not the step's
+            step.run()  # the memory of the compiler does not belong to the step
             work.forget()
         recording = step.measure_peak()
         steady = step.measure_peak() if managing is None else recording
@@ -93,8 +96,9 @@ def run_trial(
 
 
 Resolving = Callable[[int, float], Plan]
-"""Solves again with so many bytes taken off the budget, and with errors expected so many times larger; or raises
-``BudgetBelowFloor`` where nothing fits any more."""
+"""Solves again with some bytes subtracted from the budget and with expected errors scaled by a factor. Raises
+``BudgetBelowFloor`` if nothing fits any more.
+"""
 
 
 def confirmed(
@@ -105,8 +109,8 @@ def confirmed(
     max_error: float | None,
     progress: Progress,
 ) -> Plan:
-    """Run the plan and solve again with what was measured, until it keeps to its budget and to its error (``None``:
-    any).
+    """Run the plan and solve again with the measurement, until it keeps to its budget and to ``max_error`` (``None``: any
+    error).
     """
     excess_bytes, scale = 0, 1.0
     best: Plan | None = None
@@ -125,7 +129,8 @@ def confirmed(
         elif is_wrong:
             scale = max(scale, _scale_of(plan, measured)) / _ERROR_MARGIN
         if over_bytes > 0:
-            # Plans are discrete: less than what this one was off by may give the same plan again.
+            # Plans are discrete: subtracting only the overshoot may select the same plan again. So subtract the plan's whole
+            # error if that is more.
             excess_bytes = max(excess_bytes + over_bytes, measured.peak_bytes - plan.predicted_peak_bytes)
         progress("solving again", (attempt + 0.5) / MAX_ATTEMPTS)
         try:
@@ -144,14 +149,14 @@ def confirmed(
 
 
 def error_scale(plan: Plan, run: Callable[[Plan], TrialRun]) -> float:
-    """How many times larger than expected the errors of a plan are, run once, with a margin; 1 for a lossless one."""
+    """Run a plan once and return how many times larger than expected its errors are, with a margin; 1 for a lossless plan."""
     if plan.is_lossless or not plan.predicted_error:
         return 1.0
     return _scale_of(plan, run(plan)) / _ERROR_MARGIN
 
 
 def _looser(plan: Plan, measured: TrialRun, scale: float, max_error: float) -> float | None:
-    """The scale at which a cheaper plan may be found; ``None`` if errors are not what holds this plan back."""
+    """Return the scale at which a cheaper plan may exist, or None if the allowed error does not limit this plan."""
     if measured.error is None or not plan.predicted_error:
         return None
     is_binding = plan.predicted_error * scale >= _WORTH_LOOSENING * max_error
@@ -161,7 +166,7 @@ def _looser(plan: Plan, measured: TrialRun, scale: float, max_error: float) -> f
 
 
 def _scale_of(plan: Plan, measured: TrialRun) -> float:
-    """How many times larger the measured error is than the expected one."""
+    """Return the measured error as a multiple of the expected error."""
     assert measured.error is not None
     if not math.isfinite(measured.error):
         return 2 * _MOST_LOOSENING
@@ -174,5 +179,5 @@ def _with_measured(plan: Plan, measured: TrialRun, scale: float) -> Plan:
 
 
 def with_note(plan: Plan, note: str) -> Plan:
-    """The plan with one more note."""
+    """Return the plan with one more note."""
     return msgspec.structs.replace(plan, notes=(*plan.notes, note))

@@ -1,7 +1,7 @@
-"""Makes the torch-free parts of a ``Trace`` of the log of a step: ops by region, storages with their lives, region graphs.
+"""Makes the torch-free parts of a ``Trace`` from the log of a step: ops by region, storages with their lives, region graphs.
 
-The lives leave out what regions' saved slots hold. What slots outside of regions hold is added, and so is what a slot holds
-that no plan may touch.
+A storage's life does not include the time when only a region's saved slots hold it, because plans decide about those. It
+includes the time when slots outside of regions hold it, or slots that no plan may touch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _STATIC_CATEGORIES = {
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """What a log gives to a ``Trace``, and the trace's id of each storage of the tracer's table."""
+    """The parts of a ``Trace`` that come from a log, and a map from the tracer's storage ids to the trace's."""
 
     ops: tuple[TraceOp, ...]
     specs: dict[str, OpSpec]
@@ -42,9 +42,9 @@ class Assembled:
 
 
 def assemble(log: StepLog, optimizer: OptimizerLog | None, *, beside: Mapping[str, int]) -> Assembled:
-    """Attribute ops to regions, close lives, name storages.
+    """Attribute ops to regions, end the lives of storages, and name storages.
 
-    ``beside`` are the bytes that wrappers and libraries hold from before the step to after it, by name.
+    ``beside`` are bytes by name that wrappers and libraries hold before, during and after the step.
     """
     op_regions = _attribute(log)
     ops, specs = _ops(log, op_regions), dict(log.tracer.specs)
@@ -58,7 +58,7 @@ def assemble(log: StepLog, optimizer: OptimizerLog | None, *, beside: Mapping[st
             storages.append(
                 Storage(id=len(storages), bytes=held_bytes, category=category, label=label, born=-1, dies=len(ops))
             )
-    # From here on ids of storages are the trace's. What backward got as a stand-in has none, and no region knows it.
+    # From here on storage ids are the trace's. Placeholders that backward read do not get one, and regions do not know them.
     values = [replace(value, storage=ids.get(value.storage, -1)) for value in log.tracer.values]
     logged = [replace(op, births=tuple(ids[born] for born in op.births if born in ids)) for op in log.tracer.ops]
     return Assembled(
@@ -74,7 +74,7 @@ def assemble(log: StepLog, optimizer: OptimizerLog | None, *, beside: Mapping[st
 
 
 def _attribute(log: StepLog) -> list[int]:
-    """The region of every op: by position in forward, by the autograd node that runs it in backward."""
+    """Return the region of every op: by position in forward, by the autograd node that runs it in backward."""
     tracer = log.tracer
     regions = [-1] * len(tracer.ops)
     for index, region in enumerate(log.regions):
@@ -87,7 +87,7 @@ def _attribute(log: StepLog) -> list[int]:
             continue
         if 0 <= context.node < 2**63:
             place = bisect.bisect_right(starts, context.node) - 1
-            while place >= 0 and context.node >= spans[place][1]:  # inside of a region around it, or of none
+            while place >= 0 and context.node >= spans[place][1]:  # not in this span: try an enclosing region
                 place -= 1
             current = spans[place][2] if place >= 0 else -1
         regions[tick] = current
@@ -109,7 +109,7 @@ def _ops(log: StepLog, op_regions: list[int]) -> list[TraceOp]:
 
 
 def _storages(log: StepLog, optimizer: OptimizerLog | None) -> tuple[list[Storage], dict[int, int]]:
-    """Every storage that lives in the step, numbered without gaps, those of the optimizer last; and ids by the tracer's."""
+    """Return the storages of the step, numbered without gaps, the optimizer's last; also a map from the tracer's ids."""
     tracer = log.tracer
     last = tracer.tick + (0 if optimizer is None else optimizer.tracer.tick)
     dies = _deaths(log, last)
@@ -155,7 +155,10 @@ def _storages(log: StepLog, optimizer: OptimizerLog | None) -> tuple[list[Storag
 
 
 def _managed_slots(region: RegionLog) -> list[bool]:
-    """Which slots of a region a plan may decide about: not parameters, and not what was written after it was saved."""
+    """Return for each slot of a region whether a plan may decide about it.
+
+    It may not if the slot holds a parameter, or a tensor that was written after it was saved.
+    """
     return [
         record.value >= 0 and not is_parameter and region.latest.get(record.storage) == record.value
         for record, is_parameter in zip(region.book.records, region.book.is_parameter_slot, strict=True)
@@ -163,7 +166,7 @@ def _managed_slots(region: RegionLog) -> list[bool]:
 
 
 def _deaths(log: StepLog, last: int) -> dict[int, int]:
-    """The tick at which every storage is gone, with what unmanaged slots hold added."""
+    """Return the tick when every storage is freed, counting what unmanaged slots hold."""
     dies = {storage: log.tracer.dies.get(storage, last) for storage in log.tracer.born}
     fixed = [record for record in log.outside if record.storage >= 0]
     for region in log.regions:
@@ -176,12 +179,14 @@ def _deaths(log: StepLog, last: int) -> dict[int, int]:
 
 
 def _released(log: StepLog, record: SlotRecord) -> int:
-    """When a slot lets go of its tensor; some graphs outlive backward."""
+    """Return the tick when a slot frees its tensor. If its graph outlives backward, that is the end of backward."""
     return record.released if record.released >= 0 else log.backward_end
 
 
 def _buffers(log: StepLog) -> dict[int, str]:
-    """What only carries other tensors through a collective: made in the step, outside of regions, and no gradient."""
+    """Return storages that only carry other tensors through a collective: made in the step outside of regions, not
+    gradients.
+    """
     tracer = log.tracer
     found: dict[int, str] = {}
     for op in tracer.ops:
@@ -246,17 +251,17 @@ def _region(
 
 
 def _is_emptied(tracer: StepTracer, region: RegionLog, until: int) -> bool:
-    """Whether some parameter's storage is emptied between the region's forward and its backward."""
+    """True if a parameter's storage is emptied between the region's forward and its backward."""
     storages = [
         tracer.values[value].storage for value, (origin, _) in region.leaves.items() if origin is Origin.PARAMETER
     ]
     deaths = [life.dies for storage in storages for life in tracer.fillings.get(storage, ())]
-    deaths += [tracer.dies.get(storage, -1) for storage in storages]  # ZeRO-3 gathers into other memory every time
+    deaths += [tracer.dies.get(storage, -1) for storage in storages]  # ZeRO-3 gathers into new memory every time
     return any(region.end <= dies <= until for dies in deaths)
 
 
 def kind_of(graph: RegionGraph) -> str:
-    """Equal for equal graphs wherever they stand: ids of storages and ticks are left out."""
+    """Return a hash that is equal for equal graphs anywhere in the step: it excludes ids of storages and ticks."""
     storages = {s: i for i, s in enumerate(dict.fromkeys(value.storage for value in graph.values))}
     parts = (
         [(v.name, v.bytes, storages[v.storage], v.origin.value, v.producer, v.is_storable) for v in graph.values],

@@ -1,9 +1,9 @@
-"""Runs one training step under the tracer, with saved tensors noted and dropped; backward gets placeholders.
+"""Runs one training step under the tracer. Saved tensors are noted and dropped; backward gets placeholders.
 
-So a traced step never holds more than one region's temporaries, whatever the model's saved activations would take, and
-the life of a storage that the tracer sees is its life *without* what autograd saves. Floating-point placeholders are
-zeros: nobody uses the gradients of a traced step. Of integers and booleans (indices, masks) a copy is kept, because backward
-formulas index with them; the tracer does not see it.
+So a traced step never holds more than one region's temporaries, regardless of how much the model saves. The life of a storage
+that the tracer sees is its life *without* what autograd saves. Floating-point placeholders are zeros: the gradients of a traced
+step are not used. Integers and booleans (indices, masks) are copied, because backward formulas index with them. The tracer does
+not see the copies.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ from plimsoll.tracing.torch_internals import (
 from plimsoll.tracing.tracer import StepTracer, changed_buffers, gradient_storages, listed_parameters, register_statics
 from plimsoll.tracing.zero import is_gathered_by_zero
 
-# The class of its backward nodes; seen in torch 2.9 to 2.15.
+# The class of the backward nodes of reentrant checkpointing; seen in torch 2.9 to 2.15.
 _REENTRANT_CHECKPOINT = internal("torch.utils.checkpoint.CheckpointFunction._backward_cls")
 
 
 class SlotBook:
-    """The slots of one region call, or of all that lies outside of regions."""
+    """The slots of one region call, or of everything outside of regions."""
 
     def __init__(self, tracer: StepTracer, is_parameter: Callable[[torch.Tensor], bool]) -> None:
         self.records: list[SlotRecord] = []
@@ -66,7 +66,10 @@ class SlotBook:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Note what autograd saves; pushed past ``saved_tensors_hooks``, which may be switched off for the model's own."""
+        """Note what autograd saves inside the block.
+
+        The hooks are pushed without ``saved_tensors_hooks``, because the model's own code may disable that.
+        """
         push_saved_hooks(self.pack, self.unpack)
         try:
             yield
@@ -74,7 +77,7 @@ class SlotBook:
             pop_saved_hooks()
 
     def pack(self, tensor: torch.Tensor) -> _Placeholder:
-        """Note the slot; hold the tensor only if a placeholder could not stand for it. Of a DTensor: the local shard."""
+        """Note the slot. Hold the tensor only if a placeholder cannot replace it. For a DTensor, note the local shard."""
         tracer = self._tracer
         tensor, shell = unwrapped(tensor)
         if shell is not None:
@@ -89,13 +92,13 @@ class SlotBook:
             can_stand_in = tensor.dtype.is_floating_point and is_plain(tensor) and not is_parameter
             held = None if can_stand_in else tensor if is_gathered else tensor.detach()
             if held is not None and value >= 0 and is_plain(tensor):
-                copy = held.clone()  # whose strides are others where elements share memory
+                copy = held.clone()  # strides differ if elements share memory
                 held = copy if copy.stride() == held.stride() else held
         geometry = Geometry.of(tensor) if held is None else None
         return _Placeholder(self, len(self.records) - 1, geometry, tensor.device, held, shell)
 
     def unpack(self, placeholder: Any) -> torch.Tensor:
-        """Note the reading and hand out something of the right shape."""
+        """Note the read and return a tensor of the right shape."""
         record = self.records[placeholder.index]
         if record.unpacked < 0:
             record.unpacked = self._tracer.tick
@@ -113,7 +116,7 @@ class SlotBook:
 
 @dataclass(slots=True, eq=False)
 class _Placeholder:
-    """What autograd holds instead of the tensor; its end of life is the slot's release."""
+    """What autograd holds instead of the tensor. When it is deleted, the slot is released."""
 
     book: SlotBook
     index: int
@@ -124,7 +127,7 @@ class _Placeholder:
     shell: Shell | None
 
     def stand_in(self, tracer: StepTracer) -> torch.Tensor:
-        """A tensor for backward to read, which the tracer knows."""
+        """Return a tensor for backward to read, and register it with the tracer."""
         if self.held is not None:
             if is_plain(self.held) and tracer.table.find(self.held) < 0:
                 tracer.add_stand_in(self.held)
@@ -141,7 +144,7 @@ class _Placeholder:
 
 @dataclass(slots=True)
 class RegionLog:
-    """What one call of one region did, in ids of the tracer's log."""
+    """The log of one region call, in ids of the tracer's log."""
 
     name: str
     call: int
@@ -149,15 +152,15 @@ class RegionLog:
     sequence_start: int
     book: SlotBook
     leaves: dict[int, tuple[Origin, str]]
-    """Names of what the region found when it started: its inputs by position, its own parameters and buffers by name."""
+    """Names of the tensors that existed when the region began: inputs by position, its parameters and buffers by name."""
     end: int = -1
     sequence_end: int = -1
     outputs: list[int] = field(default_factory=list)
     value_reads: int = 0
     latest: dict[int, int] = field(default_factory=dict)
-    """Current value of every slot's storage when the region returned."""
+    """For the storage of every slot, its value when the region returned."""
     steady: frozenset[int] = frozenset()
-    """Its inputs that were made in forward, and that nothing has written to when forward is through."""
+    """The region's inputs that were made in forward and were not written until forward ended."""
 
 
 @dataclass(slots=True)
@@ -167,12 +170,12 @@ class StepLog:
     tracer: StepTracer
     gradients: set[int]
     without_gradient: frozenset[str]
-    """Names of parameters that the step left without a gradient."""
+    """The names of parameters that the step left without a gradient."""
     backward_end: int
     parameters: tuple[TraceParameter, ...]
     """Every parameter, with its storage in the tracer's table."""
     written_buffers: tuple[str, ...]
-    """The buffers that it has written to."""
+    """The buffers that the step wrote to."""
     regions: list[RegionLog] = field(default_factory=list)
     outside: list[SlotRecord] = field(default_factory=list)
     """What was saved outside of regions."""
@@ -193,12 +196,12 @@ def run_step(
     at_loss: Callable[[Any], None],
     stack: ModuleStack,
 ) -> StepLog:
-    """Forward, loss and backward in an entered tracer; what the model returned and the loss are held until backward ends.
+    """Run forward, loss and backward in an entered tracer. Hold the model's output and the loss until backward ends.
 
     ``at_loss`` is called with the output between forward and backward.
 
     Raises:
-        InvalidBatch: the model refuses the batch, or goes back into the graph of an earlier call.
+        InvalidBatch: the model refuses the batch, or continues the graph of an earlier call.
         InvalidLoss: there is no scalar loss.
         TracingFailed: the step depends on values that a fake tensor does not have, or backward fails.
     """
@@ -228,9 +231,9 @@ def run_step(
 
 @contextlib.contextmanager
 def saved_as_zeros(model: nn.Module) -> Iterator[None]:
-    """Run steps that hold no activations: of the floating-point values that autograd saves backward reads zeros.
+    """Run steps that hold no activations: backward reads zeros instead of the floating-point values that autograd saves.
 
-    Parameters and integers are saved as always. Gradients are wrong then, and everything else of the step is right.
+    Parameters and integers are saved as usual. The gradients are wrong; everything else in the step is right.
     """
     parameters = {part.untyped_storage().data_ptr() for each in model.parameters() for part in dense_parts(each)}
 
@@ -256,13 +259,13 @@ def _zeros(geometry: Geometry, device: torch.device) -> torch.Tensor:
 
 
 class RefusesHooks(Exception):
-    """The region of this name runs a transform of ``torch.func``, which cannot run where saved tensors have hooks."""
+    """The named region runs a transform of ``torch.func``, which cannot run while saved tensors have hooks."""
 
 
 class StepCapture:
-    """Runs one step under the tracer, with saved tensors dropped as they are saved.
+    """Runs one step under the tracer and drops every tensor that autograd saves.
 
-    What the modules ``left_alone`` save autograd holds as it does in training.
+    For the modules in ``left_alone``, autograd holds what they save as in training.
     """
 
     def __init__(
@@ -298,7 +301,7 @@ class StepCapture:
         self._sequence = (0, 0)
 
     def run(self, call: Call) -> StepLog:
-        """One step, as ``run_step`` does it, inside of ``untouched``; ``InvalidModel`` if the model checkpoints its own
+        """Run one step like ``run_step``, inside of ``untouched``. Raise ``InvalidModel`` if the model checkpoints its own
         layers.
         """
         self._parameter_storages = register_statics(self.tracer, self._model, call)
@@ -339,7 +342,7 @@ class StepCapture:
         return storage in self._parameter_storages or storage in self.tracer.fillings or is_gathered_by_zero(tensor)
 
     def _region(self, name: str, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a region's forward, and note what it does."""
+        """Call a region's forward and log it."""
         if not torch.is_grad_enabled():
             return original(*args, **kwargs)
         outer = self._running
@@ -348,7 +351,7 @@ class StepCapture:
         is_inner = outer is not None and _is_on_top(outer.book) and name.startswith(outer.name and f"{outer.name}.")
         if self.tracer.phase is not Phase.FORWARD or not (is_inner or _is_on_top(self._outside)):
             raise self._already_checkpointed(name)
-        place = len(self._logs)  # before those inside of it
+        place = len(self._logs)  # insert this region's log before the logs of the regions inside it
         log = self._running = self._enter(name, module, args, kwargs)
         try:
             with log.book.entered():
@@ -373,7 +376,7 @@ class StepCapture:
             push_saved_hooks(self._outside.pack, self._outside.unpack)
 
     def _refuse_hooks_inside(self) -> None:
-        """Checkpointing inside of a region pushes hooks of its own, and ours do not see what its ops save."""
+        """Raise if checkpointing inside a region has pushed its own hooks: then our hooks do not see what its ops save."""
         log = self._running
         if log is not None and torch.is_grad_enabled() and not _is_on_top(log.book):
             raise self._already_checkpointed(log.name)
@@ -428,7 +431,7 @@ class StepCapture:
 
 @contextlib.contextmanager
 def _calling(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let calls of a module run ``forward`` for the length of the block."""
+    """Replace a module's forward by ``forward`` inside the block."""
     original, had_own = module.forward, "forward" in module.__dict__
     module.forward = forward
     try:
@@ -441,6 +444,6 @@ def _calling(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
 
 
 def _is_on_top(book: SlotBook) -> bool:
-    """Whether what autograd saves now goes to ``book``."""
+    """True if autograd's saved tensors go to ``book`` now."""
     top = top_saved_hooks(True)
     return top is not None and top[0] == book.pack

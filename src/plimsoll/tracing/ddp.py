@@ -1,11 +1,12 @@
-"""All that knows ``DistributedDataParallel``: the model inside, the bytes of the reducer's buckets, steps that it does not see.
+"""All knowledge of ``DistributedDataParallel``: the model inside, the bytes of the reducer's buckets, steps that it does not
+see.
 
-The reducer counts gradients through hooks on the parameter objects. With ``static_graph`` it learns the graph from the first
-step, and otherwise the order of its buckets. A trial step must not teach it anything, so the step runs on twins: parameters
-of the same memory without hooks, put into the modules for as long as the step takes.
+The reducer counts gradients with hooks on the parameter objects. It learns the order of its buckets from the first step, and
+with ``static_graph`` the whole graph. A trial step must not teach it anything. So a trial step runs on twins: parameters
+without hooks that share the originals' memory and replace them in the modules during the step.
 
 Source: torch.nn.parallel.DistributedDataParallel and its reducer (torch/csrc/distributed/c10d/reducer.cpp). Known weakness: a
-model that keeps its parameters in lists of its own, outside of ``nn.Module``, uses those in a trial step as well.
+model that keeps its parameters in its own lists, outside of ``nn.Module``, uses those in a trial step too.
 """
 
 from __future__ import annotations
@@ -21,16 +22,15 @@ from plimsoll.tracing.zero import is_gathered_by_zero, is_stepped_by_zero
 
 
 def inner_module(model: nn.Module) -> nn.Module:
-    """The model inside of ``DistributedDataParallel`` and of ``torch.compile(model)``, in whatever order; any other model is
-    its own.
+    """Return the model inside of ``DistributedDataParallel`` and ``torch.compile(model)``, in any order of wrappers.
 
-    Names, fingerprints and regions are those of the inner model, so a plan does not know whether it was made under a wrapper.
+    Names, fingerprints and regions always refer to the inner model, so a plan is the same with and without a wrapper.
     """
     return layers_of(model)[-1]
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The model with its wrappers, the outermost first."""
+    """Return the model with its wrappers, the outermost first."""
     layers = [model]
     while isinstance(model, DistributedDataParallel) or is_compiled_wrapper(model):
         model = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod  # type: ignore[assignment]
@@ -39,18 +39,20 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def is_compiled_wrapper(module: nn.Module) -> bool:
-    """Whether ``torch.compile(module)`` made this module."""
-    return type(module).__name__ == "OptimizedModule"  # by name (torch 2.9 to 2.15): importing its home takes seconds
+    """True if ``torch.compile(module)`` made this module."""
+    return type(module).__name__ == "OptimizedModule"  # by name (torch 2.9 to 2.15): importing its module takes seconds
 
 
 def _reducer(model: nn.Module) -> DistributedDataParallel | None:
-    """The wrapper that reduces the gradients of a model, if it is the model or around it."""
+    """Return the wrapper that reduces the gradients of a model: the model itself or one of its layers of wrappers."""
     return next((layer for layer in layers_of(model) if isinstance(layer, DistributedDataParallel)), None)
 
 
 def unseen_wrapper(model: nn.Module) -> nn.Module | None:
-    """A ``DistributedDataParallel`` that reduces this model's gradients and is not the model: around the call of it that runs,
-    or inside of it. Its buckets would not be counted, and it would see trial steps.
+    """Return a ``DistributedDataParallel`` that reduces this model's gradients but is not one of its wrappers, or None.
+
+    It is around the running call of the model, or inside the model. Its buckets would not be counted, and it would see trial
+    steps.
     """
     if _reducer(model) is not None:
         return None
@@ -59,10 +61,10 @@ def unseen_wrapper(model: nn.Module) -> nn.Module | None:
 
 
 def bucket_bytes(model: nn.Module) -> int:
-    """Bytes that the reducer's buckets hold beside parameters and gradients; 0 for a model without a reducer.
+    """Return the bytes of the reducer's buckets, without parameters and gradients; 0 for a model without a reducer.
 
-    Every gradient that is reduced has a place in a bucket for as long as the wrapper lives. With
-    ``gradient_as_bucket_view`` a gradient that is there lies in that place, and is not counted twice.
+    Every reduced gradient has a place in a bucket for the wrapper's lifetime. With ``gradient_as_bucket_view`` an existing
+    gradient is in that place, and is not counted twice.
     """
     return sum(
         parameter.numel() * parameter.element_size()
@@ -72,28 +74,28 @@ def bucket_bytes(model: nn.Module) -> int:
 
 
 def has_rebuilt_buckets(model: nn.Module) -> bool:
-    """Whether the reducer has arranged its buckets anew, as it does once, in the forward that follows its first backward.
+    """True if the reducer has rebuilt its buckets. It does so once, in the forward after its first backward.
 
-    Only C++ knows the buckets, so whoever measures that step sees the new ones come and not the old ones go.
+    Only C++ knows the buckets. A measurement of that step sees the new buckets allocated but not the old ones freed.
     """
     reducer = _reducer(model)
     return reducer is not None and bool(reducer._has_rebuilt_buckets)  # seen in torch 2.9 to 2.15
 
 
 def is_without_reduction(model: nn.Module) -> bool:
-    """Whether the next backward leaves gradients to be reduced by a later one (``no_sync``)."""
+    """True if the next backward leaves its gradients to a later reduction (``no_sync``)."""
     reducer = _reducer(model)
     return reducer is not None and not reducer.require_backward_grad_sync
 
 
 def gradients_are_views(model: nn.Module) -> bool:
-    """Whether gradients move into the buckets as soon as they are complete."""
+    """True if each gradient moves into a bucket when it is complete."""
     reducer = _reducer(model)
     return reducer is not None and bool(reducer.gradient_as_bucket_view)
 
 
 def reduced_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters whose gradients the reducer averages over ranks."""
+    """Return the parameters whose gradients the reducer averages over ranks."""
     reducer = _reducer(model)
     named = [] if reducer is None else reducer.module.named_parameters()
     ignored = () if reducer is None else reducer.parameters_to_ignore
@@ -101,26 +103,26 @@ def reduced_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def own_reductions(model: nn.Module) -> list[str]:
-    """Communication hooks in the place of the reducer's all-reduce, by name (torch 2.9 to 2.15 keep them like this)."""
+    """Return the names of communication hooks that replace the reducer's all-reduce (stored like this in torch 2.9 to 2.15)."""
     reducer = _reducer(model)
     return [] if reducer is None else [hook.__qualname__ for hook, _ in reducer._comm_hooks]
 
 
 def is_static(model: nn.Module) -> bool:
-    """Whether the reducer learns the graph from its first step, and relies on it in all others."""
+    """True if the reducer learns the graph from its first step and assumes it in all others."""
     reducer = _reducer(model)
     return reducer is not None and bool(reducer.static_graph)
 
 
 def begin_anew(model: nn.Module) -> None:
-    """Make the reducer ready for a new step after one whose backward did not finish; on all ranks, or its buckets differ."""
+    """Reset the reducer after a step whose backward did not finish. Call this on all ranks, or their buckets will differ."""
     reducer = _reducer(model)
     if reducer is not None:
         reducer.reducer._reset_state()  # seen in torch 2.9 to 2.15
 
 
 class Twins:
-    """Parameters of the memory of a wrapped model's, without hooks of the reducer or of ZeRO; none for any other model."""
+    """Aliases of the parameters of a wrapped model that bypass the hooks of DDP and ZeRO; none for any other model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
@@ -128,7 +130,7 @@ class Twins:
         for module in () if self._reducer is None and not is_zero else inner_module(model).modules():
             self._places += [(module, name, each) for name, each in module._parameters.items() if each is not None]
         originals = dict.fromkeys(parameter for _, _, parameter in self._places)
-        # ZeRO's hooks put every gradient into a bucket, too.
+        # ZeRO's hooks move every gradient into a bucket too.
         moved = originals if is_zero else reduced_parameters(model) if gradients_are_views(model) else ()
         self._moved = frozenset(parameter for parameter in moved if parameter.requires_grad)
         self._gathered = [each for each in model.parameters() if is_gathered_by_zero(each) and each.requires_grad]
@@ -136,9 +138,9 @@ class Twins:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Run steps that the reducer does not see; the gradients that they leave are the parameters' own in the end.
+        """Run steps on the twins, which the reducer does not see. Afterwards their gradients become the parameters' gradients.
 
-        What torch.compile compiles here it splits at the reducer's buckets, as in training (``_inside_ddp_forward``, seen in
+        What torch.compile compiles here is split at the reducer's buckets, as in training (``_inside_ddp_forward``, seen in
         torch 2.9 to 2.15).
         """
         for parameter, twin in self._twins.items():
@@ -157,17 +159,17 @@ class Twins:
 
     @contextlib.contextmanager
     def moving_gradients(self, *, keeps: bool) -> Iterator[None]:
-        """Let go of every new gradient once it is complete, as if it moved into a bucket: for steps that count bytes.
+        """Free every new gradient when it is complete, as if it moved into a bucket. Use this in steps that count bytes.
 
-        With ``keeps`` it moves to memory that is there before the block starts; otherwise something of its shape, one
-        element large, stays in its place.
+        With ``keeps``, the gradient moves to memory that was allocated before the block. Otherwise a tensor with the same shape
+        and a single element replaces it.
         """
         hooks = [
             self._twins[parameter].register_post_accumulate_grad_hook(_mover(parameter) if keeps else _shrink)
             for parameter in self._moved
             if parameter.grad is None
         ]
-        hooks += [each.register_post_accumulate_grad_hook(_shrink) for each in self._gathered]  # they go into shards
+        hooks += [each.register_post_accumulate_grad_hook(_shrink) for each in self._gathered]  # they move into shards
         try:
             yield
         finally:
@@ -177,14 +179,14 @@ class Twins:
 
 @contextlib.contextmanager
 def unseen_by_reducer(model: nn.Module) -> Iterator[None]:
-    """Run a step that counts bytes and is not seen by the reducer of ``model``, if it has one."""
+    """Run a step that counts bytes so that the reducer of ``model`` (if any) does not see it."""
     twins = Twins(model)
     with twins.in_place(), twins.moving_gradients(keeps=False):
         yield
 
 
 def _mover(parameter: nn.Parameter) -> Callable[[torch.Tensor], None]:
-    """Copies the gradient to a place of its own and leaves that as the gradient."""
+    """Return a hook that copies the gradient to preallocated memory and makes that the gradient."""
     place = torch.empty_like(parameter, requires_grad=False)
 
     def move(parameter: torch.Tensor) -> None:

@@ -1,11 +1,11 @@
-"""Lets a model compute with fake CPU tensors for the length of a block, also where it is on the meta device.
+"""Lets a model compute with fake CPU tensors inside a block, even if it is on the meta device.
 
-Fake tensors know shapes, strides and types, no numbers. What a step computes from integers alone (positions, masks, the
-padding test that decides whether there is a mask at all) is small and often asked for its value, so it is computed for
-real: a fake trace then takes the branches that a real step takes.
+Fake tensors have shapes, strides and dtypes, but no values. Values that a step computes from integers alone (positions, masks,
+the padding test that decides whether there is a mask at all) are small, and Python code often reads them. So they are computed
+for real, and a fake trace takes the same branches as a real step.
 
-Known weakness: a tensor that is real because it came from real integers stays as it is when something fake is written
-into it in place.
+Known weakness: a tensor that is real because it came from real integers does not change when something fake is written into it
+in place.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from plimsoll.tracing.recorder.calling import flat_tensors
 
 _MOST_REAL_FLOAT_BYTES = 4 * 2**20
 _MOST_REAL_INTEGER_BYTES = 64 * 2**20
-"""Up to this size a tensor that depends on nothing fake is real."""
+"""Up to these sizes, a tensor that depends on nothing fake is computed for real."""
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
 _ROW_ALIGNMENT_BYTES = 16
 _DEVICE_OF = torch.ops.prim.device.default
@@ -40,7 +40,7 @@ _DEVICE_OF = torch.ops.prim.device.default
 
 @contextlib.contextmanager
 def faked(model: nn.Module) -> Iterator[FakeTensorMode]:
-    """Compute with fake tensors: parameters and buffers are swapped for fake ones, tied ones stay tied."""
+    """Compute with fake tensors inside the block. Parameters and buffers are replaced by fake ones; tied ones stay tied."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with _swapped(model, mode), mode, KnownValues():
         yield mode
@@ -68,9 +68,9 @@ def fake_like(tensor: torch.Tensor, mode: FakeTensorMode | None) -> torch.Tensor
 
 
 def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
-    """The batch with fake tensors; integer tensors that have values keep them, on storages of their own."""
+    """Return the batch with fake tensors. Integer tensors that have values keep them, in new storages."""
 
-    @functools.cache  # a tensor that is passed twice stays one
+    @functools.cache  # a tensor that is passed twice stays one tensor
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         return _known_copy(tensor) if _has_known_values(tensor) else fake_like(tensor, mode)
 
@@ -89,7 +89,7 @@ def _known_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _swapped(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
-    twin = functools.cache(functools.partial(_twin, mode=mode))  # tied parameters stay one
+    twin = functools.cache(functools.partial(_twin, mode=mode))  # tied parameters stay one tensor
     originals: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     try:
         for module in model.modules():
@@ -115,13 +115,13 @@ def _twin(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
 
 
 class KnownValues(TorchDispatchMode):
-    """Runs for real what is small and depends on nothing fake; everything else goes on to the fake mode below."""
+    """Runs small ops that depend on nothing fake for real. Everything else goes to the fake mode below."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is _DEVICE_OF and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # asked several times per op; the fake mode's way to it is long
+            return args[0].fake_device  # asked several times per op, and the fake mode is slow to answer
         kwargs = kwargs or {}
         if func is _GROUPED_MM:
             return _grouped_product(*args, **kwargs)
@@ -153,16 +153,16 @@ def _grouped_product(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """An empty tensor with the geometry of ``aten._grouped_mm``: the experts of a mixture, each with its rows.
+    """Return an empty tensor with the geometry of ``aten._grouped_mm``: the products of a mixture's experts with their rows.
 
-    torch's own fake form takes bfloat16 alone, while its kernels run in every type (2.9 to 2.13). Which rows go to which
-    expert depends on data, how many rows there are does not: tokens × experts per token.
+    torch's own fake implementation accepts only bfloat16, but its kernels run in every dtype (2.9 to 2.13). Which rows go to
+    which expert depends on data. The number of rows does not: tokens × experts per token.
 
     Source: ``create_grouped_gemm_output_tensor`` in ``aten/src/ATen/native/GroupedMMUtils.h``: rows start at multiples of 16
     bytes.
 
-    ``left`` has the rows of all groups ``[rows, in]`` or one matrix per group ``[groups, rows, in]``, ``right`` one matrix per
-    group ``[groups, in, out]`` or the columns of all groups ``[in, out]``; ``offs`` says where groups end.
+    ``left`` has the rows of all groups ``[rows, in]`` or one matrix per group ``[groups, rows, in]``. ``right`` has one matrix
+    per group ``[groups, in, out]`` or the columns of all groups ``[in, out]``. ``offs`` are the ends of the groups.
     """
     dtype = out_dtype or left.dtype
     if left.dim() == right.dim() == 2:

@@ -1,12 +1,12 @@
-"""All that knows ``fully_shard`` (FSDP2, HSDP): shards, gathered parameters, gradients that wait, state to be put back.
+"""All knowledge of ``fully_shard`` (FSDP2, HSDP): shards, gathered parameters, waiting gradients, state to be restored.
 
-FSDP2 keeps one storage per gathered parameter for good. It is filled before a module's forward and backward and emptied
-(``resize_(0)``) after them, so it lives several times in a step and is not alive in between. Whether it is shows in its size.
+FSDP2 keeps one storage per gathered parameter permanently. It fills the storage before a module's forward and backward, and
+empties it (``resize_(0)``) afterwards. So the storage has several lives in a step. Its size shows whether it is filled.
 
-Source: torch.distributed.fsdp._fully_shard; which storages these are is not told in public, so this file alone reads FSDP2's
-own objects. Seen in torch 2.9 and 2.11 (one group of parameters per module, no way to reset a failed step), 2.13 and 2.14
-(several groups, ``reset_iter_state``) and 2.15 (gradients accumulate in ``grad`` of the gathered parameter, a reset drops
-them). Importing it takes most of a second; if it is not imported, no model is sharded.
+Source: torch.distributed.fsdp._fully_shard. No public name gives these storages, so only this file reads FSDP2's own objects.
+Seen in torch 2.9 and 2.11 (one group of parameters per module, no way to reset a failed step), 2.13 and 2.14 (several groups,
+``reset_iter_state``) and 2.15 (gradients accumulate in ``grad`` of the gathered parameter, and a reset drops them). FSDP takes
+about a second to import. If it is not in `sys.modules`, nothing is sharded.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ if TYPE_CHECKING:
 _HOME = "torch.distributed.fsdp._fully_shard"
 _IDLE = "IDLE"
 _OF_WAITING = ("_partial_reduce_output_layout", "_post_backward_pending")
-"""What a group remembers about gradients that wait (torch 2.15): which part of the flat one is whose, that work is left."""
+"""A group's state for waiting gradients (torch 2.15): the layout of the flat gradient, and whether work is pending."""
 
 
 class Gathered:
-    """The memory of a model's gathered parameters; made once, asked again and again while a step runs."""
+    """The memory of a model's gathered parameters. Made once and read many times while a step runs."""
 
     def __init__(self, model: nn.Module) -> None:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._parameters = [(names.get(id(part.sharded_param)) or _name_of(part), part) for part in _parameters(model)]
 
     def __bool__(self) -> bool:
-        """Whether anything is sharded at all."""
+        """Whether anything is sharded."""
         return bool(self._parameters)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and memory of every parameter that has been gathered before; a storage of 0 bytes is not filled now."""
+        """Yield name and memory of every parameter that was gathered before. A storage of 0 bytes is not filled now."""
         for name, part in self._parameters:
             for tensor in (*part.all_gather_outputs, *part._unsharded_inner_tensors):
                 yield name, tensor
 
 
 def has_flat_parameters(model: nn.Module) -> bool:
-    """Whether some module is under FSDP1 (``FullyShardedDataParallel``), which puts views of flat parameters in place."""
+    """True if a module is under FSDP1 (``FullyShardedDataParallel``), which replaces parameters by views of flat ones."""
     if _HOME not in sys.modules:
         return False
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -64,13 +64,15 @@ def has_flat_parameters(model: nn.Module) -> bool:
 
 
 def sharded_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The sharded parameters, also of modules whose parameters are gathered right now; empty without FSDP2."""
+    """Return the sharded parameters, also of modules whose parameters are gathered now; empty without FSDP2."""
     return [part.sharded_param for part in _parameters(model)]
 
 
 def process_groups(model: nn.Module) -> Iterator[torch.distributed.ProcessGroup]:
-    """The groups in which parameters are gathered and gradients reduced. Meshes that are equal may be taken for one another
-    by the parameters, and have other groups each: these are FSDP2's own.
+    """Yield the process groups that gather parameters and reduce gradients.
+
+    A parameter's mesh may be another mesh that compares equal but has other groups. So the groups are read from FSDP2's own
+    meshes.
     """
     for group in _groups(model):
         for info in (group.mesh_info, group.post_forward_mesh_info):
@@ -79,20 +81,22 @@ def process_groups(model: nn.Module) -> Iterator[torch.distributed.ProcessGroup]
 
 
 def every_parameter(model: nn.Module) -> list[nn.Parameter]:
-    """Every parameter once; also what an optimizer holds in its place: the shard of one that is gathered right now, ZeRO's
+    """Return every parameter once, including what an optimizer holds instead: shards of gathered parameters, ZeRO's
     partitions.
     """
     return list(dict.fromkeys([*model.parameters(), *sharded_parameters(model), *partitions(model)]))
 
 
 def every_gradient(model: nn.Module) -> list[torch.Tensor]:
-    """The gradients that are there, also those that wait for a later reduction."""
+    """Return all existing gradients, including those that wait for a later reduction."""
     reduced = [parameter.grad for parameter in every_parameter(model) if parameter.grad is not None]
     return [*reduced, *(gradient for _, gradient in waiting_gradients(model))]
 
 
 def splits_activations(model: nn.Module) -> bool:
-    """Whether ranks share the work on one batch (tensor parallelism), and do not only gather parameters for their own."""
+    """True if ranks share the work on one batch (tensor parallelism), instead of only gathering parameters for their own
+    batch.
+    """
     parts = _parameters(model)
     gathered = {*(part.sharded_param for part in parts), *(getattr(part, "_unsharded_param", None) for part in parts)}
     return any(part.is_dtensor for part in parts) or any(
@@ -101,7 +105,7 @@ def splits_activations(model: nn.Module) -> bool:
 
 
 def waiting_gradients(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Gradients that wait for a later reduction (``set_requires_gradient_sync(False)``), with a name each."""
+    """Yield the gradients that wait for a later reduction (``set_requires_gradient_sync(False)``), each with a name."""
     for name, holder, attribute in _waiting_places(model):
         gradient = getattr(holder, attribute)
         if gradient is not None:
@@ -109,7 +113,7 @@ def waiting_gradients(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _waiting_places(model: nn.Module) -> Iterator[tuple[str, Any, str]]:
-    """Where such gradients are: a name, and the attribute of an object that holds one or ``None``."""
+    """Yield where such gradients are stored: a name, an object, and its attribute that holds a gradient or ``None``."""
     for group in _groups(model):
         for part in group.fsdp_params:
             if (unsharded := getattr(part, "_unsharded_param", None)) is not None:  # made by the first gathering
@@ -120,7 +124,7 @@ def _waiting_places(model: nn.Module) -> Iterator[tuple[str, Any, str]]:
 
 
 class KeptWaiting:
-    """The gradients that wait for a later reduction; ``put_back`` makes them those that wait again, and no others."""
+    """The gradients that wait for a later reduction. ``put_back`` makes exactly these wait again."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -134,7 +138,7 @@ class KeptWaiting:
         ]
 
     def put_back(self) -> None:
-        """The same tensors in the same places; nothing where a place was made since."""
+        """Put the same tensors back into the same places, and ``None`` into places that were made since."""
         for group, name, value in self._groups:
             setattr(group, name, copy.copy(value))
         kept = {(id(holder), attribute): gradient for holder, attribute, gradient in self.places}
@@ -143,13 +147,13 @@ class KeptWaiting:
 
 
 def holds_gradients_back(model: nn.Module) -> bool:
-    """Whether the next backward leaves gradients that wait for a later reduction."""
+    """True if the next backward leaves gradients that wait for a later reduction."""
     return any(not (group.reduce_grads and group.all_reduce_grads) for group in _groups(model))
 
 
 @contextlib.contextmanager
 def holding_gradients_back(model: nn.Module, *, holds: bool) -> Iterator[None]:
-    """Let gradients wait, or be reduced, in every module for the length of the block."""
+    """Let gradients wait, or be reduced, in every module inside the block."""
     groups = _groups(model)
     before = [(group.reduce_grads, group.all_reduce_grads) for group in groups]
     try:
@@ -162,9 +166,7 @@ def holding_gradients_back(model: nn.Module, *, holds: bool) -> Iterator[None]:
 
 
 def emptied_after_forward(model: nn.Module, modules: Mapping[str, nn.Module]) -> frozenset[str]:
-    """Which of ``modules`` (parts of the model) use parameters that may be gone between their forward and their
-    backward.
-    """
+    """Return which of ``modules`` (parts of the model) use parameters that may be freed between their forward and backward."""
     owners = {
         part._module_info.module
         for group in _groups(model)
@@ -175,7 +177,7 @@ def emptied_after_forward(model: nn.Module, modules: Mapping[str, nn.Module]) ->
 
 
 def release_gathered(model: nn.Module) -> None:
-    """Make FSDP2 ready for a new step after one whose backward did not finish. Gradients stay: torch 2.15 drops them here."""
+    """Reset FSDP2 after a step whose backward did not finish. Gradients are kept, although torch 2.15 drops them in a reset."""
     gradients, waiting = [(each, each.grad) for each in sharded_parameters(model)], KeptWaiting(model)
     for state, module in {module._get_fsdp_state(): module for module in _sharded_modules(model)}.items():
         if state._is_root and is_at_least(2, 13):
@@ -188,7 +190,7 @@ def release_gathered(model: nn.Module) -> None:
 
 
 def _reset(root: Any) -> None:
-    """What ``reset_iter_state`` does, for a torch that has none."""
+    """Do what ``reset_iter_state`` does, for torch versions without it."""
     comm, context = root._comm_ctx, root._state_ctx
     comm.all_gather_state = comm.reduce_scatter_state = None
     comm.post_forward_order.clear()
@@ -196,7 +198,7 @@ def _reset(root: Any) -> None:
         state._modules_to_run_forward.clear()
         state._training_state = type(state._training_state).IDLE
         for group in _groups_of(state):
-            group.finalize_backward()  # waits for what is under way
+            group.finalize_backward()  # waits for pending work
             group._training_state = state._training_state
             group._to_sharded()
     context.iter_forward_root = None
@@ -204,7 +206,7 @@ def _reset(root: Any) -> None:
 
 
 def gather_once(model: nn.Module) -> None:
-    """Let every module gather its parameters once if it never has: that makes their memory, which later steps find there."""
+    """Let every module that has never gathered its parameters do so once. This allocates memory that later steps reuse."""
     for module in _sharded_modules(model):
         parts = [part for group in groups_of(module) for part in group.fsdp_params]
         if any(getattr(part, "_unsharded_param", None) is None for part in parts):
@@ -213,14 +215,14 @@ def gather_once(model: nn.Module) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free gathered parameters: after a forward without a backward, those of the root are still there."""
+    """Free gathered parameters. After a forward without a backward, the root's are still there."""
     for module in _sharded_modules(model):
         module.reshard()
 
 
 @contextlib.contextmanager
 def scattering(model: nn.Module, scatter: Any) -> Iterator[None]:
-    """Reduce gradients by ``scatter`` in every module, each of one group of parameters, for the length of the block."""
+    """Reduce gradients by ``scatter`` in every module inside the block. Each module has one group of parameters."""
     groups = _groups(model)
     before = [group._reduce_scatter_comm for group in groups]
     for group in groups:
@@ -233,16 +235,16 @@ def scattering(model: nn.Module, scatter: Any) -> Iterator[None]:
 
 
 def own_reductions(model: nn.Module) -> list[str]:
-    """What the user (or gradient compression) has put in the place of torch's reduction, by name."""
+    """Return the names of the user's reductions (or gradient compression's) that replace torch's."""
     found = dict.fromkeys(thing for group in _groups(model) for thing in _own_of(group) if thing is not None)
     return [getattr(thing, "__qualname__", type(thing).__name__) for thing in found]
 
 
 class KeptShards:
-    """What FSDP2 holds between steps, set aside: zeros stand in its place until ``put_back``.
+    """FSDP2's state between steps, set aside. Until ``put_back``, zeros replace the waiting gradients.
 
-    So do torch's own reductions in the place of others: these may keep what they have not sent, and count steps. Parameters
-    that stay gathered after backward (``set_reshard_after_backward(False)``) are let go before and after.
+    Torch's own reductions replace the user's, which may keep unsent data and count steps. Parameters that stay gathered after
+    backward (``set_reshard_after_backward(False)``) are freed before and after.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -262,7 +264,7 @@ class KeptShards:
                 setattr(holder, attribute, torch.zeros_like(gradient))
 
     def put_back(self) -> None:
-        """Everything as it was; what a step left half done is let go."""
+        """Restore everything and discard what an unfinished step has left."""
         if _is_busy(self._model):
             release_gathered(self._model)
         reshard(self._model)
@@ -272,7 +274,7 @@ class KeptShards:
 
 
 def _own_of(group: FSDPParamGroup) -> tuple[Any, Any]:
-    """A reduce-scatter that is none of torch's, and an all-reduce hook."""
+    """Return the user's reduce-scatter (None if it is torch's) and the all-reduce hook."""
     scatter = group._reduce_scatter_comm
     return None if type(scatter).__module__.startswith("torch.") else scatter, group._all_reduce_hook
 
@@ -282,7 +284,8 @@ def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
         return []
     from torch.distributed.fsdp import FSDPModule
 
-    if not FSDPModule.__subclasses__():  # `fully_shard` makes one of every class: asked in every step, of large models
+    # `fully_shard` makes a subclass; this check is cheap, and every step of large models calls it
+    if not FSDPModule.__subclasses__():
         return []
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
@@ -296,7 +299,7 @@ def _groups(model: nn.Module) -> list[FSDPParamGroup]:
 
 
 def groups_of(module: FSDPModule) -> list[FSDPParamGroup]:
-    """Where FSDP2 keeps the parameters and the hooks of one module that ``fully_shard`` was called on."""
+    """Return FSDP2's groups, which hold the parameters and hooks of a module that ``fully_shard`` was called on."""
     return _groups_of(module._get_fsdp_state())
 
 
@@ -318,7 +321,7 @@ def _name_of(part: FSDPParam) -> str:
 
 
 def _is_busy(model: nn.Module) -> bool:
-    """Whether some module is in the middle of a forward or a backward."""
+    """True if a module is in the middle of a forward or a backward."""
     parts: list[FSDPState | FSDPParamGroup] = [*_states(model), *_groups(model)]
     return any(part._training_state.name != _IDLE for part in parts) or any(
         group._post_forward_indices for group in _groups(model)

@@ -1,22 +1,22 @@
 """Lets ops on fake CPU tensors decompose as they would on the device that the plan is for.
 
-What a step saves for backward depends on the kernel: on a CPU, dropout is ``empty_like → bernoulli_ → div_ → mul`` and keeps a
-mask in the activations' type, on a GPU it is one op with a mask of bytes. Which kernel runs is decided by functions that
-torch decomposes before anything else sees them; while the block lasts, those that decide by device are replaced, for
-tensors on the CPU, by what torch does for CUDA tensors (2.9 to 2.13).
+What a step saves for backward depends on the kernel. On a CPU, dropout is ``empty_like → bernoulli_ → div_ → mul`` and keeps a
+mask in the activations' dtype; on a GPU it is one op with a byte mask. The kernel is chosen by functions that torch decomposes
+before anything else sees them. Inside the block, those functions that choose by device are replaced for CPU tensors by what
+torch does for CUDA tensors (2.9 to 2.13).
 
-Autocast differs too: where the caller's autocast is on (for "cuda", or for "cpu" where no CUDA is), it runs with its dtype
-and with CUDA's list of ops that stay in float32.
+Autocast differs too: if the caller's autocast is on (for "cuda", or for "cpu" without CUDA), the block uses its dtype, and
+CUDA's list of ops that stay in float32.
 
-Attention takes the first kernel of torch's order that can serve the call: cuDNN's, where torch prefers it (`prefers_cudnn`),
-then flash, memory-efficient, and the one made of matrix products. A kernel that is switched off by ``torch.backends.cuda`` or
-``torch.nn.attention.sdpa_kernel`` is left out.
+Attention takes the first kernel in torch's order that supports the call: cuDNN's, if torch prefers it (`prefers_cudnn`), then
+flash, then memory-efficient, then the one made of matrix products. A kernel that is disabled by ``torch.backends.cuda`` or
+``torch.nn.attention.sdpa_kernel`` is skipped.
 
 Sources: ``aten/src/ATen/native/Dropout.cpp``, ``transformers/attention.cpp``, ``transformers/cuda/sdp_utils.cpp``,
-``layer_norm.cpp``, ``SoftMax.cpp``, ``autocast_mode.h`` in PyTorch. Known weaknesses: a GPU too old for flash attention is not
-recognised, nor an order given by ``sdpa_kernel(..., set_priority=True)``; heads of more than 128 count as none of cuDNN's
-(newer versions take some); convolutions and batch norm keep the CPU's
-form, which saves the same tensors as cuDNN's up to its small reserve. None of this was compared with a GPU yet.
+``layer_norm.cpp``, ``SoftMax.cpp``, ``autocast_mode.h`` in PyTorch. Known weaknesses: GPUs too old for flash attention are not
+recognised, nor is an order given by ``sdpa_kernel(..., set_priority=True)``. Heads larger than 128 are assumed not to be
+supported by cuDNN (newer versions support some). Convolutions and batch norm keep the CPU's form, which saves the same tensors
+as cuDNN's except its small reserve. None of this was compared with a GPU yet.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _NARROW_DTYPES = (torch.float16, torch.bfloat16)
 _FLASH_MOST_HEAD_SIZE = 256
 _FLASH_ALIGNMENT = 8
 _CUDNN_FIRST = 91500
-"""Newer cuDNN is what torch prefers: since 9.15.1 it takes sequences of any length (pytorch#169849)."""
+"""torch prefers newer cuDNN: since 9.15.1 it supports sequences of any length (pytorch#169849)."""
 _CUDNN_MOST_HEAD_SIZE = 128
 _CUDNN_MOST_LATENT = (192, 128)
-"""Sizes of heads of queries and of values in multi-head latent attention."""
+"""Head sizes of queries and of values in multi-head latent attention."""
 _HOPPER_OR_BLACKWELL = re.compile(r"(?<![a-z])(gh|h|gb|b)[1-9]00(?![0-9])|(?<![a-z])h20(?![0-9])")
-"""What data center GPUs of compute capability 9.0 and 10.x are called."""
+"""Matches the names of data center GPUs of compute capability 9.0 and 10.x."""
 _FLOAT32_UNDER_CUDA_AUTOCAST = (
     "softmax.int",
     "log_softmax.int",
@@ -67,12 +67,12 @@ _FLOAT32_UNDER_CUDA_AUTOCAST = (
     "sum",
     "sum.dim_IntList",
 )
-"""The ops of CUDA's autocast list that models use and that autocast on the CPU leaves in the narrow type."""
+"""Ops of CUDA's float32 autocast list that models use, and that CPU autocast leaves in the narrow dtype."""
 
 
 @contextlib.contextmanager
 def target_kernels(device_name: str) -> Iterator[None]:
-    """Let CPU tensors take the kernels of the device. Nothing changes for a CPU."""
+    """Let CPU tensors use the kernels of the device. Nothing changes for a CPU."""
     if not runs_gpu_kernels(device_name):
         yield
         return
@@ -86,7 +86,7 @@ def target_kernels(device_name: str) -> Iterator[None]:
         library.impl("log_softmax.int", _softmax(_ATEN._log_softmax.default), "AutogradCPU")
         caller = next((device for device in ("cuda", "cpu") if torch.is_autocast_enabled(device)), None)
         if caller is not None:
-            with warnings.catch_warnings():  # of the kernels that are replaced: that is what is wanted here
+            with warnings.catch_warnings():  # torch warns about replaced kernels, which is intended here
                 warnings.filterwarnings("ignore", message="Warning only once for all operators", category=UserWarning)
                 for name in _FLOAT32_UNDER_CUDA_AUTOCAST:
                     library.impl(name, _in_float32(name), "AutocastCPU")
@@ -95,7 +95,7 @@ def target_kernels(device_name: str) -> Iterator[None]:
 
 
 def _in_float32(name: str) -> Callable[..., Any]:
-    """The op called ``name`` with its floating-point tensors cast up, as autocast does it."""
+    """Return the op called ``name`` with its floating-point tensors cast to float32, as autocast does it."""
     packet, _, overload = name.partition(".")
     op = getattr(getattr(_ATEN, packet), overload or "default")
     below = dispatch_keys(AUTOCAST_CPU)
@@ -118,10 +118,10 @@ def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # noq
 
 
 def prefers_cudnn(device_name: str) -> bool:
-    """Whether torch tries cuDNN's attention first on this device: since cuDNN 9.15.1, for compute capability 9 and 10.
+    """True if torch tries cuDNN's attention first on this device: since cuDNN 9.15.1, for compute capability 9 and 10.
 
-    A build of torch for CPUs comes without cuDNN. There the version of torch's wheels for CUDA 13 is assumed, which is newer.
-    ``TORCH_CUDNN_SDPA_DEPRIORITIZED=1``, a switched off kernel and deterministic mode count as in torch.
+    A CPU build of torch lacks cuDNN. Then the version in torch's wheels for CUDA 13 is assumed, which is newer.
+    ``TORCH_CUDNN_SDPA_DEPRIORITIZED=1``, a disabled kernel and deterministic mode have the same effect as in torch.
 
     Example:
         >>> prefers_cudnn("A100-80GB")
@@ -146,7 +146,7 @@ def _has_capability_9_or_10(device_name: str) -> bool:
 
 
 def _attention(*, with_cudnn: bool) -> Callable[..., torch.Tensor]:
-    """The kernel that torch chooses on a GPU."""
+    """Return a function that calls the attention kernel that torch chooses on a GPU."""
 
     def attend(
         query: torch.Tensor,
@@ -190,7 +190,7 @@ def _attention(*, with_cudnn: bool) -> Callable[..., torch.Tensor]:
 
 
 def _fits_cudnn(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float) -> bool:
-    """Whether cuDNN's kernel takes these shapes."""
+    """True if cuDNN's kernel supports these shapes."""
     sizes = query.shape[-1], value.shape[-1]
     return (
         query.dtype in _NARROW_DTYPES
@@ -202,7 +202,7 @@ def _fits_cudnn(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dro
 
 
 def _fits_flash(query: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether the flash kernel takes these shapes; values of another head size are left to the memory-efficient kernel."""
+    """True if the flash kernel supports these shapes. Values of another head size go to the memory-efficient kernel."""
     return (
         torch.backends.cuda.flash_sdp_enabled()
         and query.dtype in _NARROW_DTYPES
@@ -211,7 +211,7 @@ def _fits_flash(query: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 def _attention_bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
-    """The additive mask, expanded to all heads, as fused kernels take it."""
+    """Return the additive mask, expanded to all heads, as fused kernels expect it."""
     if mask is None:
         return None
     if mask.dtype is torch.bool:
@@ -221,7 +221,7 @@ def _attention_bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.T
 
 
 def _softmax(op: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """``_softmax`` or ``_log_softmax``, which on a GPU casts float16 up within the kernel."""
+    """Return ``_softmax`` or ``_log_softmax``, which on a GPU casts float16 to float32 inside the kernel."""
 
     def kernel(input: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:  # noqa: A002 - aten's
         if input.dtype is torch.float16 and dtype is torch.float32:
@@ -241,7 +241,7 @@ def _rms_norm(
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """CUDA's fused kernel, which has an autograd formula there and decomposes on a CPU."""
+    """CUDA's fused kernel, which has an autograd formula on a GPU and decomposes on a CPU."""
 
     @staticmethod
     def forward(

@@ -1,11 +1,11 @@
-"""The tensors of this process behind tensors that are spread over ranks: a DTensor's local shard, what a collective fills.
+"""This process's tensors behind distributed ones: a DTensor's local shard, the buffer that a collective fills.
 
-A ``DTensor`` has no memory of its own: it is a local tensor and the note that says which part of a global one that is. An
-``AsyncCollectiveTensor`` is a tensor whose contents are still on their way. Everything that Plimsoll decides is decided on
-the local tensor; ``Shell`` keeps the note and puts it around the local tensor again.
+A ``DTensor`` does not hold memory itself. It is a local tensor plus the layout that says which part of a global tensor that is.
+An ``AsyncCollectiveTensor`` is a tensor whose contents have not arrived yet. Plimsoll decides everything on the local tensor.
+``Shell`` keeps the layout and wraps the local tensor in it again.
 
-Known weakness: torch does not bump any version counter when a multi-tensor or fused optimizer writes to DTensors (2.13), so
-such a write between forward and backward goes unnoticed here as it does without Plimsoll; the sentinels may still see it.
+Known weakness: torch does not bump any version counter when a multi-tensor or fused optimizer writes to DTensors (2.13). Such a
+write between forward and backward goes unnoticed here, as it does without Plimsoll; the sentinels may still see it.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from plimsoll.tracing.torch_internals import without_modes
 
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})
-"""Types whose tensors hold their own memory. Nearly all tensors are of these, so they are checked first."""
+"""Types whose tensors hold their own memory. Nearly all tensors are of these types, so they are checked first."""
 _DEEPEST_STATE = 2
-"""A weight's scales may have scales of their own (double quantisation)."""
+"""How deep to search: a weight's scales may have scales of their own (double quantisation)."""
 _SHARDED = ("torch.distributed.tensor", "DTensor")
 _PENDING = ("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
-"""Modules and names of the two types. Importing them takes a second; where nobody did, no such tensor exists."""
+"""The modules and names of the two types. Importing them takes a second. If they are not imported, no such tensor exists."""
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether the tensor has no memory of its own and stands for others."""
+    """True if the tensor only wraps other tensors that hold the memory."""
     return is_traceable_wrapper_subclass(tensor)
 
 
 def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The plain tensors that hold the memory of ``tensor``: itself, a DTensor's local shard, a sparse one's indices and values.
+    """Return the plain tensors that hold the memory of ``tensor``.
 
-    The storage of a wrapper has the size of the whole tensor and no memory, so bytes are counted, and bits compared, here.
-    No collective runs and autograd sees nothing.
+    That is the tensor itself, a DTensor's local shard, or a sparse tensor's indices and values. A wrapper's storage has the
+    size of the whole tensor but no memory, so bytes must be counted, and bits compared, on these parts. No collective runs, and
+    autograd sees nothing.
 
     Example:
         >>> [part.shape for part in dense_parts(torch.zeros(2, 3))]
@@ -54,10 +55,10 @@ def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def beside_weights(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Where tensors are that frozen weights keep beside themselves, as the scales and code books of bitsandbytes' 4-bit ones.
-    From their first forward on its 8-bit ones have theirs in their module's ``state``.
+    """Find tensors that frozen weights keep as attributes, such as the scales and code books of bitsandbytes' 4-bit weights.
 
-    Each by the weight's name and its own, the dictionary that holds it, and its key there.
+    The 8-bit weights of bitsandbytes keep them in their module's ``state`` from the first forward on. Yield for each a name
+    (the weight's and its own), the dictionary that holds it, and its key there.
     """
     for name, parameter in module.named_parameters():
         if not (parameter.requires_grad or is_wrapper(parameter)):
@@ -77,7 +78,7 @@ def _tensors_in(name: str, holder: dict[str, Any], depth: int) -> Iterator[tuple
 
 
 def densified(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or a dense copy of a sparse one."""
+    """Return the tensor itself, or a dense copy of a sparse one."""
     return tensor if tensor.layout is torch.strided else tensor.to_dense()
 
 
@@ -96,27 +97,27 @@ def parts_of_sparse(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def local_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of the elements that this process holds of ``tensor``."""
+    """Return the bytes of the elements of ``tensor`` that this process holds."""
     return sum(part.numel() * part.element_size() for part in dense_parts(tensor))
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether it is a ``DTensor``."""
+    """True for a ``DTensor``."""
     return type(tensor) not in _PLAIN and isinstance(tensor, _loaded(_SHARDED))
 
 
 def is_pending(tensor: Any) -> bool:
-    """Whether it stands for what a collective is still filling."""
+    """True for a tensor that a collective is still filling."""
     return type(tensor) not in _PLAIN and isinstance(tensor, _loaded(_PENDING))
 
 
 def dispatches_itself(kinds: Any) -> bool:
-    """Whether tensors of these types turn their ops into ops on local tensors and collectives."""
+    """True if tensors of these types turn their ops into ops on local tensors and collectives."""
     return any(kind not in _PLAIN and issubclass(kind, (*_loaded(_SHARDED), *_loaded(_PENDING))) for kind in kinds)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor of this process, without waiting for its contents; a plain tensor is its own."""
+    """Return this process's tensor without waiting for its contents. A plain tensor is returned itself."""
     if type(tensor) in _PLAIN:
         return tensor
     inner: Any = tensor
@@ -126,7 +127,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def settled(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor of this process, with its contents in place."""
+    """Return this process's tensor after its contents have arrived."""
     if type(tensor) in _PLAIN:
         return tensor
     inner: Any = tensor
@@ -136,21 +137,21 @@ def settled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often the tensor was written in place: through itself, or through the local tensor inside it.
+    """Return how often the tensor was written in place, through itself or through its local tensor.
 
-    Writes through a DTensor count at the DTensor alone, writes to its local tensor at that alone.
+    A write through a DTensor bumps only the DTensor's version; a write to its local tensor bumps only that one's.
     """
     local = local_of(tensor)
     return tensor._version if local is tensor else tensor._version + local._version
 
 
 def unwrapped(tensor: torch.Tensor) -> tuple[torch.Tensor, Shell | None]:
-    """The tensor of this process with its contents in place, and what a DTensor is besides."""
+    """Return this process's tensor after its contents have arrived, and a DTensor's `Shell`."""
     return settled(tensor), Shell(tensor) if is_sharded(tensor) else None
 
 
 class Shell:
-    """What a DTensor is besides its local tensor: device mesh, placements, global shape and strides.
+    """The layout of a DTensor without its local tensor: device mesh, placements, global shape and strides.
 
     The DTensor is held until ``keep`` or ``let_go``, so that its version can be read.
     """
@@ -161,13 +162,13 @@ class Shell:
         inner: Any = tensor
         self._kind = type(tensor)
         self.layout = inner._spec
-        """Mesh, placements, global shape and strides: hashable, and equal for tensors that lie alike."""
+        """Mesh, placements, global shape and strides: hashable, and equal for tensors with the same layout."""
         self.outer: torch.Tensor | None = tensor
-        """The DTensor as it was, while it is held."""
+        """The original DTensor, while it is held."""
 
     @property
     def version(self) -> int:
-        """How often it was written through the DTensor; 0 once it is let go."""
+        """How often the DTensor was written; 0 after `let_go`."""
         return 0 if self.outer is None else self.outer._version
 
     def keep(self) -> None:
@@ -176,30 +177,30 @@ class Shell:
             self.outer = self.outer.detach()
 
     def let_go(self) -> None:
-        """Hold nothing but the note."""
+        """Drop the DTensor and hold only the layout."""
         self.outer = None
 
     def around(self, local: torch.Tensor) -> torch.Tensor:
-        """The DTensor of which ``local`` is this process's part."""
+        """Return a DTensor with this layout whose local part is ``local``."""
         make: Any = self._kind
         dressed: torch.Tensor = make(local, self.layout, requires_grad=False)
         return dressed
 
 
 def layout_of(tensor: torch.Tensor) -> str:
-    """`` (Shard(dim=0),) on (2, 4)``: how a DTensor lies on its mesh, the same on every rank; empty for others."""
+    """Return a DTensor's layout as text, such as `` (Shard(dim=0),) on (2, 4)``, equal on every rank; "" for other tensors."""
     inner: Any = tensor
     return f" {inner.placements} on {tuple(inner.device_mesh.shape)}" if is_sharded(tensor) else ""
 
 
 def layout_key(tensor: torch.Tensor) -> Any:
-    """Something hashable that says how a DTensor lies: mesh, placements, global shape and strides; ``None`` for others."""
+    """Return a hashable layout of a DTensor: mesh, placements, global shape and strides; ``None`` for other tensors."""
     inner: Any = tensor
     return inner._spec if is_sharded(tensor) else None
 
 
 def _loaded(place: tuple[str, str]) -> tuple[type, ...]:
-    """The type, if anybody has imported it."""
+    """Return the type if its module is imported, else nothing."""
     module = sys.modules.get(place[0])
     found = None if module is None else module.__dict__.get(place[1])
     return () if found is None else (found,)

@@ -1,7 +1,7 @@
-"""Follows the graphs of a model's forwards until a backward has gone through them.
+"""Tracks the graphs of a model's forwards until a backward has run through them.
 
-A training step may run several forwards before one backward (pairs, preference losses), so it is over only when no graph of
-it waits. A graph that was dropped waits no longer.
+A training step may run several forwards before one backward (pairs, preference losses), so it is over only when none of its
+graphs is waiting. A graph that was dropped does not wait any more.
 """
 
 from __future__ import annotations
@@ -15,52 +15,53 @@ from plimsoll.tracing.torch_internals import at_end_of_backward, current_graph_t
 
 
 def is_in_backward() -> bool:
-    """Whether this thread is within a backward: a module that is called now is run again by somebody's checkpointing."""
+    """True if this thread is within a backward. A module that is called now is being recomputed by some checkpointing."""
     return current_graph_task() != -1
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Call back when the backward that runs now is through, after what wrappers of the model have queued for its end."""
+    """Call ``callback`` when the running backward has finished, after the callbacks that wrappers of the model have queued."""
     at_end_of_backward(lambda: at_end_of_backward(callback))
 
 
 class OpenGraphs:
-    """The graphs that wait for their backward. ``on_backward`` is called when one is reached, ``on_backward_end`` after each
-    backward through some.
+    """The graphs that wait for their backward.
+
+    ``on_backward`` is called when backward reaches a graph, ``on_backward_end`` after each backward through some of them.
     """
 
     def __init__(self, on_backward_end: Callable[[], None], on_backward: Callable[[], None]) -> None:
         self._waiting: weakref.WeakSet[_Graph] = weakref.WeakSet()
         self._left: weakref.WeakSet[_Graph] = weakref.WeakSet()
-        """Graphs that were abandoned before their backward, or whose backward has retained them."""
+        """Graphs that were abandoned before their backward, or that their backward has retained."""
         self._on_backward_end, self._on_backward = on_backward_end, on_backward
         self._task = -1
         self.most = 0
-        """As many have waited at once since ``begin``."""
+        """The most graphs that have waited at once since ``begin``."""
         self.has_backward = False
-        """Whether a backward has gone through one since ``begin``."""
+        """Whether a backward has run through one of the graphs since ``begin``."""
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     @property
     def has_left(self) -> bool:
-        """Whether a graph of an earlier step still holds what its forward has saved."""
+        """Whether a graph of an earlier step still holds what its forward saved."""
         return len(self._left) > 0
 
     def abandon(self) -> None:
-        """What still waits is no part of the step: nobody will run its backward."""
+        """Remove the waiting graphs from the step: their backward will not run."""
         self.most -= len(self._waiting)
         self._left.update(self._waiting)
         self._waiting.clear()
 
     def begin(self) -> None:
-        """Another step begins."""
+        """Begin another step."""
         self.abandon()
         self.most, self.has_backward = 0, False
 
     def note(self, output: Any) -> None:
-        """The model has returned from a forward."""
+        """Note the graph of a forward that has returned ``output``."""
         graph = _Graph(weakref.WeakMethod(self._passed))
         for node in {tensor.grad_fn for tensor in returned_tensors(output)}:
             if node is not None:
@@ -77,13 +78,14 @@ class OpenGraphs:
         self.has_backward = True
         self._on_backward()
         task = current_graph_task()
-        if task != self._task:  # the first graph that this backward reaches; one that failed half-way is forgotten
+        # the first graph that this backward reaches; a backward that failed half-way is forgotten
+        if task != self._task:
             self._task = task
             after_backward(self._on_backward_end)
 
 
 class _Graph:
-    """Hangs on the last nodes of a graph: it lives as long as they do, and is called when backward reaches one."""
+    """A prehook on the last nodes of a graph. It lives as long as these nodes, and is called when backward reaches one."""
 
     def __init__(self, passed: weakref.WeakMethod[Callable[[_Graph], None]]) -> None:
         self._passed = passed

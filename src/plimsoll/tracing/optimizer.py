@@ -1,11 +1,11 @@
 """Traces an optimizer's step on copies of its parameters and state that have no memory.
 
-The step that is traced comes after another one: the state is there, as it is for all of training but the first step. The
-real optimizer is only read.
+The traced step is the second one, so the optimizer's state exists, as in all of training except the first step. The real
+optimizer is only read.
 
-Copies on the meta device cost a tenth of what fake tensors do; where a step refuses that device, fake tensors serve.
+Copies on the meta device cost a tenth of what fake tensors cost. If a step fails on that device, fake tensors are used.
 
-Known weakness: where a step asks such a tensor for a number (Adafactor: the norm of a parameter), the number is one.
+Known weakness: if a step reads a number from such a tensor (Adafactor: the norm of a parameter), the number is one.
 """
 
 from __future__ import annotations
@@ -36,26 +36,28 @@ from plimsoll.tracing.tracer import StepTracer
 from plimsoll.tracing.zero import partitions
 
 _PATCHED = ("step", "profile_hook_step")
-"""Attributes by which schedulers and profilers wrap an optimizer's methods."""
+"""Attributes that schedulers and profilers replace to wrap an optimizer's methods."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerLog:
-    """One optimizer step: the tracer that saw it, and which of its storages are state."""
+    """One optimizer step: its tracer, and the storages that are optimizer state."""
 
     name: str
     tracer: StepTracer
     states: frozenset[int]
 
     def ops(self) -> list[TraceOp]:
-        """The ops of the step."""
+        """Return the ops of the step."""
         return [
             TraceOp(name=op.name, module=self.name, phase=Phase.OPTIMIZER, cost_key=op.cost_key)
             for op in self.tracer.ops
         ]
 
     def storages(self, first_id: int, first_tick: int) -> list[Storage]:
-        """The state and the temporaries of the step, numbered from ``first_id``, its first op at ``first_tick``."""
+        """Return the state and the temporaries of the step, numbered from ``first_id``; the step's first op is at
+        ``first_tick``.
+        """
         tracer = self.tracer
         known = [
             (storage, born) for storage, born in sorted(tracer.born.items()) if born >= 0 or storage in self.states
@@ -76,10 +78,10 @@ class OptimizerLog:
 def trace_optimizer(
     optimizer: Optimizer, model: nn.Module, without_gradient: frozenset[str], *, on_gpu: bool
 ) -> OptimizerLog:
-    """Trace one step of a copy of ``optimizer``; neither it nor its parameters are changed.
+    """Trace one step of a copy of ``optimizer``. The optimizer and its parameters do not change.
 
-    The optimizer skips the parameters in ``without_gradient``. It chooses between loop and multi-tensor (foreach) form
-    as torch does on such a device.
+    The optimizer skips the parameters in ``without_gradient``. It uses loops or multi-tensor (foreach) ops, whichever torch
+    chooses on such a device.
 
     Raises:
         InvalidModel: the optimizer holds no parameter of the model.
@@ -109,7 +111,7 @@ def _traced(
     *,
     on_gpu: bool,
 ) -> OptimizerLog:
-    """The second step of a copy, on fake tensors of a mode, or on the meta device."""
+    """Trace the second step of a copy, with fake tensors of ``mode``, or on the meta device if that is None."""
     twins = {id(p): _twin_of(p, mode) for p in _parameters(optimizer)}
     twin = _copy(optimizer, twins, mode, on_gpu=on_gpu)
     with contextlib.ExitStack() as stack:
@@ -135,9 +137,10 @@ def with_options(
     options: Mapping[str, object],
     without_gradient: frozenset[str],
 ) -> Trace:
-    """The same forward and backward, and the step of the optimizer with other options in its groups.
+    """Return a trace with the same forward and backward, and the optimizer's step with other options in its groups.
 
-    The trace may or may not end with the optimizer as it is. Options are such as ``{"fused": True, "foreach": None}``.
+    The given trace may or may not end with the step of the unchanged optimizer. Options are such as ``{"fused": True,
+    "foreach": None}``.
 
     Raises:
         InvalidModel, TracingFailed: as ``trace`` raises them.
@@ -160,7 +163,7 @@ def with_options(
 
 
 def _twin_of(tensor: torch.Tensor, mode: FakeTensorMode | None) -> torch.Tensor:
-    """A tensor without memory like what this process holds: an optimizer of DTensors steps their local shards."""
+    """Return a memoryless tensor like this process's part of ``tensor``: an optimizer of DTensors steps their local shards."""
     (local,) = dense_parts(tensor)
     if local is tensor or not isinstance(tensor, nn.Parameter):
         return fake_like(local, mode)
@@ -205,7 +208,7 @@ def refuse_optimizer_of_another(optimizer: Optimizer, model: nn.Module) -> None:
 def _copy(
     optimizer: Optimizer, twins: dict[int, torch.Tensor], mode: FakeTensorMode | None, *, on_gpu: bool
 ) -> Optimizer:
-    """A copy without hooks over the twins and such state; nothing as large as a parameter is copied."""
+    """Return a copy of the optimizer without hooks, over the twins and a state without memory. Nothing large is copied."""
     twin: Optimizer = object.__new__(type(optimizer))
     memo: dict[int, Any] = dict(twins)
     for _, tensor in _state_tensors(list(optimizer.state.values())):
@@ -221,10 +224,10 @@ def _copy(
 
 
 def _step_lbfgs(twin: LBFGS) -> None:
-    """What a step of L-BFGS does to memory when its history is full: its own asks for numbers, and for the model.
+    """Do to memory what a step of L-BFGS does when its history is full. The real step reads numbers and calls the model.
 
-    ``held`` is the most that it holds while the model is evaluated again: the flat gradient, two directions, and what it has
-    not put into its history; with a line search also where that started, and gradients at the points that it has tried.
+    ``held`` counts the vectors that are alive while the model is evaluated again: the flat gradient, two directions, and
+    entries that are not in the history yet. With a line search, its start and the gradients at tried points are added.
     """
     (group,) = twin.param_groups
     flat = torch.cat([parameter.detach().flatten() for parameter in group["params"]])
@@ -274,10 +277,10 @@ def _state_tensors(state: Any, key: str = "") -> Iterator[tuple[str, torch.Tenso
 
 
 class _StandIns(TorchDispatchMode):
-    """Answers one where Python asks a tensor without memory for its number, and skips fused steps.
+    """Answers 1 when Python reads a number from a tensor without memory, and skips fused steps.
 
-    Some of them have no fake form (SGD, Adagrad), and torch would run them on zeros as large as the parameters. They return
-    nothing, and shapes stay.
+    Some fused steps have no fake implementation (SGD, Adagrad), and torch would run them on zeros as large as the parameters.
+    They return nothing and do not change shapes, so they can be skipped.
     """
 
     def __torch_dispatch__(

@@ -1,6 +1,6 @@
-"""What cannot be traced, and why: models without a training step, and exceptions of a step as one clear error of ours.
+"""What cannot be traced, and why: models without a training step, and exceptions in a step as one clear error of ours.
 
-Out-of-memory errors and interrupts pass as they are.
+Out-of-memory errors and interrupts are not changed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _WITHOUT_FAKE = (UnsupportedFakeTensorException, UnsupportedOperatorException)
 
 
 def check_traceable(model: nn.Module) -> None:
-    """Refuse a model that has no training step.
+    """Refuse a model that does not have a training step.
 
     Raises:
         InvalidModel: no parameters, parameters without a shape, nothing to train, sharded by FSDP1, or layer by layer by
@@ -107,7 +107,7 @@ def refuse_without_shape(model: nn.Module) -> None:
 
 
 def refuse_nested(tensors: Iterable[torch.Tensor]) -> None:
-    """Refuse nested tensors, jagged ones too: their sizes are data, so the shapes of their ops change.
+    """Refuse nested tensors, including jagged ones: their sizes are data, so the shapes of their ops change.
 
     Raises:
         InvalidBatch: one of them is nested.
@@ -124,7 +124,7 @@ def refuse_unseen_reducer(model: nn.Module) -> None:
     """Refuse a model whose gradients are reduced by a wrapper that is not the model itself.
 
     Raises:
-        InvalidModel: it is called from within ``DistributedDataParallel``, or has one inside.
+        InvalidModel: it is called from within ``DistributedDataParallel``, or contains one.
     """
     wrapper = unseen_wrapper(model)
     if wrapper is not None:
@@ -136,7 +136,7 @@ def refuse_unseen_reducer(model: nn.Module) -> None:
 
 
 def refuse_shards(model: nn.Module) -> None:
-    """Refuse to trace with fake tensors what is split over ranks, before FSDP2's first forward sets itself up with
+    """Refuse to trace a model that is split over ranks with fake tensors, before FSDP2's first forward sets itself up with
     them.
     """
     if any(is_sharded(parameter) for parameter in (*sharded_parameters(model), *model.parameters())):
@@ -149,13 +149,14 @@ def refuse_shards(model: nn.Module) -> None:
 
 
 def compiled_part(module: nn.Module) -> str:
-    """Which part torch.compile or TorchScript compiles (``""``: none): the module, a submodule, or what a forward calls.
+    """Return which part torch.compile or TorchScript compiles: a submodule's name or "the module"; ``""`` if none.
 
-    Hooks around compiled code would unpack everything at once, and what it saves is decided in its own backward. torch refuses
-    hooks on scripted modules, and their parameters cannot be followed.
+    The module, its submodules and functions that a forward calls are checked. Hooks around compiled code would unpack
+    everything at once, and compiled code decides in its own backward what it saves. torch refuses hooks on scripted modules,
+    and their parameters cannot be tracked.
     """
     for name, inner in module.named_modules():
-        # A scripted module's class has a descriptor in the place of forward that refuses to be read from the class.
+        # The class of a scripted module has a descriptor as forward, which raises when it is read from the class.
         forward = inner.__dict__.get("forward", inspect.getattr_static(type(inner), "forward"))
         is_opaque = isinstance(inner, torch.jit.ScriptModule) or is_compiled(inner)
         if is_opaque or any(map(_is_compiled_function, (forward, *_called_by(inner, forward)))):
@@ -164,7 +165,7 @@ def compiled_part(module: nn.Module) -> str:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile, or the module's own ``compile()``, was called on this very module."""
+    """True if torch.compile, or the module's own ``compile()``, was called on this very module."""
     return is_compiled_wrapper(module) or module._compiled_call_impl is not None  # seen in torch 2.9 to 2.15
 
 
@@ -200,8 +201,10 @@ def _function_behind(thing: Any) -> FunctionType | None:
 
 
 def _called_by(module: nn.Module, forward: Any) -> Iterator[Any]:
-    """What a forward may call by name: globals and attributes of the module that its code mentions, and what it closes over;
-    and what these call, where they are its own methods or functions of the same file.
+    """Yield what a forward may call by name.
+
+    These are the globals and the module's attributes that its code mentions, and its closure. Its own methods and functions of
+    the same file are searched in the same way.
     """
     waiting, seen = [forward], set()
     while waiting:
@@ -225,20 +228,20 @@ def _called_by(module: nn.Module, forward: Any) -> Iterator[Any]:
 
 
 def refuse_compiled(model: nn.Module) -> None:
-    """Refuse a model that is compiled as a whole: a plan would decide about nothing.
+    """Refuse a model that is compiled as a whole: a plan could not decide about anything.
 
     Raises:
-        InvalidModel: it is.
+        InvalidModel: it is compiled as a whole.
     """
     if any(map(is_compiled, layers_of(model))):
         raise _compiled(f"{type(model).__name__} is compiled by torch.compile.")
 
 
 def uncompiled_regions(model: nn.Module, regions: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """The regions that a plan can decide about; of each of the others it is said that it is left alone.
+    """Return the regions that a plan can decide about. Warn about each of the others that it is not managed.
 
     Raises:
-        InvalidModel: none is left, or the model is compiled as a whole.
+        InvalidModel: no region remains, or the model is compiled as a whole.
     """
     refuse_compiled(model)
     left = without_compiled(regions)
@@ -250,7 +253,7 @@ def uncompiled_regions(model: nn.Module, regions: Mapping[str, nn.Module]) -> di
 
 
 def without_compiled(regions: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """The regions in which nothing is compiled; of each of the others it is said that it is left alone."""
+    """Return the regions without compiled parts. Warn about each of the others that it is not managed."""
     compiled = {name: part for name, module in regions.items() if (part := compiled_part(module))}
     for name, part in compiled.items():
         warnings.warn(f"plimsoll: region {name!r} is left alone: {part} is compiled", stacklevel=2)
@@ -260,7 +263,10 @@ def without_compiled(regions: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
 def without_transforms(
     regions: Mapping[str, nn.Module], name: str, left_alone: Mapping[str, nn.Module]
 ) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
-    """The regions without those of the class of one that runs a transform of ``torch.func``, which are left alone as well."""
+    """Move all regions of the class of region ``name`` to ``left_alone``, because one runs a transform of ``torch.func``.
+
+    Return the remaining regions and the new ``left_alone``.
+    """
     kept = {other: each for other, each in regions.items() if type(each) is type(regions[name])}
     warnings.warn(
         f"plimsoll: {', '.join(map(repr, kept))} keep what they save: torch.func allows no hooks where it is at work",
@@ -270,23 +276,24 @@ def without_transforms(
 
 
 def refuses_hooks(error: BaseException) -> bool:
-    """Whether a transform of ``torch.func`` found hooks on saved tensors at work, which it cannot run under."""
+    """True if a transform of ``torch.func`` raised the error because hooks on saved tensors are active."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return frame.f_code is _DISABLES_HOOKS
 
 
 def refuse_compiler(module: nn.Module, *, is_compiled: bool = False) -> None:
-    """Stop torch.compile when it comes upon a managed module while it traces; evaluation and torch.export may go on.
+    """Stop torch.compile when it reaches a managed module while tracing. Evaluation and torch.export are allowed.
 
-    ``is_compiled``: the plan has compiled it.
+    ``is_compiled``: the plan has compiled the module.
 
     Raises:
-        InvalidModel: to whoever called the compiled code.
+        InvalidModel: in the caller of the compiled code.
     """
-    # Private name, seen in torch 2.9 to 2.15: before 2.13 Dynamo takes is_exporting() for true wherever it traces.
+    # A private name, seen in torch 2.9 to 2.15: before 2.13 Dynamo replaces is_exporting() by True whenever it traces.
     if torch.is_grad_enabled() and not torch.compiler._is_exporting_flag:
-        # What raises while it is traced would run uncompiled instead. After a break what follows may be traced anew, which
-        # torch 2.11 cannot do with an error of ours: so it is raised where nothing is traced.
+        # An error that is raised during tracing would make Dynamo run the code uncompiled instead. After a graph break the
+        # following code may be traced again, and torch 2.11 cannot do that with an error of ours. So the error is raised in a
+        # function that is not traced.
         torch._dynamo.graph_break("Plimsoll: a model under a plan cannot be compiled; call handle.remove() first")
         torch.compiler.disable(_refuse_managed)(module, is_compiled)
 
@@ -312,7 +319,7 @@ def _compiled(found: str) -> InvalidModel:
 
 
 def refused_script() -> InvalidModel:
-    """The error of torch.jit.script on a model with a plan at work, or on a copy that was made of it then."""
+    """Return the error for torch.jit.script on a managed model, or on a copy that was made while the model was managed."""
     return InvalidModel(
         "torch.jit.script cannot compile a model under a plan.",
         why="it compiles the source of forward and of hooks, and those of a plan are made of objects",
@@ -321,7 +328,7 @@ def refused_script() -> InvalidModel:
 
 
 def explain_forward(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Name what a forward pass refused: the batch, or values and kernels that fake tensors do not have."""
+    """Explain an error in forward: the batch does not fit, or fake tensors lack values or kernels."""
     return _explained(
         model,
         lambda found, place: InvalidBatch(
@@ -333,7 +340,7 @@ def explain_forward(model: nn.Module) -> contextlib.AbstractContextManager[None]
 
 
 def explain_backward(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Name what a backward pass refused; forward has already shown that the batch fits."""
+    """Explain an error in backward. Forward has shown already that the batch fits."""
     return _explained(
         model,
         lambda found, place: TracingFailed(
@@ -353,7 +360,7 @@ def _explained(model: nn.Module, refusal: Callable[[str, str], PlimsollError]) -
     except (*_DEPENDS_ON_DATA, *_WITHOUT_FAKE) as error:
         raise _not_fakeable(model, error) from error
     except _REFUSALS as error:
-        if failed_in_collective(error):  # neither the batch nor the model is to blame
+        if failed_in_collective(error):  # neither the batch nor the model is the cause
             raise
         frames = traceback.extract_tb(error.__traceback__)
         if op := next(
@@ -390,6 +397,6 @@ def _not_fakeable(model: nn.Module, error: Exception) -> TracingFailed:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's text."""
+    """Return the first line of an exception's text."""
     text = str(error).strip()
     return text.splitlines()[0] if text else "no message"

@@ -1,4 +1,4 @@
-"""Finds the modules that are planned as regions: a model's repeated blocks, or those that the user names."""
+"""Finds the modules that are planned as regions: a model's repeated blocks, or the modules that the user names."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from plimsoll.tracing.ddp import inner_module
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _LEAST_MATRICES = 2
-"""A nested block with fewer weight matrices is one layer (a convolution with its norm), part of the block around it."""
+"""A nested block with fewer weight matrices is one layer (a convolution with its norm) and belongs to the enclosing block."""
 _OUTSIDE_SHARE = 0.5
-"""A block is a stack of nested ones if what it has besides them (a downsampling) is at most that share of one of them."""
+"""A block is a stack of nested blocks if its other matrices (a downsampling) are at most this share of one nested block's."""
 
 
 def find_regions(model: nn.Module, patterns: Sequence[str] | None = None) -> dict[str, nn.Module]:
-    """The regions of a model, by module path (inside of ``DistributedDataParallel``), none inside another.
+    """Return the regions of a model by module path (inside of ``DistributedDataParallel``). No region is inside another.
 
-    By default: every member of the model's repeated blocks, the outermost ones: siblings of one class that hold parameters
-    and have children of their own, all blocks of a list or a sequence that holds such siblings, and the single block of a
-    list. A block that is a stack of others (a stage) gives way to them. A model without repeated blocks gets its children
-    that have children; failing that, itself. In patterns ``*`` stands for one level (``model.layers.*``), ``**`` for any
-    number.
+    By default these are the outermost repeated blocks of the model. Repeated blocks are: siblings of one class that have
+    parameters and children; all blocks of a list or a sequence that holds such siblings; and the single block of a list. If a
+    block is a stack of other blocks (a stage), those are taken instead. If a model has no repeated blocks, its regions are its
+    children that have children, or else the model itself. In patterns ``*`` matches within one level (``model.layers.*``),
+    ``**`` any number of levels.
 
     Raises:
         InvalidRegions: a pattern matches nothing.
@@ -42,7 +42,7 @@ def find_regions(model: nn.Module, patterns: Sequence[str] | None = None) -> dic
 
 
 def around(module: nn.Module, path: str, inner: Collection[str]) -> dict[str, nn.Module]:
-    """What a module consists of besides ``inner``, modules in it by their paths: the outermost ones with parameters."""
+    """Return the outermost parts with parameters of a module outside of ``inner``, which are modules in it given by path."""
     found: dict[str, nn.Module] = {}
     for name, child in module.named_children():
         each = f"{path}.{name}" if path else name
@@ -60,11 +60,12 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _is_block(module: nn.Module) -> bool:
-    return _has_parameters(module) and any(True for _ in module.children())  # a module may have a length, or refuse to
+    # not bool() or len(): a module may define a length, or refuse it
+    return _has_parameters(module) and any(True for _ in module.children())
 
 
 def _matrix_count(module: nn.Module) -> int:
-    """Weights that something is multiplied with; looking up an embedding makes nothing that is worth a block."""
+    """Count the weights of matrix products. Embeddings do not count: looking one up does not justify a block."""
     inner = (each for each in module.modules() if not isinstance(each, nn.Embedding))
     weights = {id(weight): weight for each in inner for weight in each.parameters(recurse=False)}
     return sum(weight.dim() > 1 for weight in weights.values())
@@ -72,12 +73,12 @@ def _matrix_count(module: nn.Module) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """A child of a module, with the members of containers in the containers' places."""
+    """A child of a module. Containers are replaced by their members."""
 
     path: str
     module: nn.Module
     container: nn.Module | None
-    """The outermost container that it was in."""
+    """The outermost container that the child was in."""
 
 
 def _members(module: nn.Module, prefix: str, container: nn.Module | None = None) -> Iterator[_Member]:
@@ -91,10 +92,10 @@ def _members(module: nn.Module, prefix: str, container: nn.Module | None = None)
 
 
 def _blocks(module: nn.Module, prefix: str, *, only_in_lists: bool = False) -> dict[str, nn.Module]:
-    """The outermost blocks below a module.
+    """Return the outermost blocks below a module.
 
-    Inside of a block only members of lists count as blocks: what an attention layer calls ``q`` and ``k`` may be siblings of
-    one class with children (layers with adapters, say), but no chain of blocks.
+    Inside of a block only members of lists count as blocks. The ``q`` and ``k`` of an attention layer may be siblings of one
+    class with children (layers with adapters, say), but they are not a chain of blocks.
     """
     members = [member for member in _members(module, prefix) if _is_block(member.module)]
     eligible = [member for member in members if member.container is not None or not only_in_lists]
@@ -114,15 +115,17 @@ def _blocks(module: nn.Module, prefix: str, *, only_in_lists: bool = False) -> d
 
 
 def _holds_blocks(container: nn.Module | None, kinds: Counter[type[nn.Module]]) -> bool:
-    """Whether what a container holds are blocks, also those of a kind of their own: the first of a convolutional network."""
+    """True if a container's members are blocks, even if some are the only one of their class: a convolutional net's first
+    block.
+    """
     is_repeating = max(kinds.values()) > 1 and isinstance(container, nn.ModuleList | nn.Sequential)
     return is_repeating or (kinds.total() == 1 and isinstance(container, nn.ModuleList))
 
 
 def _is_stack(module: nn.Module, nested: Mapping[str, nn.Module]) -> bool:
-    """Whether a block is little more than a chain of others: its activations are theirs.
+    """True if a block is little more than a chain of other blocks, so that its activations are theirs.
 
-    Not so where attention or a convolution of its own stands beside them (experts, parallel branches): then it is one block.
+    False if it has attention or a convolution of its own next to them (experts, parallel branches): then it is one block.
     """
     sizes = [size for block in nested.values() if (size := _matrix_count(block)) >= _LEAST_MATRICES]
     if not sizes:
@@ -132,7 +135,9 @@ def _is_stack(module: nn.Module, nested: Mapping[str, nn.Module]) -> bool:
 
 
 def _children(module: nn.Module, prefix: str) -> dict[str, nn.Module]:
-    """Children that hold parameters and have children of their own; containers, which are never called, are looked into."""
+    """Return children that have parameters and children of their own. Containers are searched, because they are never
+    called.
+    """
     found: dict[str, nn.Module] = {}
     for name, child in module.named_children():
         path = f"{prefix}.{name}" if prefix else name
@@ -159,7 +164,8 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]
     named = dict(model.named_modules())
     found: dict[str, nn.Module] = {}
     for pattern in patterns:
-        parts = map(re.escape, re.split(r"\*\*+", pattern))  # hundreds of stars are as many ways to match, all tried
+        # several stars in a row would make the regex backtrack exponentially
+        parts = map(re.escape, re.split(r"\*\*+", pattern))
         regex = re.compile(".*".join(part.replace(r"\*", r"[^.]*") for part in parts))
         matches = {path: module for path, module in named.items() if regex.fullmatch(path) and path}
         if not matches:

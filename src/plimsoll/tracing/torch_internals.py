@@ -1,8 +1,8 @@
-"""The private names of torch that Plimsoll stands on, each used elsewhere under the name that it has here.
+"""The private names of torch that Plimsoll uses. Other files import them from here.
 
-torch may change a private name in any release. These were seen in torch 2.9 and in the versions of ``TRIED``; a torch that
-lacks one is refused when this file is imported, not in the middle of a training step. What is private to one subject stands
-in that subject's file: FSDP2's objects in ``fsdp2``, the profiler's log in ``meters.memory``, schedules in
+torch may change a private name in any release. These were seen in torch 2.9 and in the versions of ``TRIED``. If a torch lacks
+one, importing this file raises an error, so it does not fail in the middle of a training step. Private names of a single
+subject are in that subject's file: FSDP2's objects in ``fsdp2``, the profiler's log in ``meters.memory``, schedules in
 ``distributed.pipelines.schedules``.
 """
 
@@ -28,10 +28,10 @@ _OLDEST, _NEWEST = (".".join(map(str, version)) for version in (TRIED[0], TRIED[
 
 
 def internal(name: str) -> Any:
-    """What torch keeps under a private, dotted name.
+    """Return what torch keeps under a private, dotted name.
 
     Raises:
-        UnsupportedTorch: this torch has none.
+        UnsupportedTorch: this torch does not have it.
 
     Example:
         >>> internal("torch._C._current_graph_task_id")()
@@ -44,7 +44,7 @@ def internal(name: str) -> Any:
 
 
 def lacking(name: str) -> UnsupportedTorch:
-    """The error about a private name that this torch does not have."""
+    """Return the error for a private name that this torch does not have."""
     return UnsupportedTorch(
         f"torch {torch.__version__} has no {name}.",
         why=f"Plimsoll needs a few private names of torch's; torch {_OLDEST} to {_NEWEST} have this one",
@@ -53,7 +53,7 @@ def lacking(name: str) -> UnsupportedTorch:
 
 
 def is_at_least(major: int, minor: int) -> bool:
-    """Whether this torch is of that version or newer; pre-releases and local builds of a version count as it."""
+    """True if this torch has that version or a newer one. Pre-releases and local builds of a version count as it."""
     found = re.match(r"(\d+)\.(\d+)", torch.__version__)
     assert found is not None, torch.__version__
     return (int(found[1]), int(found[2])) >= (major, minor)
@@ -63,7 +63,7 @@ def is_at_least(major: int, minor: int) -> bool:
 def warn_if_untried() -> None:
     """Warn once in a process if this torch is newer than ``TRIED``. Every public verb that takes a model calls this.
 
-    A missing name ends in ``UnsupportedTorch``. A name that means something else in a newer torch goes unnoticed.
+    A missing name raises ``UnsupportedTorch``. A name whose meaning has changed in a newer torch is not detected.
     """
     major, minor = TRIED[-1]
     if is_at_least(major, minor + 1):
@@ -78,7 +78,7 @@ def warn_if_untried() -> None:
 
 
 def _frames_of_ours() -> int:
-    """How many frames up from the caller the first one is that is not Plimsoll's."""
+    """Return how many frames above the caller the first frame outside of Plimsoll is."""
     depth, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "plimsoll":
         depth, frame = depth + 1, frame.f_back
@@ -95,25 +95,25 @@ without_torch_function: Callable[[], AbstractContextManager[None]] = internal("t
 sequence_number: Callable[[], int] = internal("torch._C._autograd._get_sequence_nr")
 """How many autograd nodes this thread has made."""
 is_autocast_on: Callable[[], bool] = internal("torch._C._is_any_autocast_enabled")
-"""Whether autocast is on for some kind of device. ``torch.is_autocast_enabled`` takes longer, as it reads the kind's name."""
+"""Whether autocast is on for any kind of device. ``torch.is_autocast_enabled`` is slower, as it parses the kind's name."""
 below_autograd: Callable[[], AbstractContextManager[None]] = internal("torch._C._AutoDispatchBelowAutograd")
-"""Ops in the block run below autograd, as recipes do."""
+"""Run ops in the block below autograd, as recipes do."""
 
 push_saved_hooks: Callable[[Any, Any], None] = internal("torch._C._autograd._push_saved_tensors_default_hooks")
 pop_saved_hooks: Callable[[], None] = internal("torch._C._autograd._pop_saved_tensors_default_hooks")
 top_saved_hooks: Callable[[bool], Any] = internal("torch._C._autograd._top_saved_tensors_default_hooks")
-"""The pair that is active, or ``None``; the argument tells it to ignore whether tracing is on."""
+"""The active pair of hooks, or ``None``. With True, return it even if hooks are ignored while tracing."""
 are_saved_hooks_enabled: Callable[[], bool] = internal("torch._C._autograd._saved_tensors_hooks_is_enabled")
 peek_functorch: Callable[[], Any] = internal("torch._C._functorch.peek_interpreter_stack")
 """The innermost ``torch.func`` transform, or ``None``."""
 FUNCTION_SPACES: tuple[Any, ...] = tuple(
     internal(f"torch._C.{name}") for name in ("_nn", "_linalg", "_special", "_fft", "_sparse", "_nested")
 )
-"""Modules with functions of torch's that no public name leads to."""
+"""Modules with functions of torch that are not reachable by a public name."""
 TensorBase: Any = internal("torch._C.TensorBase")
-"""Has the methods that ``torch.Tensor`` inherits."""
+"""The class with the methods that ``torch.Tensor`` inherits."""
 are_overrides_on: Callable[[], bool] = internal("torch._C._is_torch_function_enabled")
-"""Whether functions ask tensors of types that override them; such types switch it off when they call the function itself."""
+"""Whether functions call ``__torch_function__``. Types that override it switch it off when they call the original function."""
 count_function_modes: Callable[[], int] = internal("torch._C._len_torch_function_stack")
 function_mode_at: Callable[[int], Any] = internal("torch._C._get_function_stack_at")
 """The function mode at a place of the stack; the last one is called first."""
@@ -127,9 +127,9 @@ TRACING_MODES: tuple[Any, ...] = tuple(
 )
 get_jit_tracing_state: Callable[[], Any] = internal("torch._C._get_tracing_state")
 is_profiler_on: Callable[[], bool] = internal("torch._C._autograd._profiler_enabled")
-"""Whether any profiler runs, our meters' own among them."""
+"""Whether any profiler runs, including our own meters'."""
 is_storage_gone: Callable[[int], bool] = internal("torch._C.StorageBase._expired")
-"""Whether the storage that a weak reference points to is gone."""
+"""Whether the storage that a weak reference points to was freed."""
 _count_uses: Callable[[int], int] = internal("torch._C._storage_Use_Count")
 has_storage: Callable[[torch.Tensor], bool] = internal("torch._C._has_storage")
 preserving_versions: Callable[[Sequence[torch.Tensor]], AbstractContextManager[None]] = internal(
@@ -144,51 +144,51 @@ AUTOCAST_CPU: Any = internal("torch._C.DispatchKey.AutocastCPU")
 at_end_of_backward: Callable[[Callable[[], None]], None] = internal(
     "torch.autograd.Variable._execution_engine.queue_callback"
 )
-"""Have something called when the backward that runs now ends."""
+"""Queue a function that is called when the running backward ends."""
 resolve_group: Callable[[str], Any] = (
     internal("torch._C._distributed_c10d._resolve_process_group")
     if torch.distributed.is_available()
     else lambda name: None
 )
-"""The process group of a name that functional collectives carry."""
+"""The process group with a name that functional collectives use."""
 
 internal("torch.autograd.forward_ad._current_level")
 internal("torch.autograd.profiler._is_profiler_enabled")
 
 
 def times_compiled() -> int:
-    """How often ``torch.compile`` has compiled something in this process, from the beginning or anew."""
+    """Return how often ``torch.compile`` has compiled something in this process, including recompilations."""
     dynamo = sys.modules.get("torch._dynamo.convert_frame")  # importing it takes seconds
     return 0 if dynamo is None else sum(dynamo.FRAME_COMPILE_COUNTER.values())  # seen in torch 2.9 to 2.15
 
 
 def count_holders(tensor: torch.Tensor) -> int:
-    """How many hold the tensor's storage, to be compared with other such numbers: to look at it makes one more."""
+    """Return the reference count of the tensor's storage. Compare it only with other results: reading it adds a reference."""
     return _count_uses(tensor.untyped_storage()._cdata)
 
 
 def is_in_forward_ad() -> bool:
-    """Whether forward-mode differentiation is at work."""
+    """True if forward-mode differentiation is active."""
     return torch.autograd.forward_ad._current_level >= 0
 
 
 def is_being_traced() -> bool:
-    """Whether ops are written down rather than trained with: by jit.trace, make_fx or export, or with fake tensors."""
+    """True if ops are being recorded (by jit.trace, make_fx, export or with fake tensors) instead of run in training."""
     return get_jit_tracing_state() is not None or (
         count_dispatch_modes() > 0 and any(get_dispatch_mode(mode) is not None for mode in TRACING_MODES)
     )
 
 
 def is_profiled() -> bool:
-    """Whether a profiler of the user runs (our own meters do not raise this flag)."""
+    """True if a profiler of the user runs. Our own meters do not set this flag."""
     return bool(profiler._is_profiler_enabled)
 
 
 def free_pinned_memory() -> None:
-    """Give the host allocator's unused pinned memory back; builds for the CPU alone have no such allocator."""
+    """Return the host allocator's unused pinned memory to the system. CPU builds do not have this allocator."""
     internal("torch._C._host_emptyCache")()
 
 
 def free_cublas_workspaces() -> None:
-    """Give the workspaces of cuBLAS back to torch's allocator; the next product takes new ones. Only for builds with CUDA."""
+    """Return cuBLAS's workspaces to torch's allocator. The next product allocates new ones. Only for builds with CUDA."""
     internal("torch._C._cuda_clearCublasWorkspaces")()

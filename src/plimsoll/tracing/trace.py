@@ -1,8 +1,8 @@
-"""The two ways to look at one training step: ``trace`` for a plan, ``watch`` for what the step does by itself.
+"""The two ways to observe one training step: ``trace`` for a plan, ``watch`` for what the step does by itself.
 
-``trace`` drops what autograd saves, so that its storages' lives leave room for a plan's decisions. ``watch`` drops, replaces
-and refuses nothing: it serves models that checkpoint, offload or compress by themselves, and those that do nothing. Both put
-back everything that they touch.
+``trace`` drops what autograd saves, so that the lives of storages do not include what a plan decides about. ``watch`` does not
+drop, replace or refuse anything: it works for models that checkpoint, offload or compress by themselves, and for those that do
+not. Both restore everything that they touch.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ from plimsoll.tracing.zero import bytes_beside
 
 _Timings = Mapping[str, Sequence[float]]
 _ROOM_TO_HOLD = 2
-"""Timed runs hold what autograd saves, as training does, where that many times its bytes are free; memory that is given
-back and asked for again with every op would be counted as the ops' time."""
+"""Timed runs hold what autograd saves, as in training, if this many times its bytes are free. Otherwise memory would be
+returned and requested with every op, and the ops' times would include that.
+"""
 
 
 def trace(
@@ -75,31 +76,30 @@ def trace(
 ) -> Trace:
     """Trace one training step of ``model`` on ``batch``.
 
-    It is ``output = model(batch)``, the loss, ``backward()`` with ``output`` held until it ends, then the optimizer's
-    step. On a real device it runs without holding saved activations; for a model on the meta device, or for another
-    device, it runs with fake tensors and the target's kernels.
+    The step is ``output = model(batch)``, the loss, ``backward()`` with ``output`` held until it ends, then the optimizer's
+    step. On a real device it runs without holding saved activations. For a model on the meta device, or for another device, it
+    runs with fake tensors and the target's kernels.
 
     Args:
         model: in the mode (training, autocast around the call) in which it will be trained; also under
             ``DistributedDataParallel``, whose buckets then count, or ``fully_shard``.
         batch: tensor (one argument), tuple (positional), mapping (keywords).
-        loss: makes a scalar of the model's output; by default ``output.loss`` or the output itself.
+        loss: makes a scalar from the model's output; by default ``output.loss`` or the output itself.
         optimizer: over the model's parameters; its state and its step then belong to the trace.
         regions: patterns of module paths, or modules by their paths; by default the model's repeated blocks.
         device_name: plan for a device of this name, which is not here. ``None``: for the device that the model is on.
-        repeats: how often the step is run on a real device; the first time is for structure and hidden workspaces. With 0 it
-            is run for these alone, and nothing is timed.
-        limit_bytes: the most that a timed run may take. Timed runs hold saved activations only where the step then stays
-            below it.
-        progress: is told the stage and the share of it that is done.
+        repeats: how often the step is run on a real device. The first run is for structure and hidden workspaces. With 0 there
+            is only that run, and nothing is timed.
+        limit_bytes: the most that a timed run may take. Timed runs hold saved activations only if the step then stays below it.
+        progress: a function that receives the stage and the share of it that is done.
 
     Returns:
-        The trace. Model, gradients, buffers, random state, batch and optimizer are as before, also after an error.
+        The trace. Model, gradients, buffers, random state, batch and optimizer are restored, also after an error.
 
     Raises:
-        InvalidModel: no parameters, nothing to train, already checkpointed, optimizer of another model; split over ranks,
-            and to be traced without its device; compiled by torch.compile, as a whole or in every region.
-        InvalidBatch: the model refuses the batch, or it lies on another device.
+        InvalidModel: no parameters, nothing to train, already checkpointed, optimizer of another model; split over ranks, and
+            to be traced without its device; compiled by torch.compile, as a whole or in every region.
+        InvalidBatch: the model refuses the batch, or it is on another device.
         InvalidLoss, InvalidRegions: there is no scalar loss; a pattern matches nothing.
         TracingFailed: gradients are off, or the step depends on values that a fake trace does not have.
 
@@ -132,6 +132,8 @@ def trace(
     if step.home is None or step.is_fake or not repeats:
         return traced
 
+    # By default two timed runs: plans made from one run cost up to 1% of a step more. Memory is fresh in the first timed run,
+    # which makes cheap ops look expensive (docs/lab-notes.md).
     count = max(1, repeats - 1)
     clock = clock_for(step.home)
     has_room = limit_bytes is None or _most_alive_bytes(traced) + log.saved_bytes <= limit_bytes
@@ -142,7 +144,8 @@ def trace(
         with step.on_its_device() as call:
             if holds_saved:
                 timings = step.timed(call, clock, told)
-                return {key: timings[key] for key in log.tracer.specs if key in timings}  # the others made views
+                # other keys are of ops that only made views
+                return {key: timings[key] for key in log.tracer.specs if key in timings}
             return capture(clock=clock, progress=told).run(call).tracer.timings
 
     with one_thread() if step.home.type == "cpu" else contextlib.nullcontext():
@@ -161,10 +164,10 @@ def watch(
     device_name: str | None = None,
     context: Context = contextlib.nullcontext,
 ) -> WatchedStep:
-    """Run one step of ``model`` on ``batch`` as it is, and note every op and the true life of every storage.
+    """Run one unchanged step of ``model`` on ``batch``, and note every op and the true life of every storage.
 
-    Arguments, errors and what is put back afterwards are as for ``trace``; memory is summed up by regions. ``context``
-    makes what is entered around forward and backward: an offloading context, or the removal of hooks.
+    Arguments, errors and restored state are as for ``trace``. Memory is summed by regions. ``context`` returns a context for
+    forward and backward, such as an offloading context, or one that removes hooks.
     """
     step = _Step(model, batch, loss, optimizer, device_name)
     names = tuple(find_regions(step.model, regions))
@@ -192,7 +195,7 @@ class _Step:
         self._library_bytes = 0
 
     def run_once(self, run: Callable[[Call, WorkspaceMeter], StepLog]) -> tuple[StepLog, dict[str, int]]:
-        """Run the step for its structure, and for hidden workspaces where it runs on its device."""
+        """Run the step for its structure, and on a real device for its hidden workspaces."""
         if self.home is None or self.is_fake:
             with (
                 untouched(self.model),
@@ -204,14 +207,15 @@ class _Step:
         check_devices(self.model, *self._call)
         fsdp2.gather_once(self.model)
         meter = meter_for(self.home)
-        with self.on_its_device() as call, meter.watching():  # with all threads: some kernels have a workspace for each
+        # with all threads: some kernels have a workspace per thread
+        with self.on_its_device() as call, meter.watching():
             log = run(call, meter)
         self._library_bytes = release_library_workspaces(self.home)
         release_free_memory()
         return log, meter.bytes
 
     def timed(self, call: Call, clock: OpClock, progress: Callable[[float], None]) -> _Timings:
-        """The seconds of the ops of a step that runs as in training: autograd holds what it saves."""
+        """Return the seconds of the ops of a step that runs as in training: autograd holds what it saves."""
         timer = OpTimer(lambda: "", clock=clock)
         register_statics(timer, self.model, call)
         with timer:
@@ -221,12 +225,12 @@ class _Step:
 
     @contextlib.contextmanager
     def on_its_device(self) -> Iterator[Call]:
-        """Run something on a copy of the batch; model and reducer are as before afterwards."""
+        """Yield a copy of the batch to run something on. Model and reducer are restored afterwards."""
         with untouched(self.model), arguments_kept(self._call), unseen_by_reducer(self._wrapped):
             yield private_copy(self._call)
 
     def described(self, log: StepLog, workspaces: Mapping[str, int]) -> tuple[Trace, dict[int, int]]:
-        """The trace of a run, with the optimizer's step after it; and the trace's ids of the storages of the log."""
+        """Return the trace of a run, followed by the optimizer's step; also a map from the log's storage ids to the trace's."""
         stepped = None
         if self._optimizer is not None:
             on_gpu = runs_gpu_kernels(self._target)
@@ -261,7 +265,7 @@ class _Step:
 
 
 class _Watcher:
-    """Runs a step once under a tracer that holds and changes nothing."""
+    """Runs a step once under a tracer that does not hold or change anything."""
 
     def __init__(self, step: _Step, context: Context) -> None:
         self._step = step
@@ -272,7 +276,7 @@ class _Watcher:
         self._tracer: StepTracer
 
     def run(self, call: Call, meter: WorkspaceMeter) -> StepLog:
-        """Forward, loss, backward; the output is held until backward has ended."""
+        """Run forward, loss and backward. Hold the output until backward has ended."""
         model = self._step.model
         stack = ModuleStack(set())
         tracer = self._tracer = StepTracer(
@@ -287,14 +291,14 @@ class _Watcher:
         self._forward_end = self._tracer.tick
 
     def _note(self) -> None:
-        """Note whether the op recomputes: forward that runs within backward makes a graph, backward itself does not."""
+        """Note whether the op recomputes. Forward code that runs within backward makes a graph; backward itself does not."""
         tracer = self._tracer
-        node: object = current_autograd_node()  # the stub forgets that outside of backward there is none
+        node: object = current_autograd_node()  # the stub does not say that this is None outside of backward
         is_again = tracer.phase is Phase.BACKWARD and torch.is_grad_enabled() and node is not None
         (self._again.add if is_again else self._again.discard)(tracer.tick)
 
     def described(self, log: StepLog, trace: Trace, ids: Mapping[int, int], regions: tuple[str, ...]) -> WatchedStep:
-        """The step with what it takes to change it."""
+        """Return the step with the data that what-if changes need."""
         tracer = log.tracer
         last_reads: dict[int, int] = {}
         first_writes: dict[int, int] = {}
@@ -323,7 +327,7 @@ class _Watcher:
 
 
 def _most_alive_bytes(trace: Trace) -> int:
-    """The most bytes alive at any tick, without what regions save."""
+    """Return the most bytes alive at any tick, without what regions save."""
     change = [0] * (len(trace.ops) + 2)
     for storage in trace.storages:
         change[storage.born + 1] += storage.bytes
@@ -332,13 +336,13 @@ def _most_alive_bytes(trace: Trace) -> int:
 
 
 def merged_timings(runs: Sequence[_Timings]) -> dict[str, tuple[float, ...]]:
-    """All samples of every key. None of them is cold, since the untimed run for structure came first."""
+    """Return all samples of every key. No sample is cold, because the untimed run came first."""
     keys = dict.fromkeys(key for run in runs for key in run)
     return {key: tuple(sample for run in runs for sample in run.get(key, ())) for key in keys}
 
 
 def _home_of(model: nn.Module) -> torch.device | None:
-    """The device that the model can run on, ``None`` if some of its parameters have no memory."""
+    """Return the device that the model can run on, or ``None`` if some of its parameters are meta or fake tensors."""
     if any(parameter.is_meta or isinstance(parameter, FakeTensor) for parameter in model.parameters()):
         return None
     return next(model.parameters()).device

@@ -1,6 +1,6 @@
 """Logs a running training step: its ops as ticks, the lives of its storages, the seconds of its ops.
 
-``register_statics`` makes known what is there before the step: parameters, gradients, buffers, the batch.
+``register_statics`` registers what exists before the step: parameters, gradients, buffers, the batch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from plimsoll.tracing.torch_internals import current_autograd_node, is_storage_g
 from plimsoll.tracing.zero import shape_of
 
 BUFFER = "buffer of "
-"""The names of storages that only carry other tensors through a collective begin like this."""
+"""The prefix of the names of storages that only carry other tensors through a collective."""
 _NODES_PER_REPORT = 64
 
 
@@ -44,7 +44,7 @@ class OpContext:
 
 @dataclass(slots=True)
 class Filling:
-    """One of the lives of a storage that is emptied and filled again; ``dies`` is -1 while it lasts."""
+    """One life of a storage that is emptied and filled again. ``dies`` is -1 while it lasts."""
 
     born: int
     bytes: int
@@ -52,10 +52,10 @@ class Filling:
 
 
 class StepTracer(OpRecorder):
-    """Logs a whole step. One recorded op is one tick; before each op the tracer notes which storages have died.
+    """Logs a whole step. One recorded op is one tick. Before each op the tracer notes which storages were freed.
 
-    ``refilled`` lists memory whose storage stays while its size goes to zero and back (a sharded model's gathered
-    parameters), with names: such a storage is alive while it has a size.
+    ``refilled`` lists, with names, memory whose storage persists while its size goes to zero and back (a sharded model's
+    gathered parameters). Such a storage is alive while its size is not zero.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class StepTracer(OpRecorder):
         self._guarded: dict[int, torch.Tensor] = {}
         self._before_writes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._alive: dict[int, int] = {}
-        """Storages that may die, by their address."""
+        """Storages that may be freed, by address."""
         self._first: dict[int, int] = {}
         self._clock = clock
         self._before_op = before_op
@@ -104,13 +104,13 @@ class StepTracer(OpRecorder):
             self.suspended = before
 
     def add_static(self, tensor: torch.Tensor, origin: Origin, name: str) -> int:
-        """Make known what is there before the step and stays."""
+        """Register a tensor that exists before the step and stays."""
         value = self.add_leaf(tensor, origin, name)
         self.born.setdefault(self.values[value].storage, -1)
         return value
 
     def guard(self, parameter: torch.Tensor, storage: int) -> None:
-        """Put a parameter back when the tracer is left, where the step writes to it, as an average of others is updated."""
+        """Restore a parameter when the tracer exits, if the step writes to it (for instance to update an average of others)."""
         self._guarded[storage] = parameter
 
     @property
@@ -119,7 +119,7 @@ class StepTracer(OpRecorder):
         return frozenset(self._before_writes)
 
     def is_changed(self, storage: int) -> bool:
-        """Whether the step has written to a storage since it is known."""
+        """True if the step has written to a storage since it was registered."""
         return self.current.get(storage) != self._first.get(storage)
 
     def __exit__(self, *error: Any) -> None:
@@ -138,7 +138,7 @@ class StepTracer(OpRecorder):
                 self._before_writes[storage] = (parameter, parameter.clone())
 
     def add_stand_in(self, tensor: torch.Tensor) -> None:
-        """Make a placeholder known that backward reads; it is no storage of the step."""
+        """Register a placeholder that backward reads. It is not a storage of the step."""
         self._new_value(self.table.add(tensor), tensor, Origin.PARAMETER, "stand-in", producer=-1)
 
     def execute(self, op: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature) -> Any:
@@ -153,14 +153,14 @@ class StepTracer(OpRecorder):
         return out
 
     def first_value(self, storage: int) -> RecordedValue:
-        """The value that a storage had when the tracer met it."""
+        """Return the value that a storage had when the tracer first saw it."""
         return self.values[self._first[storage]]
 
     def note_deaths(self) -> None:
-        """Write down the storages that died since the last op, and those that were emptied or filled."""
+        """Note the storages that were freed since the last op, and those that were emptied or filled."""
         for name, tensor in self._refilled():
             self._note_size(name, tensor)
-        # Before every op all that is alive is asked, some hundreds of storages: so no Python runs for each of them.
+        # Before every op, all live storages are checked, some hundreds. So no Python code runs for each of them.
         for address in list(filter(is_storage_gone, self._alive)):
             storage = self._alive.pop(address)
             self.table.let_go(storage)
@@ -171,12 +171,12 @@ class StepTracer(OpRecorder):
         storage = self.table.find(tensor)
         lives = self.fillings.get(storage)
         if lives is None:
-            if not size:  # nothing has met it yet
+            if not size:  # nothing has used it yet
                 return
             known = self.add_leaf(tensor, Origin.PARAMETER, "")
             storage = self.values[known].storage
             self.values[self._first[storage]].name = f"unsharded parameter:{name}"
-            # An op made it, the first time ever; else the op that comes now has met it first.
+            # An op made it if this is its first filling ever. Otherwise the coming op is the first to use it.
             made = self.born.pop(storage, -1)
             self._alive.pop(self.table.address(storage), None)
             self.fillings[storage] = [Filling(made if made >= 0 or not self.tick else self.tick, size)]
@@ -197,7 +197,7 @@ class StepTracer(OpRecorder):
             self.specs[op.cost_key] = op_spec(op.func, args, kwargs, out)
         if self._clock is not None:
             self.timings.setdefault(op.cost_key, []).append(self._seconds)
-        node: Any = current_autograd_node()  # the stub forgets that forward has none
+        node: Any = current_autograd_node()  # the stub does not say that this is None in forward
         context = OpContext(
             self.phase, -1 if node is None else node._sequence_nr(), "" if node is None else node.name()
         )
@@ -213,7 +213,7 @@ class StepTracer(OpRecorder):
             sender = self.ops[-1] if self.ops and self.ops[-1].func.namespace == WITHOUT_ALIASES else None
             if sender is None:
                 self.born[storage] = -1
-            else:  # the backend made it on a thread of its own, and copies from it once the message is there
+            else:  # the backend made it on its own thread, and copies from it once the message has arrived
                 name = f"{BUFFER}{sender.name}"
                 self.born[storage] = self.tick
                 self._alive[self.table.address(storage)] = storage
@@ -223,7 +223,7 @@ class StepTracer(OpRecorder):
 
 
 class OpTimer(StepTracer):
-    """Times the ops of a step whose structure is known: nothing else is written down, so that little runs between them."""
+    """Times the ops of a step whose structure is known. Nothing else is recorded, so that little code runs between the ops."""
 
     def known(self, tensor: torch.Tensor) -> int:
         return -1
@@ -244,7 +244,7 @@ class OpTimer(StepTracer):
 
 
 def register_statics(tracer: StepTracer, model: nn.Module, call: Call) -> frozenset[int]:
-    """Make parameters, gradients that exist, buffers and the batch known; returns the storages of the parameters."""
+    """Register parameters, existing gradients, buffers and the batch. Return the storages of the parameters."""
     parameters: set[int] = set()
     for name, parameter in model.named_parameters():
         for part in dense_parts(parameter):
@@ -266,25 +266,25 @@ def register_statics(tracer: StepTracer, model: nn.Module, call: Call) -> frozen
 
 
 def _add(tracer: StepTracer, tensor: torch.Tensor, origin: Origin, name: str) -> set[int]:
-    """The storages of this process behind a tensor, made known."""
+    """Register the storages of this process behind a tensor and return them."""
     refuse_nested([tensor])
     return {tracer.values[tracer.add_static(part, origin, name)].storage for part in dense_parts(tensor)}
 
 
 def gradient_storages(tracer: StepTracer, model: nn.Module) -> set[int]:
-    """The storages of this process in which the gradients of the parameters are now."""
+    """Return this process's storages that hold the parameters' gradients now."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     return {tracer.table.find(part) for gradient in gradients for part in dense_parts(gradient)}
 
 
 def changed_buffers(tracer: StepTracer, model: nn.Module) -> tuple[str, ...]:
-    """The buffers that the step has written to."""
+    """Return the buffers that the step has written to."""
     parts = ((name, part) for name, buffer in model.named_buffers() for part in dense_parts(buffer))
     return tuple(dict.fromkeys(name for name, part in parts if tracer.is_changed(tracer.table.find(part))))
 
 
 def listed_parameters(tracer: StepTracer, model: nn.Module) -> tuple[TraceParameter, ...]:
-    """Every parameter once, with its storage in the tracer's table and its other names."""
+    """Return every parameter once, with its storage in the tracer's table and its other names."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)

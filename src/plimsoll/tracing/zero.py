@@ -1,17 +1,17 @@
-"""All that knows DeepSpeed, with ZeRO in any stage or without: the model in its engine, what it steps, what it holds.
+"""All knowledge of DeepSpeed, with or without ZeRO: the model in its engine, what it steps, what it holds.
 
 The engine calls the model, whose parameters are views of flat ones. Hooks on the parameters move every gradient into a bucket
-while backward runs; a trial step must not reach them, so it runs on twins (see ``ddp``). The optimizer inside steps flat
-partitions in its own type (without ZeRO, copies of 16-bit parameters in 32 bits), of which the model knows nothing.
+during backward. A trial step must not trigger them, so it runs on twins (see ``ddp``). The inner optimizer steps flat
+partitions in its own dtype (without ZeRO: 32-bit copies of 16-bit parameters). The model has no reference to these.
 
-In stage 3 a parameter is empty until hooks on its module gather it: it gets new memory, before forward and before backward, and
-lets go of it after them. What recipes read has to be there all at once, so every region is made what DeepSpeed calls a leaf
+In stage 3 a parameter is empty until hooks on its module gather it. It gets new memory before forward and before backward, and
+frees it afterwards. Everything that recipes read must be there at once. So every region is made what DeepSpeed calls a leaf
 module: its parameters are gathered together, before its forward and before the first node of its backward. Slots and recipes
-hold the parameter itself, never its memory. Trial steps run on the parameters, with the hooks that reduce gradients taken off.
+hold the parameter itself, never its memory. Trial steps run on the parameters, with the hooks that reduce gradients removed.
 
-Source: deepspeed.runtime.zero.stage_1_and_2, stage3, parameter_offload, bf16_optimizer and fp16. What it writes on parameters
-and modules, and what it calls its own, was seen in DeepSpeed 0.19. Importing it takes seconds; where nobody has, no model is in
-its hands.
+Source: deepspeed.runtime.zero.stage_1_and_2, stage3, parameter_offload, bf16_optimizer and fp16. The attributes that it sets on
+parameters and modules, and its internal names, were seen in DeepSpeed 0.19. Importing it takes seconds. If it is not imported,
+no model uses it.
 """
 
 from __future__ import annotations
@@ -30,42 +30,42 @@ from plimsoll.tracing.meters.memory import storage_bytes
 
 _ENGINE = "deepspeed.runtime.engine"
 _STEPPED = "_hp_mapping"
-"""What stages 1 and 2 write on every parameter."""
+"""An attribute that stages 1 and 2 set on every parameter."""
 _GATHERED = "ds_id"
-"""What stage 3 writes on every parameter."""
+"""An attribute that stage 3 sets on every parameter."""
 _LEAF = "_z3_leaf"
-"""Says of a module in stage 3 that the parameters of all that is inside are gathered together."""
+"""A module attribute in stage 3: the parameters of everything inside are gathered together."""
 
 
 def inside_engine(model: nn.Module) -> nn.Module:
-    """The module that a DeepSpeed engine calls; any other model is its own."""
+    """Return the module that a DeepSpeed engine calls; return any other model itself."""
     kind = _engine_kind()
     return model.module if kind is not None and isinstance(model, kind) else model
 
 
 def is_stepped_by_zero(parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether ZeRO, stage 1 or 2, has hooks on the parameters."""
+    """True if ZeRO, stage 1 or 2, has hooks on the parameters."""
     return any(_STEPPED in vars(parameter) for parameter in parameters)
 
 
 def is_gathered_by_zero(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a parameter of stage 3, which has other memory every time that it is gathered."""
+    """True if a tensor is a parameter of stage 3, which has new memory every time that it is gathered."""
     return isinstance(tensor, nn.Parameter) and _GATHERED in vars(tensor)
 
 
 def shape_of(tensor: torch.Tensor) -> torch.Size:
-    """The shape of a tensor; of a parameter in stage 3 the one that it is gathered in."""
+    """Return the shape of a tensor; for a parameter in stage 3, the shape that it has when it is gathered."""
     shape: torch.Size = vars(tensor).get("ds_shape", tensor.shape)
     return shape
 
 
 def has_leaf_modules(model: nn.Module) -> bool:
-    """Whether stage 3 gathers the parameters of some part of the model together."""
+    """True if stage 3 gathers the parameters of some part of the model together."""
     return any(vars(module).get(_LEAF) for module in model.modules())
 
 
 def engine_of(model: nn.Module) -> Any | None:
-    """The engine that calls a model: it is found in the engine's own hooks on that."""
+    """Return the engine that calls a model. It is found in the closures of the engine's hooks on the model."""
     kind = _engine_kind()
     if kind is None:
         return None
@@ -75,28 +75,28 @@ def engine_of(model: nn.Module) -> Any | None:
 
 
 def steps_with_buckets(model: nn.Module) -> bool:
-    """Whether DeepSpeed moves gradients into buckets of its own while backward runs, and keeps account of them."""
+    """True if DeepSpeed moves gradients into its own buckets during backward and counts them."""
     return _wrapper_of(inside_engine(model)) is not None
 
 
 def partitions(model: nn.Module) -> list[nn.Parameter]:
-    """What DeepSpeed steps on this rank in place of the parameters: flat partitions (ZeRO), or copies in 32 bits."""
+    """Return what DeepSpeed steps on this rank instead of the parameters: flat partitions (ZeRO) or 32-bit copies."""
     wrapper = _wrapper_of(model)
     if wrapper is None:
         return []
-    if _offload_of(model):  # its groups are empty but while it steps
+    if _offload_of(model):  # its groups are empty except while it steps
         return list(wrapper.fp32_partitioned_groups_flat)
     return [each for group in wrapper.optimizer.param_groups for each in group["params"]]
 
 
 def optimizer_inside(model: nn.Module) -> torch.optim.Optimizer | None:
-    """The optimizer that stage 3 steps, which has no parameters but while it does."""
+    """Return the optimizer that stage 3 steps. It has parameters only while it steps."""
     found: torch.optim.Optimizer | None = _wrapper_of(model).optimizer if _offload_of(model) else None
     return found
 
 
 def held_by_deepspeed(model: nn.Module) -> list[torch.Tensor]:
-    """What DeepSpeed holds between steps beside optimizer state: partitions, and gradients while they accumulate."""
+    """Return what DeepSpeed holds between steps, without optimizer state: partitions, and gradients that accumulate."""
     wrapper = _wrapper_of(model)
     leaves = [] if wrapper is None else tree_leaves(list(vars(wrapper).values()))
     if _offload_of(model):
@@ -105,14 +105,16 @@ def held_by_deepspeed(model: nn.Module) -> list[torch.Tensor]:
 
 
 def bytes_beside(model: nn.Module) -> int:
-    """The same, but for the flat parameters themselves, of which the model's are views."""
+    """Return the bytes of `held_by_deepspeed`, without the flat parameters that the model's parameters are views of."""
     own = list(model.parameters())
     return storage_bytes([*own, *held_by_deepspeed(model)], own[0].device) - storage_bytes(own, own[0].device)
 
 
 class WholeRegions:
-    """Regions whose parameters stage 3 gathers together until ``put_back``: leaf modules. Hooks inside that gather are off;
-    those that make nodes of the graph stay, as they decide in which order gradients are summed.
+    """Makes regions leaf modules until ``put_back``, so that stage 3 gathers their parameters together.
+
+    Hooks inside the regions that gather are removed. Hooks that make graph nodes stay, because they determine the order in
+    which gradients are summed.
     """
 
     def __init__(self, model: nn.Module, regions: Iterable[nn.Module]) -> None:
@@ -131,11 +133,11 @@ class WholeRegions:
         self._gather_anew()
 
     def put_back(self) -> None:
-        """The modules inside gather their own parameters again; harmless when called twice."""
+        """Let the modules inside gather their own parameters again. Calling it twice does no harm."""
         own = {handle.id for handle in self._offload.forward_hooks} if self._leaves else set()
         for table, before in self._hooks.values():
             since = dict(table)
-            table.clear()  # the order of before comes back
+            table.clear()  # restores the original order
             table.update({each: hook for each, hook in before.items() if each in own or each in since} | since)
         for leaf, flag in self._leaves:
             setattr(leaf, _LEAF, flag)
@@ -143,7 +145,7 @@ class WholeRegions:
         self._hooks, self._leaves = {}, []
 
     def _gather_anew(self) -> None:
-        """Forget what is to be released after which module: it was worked out for the modules as they were."""
+        """Clear DeepSpeed's cache of the parameters to release after each module: it was computed for the previous modules."""
         if self._leaves:
             kind = type(self._offload.get_param_coordinator())
             told = vars(kind)["_PartitionedParameterCoordinator__params_to_release"]
@@ -151,9 +153,9 @@ class WholeRegions:
 
 
 class KeptGathering:
-    """Stage 3 between steps: ``put_back`` leaves every parameter empty, also after a step that failed on its way.
+    """The state of stage 3 between steps. ``put_back`` leaves every parameter empty, also after a step that failed.
 
-    ``hooks`` are those of leaf modules that reduce gradients.
+    ``hooks`` are the hooks on leaf modules that reduce gradients.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -164,7 +166,7 @@ class KeptGathering:
         self._depth = len(self._running)
 
     def put_back(self) -> None:
-        """Let go of what is gathered. The next forward gathers what it needs."""
+        """Free what is gathered. The next forward gathers what it needs."""
         if self._offload:
             del self._running[self._depth :]
             self._offload.release_backward_leftovers()
@@ -172,13 +174,13 @@ class KeptGathering:
 
 
 def _wrapper_of(model: nn.Module) -> Any:
-    """DeepSpeed's optimizer around torch's, if the engine has one: without ZeRO and in 32 bits it has torch's alone."""
+    """Return DeepSpeed's optimizer around torch's, or None: without ZeRO and in 32 bits, the engine has only torch's."""
     wrapper = getattr(engine_of(model), "optimizer", None)
     return wrapper if wrapper is not None and "optimizer" in vars(wrapper) else None
 
 
 def _offload_of(model: nn.Module) -> Any:
-    """What gathers parameters in stage 3; ``None`` in others."""
+    """Return the object that gathers parameters in stage 3; ``None`` in other stages."""
     wrapper = _wrapper_of(model)
     return None if wrapper is None else vars(wrapper).get("parameter_offload")
 

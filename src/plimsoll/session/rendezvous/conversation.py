@@ -1,17 +1,17 @@
 """A call that ranks make together: every rank gets every rank's message, or every rank raises the same error.
 
-A conversation is a row of exchanges in the same order on every rank. A rank that raises in between says so in its next turn,
-whichever that is: the others are there already, or come there, and raise ``RankFailed``. So no rank waits for one that has
-given up, and nothing is left over that the next conversation could trip over.
+A conversation is a sequence of exchanges in the same order on every rank. A rank that raises between two exchanges says so in
+its next exchange, whichever that is. The other ranks are there already or will be, and raise ``RankFailed``. So no rank waits
+for a rank that has given up, and no message remains that could disturb the next conversation.
 
-Between exchanges the ranks may run steps with collectives in them. A rank that fails in the middle of one leaves the others in
-a collective that it will never join. Their wait is inside of torch, where no exception of Python's reaches them. It ends when
-their connection ends, so the rank that failed ends it (`release`), where the model's process groups are known, and they say
-which rank it was. That costs the groups, which are out of step by then: the job has to start anew.
+Between exchanges the ranks may run steps with collectives. A rank that fails in the middle of a step leaves the others in a
+collective that it will never join. They wait inside torch, where no Python exception reaches them. The wait ends when their
+connections end. So if the model's process groups are known, the rank that failed closes their connections (`release`), and the
+others report which rank failed. The groups are out of step by then and cannot be used again: the job must be restarted.
 
-Not covered: collectives of groups that the model does not show (they end by torch's own time-out), and a rank whose step does
-not come to an end. A rank that dies ends torchrun's job. NCCL's ``abort`` ends what this rank waits for; others notice by
-NCCL's own watchdog.
+Not covered: collectives of groups that the model does not show (they end by torch's own time-out), and a rank whose step never
+ends. A rank that dies ends torchrun's job. NCCL's ``abort`` ends this rank's wait; the other ranks notice by NCCL's own
+watchdog.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from plimsoll.session.rendezvous.world import World
 from plimsoll.tracing.recorder.collectives import failed_in_collective
 
 _GRACE_SECONDS = 3.0
-"""So long a rank that failed waits for the others to come out of the step by themselves."""
+"""How long a rank that failed waits for the others to leave the step by themselves."""
 _GATHERING_SECONDS = 5.0
-"""So long ranks wait for others that may have nothing to say."""
+"""How long ranks wait for others that may not call at all."""
 _RELEASED = "released"
 _ANEW = "; then start the job anew, as the model's process groups were closed to end the wait for that rank"
 _WHY = "one plan is for ranks that run the same step of the same model, with the same options and versions"
 
 
 class _Failure(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """An error in words: what was found, why, and what to do next.
+    """An error as text: what was found, why, and what to do next.
 
-    It may be an echo: what torch raises in a collective when another rank has failed and let go of its connections.
+    ``may_be_echo``: torch raises such an error in a collective when another rank has failed and closed its connections.
     """
 
     found: str
@@ -59,7 +59,7 @@ class _Failure(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class _Turn(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What a rank says in one exchange: where it is, its message, and what it found if it failed."""
+    """A rank's message in one exchange: the step that it is in, the payload, and its failure if it failed."""
 
     step: str
     message: bytes = b""
@@ -67,9 +67,9 @@ class _Turn(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Conversation:
-    """Exchanges of one call. Use it as a context manager: what leaves the block as an error is told to the other ranks.
+    """The exchanges of one call. Use it as a context manager: an error that leaves the block is reported to the other ranks.
 
-    ``groups`` are the process groups of the model's collectives, to be released if this rank fails in a step.
+    ``groups`` are the process groups of the model's collectives. They are released if this rank fails in a step.
     """
 
     def __init__(
@@ -99,15 +99,15 @@ class Conversation:
             self._give_up(error)
 
     def ask(self, step: str, message: bytes = b"", *, more_seconds: float = 0.0) -> tuple[bytes, ...]:
-        """Give a message and get those of all ranks, in the order of ``world.ranks``. All have to be in the same
-        ``step``.
+        """Send a message and return the messages of all ranks, in the order of ``world.ranks``.
 
-        ``more_seconds`` beyond the usual time are for one rank that has work to do before it answers.
+        All ranks must be in the same ``step``. ``more_seconds`` extends the usual time for a rank that has work to do before it
+        answers.
 
         Raises:
             RankFailed: another rank has raised since the last exchange.
-            RankMissing: another rank did not come in time.
-            RanksDiffer: another rank is somewhere else.
+            RankMissing: another rank did not call in time.
+            RanksDiffer: another rank is in another step.
         """
         turn = msgspec.msgpack.encode(_Turn(step=step, message=message))
         timeout_seconds = self.timeout_seconds + more_seconds
@@ -129,9 +129,9 @@ class Conversation:
         return tuple(turn.message for turn in turns)
 
     def same(self, step: str, facts: Mapping[str, str], next_: Mapping[str, str] = {}, *, why: str = _WHY) -> None:
-        """Go on if these facts are the same on all ranks; else ``RanksDiffer``, with a table, on all.
+        """Check that these facts are equal on all ranks. Otherwise raise ``RanksDiffer`` with a table on all.
 
-        ``next_`` is what to do about a fact, by its name; under no name about any of them.
+        ``next_`` gives advice for a single differing fact by its name, and under ``""`` for all others.
         """
         told = [msgspec.msgpack.decode(answer) for answer in self.ask(step, msgspec.msgpack.encode(facts))]
         names = dict.fromkeys(name for one in told for name in one)
@@ -143,9 +143,10 @@ class Conversation:
             raise differing(table, self.world.ranks, next_.get(known, ""), why=why)
 
     def gather(self, occasion: str, message: bytes) -> tuple[bytes, ...] | None:
-        """Outside of a conversation: everyone's message if all ranks come within a few seconds, else ``None``.
+        """Outside of a conversation: return the messages of all ranks, or ``None`` if some rank does not call within a few
+        seconds.
 
-        The occasion is another one every time; a rank comes to it once or not at all.
+        ``occasion`` must be different each time. A rank calls at most once for each.
         """
         seconds = min(self.timeout_seconds, _GATHERING_SECONDS)
         try:
@@ -154,29 +155,29 @@ class Conversation:
             return None
 
     def begin_anew(self) -> None:
-        """All ranks have left the step in which they were, each in another place: what they say from now on counts from the
-        start.
+        """Reset the exchanges after all ranks have left their steps at different places. Messages count from the start
+        again.
         """
         self._topic += "/again"
 
     def end(self) -> None:
-        """All ranks know of the error that is on its way: nothing has to be told."""
+        """Note that all ranks know of the error that is being raised, so that it is not reported again."""
         self._is_over = True
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
-        """Run steps with collectives: if this rank fails in the block, ranks that wait for it there are released."""
+        """Run steps with collectives. If this rank fails in the block, ranks that wait for it in a collective are released."""
         self._is_stepping = True
         yield
         self._is_stepping = False
 
     def _give_up(self, error: BaseException) -> None:
-        """Tell the others; where they cannot hear it, end what they wait for."""
+        """Report the error to the other ranks. If they are stuck in a collective, close its connections."""
         turn = _Turn(step=self._step, failure=_Failure.of(error))
         self._is_over = True
         try:
             meeting = Meeting.arrive(self.world, self._topic, msgspec.msgpack.encode(turn), self.timeout_seconds)
-        except dist.DistError:  # the store is gone, and the job with it: this rank's error is what is to be seen
+        except dist.DistError:  # the store and the job have ended: let this rank's own error appear
             return
         if not self._is_stepping or not self.groups:
             return
@@ -190,14 +191,14 @@ class Conversation:
                 release(self.groups)
                 raise self._lost(lost, error) from error
             culprit = meeting.note(_RELEASED, str(self.world.rank))
-        release(self.groups)  # also by a rank that was released itself: others may wait for this one
+        release(self.groups)  # also if this rank was released by another one: others may still wait for this rank
         rank = int(culprit)
         if rank != self.world.rank:
             first = msgspec.msgpack.decode(meeting.message_of(rank), type=_Turn)
             raise self._failed(rank, first, (rank,), _ANEW) from error
 
     def _name_cause(self, meeting: Meeting, error: BaseException) -> None:
-        """All ranks have failed: where this one may only have lost its connection to another, raise what that one met."""
+        """All ranks have failed. If this rank's error may be an echo of another rank's failure, raise that failure instead."""
         if not _Failure.of(error).may_be_echo:
             return
         for rank in filter(meeting.has_come, self.world.ranks):
@@ -228,9 +229,9 @@ class Conversation:
 
 
 def differing(facts: dict[str, list[str]], ranks: Sequence[int], next_: str = "", *, why: str = _WHY) -> RanksDiffer:
-    """The error for facts that should be the same on all ranks, as a table: what, and which rank has which.
+    """Return the error for facts that should be equal on all ranks, as a table of values and the ranks that have them.
 
-    Facts have a value per rank; those that are the same everywhere are left out.
+    ``facts`` has one value per rank. Equal facts are left out.
     """
     rows, odd = [], set[int]()
     for name, values in facts.items():
@@ -256,18 +257,18 @@ def _named(ranks: Sequence[int]) -> str:
 _CPU = torch.device("cpu")
 _NO_TIME = datetime.timedelta(milliseconds=1)
 _TAG = 20_873
-"""Of a message that nobody sends."""
+"""A message tag that is never sent."""
 _KINDS = range(32, 256)
-"""Kinds of backends are one byte, of which torch names the first few."""
+"""torch numbers kinds of backends in one byte and names the first few."""
 
 
 def release(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Close the connections of these groups, so that whoever waits in one of their collectives gets an error.
+    """Close the connections of these groups, so that ranks that wait in one of their collectives get an error.
 
-    Whoever waits there is inside of torch, where no exception of Python's reaches it. A group whose connections have ended is
-    out of step for good: ``renew`` gives it others, with which all who hold the group (a reducer, a device mesh) go on.
-    With gloo by a receive that times out at once (gloo then closes every connection of the group), with other backends
-    by ``abort``. Each group has more than one rank; this rank is in no collective of theirs.
+    Those ranks wait inside torch, where no Python exception reaches them. A group whose connections were closed is out of step
+    for good. ``renew`` gives it new connections, and all objects that hold the group (a reducer, a device mesh) can continue.
+    With gloo, a receive that times out at once makes gloo close every connection of the group. Other backends use ``abort``.
+    Each group must have more than one rank, and this rank must not be in one of their collectives.
     """
     for group in groups:
         if dist.get_backend(group) == dist.Backend.GLOO:
@@ -277,19 +278,21 @@ def release(groups: Iterable[dist.ProcessGroup]) -> None:
 
 
 def _close(group: dist.ProcessGroup) -> None:
+    # gloo's abort() does not end a running collective (torch 2.13). A receive that times out makes gloo close all connections
+    # of the group, on this rank's action alone.
     somebody = (group.rank() + 1) % group.size()
-    with contextlib.suppress(RuntimeError):  # the time-out that this is for, or a connection that is closed already
+    with contextlib.suppress(RuntimeError):  # the expected time-out, or a connection that is closed already
         group.recv([torch.empty(1, device=_CPU)], somebody, _TAG).wait(_NO_TIME)
 
 
 def renew(world: World, groups: Iterable[dist.ProcessGroup], occasion: str) -> None:
-    """Give released groups of gloo's new connections; called on all ranks alike.
+    """Give released gloo groups new connections. All ranks must call this.
 
-    A group keeps the first backend that it gets of each kind for good, so a new one takes a kind that was not there yet.
-    The private names were seen in torch 2.13 and 2.15; 2.9 and 2.11 bind the same ones.
+    A group never replaces the first backend of each kind, so the new backend is registered under an unused kind. The private
+    names were seen in torch 2.13 and 2.15; 2.9 and 2.11 bind the same ones.
 
     Raises:
-        InvalidModel: there is no kind left.
+        InvalidModel: all kinds are used.
     """
     for group in groups:
         name, about = group.group_name, group.group_desc
@@ -309,5 +312,5 @@ def renew(world: World, groups: Iterable[dist.ProcessGroup], occasion: str) -> N
                 why="a training step of its ranks ran out of memory as often",
                 next="start the job anew, with a smaller budget",
             )
-        group._set_group_name(name)  # both are kept by the backend
+        group._set_group_name(name)  # the backend stores both
         group._set_group_desc(about)

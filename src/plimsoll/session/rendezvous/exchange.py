@@ -1,10 +1,10 @@
-"""One exchange: every rank leaves a message and gets everyone's, or all ranks raise the same error in time.
+"""One exchange: every rank leaves a message and gets the messages of all, or all ranks raise the same error in time.
 
-Messages go through torch's store, not through collectives: a rank that waits can give up. Whether an exchange took place is
-decided once, by whoever is first to write the verdict: the last rank to come writes that it is complete, the first rank
-whose time is up writes who is missing. So either all ranks get all messages, or all raise, the straggler too.
+Messages go through torch's store, not through collectives, so a waiting rank can give up. The outcome is decided once, by the
+first rank that writes the verdict: the last rank to arrive writes that the exchange is complete; the first rank whose time is
+up writes who is missing. So either all ranks get all messages, or all raise, including the late ones.
 
-Known weakness: a rank that dies between its message and its reading is not noticed here; its message counts.
+Known weakness: if a rank dies between leaving its message and reading the others', that is not noticed; its message counts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from plimsoll.errors import RankMissing
 from plimsoll.session.rendezvous.world import World
 
 TIMEOUT_SECONDS = 60.0
-"""How long ranks wait for each other unless told otherwise."""
+"""The default time that ranks wait for each other."""
 
 _COMPLETE = b"complete"
 _MISSING = b"missing "
@@ -27,12 +27,12 @@ _MISSING = b"missing "
 def exchange(
     world: World, topic: str, message: bytes, *, timeout_seconds: float = TIMEOUT_SECONDS
 ) -> tuple[bytes, ...]:
-    """Give a message and get those of all ranks, in the order of ``world.ranks``.
+    """Leave a message and return the messages of all ranks, in the order of ``world.ranks``.
 
-    Every rank calls this as often as the others, for each topic.
+    Every rank must call this equally often for each topic.
 
     Raises:
-        RankMissing: some rank did not come in time; it is raised on all ranks, also on the late ones.
+        RankMissing: some rank did not arrive in time. All ranks raise it, including the late ones.
     """
     meeting = Meeting.arrive(world, topic, message, timeout_seconds)
     return meeting.collect()
@@ -40,7 +40,7 @@ def exchange(
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """One exchange, as one rank sees it: its keys in the store."""
+    """One exchange from one rank's view: its keys in the store."""
 
     world: World
     topic: str
@@ -49,7 +49,7 @@ class Meeting:
 
     @classmethod
     def arrive(cls, world: World, topic: str, message: bytes, timeout_seconds: float) -> Meeting:
-        """Leave a message. The last rank to come declares the exchange complete."""
+        """Leave a message. The last rank to arrive declares the exchange complete."""
         turn = world.store.add(f"{topic}/turn/{world.rank}", 1)
         meeting = cls(world, topic, turn, timeout_seconds)
         world.store.set(meeting._key(world.rank), message)  # type: ignore[arg-type]  # the stub forgets bytes
@@ -58,7 +58,7 @@ class Meeting:
         return meeting
 
     def collect(self) -> tuple[bytes, ...]:
-        """Wait for the verdict, then read everyone's message."""
+        """Wait for the verdict, then read the messages of all ranks."""
         world, store = self.world, self.world.store
         verdict = self._verdict()
         if verdict != _COMPLETE:
@@ -71,7 +71,7 @@ class Meeting:
         return tuple(messages)
 
     def is_complete_within(self, seconds: float) -> bool:
-        """Whether all ranks have come, or come in so many seconds; nothing is decided by asking."""
+        """True if all ranks have arrived or arrive within ``seconds``. Asking does not decide the exchange."""
         try:
             self.world.store.wait([self._key("verdict")], datetime.timedelta(seconds=seconds))
         except dist.DistStoreError:
@@ -79,22 +79,22 @@ class Meeting:
         return True
 
     def note(self, name: str, text: str) -> str:
-        """Write something beside the messages, unless a rank has done so already; what is there then."""
+        """Write a text under ``name`` unless another rank has done so. Return the text that is there then."""
         noted: bytes = self.world.store.compare_set(self._key(name), "", text)
         return noted.decode()
 
     def noted(self, name: str) -> str:
-        """What some rank has written under this name; empty where none has."""
+        """Return the text that some rank has written under ``name``; empty if none has."""
         key = self._key(name)
         return self.world.store.get(key).decode() if self.world.store.check([key]) else ""
 
     def has_come(self, rank: int) -> bool:
-        """Whether a rank has left its message."""
+        """True if a rank has left its message."""
         here: bool = self.world.store.check([self._key(rank)])
         return here
 
     def message_of(self, rank: int) -> bytes:
-        """The message of a rank that has come."""
+        """Return the message of a rank that has arrived."""
         return self.world.store.get(self._key(rank))
 
     def _key(self, what: int | str) -> str:
@@ -106,7 +106,7 @@ class Meeting:
             store.wait([key], datetime.timedelta(seconds=self.timeout_seconds))
         except dist.DistStoreError:
             missing = [str(rank) for rank in self.world.ranks if not store.check([self._key(rank)])]
-            # The last rank may come between the end of the wait and this look.
+            # The last rank may have arrived between the end of the wait and this check.
             proposed = _MISSING + ",".join(missing).encode() if missing else _COMPLETE
             decided: bytes = store.compare_set(key, "", proposed.decode())
             return decided

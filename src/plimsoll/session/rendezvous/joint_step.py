@@ -1,12 +1,12 @@
-"""One training step that ranks run together: all come to its end, or all run it again.
+"""One training step that ranks run together: all finish it, or all run it again.
 
-How a step ended is decided once, by whoever is first to write it down: the last rank to come to its end writes that it is
-complete, a rank that fails writes that it has. So a rank may return from a step only when no other one can fail in it any
-more. That is one short wait at the end of every step, through torch's store and not through a collective.
+The outcome of a step is decided once, by the first rank that writes it: the last rank to finish writes that the step is
+complete; a rank that fails writes that it has failed. So a rank returns from a step only when no other rank can fail in it any
+more. This is one short wait at the end of every step, through torch's store and not through a collective.
 
-A rank that runs out of memory then ends the connections of the model's groups, as the others wait in a collective that it
-will not join. What that raises on them is no error of theirs. When all have put everything back, the groups get new
-connections. Known weakness: a rank that waits in a collective of another group, which the model does not show, waits on.
+A rank that runs out of memory then closes the connections of the model's groups, because the others wait in a collective that
+it will not join. The errors that this raises on them are not their own. When all ranks have restored their state, the groups
+get new connections. Known weakness: a rank that waits in a collective of a group that the model does not show keeps waiting.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from plimsoll.session.rendezvous.conversation import Conversation, release, rene
 
 _COMPLETE, _MEMORY, _FAILED = "complete", "memory", "failed"
 _PATIENCE_SECONDS = 600.0
-"""Beyond the usual time, a rank that is through with its step waits so long for the others."""
+"""How much longer than usual a rank that finished its step waits for the others."""
 _GRACE_SECONDS = 3.0
-"""An error that may come of another rank's failure waits so long for that rank to say so."""
+"""How long to wait for another rank to report its failure before an error counts as this rank's own."""
 
 
 class JointStep:
-    """How the ranks of a conversation end a step, again and again; ``None``: this process is on its own."""
+    """Ends the training steps of a conversation's ranks; ``None``: a single process."""
 
     def __init__(self, conversation: Conversation | None) -> None:
         self._conversation = conversation
@@ -38,18 +38,18 @@ class JointStep:
         )
 
     def begin(self) -> None:
-        """A step begins, on all ranks alike."""
+        """Begin a step. All ranks must call this."""
         self._steps += 1
         if self._conversation is not None and self._conversation.world.is_first and self._steps > 2:
-            for what in ("ended", "verdict"):  # all have read those of the last but one
+            for what in ("ended", "verdict"):  # all ranks have read the keys of the step before the last one
                 self._conversation.world.store.delete_key(self._key(what, self._steps - 2))
 
     def failed_elsewhere(self) -> RankFailed | None:
-        """This rank has come to the end: ``None`` once all have, else the error of the rank that ran out of memory.
+        """Report that this rank has finished. Return ``None`` once all have, or the error of a rank that ran out of memory.
 
         Raises:
-            RankFailed: another rank failed for some other reason, and does not run the step again.
-            RankMissing: another rank does not come to the end.
+            RankFailed: another rank failed for another reason, and does not run the step again.
+            RankMissing: another rank does not finish.
         """
         if self._conversation is None:
             return None
@@ -73,8 +73,10 @@ class JointStep:
         return error
 
     def failure(self, error: Exception) -> Exception | None:
-        """What an error means that came out of the step: the one to raise if all cannot run it again, or ``None`` where it is
-        this rank's own and passes.
+        """Interpret an error that left the step.
+
+        Return the error to raise in case the step cannot be run again. Return ``None`` if the error is this rank's own and must
+        be raised itself.
         """
         is_memory = isinstance(error, torch.OutOfMemoryError)
         if self._conversation is None:
@@ -96,7 +98,7 @@ class JointStep:
         return self._error(verdict)
 
     def renew(self) -> None:
-        """End what the others wait for, if they do; every group has connections again when all ranks have called this."""
+        """Release ranks that wait in a collective. When all ranks have called this, every group has connections again."""
         if self._conversation is not None:
             release(self._groups)
             self._conversation.begin_anew()
@@ -126,7 +128,7 @@ class JointStep:
 
 
 def _all_groups(conversation: Conversation) -> tuple[dist.ProcessGroup, ...]:
-    """The model's groups, and the one of the whole job if all of it takes part: users reduce their losses in that one."""
+    """Return the model's groups, and the job's default group if all its ranks take part: users reduce their losses in it."""
     whole = dist.group.WORLD
     groups = list(conversation.groups)
     if whole is not None and whole.size() == conversation.world.size and dist.get_backend(whole) == dist.Backend.GLOO:

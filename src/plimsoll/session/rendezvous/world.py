@@ -1,7 +1,7 @@
-"""Who takes part in a call: the ranks that train one model together, and the store that they share.
+"""The ranks that train one model together, and the store that they share.
 
-Who trains a model together is written in the model: ``DistributedDataParallel`` has a process group, parameters under FSDP2,
-HSDP and tensor parallelism have a device mesh. A model that shows neither is taken to be every rank's.
+The model shows who trains it together: ``DistributedDataParallel`` has a process group; parameters under FSDP2, HSDP and tensor
+parallelism have a device mesh. If a model has neither, all ranks are assumed to train it together.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from plimsoll.tracing.torch_internals import internal
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# The default group's store has no public name; this one was seen in torch 2.9 to 2.15.
+# torch does not name the default group's store publicly. This name was seen in torch 2.9 to 2.15.
 _default_store = internal("torch.distributed.distributed_c10d._get_default_store")
 _PREFIX = "plimsoll"
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Ranks that do something together, seen from one of them.
+    """Ranks that do something together, from the view of one of them.
 
-    ``rank`` and ``ranks`` are global ranks, as torchrun numbers them. ``store`` is torch's own key-value store, behind a
-    prefix: messages through it are no collectives, so a rank that waits for one can stop waiting.
+    ``rank`` and ``ranks`` are global ranks, as torchrun numbers them. ``store`` is torch's own key-value store behind a prefix.
+    Messages go through the store instead of collectives, so a rank that waits for a message can stop waiting.
     """
 
     rank: int
@@ -43,20 +43,20 @@ class World:
 
     @property
     def size(self) -> int:
-        """How many ranks take part."""
+        """The number of ranks that take part."""
         return len(self.ranks)
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that speaks for all."""
+        """True on the rank that acts for all."""
         return self.rank == self.ranks[0]
 
 
 def current_world(ranks: Iterable[int] | None = None) -> World | None:
-    """The ranks that train together, by default all; ``None`` where this process is on its own.
+    """Return the ranks that train together, by default all; ``None`` for a single process.
 
     Raises:
-        InvalidOption: a rank that does not exist, or this one is not among them.
+        InvalidOption: a rank does not exist, or this rank is not among them.
 
     Example:
         >>> current_world() is None  # torch.distributed is not initialised
@@ -80,13 +80,13 @@ def current_world(ranks: Iterable[int] | None = None) -> World | None:
         )
     if len(chosen) == 1:
         return None
-    # Subgroups have keys of their own: two of them may exchange something under one topic at the same time.
+    # Subgroups have their own keys: two of them may exchange messages under one topic at the same time.
     group = "all" if len(chosen) == size else ",".join(map(str, chosen))
     return World(rank, chosen, PrefixStore(f"{_PREFIX}/{group}", _default_store()))
 
 
 def launched_world(timeout_seconds: float) -> World | None:
-    """The ranks that torchrun has started, which need no process group yet; ``None`` where it keeps no store for them.
+    """Return the ranks that torchrun has started, even without a process group; ``None`` if torchrun keeps no store for them.
 
     Raises:
         torch.distributed.DistError, ValueError: the store is not where the environment says.
@@ -99,7 +99,7 @@ def launched_world(timeout_seconds: float) -> World | None:
         return None
     place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(*place, is_master=False, timeout=datetime.timedelta(seconds=timeout_seconds))
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store may outlive one
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store may outlive one attempt
     ranks = tuple(range(int(os.environ["WORLD_SIZE"])))
     return World(int(os.environ["RANK"]), ranks, PrefixStore(f"{_PREFIX}/launched/{attempt}", store))
 
@@ -113,11 +113,10 @@ class Participants:
 
 
 def find_participants(model: object, ranks: Sequence[int] | None = None) -> Participants:
-    """The ranks that take part in whatever is done to ``model``: by default those of its own groups, or all where it
-    has none.
+    """Return the ranks that take part in a call on ``model``: by default the ranks of its own groups, or all without groups.
 
     Raises:
-        InvalidOption: ``ranks`` that do not exist, without this one, or without some over which the model is split.
+        InvalidOption: ``ranks`` that do not exist, that omit this rank, or that omit ranks over which the model is split.
     """
     if ranks is not None and not (isinstance(ranks, Collection) and all(isinstance(rank, int) for rank in ranks)):
         raise InvalidOption(
@@ -140,10 +139,9 @@ def find_participants(model: object, ranks: Sequence[int] | None = None) -> Part
 
 
 def refuse_several_ranks(model: nn.Module, call: str) -> None:
-    """Refuse a model whose steps exchange something with other ranks, in a call that runs steps as one process sees
-    fit.
+    """Refuse a model whose steps communicate with other ranks, for a call that chooses its steps by its own measurements.
 
-    It looks at the model only, so all ranks refuse at once and nothing is exchanged.
+    It looks only at the model, so all ranks refuse at once and nothing is exchanged.
     """
     groups = find_participants(model).groups
     if groups:
@@ -156,7 +154,7 @@ def refuse_several_ranks(model: nn.Module, call: str) -> None:
 
 
 def _refuse_to_leave_out(model: nn.Module, ranks: Sequence[int]) -> None:
-    """A step of a model that is split over ranks waits for all of them, whoever is asked to take part."""
+    """Refuse ``ranks`` that omit some of a split model's ranks: each of its steps waits for all of them."""
     spread = {rank for mesh in _meshes_of(model) for rank in mesh.mesh.flatten().tolist()}
     missing = sorted(spread - set(ranks))
     if missing:
@@ -176,9 +174,9 @@ def _meshes_of(model: nn.Module) -> list[DeviceMesh]:
 
 
 def _widest(spans: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
-    """The ranks that hold all the others; of several that cross (a row and a column), all ranks there are.
+    """Return the span that contains all others, or None (all ranks) if spans cross, as a row and a column do.
 
-    What a rank sees of crossing groups differs from rank to rank, all ranks do not.
+    With crossing groups each rank sees different spans, but "all ranks" is the same everywhere.
     """
     widest = max(spans, key=len, default=None)
     if widest is None or any(not set(ranks) <= set(widest) for ranks in spans):

@@ -1,1 +1,1 @@
-"""What torch.compile makes of a training step: its joint graphs, and the step with compiled parts in it."""
+"""Reads what torch.compile makes of a training step: its joint graphs, and a trace of the step with its compiled parts."""

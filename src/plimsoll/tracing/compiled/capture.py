@@ -1,7 +1,7 @@
-"""Runs one step of a compiled model op by op to see its joint graphs, without generating code.
+"""Runs one step of a compiled model op by op to capture its joint graphs, without generating code.
 
-Every unit is compiled with a partitioner that notes the joint graph and leaves the rest to torch. The graphs that come out are
-run as they are, op by op, so a step costs tracing and not code generation.
+Every unit is compiled with a partitioner that records the joint graph and leaves the rest to torch. The resulting graphs are
+run op by op, so a step costs tracing but no code generation.
 
 Private to torch, seen in 2.9 to 2.15: ``CustomPartitionerFn``, ``min_cut_rematerialization_partition``, ``fx_graph_cse``.
 """
@@ -44,12 +44,12 @@ from plimsoll.tracing.compiled.units import Unit, install_alone
 from plimsoll.tracing.meters.memory import storage_of
 
 Stretch = tuple[Phase, int]
-"""A phase, and how many regions that run eagerly inside of a unit lie before."""
+"""A phase, and the number of eager regions inside a unit that precede."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledPart:
-    """What one call of a unit was compiled to: its graphs in the order of forward, and which inputs of each are parameters or
+    """The compilation of one call of a unit: its graphs in forward order, and each graph's inputs that are parameters or
     buffers.
     """
 
@@ -57,32 +57,32 @@ class CompiledPart:
     graphs: tuple[JointGraph, ...]
     statics: tuple[frozenset[fx.Node], ...]
     copied: Collection[str] = ()
-    """Where backward reads copies of inputs: those that something else changes, as for `Partitioner`."""
+    """Names of inputs that backward reads as copies, because something else changes them (see `Partitioner.changed`)."""
 
     def outer(self, name: str) -> str:
-        """The path in the whole model of a module inside of the unit."""
+        """Return the path in the whole model of a module inside of the unit."""
         return ".".join(part for part in (self.path, name) if part)
 
 
 @dataclass
 class UnitPlace:
-    """Where the ops of one unit stood in the eager step, and where its kernels stand now.
+    """Where the ops of one unit were in the eager step, and where its kernels are now.
 
-    Regions inside that run eagerly (``inner``) break it into stretches; ``stretch_of`` says in which of them each graph lies.
+    Regions inside that run eagerly (``inner``) divide the unit into stretches; ``stretch_of`` maps each graph to its stretch.
     """
 
     call: RegionCall
     part: CompiledPart
     inner: tuple[RegionCall, ...]
     ops: dict[int, Stretch] = field(default_factory=dict)
-    """Its own ops in the eager step, by tick."""
+    """The unit's own ops in the eager step, by tick."""
     stretch_of: tuple[int, ...] = ()
     forward: dict[Kernel, int] = field(default_factory=dict)
     backward: dict[Kernel, int] = field(default_factory=dict)
     ends: dict[Stretch, int] = field(default_factory=dict)
-    """Where the kernels of each stretch end."""
+    """The end of each stretch's kernels."""
     made: dict[Stretch, list[int]] = field(default_factory=dict)
-    """The storages that its ops left to others."""
+    """The storages that the unit's ops made for others, by stretch."""
 
     @classmethod
     def of(cls, call: RegionCall, eager: Trace, part: CompiledPart) -> UnitPlace:
@@ -107,7 +107,9 @@ class UnitPlace:
         return place
 
     def _assigned(self, modules: Mapping[int, set[str]]) -> tuple[int, ...]:
-        """The stretch of each graph: in turn where there is one for each, else that with most of its modules, in order."""
+        """Return the stretch of each graph: by position if the counts are equal, else the stretch that shares most modules, in
+        order.
+        """
         graphs, stretches = self.part.graphs, sorted(modules) or [0]
         if len(graphs) == len(stretches):
             return tuple(stretches)
@@ -119,7 +121,7 @@ class UnitPlace:
         return tuple(found)
 
     def kernels(self, stretch: Stretch) -> list[Kernel]:
-        """The kernels of a stretch, and those before it that have no place yet."""
+        """Return the kernels of a stretch, and earlier kernels that were not placed yet."""
         phase, at = stretch
         is_backward = phase is Phase.BACKWARD
         placed = self.backward if is_backward else self.forward
@@ -137,14 +139,15 @@ Partitioned = tuple[fx.GraphModule, fx.GraphModule]
 
 
 class Partitioner(CustomPartitionerFn):
-    """Sees each joint graph once equal ops are one, then lets torch partition it by the marks that are on it.
+    """Records or marks each joint graph after equal ops are merged, then lets torch partition it by the marks.
 
-    inductor copies its configuration deeply; a partitioner is never copied.
+    inductor deep-copies its configuration, so a partitioner returns itself as its copy.
     """
 
     changed: Collection[str] = ()
-    """Inputs that something else changes before backward, ``key:input#3``, with ``key:`` for every graph that is known (see
-    `inputs_key`, `input_names`)."""
+    """Inputs that something else changes before backward, as ``key:input#3``; also ``key:`` for every known graph (see
+    `inputs_key`, `input_names`).
+    """
     has_copied: bool = False
     """Whether backward of some graph reads copies of inputs."""
 
@@ -155,10 +158,11 @@ class Partitioner(CustomPartitionerFn):
         return None
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> Partitioned:
-        gm.graph = fx_graph_cse(gm.graph)  # torch does it next; done first, what is marked here is what it partitions
+        # torch would do this next; done here first, so that the marked graph is what torch partitions
+        gm.graph = fx_graph_cse(gm.graph)
         self.has_copied |= _copy_what_changes(gm.graph, options["num_fwd_outputs"], self.changed)
         self.mark(gm.graph, **options)
-        # A budget of torch's own that was set since the plan was made would decide as well.
+        # A budget of torch's own, set after the plan was made, would influence the partition too.
         with functorch_config.patch(activation_memory_budget=1.0):
             forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **options)
         self.finish(forward, backward, **options)
@@ -166,18 +170,18 @@ class Partitioner(CustomPartitionerFn):
 
     @abstractmethod
     def mark(self, graph: fx.Graph, **options: Any) -> None:
-        """Mark the forward nodes to save, and those to compute again."""
+        """Mark the forward nodes to save, and the nodes to recompute."""
 
     def finish(self, forward: fx.GraphModule, backward: fx.GraphModule, **options: Any) -> None:
-        """Change what torch has made of them."""
+        """Change the graphs that torch made."""
 
 
 def _copy_what_changes(graph: fx.Graph, forward_outputs: int, changed_later: Collection[str]) -> bool:
-    """Let what backward needs of an input that forward changes, or that is changed later, come from a copy that forward takes
-    before; whether there is such a one.
+    """Copy inputs that change before backward reads them. Return True if any were copied.
 
-    Backward would read the input when it is changed: a buffer that is counted up or averaged, an activation in place. In a
-    graph that is not known any input without a gradient may be one that changes later.
+    Forward makes the copies at its beginning, and backward and other readers use them. Otherwise backward would read the
+    changed input: a buffer that is counted up or averaged, or an activation that is changed in place. In an unknown graph, any
+    input without a gradient may change later.
     """
     nodes = list(graph.nodes)
     first = next(node for node in nodes if node.op != "placeholder")
@@ -208,7 +212,7 @@ def _copy_what_changes(graph: fx.Graph, forward_outputs: int, changed_later: Col
 
 
 class _Spy(Partitioner):
-    """Notes the graphs of one call, and which of their inputs are others once the step is over."""
+    """Records the graphs of one call, and which of their inputs differ once the step is over."""
 
     def __init__(self, regions: Sequence[str], changed: Collection[str]) -> None:
         self._regions = regions
@@ -216,7 +220,7 @@ class _Spy(Partitioner):
         self.graphs: list[JointGraph] = []
         self.statics: list[frozenset[fx.Node]] = []
         self.keys: set[str] = set()
-        """What is known of its graphs in `changed`."""
+        """The prefixes of its graphs' names in `changed`."""
         self._handled: set[str] = set()
         """Inputs that the last graph changes itself."""
         self._given: list[tuple[str, weakref.ref[torch.Tensor], int, int]] = []
@@ -229,7 +233,7 @@ class _Spy(Partitioner):
         self.statics.append(frozenset(inputs[at] for at in options.get("static_lifetime_input_indices") or ()))
 
     def run(self, module: fx.GraphModule, _: Sequence[Any], *, is_backward: bool = False, **__: Any) -> Any:
-        """In inductor's place: runs what torch has made of a graph op by op; nothing is generated."""
+        """Replace inductor: run torch's partitioned graph op by op, without generating code."""
         if is_backward or not self.graphs:
             return make_boxed_func(module.forward)
         nodes = self.graphs[-1].nodes
@@ -246,7 +250,7 @@ class _Spy(Partitioner):
         return make_boxed_func(forward)
 
     def changed_later(self, written: Collection[int]) -> set[str]:
-        """The inputs that were written after forward has read them, or whose storages are among ``written``."""
+        """Return the inputs that were written after forward read them, or whose storages are among ``written``."""
         found = set()
         for name, reference, storage, version in self._given:
             tensor = reference()
@@ -256,7 +260,7 @@ class _Spy(Partitioner):
 
 
 def _place(error: Unsupported) -> str:
-    """The function and the line of the user's that Dynamo could not take."""
+    """Return the user's function and line that Dynamo could not trace."""
     frames = getattr(error, "real_stack", None)
     return f"{frames[-1].name} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else "the model"
 
@@ -267,26 +271,26 @@ def capture(
     run: Callable[[], object],
     written: Iterable[torch.Tensor] = (),
 ) -> dict[tuple[str, int], CompiledPart]:
-    """The joint graphs of every call of a unit that ``run``, one training step, comes through, by path and number.
+    """Run one training step and return the joint graphs of every call of a unit, by the unit's path and the call's number.
 
-    Each call is compiled by itself, so that its graphs are known. Where something changes what their backward may read, such as
-    a buffer or a frozen parameter that averages others, they are read once more.
+    Each call is compiled separately, so that its graphs are known. If something changes an input that backward may read, such
+    as a buffer or a frozen parameter that averages others, the graphs are captured once more with copies.
 
     Args:
         units: what is compiled.
         regions: the paths of each unit's regions, from the unit's module.
         run: the step.
-        written: the parameters and buffers that it writes to.
+        written: the parameters and buffers that the step writes to.
 
     Raises:
-        InvalidModel: a graph breaks where ``fullgraph=True`` forbids it.
+        InvalidModel: a graph breaks although ``fullgraph=True`` forbids it.
     """
     storages = set(map(storage_of, written))
     spies = _spied(units, regions, run, {})
     changed: dict[str, set[str]] = {unit.path: set() for unit in units}
     for (path, _), spy in spies.items():
         changed[path] |= spy.changed_later(storages)
-    # Several ranks take part in one another's steps: whether there is a second one may not hang on what one of them sees.
+    # All ranks take part in each step. So with several ranks the second step always runs, whatever this rank has found.
     if any(changed.values()) or (dist.is_available() and dist.is_initialized()):
         for (path, _), spy in spies.items():
             changed[path] |= spy.keys if changed[path] else set()
@@ -318,7 +322,7 @@ def _spied(
         return call
 
     with contextlib.ExitStack() as stack:
-        for unit in units:  # as under a plan: with another hook Dynamo gives a graph its inputs in another order
+        for unit in units:  # as under a plan: with a different hook Dynamo orders a graph's inputs differently
             stack.callback(install_alone(unit, spied_on(unit)))
         try:
             run()

@@ -1,13 +1,13 @@
-"""Reads a joint graph of torch.compile as kernels: what is fused is one, and only what lies between them takes memory.
+"""Reads a joint graph of torch.compile as kernels: fused ops form one kernel, and only values between kernels take memory.
 
-torch.compile hands the forward and the backward of what it compiles to a partitioner as one graph of ATen ops. Inductor then
-fuses chains of elementwise ops, reductions and gathers, so most nodes never have memory of their own. Here a *kernel* is one
-op that inductor calls as it is (a matrix product, attention), or the ops that it is expected to fuse; a *buffer* is a node
-that a kernel leaves in memory: an output, what an op that is called as it is reads, or what another kernel reads. Views take
-nothing and stand for what they look at. The order of kernels is that of the graph.
+torch.compile gives the forward and the backward of a compiled function to a partitioner as one graph of ATen ops. Inductor then
+fuses chains of elementwise ops, reductions and gathers, so most nodes never get memory of their own. Here a *kernel* is one op
+that inductor calls directly (a matrix product, attention), or a group of ops that it is expected to fuse. A *buffer* is a node
+that a kernel leaves in memory: an output, an input of a directly called op, or an input of another kernel. Views do not take
+memory; the node that they view is used instead. Kernels are in the order of the graph.
 
-A fused op belongs to the first kernel that needs it. Forward ops that only backward needs belong to backward. Where backward
-reads a forward node that has no memory, it is made again inside the kernel that reads it, from the buffers it came from.
+A fused op belongs to the first kernel that needs it. Forward ops that only backward needs belong to backward. If backward reads
+a forward node that is not in memory, the kernel that reads it recomputes it from the buffers it came from.
 
 Private to torch, seen in 2.9 to 2.15: the metadata of nodes (``val``, ``nn_module_stack``, ``fwd_nn_module_stack``).
 """
@@ -42,14 +42,14 @@ from plimsoll.tracing.compiled.nodes import (
 from plimsoll.tracing.recorder.opkey import value_stem
 
 OUTSIDE = "outside"
-"""The region of kernels that belong to none."""
+"""The region of kernels outside of all regions."""
 _SMALL = 8
-"""A reduction that leaves so many times less than it reads is kept rather than done again within a kernel of backward."""
+"""A reduction whose output is at least 8 times smaller than its input is saved, not recomputed within a kernel of backward."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kernel:
-    """Ops that run as one: ``reads`` and ``writes`` are buffers, or placeholders."""
+    """Ops that run as one kernel. ``reads`` and ``writes`` are buffers or placeholders."""
 
     name: str
     module: str
@@ -61,24 +61,26 @@ class Kernel:
     obstacle: str
     is_fused: bool
     apart: tuple[Kernel, ...] = ()
-    """What makes its buffers again one by one, where it leaves several."""
+    """If the kernel writes several buffers: kernels that each recompute only one of them."""
 
     @property
     def again(self) -> tuple[Kernel, ...]:
-        """What backward may run of it: where only one of its buffers is needed, what that takes, from the others or without."""
+        """The kernels that backward may run to recompute its buffers: the parts that each make one buffer, or the kernel
+        itself.
+        """
         return self.apart or (self,)
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes of what it reads and writes."""
+        """Bytes that it reads and writes."""
         return sum(map(node_bytes, (*self.reads, *self.writes)))
 
 
 class JointGraph:
-    """The kernels of one joint graph in the order in which they run, and what backward reads of forward.
+    """The kernels of one joint graph in running order, and the forward nodes that backward reads.
 
-    ``regions`` are paths of modules inside of what was compiled; every kernel belongs to one, or to none (``outside``). A
-    graph of one block has the single region ``""``.
+    ``regions`` are paths of modules below the compiled module. Every kernel belongs to one of them, or to ``outside``. A graph
+    of one block has the single region ``""``.
     """
 
     def __init__(self, graph: fx.Graph, forward_outputs: int, regions: Sequence[str]) -> None:
@@ -101,7 +103,7 @@ class JointGraph:
         self._buffers: set[fx.Node] = set()
         self._drawn: dict[fx.Node, tuple[fx.Node, ...]] = {}
         self.masks: set[fx.Node] = set()
-        """What forward makes of random numbers alone, and backward reads."""
+        """Nodes that forward makes from random numbers alone and that backward reads."""
         self._stage()
         self._find_buffers()
         self.kernels = self._kernels()
@@ -110,12 +112,12 @@ class JointGraph:
     # What a node is ------------------------------------------------------------------------------------------------
 
     def is_backward(self, node: fx.Node) -> bool:
-        """Whether a node is not needed for forward's outputs; items of an op go with it."""
+        """True if forward's outputs do not need a node. Items of an op's output are treated like the op."""
         return op_of(node) not in self._in_forward
 
     @functools.cache  # noqa: B019 - a graph is read once and let go
     def base(self, node: fx.Node) -> fx.Node:
-        """The node whose memory a node shows: itself, unless it is a view."""
+        """The node whose memory a node uses: the node itself, unless it is a view."""
         while node.op == "call_function":
             if node.target is operator.getitem:
                 source = node.args[0]
@@ -130,31 +132,31 @@ class JointGraph:
         return node
 
     def is_buffer(self, node: fx.Node) -> bool:
-        """Whether a node has memory of its own: what kernels leave, and inputs."""
+        """True if a node has memory of its own: what kernels write, and inputs."""
         return node.op in ("placeholder", "get_attr") or node in self._buffers
 
     def inputs(self, node: fx.Node) -> list[fx.Node]:
-        """What a node reads: bases, with the op behind a ``getitem`` in its place."""
+        """Return what a node reads: bases, with the op itself for a ``getitem`` of its outputs."""
         return [self.base(each) for each in node.all_input_nodes if is_tensor(each)]
 
     def _runs(self, node: fx.Node) -> bool:
-        """Whether a node is an op that is run: no view, no input, no arithmetic on sizes, no item of another op."""
+        """True if a node is an op that runs: not a view, an input, arithmetic on sizes, or an item of another op's output."""
         return (
             node.op == "call_function" and node.target is not operator.getitem and not is_view(node) and is_tensor(node)
         )
 
     def module_of(self, node: fx.Node) -> str:
-        """The path of the module whose forward made a node, from the root of what was compiled."""
+        """Return the path of the module whose forward made a node, relative to the compiled module."""
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
         return _module_path([*stack.values()][-1][0]) if stack else ""
 
     def region_of(self, node: fx.Node) -> str:
-        """The region of a node; those without a module have that of their latest input."""
+        """Return the region of a node. A node without a module has the region of its latest input."""
         return self._region_of.get(node, OUTSIDE)
 
     def _find_region(self, node: fx.Node) -> str:
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-        # One op draws the seeds of all regions. From torch 2.14 on it carries the module of the first.
+        # One op draws the seeds of all regions. From torch 2.14 on it carries the first region's module.
         if stack and op_name(node) not in SEEDS:
             path = _module_path([*stack.values()][-1][0])
             for region in self._regions:
@@ -169,10 +171,10 @@ class JointGraph:
     # Which nodes are one kernel ------------------------------------------------------------------------------------
 
     def _stage(self) -> None:
-        """Give every op a stage: fused ops of one stage that read each other are one kernel.
+        """Assign a stage to every op. Fused ops of one stage that read each other form one kernel.
 
-        A stage begins behind every op that is called as it is. What only a later stage reads belongs there. A mask needs
-        nothing but its random numbers, so no stage waits for it.
+        A new stage begins after every directly called op. An op that only a later stage reads is moved there. A mask needs only
+        its random numbers, so no stage waits for it.
         """
         stage: dict[fx.Node, int] = {}
         users = self._readers()
@@ -210,7 +212,7 @@ class JointGraph:
         return {*self.forward_outputs, *self.gradients}
 
     def _find_masks(self, users: Mapping[fx.Node, Sequence[fx.Node]]) -> None:
-        """Note what is made of random numbers alone, with its seeds, and what backward reads of that: the masks of dropout."""
+        """Find nodes made from random numbers alone, with their seeds, and those that backward reads: the masks of dropout."""
         for node in self.nodes:
             made = self.inputs(node) if self._runs(node) and is_fused(node) else []
             if is_random(node) or (made and all(each in self._drawn for each in made)):
@@ -220,17 +222,17 @@ class JointGraph:
         self.masks = {node for node in of_forward if any(self.is_backward(user) for user in users[node])}
 
     def _is_one(self, first: fx.Node, second: fx.Node) -> bool:
-        """Whether two ops, one of which reads the other, may be one kernel.
+        """True if an op and its reader may be in one kernel.
 
-        Inductor draws a mask in the kernel that applies it. Here it is one of its own: the mask is saved, and what is made
-        with it can be made again; or it is drawn again, from the seeds that it was drawn from.
+        Inductor draws a mask in the kernel that applies it. Here the mask is a kernel of its own. Either the mask is saved, and
+        its dependents can be recomputed; or it is drawn again, from its seeds.
         """
         if first in self.masks or not (is_fused(first) and (is_fused(second) or not self._runs(second))):
             return False
         return self.is_backward(first) is self.is_backward(second) and self.region_of(first) == self.region_of(second)
 
     def _readers(self) -> defaultdict[fx.Node, list[fx.Node]]:
-        """The ops that read each node, through views."""
+        """Return the ops that read each node, also through views."""
         found: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
         for node in self.nodes:
             if self._runs(node):
@@ -258,7 +260,7 @@ class JointGraph:
                     or any(not is_fused(u) or self._root[u] is not self._root[node] for u in own)
                 ) and (self._in_memory(node)):
                     self._buffers.add(node)
-        for node in self.nodes:  # what backward reads of forward and cannot make again on the way
+        for node in self.nodes:  # what backward reads of forward and cannot recompute on the way
             if self._runs(node) and self.is_backward(node):
                 for each in self.inputs(node):
                     if not self.is_backward(each):
@@ -266,7 +268,7 @@ class JointGraph:
         self.sources.cache_clear()
 
     def _in_memory(self, node: fx.Node) -> bool:
-        """Whether a fused op that others read leaves memory: constants are made where they are read."""
+        """True if a fused op with readers has memory. Constants do not: they are made where they are read."""
         is_constant = not node.all_input_nodes and op_name(node) not in SEEDS
         return not is_constant or any(not is_fused(user) for user in self._readers_of[node])
 
@@ -276,7 +278,7 @@ class JointGraph:
 
     @functools.cache  # noqa: B019 - a graph is read once and let go
     def sources(self, node: fx.Node) -> tuple[fx.Node, ...]:
-        """The buffers from which a kernel makes a node on the way; what it cannot make becomes a buffer."""
+        """Return the buffers that a kernel recomputes a node from. A node that cannot be recomputed becomes a buffer."""
         if self.is_buffer(node):
             return (node,)
         made = self.inputs(node)
@@ -305,10 +307,10 @@ class JointGraph:
         return tuple(self._in_order(found))
 
     def _apart(self, kernel: Kernel) -> Iterable[Kernel]:
-        """For each buffer of a fused kernel of forward a kernel that makes it alone, and writes to no input; what an op gives
-        together stays so.
+        """For each buffer of a fused forward kernel, yield a kernel that makes it alone and does not write to inputs.
 
-        In backward a normalization reads the sum before it, which is saved, and not what that was added up from.
+        Buffers that one op makes together stay together. In backward a normalization reads the saved sum before it, not the
+        terms of that sum.
         """
         made: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
         for node in kernel.writes:
@@ -333,7 +335,7 @@ class JointGraph:
                 if op_of(each) not in own:
                     reads |= dict.fromkeys(self.sources(each))
         last = nodes[-1]
-        if self.is_backward(last):  # with a mask its seeds, from which it may be drawn again
+        if self.is_backward(last):  # with a mask also its seeds, to draw it again
             reads |= dict.fromkeys(seed for mask in [*reads] for seed in self._drawn.get(mask, ()))
         name = "+".join(dict.fromkeys(op_name(node) for node in (nodes if len(nodes) < 4 else nodes[-3:])))
         return Kernel(
@@ -349,7 +351,7 @@ class JointGraph:
         )
 
     def _in_order(self, kernels: list[Kernel]) -> Iterable[Kernel]:
-        """Kernels in the graph's order, each behind those that it reads from; forward before backward."""
+        """Yield the kernels in the graph's order, each after the kernels that it reads from; forward before backward."""
         maker = {write: index for index, kernel in enumerate(kernels) for write in kernel.writes}
         waits = [
             {maker[read] for read in kernel.reads if read in maker and maker[read] != index}
@@ -371,7 +373,7 @@ class JointGraph:
                     heapq.heappush(ready, (key[each], each))
 
     def _names(self) -> dict[fx.Node, str]:
-        """A name for every buffer that forward makes: module, op, and which of its kind within the module."""
+        """Name every buffer that forward makes: module, op, and its number among equal names."""
         seen: Counter[str] = Counter()
         names = {}
         for kernel in self.kernels:
@@ -385,7 +387,7 @@ class JointGraph:
         return names
 
     def read_by_backward(self) -> dict[fx.Node, list[int]]:
-        """The forward buffers and inputs that backward reads, each with the positions of the kernels that do."""
+        """Return the forward buffers and inputs that backward reads, each with the positions of the kernels that read it."""
         found: defaultdict[fx.Node, list[int]] = defaultdict(list)
         for position, kernel in enumerate(self.kernels):
             if kernel.is_backward:
@@ -396,7 +398,7 @@ class JointGraph:
 
 
 def _module_path(text: str) -> str:
-    """``L['self'].model._modules['layers']['0']`` as ``model.layers.0``."""
+    """Turn ``L['self'].model._modules['layers']['0']`` into ``model.layers.0``."""
     text = re.sub(r"^L\['[^']*'\]|^G\['[^']*'\]", "", text)
     text = re.sub(r"\._modules\b|\._orig_mod\b", "", text)
     text = re.sub(r"\['([^']*)'\]|\[(\d+)\]", lambda match: "." + (match[1] or match[2]), text)

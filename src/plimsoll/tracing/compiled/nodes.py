@@ -1,4 +1,4 @@
-"""What one node of a joint graph is: an op that inductor calls, fuses, draws numbers with; a view; what may not run twice.
+"""Classifies nodes of a joint graph: called ops, fused ops, random ops, views, and ops that may not run twice.
 
 Private to torch, seen in 2.9 to 2.15: the metadata of nodes (``val``, ``desc``, ``partitioner_tag``), the descriptors of a
 graph's inputs and outputs, names of inductor's random ops.
@@ -19,38 +19,38 @@ from torch import fx
 IS_BEFORE = "plimsoll_is_before"
 """Marks the copy of an input that forward changes."""
 _KNOWN = ("aten", "prims", "inductor")
-"""Namespaces of ops that do what their schemas and tags say. One of a user's may draw numbers or count its calls unseen."""
+"""Namespaces whose ops follow their schemas and tags. A user's op may draw numbers or count its calls without declaring it."""
 _FUSED = re.compile(
     "_to_copy|_unsafe_(masked_)?index|arange|bernoulli|cat|clone|constant_pad_nd|convert_element_type|copy_?|embedding|empty_like|"
     "fill|flip|full(_like)?|gather|index|inductor_(lookup_seed|random)|iota|lift_fresh_copy|new_(full|zeros)|ones_like|repeat|"
     "scalar_tensor|(select|slice)_scatter|zeros_like"
 )
-"""Ops that inductor fuses without a tag that says so; pointwise ops carry one."""
+"""Ops that inductor fuses although no tag says so; pointwise ops have a tag."""
 _REDUCTION = re.compile(
     "a?max|a?min|aminmax|arg(max|min)|all|any|count_nonzero|linalg__powsum|linalg_vector_norm|logsumexp|mean|norm|prod|"
     "(nan)?sum|(std|var)(_mean)?"
 )
-"""Ops that inductor fuses as reductions; torch tags them from 2.11 on (2.9 was seen not to)."""
+"""Ops that inductor fuses as reductions. torch tags them from 2.11 on (2.9 did not)."""
 _VIEWS = frozenset({"_unsafe_view", "alias", "view", "reshape", "detach", "lift_fresh"})
 SEEDS = ("inductor_seeds", "inductor_seed")
 """Inductor draws these once per call of a graph."""
 _RANDOM = ("inductor_random", "inductor_randint", "inductor_lookup_seed", *SEEDS)
-"""Every number is made from a seed and its place: the same ones whenever they are asked for."""
+"""Each number is computed from a seed and its position, so it is the same every time."""
 
 
 def op_name(node: fx.Node) -> str:
-    """The name of a node's op without its overload: ``mm`` of ``aten.mm.default``."""
+    """Return the name of a node's op without its overload: ``mm`` of ``aten.mm.default``."""
     packet = getattr(node.target, "overloadpacket", node.target)
     return str(getattr(packet, "__name__", packet)).rpartition(".")[2]
 
 
 def op_of(node: fx.Node) -> fx.Node:
-    """The op that makes a buffer: of one item of several, the op behind them all."""
+    """Return the op that makes a buffer. For one of several outputs, that is the op with all of them."""
     return node.all_input_nodes[0] if node.target is operator.getitem else node
 
 
 def node_bytes(node: fx.Node) -> int:
-    """Bytes of what a node gives, symbolic sizes taken at their hints; 0 for what is no tensor."""
+    """Return the bytes of a node's output, with hints for symbolic sizes; 0 if it is not a tensor."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return 0
@@ -58,31 +58,32 @@ def node_bytes(node: fx.Node) -> int:
 
 
 def input_names(nodes: Iterable[fx.Node]) -> dict[fx.Node, str]:
-    """A name for every tensor that graphs of these nodes are given. Sizes, inputs too where they are symbols, are not counted:
-    so names are the same at all sizes.
+    """Name every tensor input of the graph with these nodes. Sizes are not counted, although symbolic ones are inputs too.
+
+    So the names are the same at all sizes.
     """
     tensors = (node for node in nodes if node.op == "placeholder" and isinstance(node.meta.get("val"), torch.Tensor))
     return {node: f"input#{at}" for at, node in enumerate(tensors, 1)}
 
 
 def inputs_key(nodes: Iterable[fx.Node]) -> str:
-    """Names a graph by its inputs: equal at all sizes, another one where it is given something more, or in another order."""
+    """Return a name for a graph based on its inputs: equal at all sizes, different for other inputs or another order."""
     kinds = " ".join(f"{node.meta['val'].dtype} {node.meta['val'].dim()}" for node in input_names(nodes))
     return hashlib.sha256(kinds.encode()).hexdigest()[:8]
 
 
 def is_tensor(node: fx.Node) -> bool:
-    """Whether a node gives tensors: no size, no arithmetic on sizes, and no check that gives nothing."""
+    """True if a node makes tensors: not a size, arithmetic on sizes, or a check without output."""
     return not isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool, type(None)))
 
 
 def hinted(size: Any) -> Any:
-    """A size, or any number that is not one yet: its hint in place of a symbol."""
+    """Return the hint of a symbolic size or number, or a concrete one itself."""
     return size.node.hint if isinstance(size, (torch.SymInt, torch.SymFloat)) else size
 
 
 def obstacle(node: fx.Node) -> str:
-    """Why an op may not run again in backward (``""``: it may)."""
+    """Return why an op may not run again in backward, or ``""`` if it may."""
     target = node.target
     if op_name(node) in SEEDS or draws(target, node.args, node.kwargs):
         return "draws random numbers"
@@ -101,12 +102,12 @@ def obstacle(node: fx.Node) -> str:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether a node draws random numbers, or the seeds for them."""
+    """True if a node draws random numbers, or their seeds."""
     return op_name(node) in _RANDOM or draws(node.target, node.args, node.kwargs)
 
 
 def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of an op draws random numbers: attention has dropout as an option, off by default."""
+    """True if a call of an op draws random numbers. Attention draws only with the option dropout, which is off by default."""
     if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
         return False
     assert isinstance(op, torch._ops.OpOverload), "what has tags is an overload"
@@ -116,13 +117,13 @@ def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def is_fused(node: fx.Node) -> bool:
-    """Whether inductor fuses an op with its neighbours."""
+    """True if inductor fuses an op with its neighbours."""
     tags = getattr(node.target, "tags", ())
     return torch.Tag.pointwise in tags or bool(_FUSED.fullmatch(op_name(node)) or _REDUCTION.fullmatch(op_name(node)))
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node shows the memory of another one."""
+    """True if a node uses the memory of another one."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
@@ -132,14 +133,14 @@ def is_view(node: fx.Node) -> bool:
 
 
 def is_epilogue(node: fx.Node) -> bool:
-    """Whether a node writes to an input of forward what forward has made of it, at its end."""
+    """True if a node writes forward's final result for an input back to that input."""
     return node.target is torch.ops.aten.copy_.default and node.meta.get("partitioner_tag") != "must_be_in_backward"
 
 
 def changed_inputs(graph: fx.Graph) -> Iterable[fx.Node]:
-    """The inputs that forward changes, within the graph or when it is over.
+    """Return the inputs that forward changes, within the graph or after it.
 
-    Gradients and what backward computes again read them afterwards.
+    Gradients and recomputed ops of backward would read the changed inputs.
     """
     inputs = {node.meta.get("desc"): node for node in graph.nodes if node.op == "placeholder"}
     outputs = (getattr(each, "mutated_input", None) for each in graph.output_node().meta.get("desc") or ())
@@ -148,7 +149,7 @@ def changed_inputs(graph: fx.Graph) -> Iterable[fx.Node]:
 
 
 def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Nodes, and all that these are made from."""
+    """Return the nodes, and everything that they are made from."""
     found: set[fx.Node] = set()
     waiting = list(nodes)
     while waiting:

@@ -1,9 +1,9 @@
-"""What kernels of a joint graph take: ops that inductor calls are timed alone, fused ones by the bytes that they move.
+"""Seconds of a joint graph's kernels: ops that inductor calls are timed alone, fused kernels are estimated from their bytes.
 
-An op is timed on arguments of its own shapes, strides and dtypes with random contents, once per distinct call; rows that it
-divides among experts or sequences are divided evenly. A fused kernel is bound by memory, or on a CPU by exponentials and their
-like: the bytes that it moves over the device's measured bandwidth, and so much per element for each such op in it, measured as
-well. Known weakness: both are models of what inductor generates.
+An op is timed once per distinct call, on arguments of its own shapes, strides and dtypes with random contents. Rows that it
+divides among experts or sequences are divided evenly. A fused kernel is bound by memory, or on a CPU by exponentials and
+similar ops. Its seconds are its bytes over the device's measured bandwidth, plus a measured time per element for each such op.
+Known weakness: both are models of the code that inductor generates.
 """
 
 from __future__ import annotations
@@ -52,14 +52,16 @@ _HEAVY = frozenset(
         "tanh",
     ]
 )
-"""Elementwise ops whose arithmetic shows beside the memory that they move."""
+"""Elementwise ops whose arithmetic takes noticeable time compared with the memory that they move."""
 _BOUNDARIES = re.compile("offs|offsets|cu_?seq.*|cum_seq.*")
-"""Names of arguments that say where one group of rows ends and the next begins: with zeros there, an op has nothing to do."""
+"""Names of arguments that hold the boundaries between groups of rows. If these were zeros, the op would have nothing to do."""
+# A drawn number is priced as one exponential. Drawing alone takes longer, but storing a mask keeps inductor from using vectors
+# and takes as long (docs/design/plans-inside-torch-compile.md).
 _INDUCTOR_RANDOM = frozenset({"inductor_random", "inductor_randint", "native_dropout", "bernoulli"})
 
 
 def kernel_key(kernel: Kernel) -> str:
-    """Equal for kernels that take the same time."""
+    """Return a key that is equal for kernels that take the same time."""
     if not kernel.is_fused:
         node = kernel.nodes[-1]
         return f"{op_name(node)}({', '.join(map(_shown, node.args))})"
@@ -67,21 +69,21 @@ def kernel_key(kernel: Kernel) -> str:
 
 
 def kernel_spec(kernel: Kernel) -> OpSpec:
-    """A kernel for a roofline."""
+    """Return a kernel's figures for a roofline."""
     value = kernel.writes[0].meta["val"]
     flops = 0 if kernel.is_fused else _flops(kernel.nodes[-1])
     return OpSpec(name=kernel.name, flops=flops, moved_bytes=kernel.moved_bytes, dtype=str(value.dtype)[6:])
 
 
 def timed(kernels: Iterable[Kernel], device: torch.device) -> dict[str, tuple[float, ...]]:
-    """Seconds of every kernel, by its key."""
+    """Return the seconds of every kernel by its key."""
     found: dict[str, tuple[float, ...]] = {}
     generators = [device] if device.type == "cuda" else []
     with (
         torch.no_grad(),
         one_thread(),
         torch.random.fork_rng(generators),
-    ):  # contents are random, the user's numbers stay
+    ):  # contents are random; restore the user's generators
         bytes_per_second, heavy_seconds = _probe(device)
         for kernel in kernels:
             key = kernel_key(kernel)
@@ -95,7 +97,7 @@ def timed(kernels: Iterable[Kernel], device: torch.device) -> dict[str, tuple[fl
 
 
 def _samples(node: fx.Node, device: torch.device) -> tuple[float, ...]:
-    """Seconds of an op on arguments like its own; none where it refuses those."""
+    """Return the seconds of an op on arguments like its own; empty if it refuses those."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), functools.partial(_like, device=device))
     _divide_rows(node.target, args, kwargs)
     target: Callable[..., Any] = node.target  # type: ignore[assignment]
@@ -112,7 +114,7 @@ def _like(node: fx.Node, device: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
         shape, stride = [hinted(size) for size in value.shape], [hinted(step) for step in value.stride()]
         made = torch.empty_strided(shape, stride, dtype=value.dtype, device=device)
-        # All of the storage: what is expanded, as the gradient of a sum, cannot be written to by its own shape.
+        # Fill the whole storage: an expanded tensor, such as the gradient of a sum, cannot be written through its own shape.
         whole = made.as_strided((made.untyped_storage().nbytes() // made.element_size(),), (1,))
         whole.normal_() if made.is_floating_point() else whole.zero_()
         return made
@@ -120,11 +122,11 @@ def _like(node: fx.Node, device: torch.device) -> Any:
 
 
 def _divide_rows(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Let an op's boundaries between groups lie evenly over the dimension that they divide."""
+    """Spread an op's boundaries between groups evenly over the dimension that they divide."""
     schema = getattr(op, "_schema", None)
     named = {**dict(zip((each.name for each in schema.arguments), args, strict=False)), **kwargs} if schema else {}
     first, second = [*(each for each in named.values() if isinstance(each, torch.Tensor)), None, None][:2]
-    # Of two matrices the groups divide what is summed over, as in the gradient of experts' weights.
+    # With two matrices the groups divide the summed dimension, as in the gradient of experts' weights.
     is_summed = first is not None and second is not None and first.dim() == second.dim() == 2
     for name, ends in named.items():
         if first is not None and isinstance(ends, torch.Tensor) and ends.dim() == 1 and _BOUNDARIES.fullmatch(name):
@@ -164,7 +166,7 @@ def _flops(node: fx.Node) -> int:
 
 
 def probe_bytes(device: torch.device) -> int:
-    """Bytes of a tensor that is too large for the caches of a device, and small enough for its free memory."""
+    """Return the bytes of a tensor that is too large for a device's caches and small enough for its free memory."""
     if device.type != "cuda":
         return _PROBE_BYTES
     return max(_PROBE_BYTES, min(_PROBE_BYTES_ON_CUDA, free_bytes(device) // _PROBE_SHARE))
@@ -172,7 +174,7 @@ def probe_bytes(device: torch.device) -> int:
 
 @functools.cache
 def _probe(device: torch.device) -> tuple[float, float]:
-    """Bytes per second of an elementwise op, and the seconds per element that an exponential adds."""
+    """Return the bytes per second of an elementwise op, and the extra seconds per element of an exponential."""
     one = torch.rand(probe_bytes(device) // torch.float32.itemsize, dtype=torch.float32, device=device)
     out = torch.empty_like(one)
     clock = clock_for(device)

@@ -1,12 +1,12 @@
 """The trace of a step whose compiled parts run as kernels: the eager step, with each compiled part's ops replaced.
 
-The eager step says what lies outside of compiled parts, which regions run eagerly, and how long parameters, batch, gradients
-and the optimizer's state live. A compiled part is a joint graph (or several, where the graph breaks): its kernels take the
-place of the ops that the part ran eagerly, forward where its forward was, backward where its backward was. What went in and
-came out keeps its storage; what lived inside is the graph's own.
+The eager step shows what is outside of compiled parts, which regions run eagerly, and how long parameters, batch, gradients and
+the optimizer's state live. A compiled part is a joint graph, or several if the graph breaks. Its kernels replace the ops that
+the part ran eagerly: forward kernels in its forward, backward kernels in its backward. Its inputs and outputs keep their
+storages. Storages inside are the graph's own.
 
-Every region of a part becomes a region call whose slots are the buffers that backward reads. A fused kernel writes into a
-buffer that it is the last to read, if the sizes are equal, as inductor does.
+Every region of a part becomes a region call whose slots are the buffers that backward reads. If a fused kernel is the last
+reader of a buffer, and the sizes are equal, it writes its output into that buffer, as inductor does.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ _UNCOMPILED = "torch.compile runs it without compiling it"
 
 
 Parts = Mapping[tuple[str, int], CompiledPart]
-"""What calls of units were compiled to, by path and number of the call."""
+"""The compilations of units' calls, by the unit's path and the call's number."""
 
 
 def with_compiled(eager: Trace, parts: Parts, device: torch.device | None) -> Trace:
-    """The eager trace, whose regions are the compiled units and what is planned beside them, with ``parts`` in the
-    units' places. A unit that torch.compile has not compiled keeps what it saves. Kernels are timed on ``device``,
-    if one is given.
+    """Return the eager trace with ``parts`` in place of the compiled units. Kernels are timed on ``device``, if given.
+
+    The regions of the eager trace are the units and the regions planned next to them. A unit that torch.compile has not
+    compiled keeps what it saves.
     """
     weaver = _Weaver(eager, parts)
     weaver.weave()
@@ -66,12 +67,12 @@ class _Weaver:
         self.storages: list[Storage] = []
         self.regions: list[RegionCall] = []
         self._new: list[int] = []
-        """The new tick of every old one; of ops that were replaced, where their unit's kernels end."""
+        """The new tick of every old one. For replaced ops, it is where their unit's kernels end."""
         self._moments: dict[int, int] = {}
         """Where the kernels of a unit begin, by the old tick of the first op that they replace."""
 
     def weave(self) -> None:
-        """Order the ops, then the storages, those of the optimizer last as in every trace, then the regions."""
+        """Order the ops, then the storages (the optimizer's last, as in every trace), then the regions."""
         self._order()
         optimizers = [s for s in self.eager.storages if self._is_optimizers(s)]
         kept = self._outer_storages([s for s in self.eager.storages if not self._is_optimizers(s)])
@@ -122,15 +123,15 @@ class _Weaver:
         place.ends[stretch] = len(self.ops)
 
     def new_tick(self, old: int) -> int:
-        """Where an op of the eager step lies now; one that was replaced, where its unit's kernels end."""
+        """Return the new tick of an op of the eager step. For a replaced op, it is where its unit's kernels end."""
         return old if old < 0 else self._new[min(old, len(self._new) - 1)]
 
     def moment(self, old: int) -> int:
-        """Where the moment before an op of the eager step lies now."""
+        """Return the new tick of the moment before an op of the eager step."""
         return self._moments.get(old, self.new_tick(old))
 
     def _moved(self, call: RegionCall, kept: Mapping[int, int]) -> RegionCall:
-        """A region that runs eagerly, among the kernels."""
+        """Return a region that runs eagerly, moved to its place among the kernels."""
         graph, replace = call.graph, msgspec.structs.replace
         moved = RegionGraph(
             values=tuple(replace(value, storage=kept.get(value.storage, -1)) for value in graph.values),
@@ -157,14 +158,14 @@ class _Weaver:
         )
 
     def _obstacle(self, call: RegionCall) -> str:
-        """Why the engine cannot manage a region that runs eagerly."""
+        """Return why the engine cannot manage a region that runs eagerly."""
         around = next((place.part for place in self.places.values() if call in place.inner), None)
         if around is not None and not around.path:
             return "lies in a model that torch.compile compiles as a whole"
         return _UNCOMPILED if call.index in self._uncompiled else ""
 
     def _outer_storages(self, storages: Iterable[Storage]) -> dict[int, int]:
-        """Carry over what is not inside of units; new ids by old ones."""
+        """Copy storages that are not inside of units. Return new ids by old ones."""
         ids: dict[int, int] = {}
         saved = {
             value.storage for call in self.eager.regions if call.index not in self.places for value in call.graph.values
@@ -192,7 +193,7 @@ class _Weaver:
 
 
 class _Piece:
-    """One unit's storages and regions."""
+    """Adds one unit's storages and regions."""
 
     def __init__(self, weaver: _Weaver, place: UnitPlace, kept: Mapping[int, int]) -> None:
         self.weaver, self.place, self.kept = weaver, place, kept
@@ -209,9 +210,9 @@ class _Piece:
         self.statics = frozenset().union(*place.part.statics)
         self._input_names = input_names(node for graph in self.graphs for node in graph.nodes)
         self._aliases: dict[fx.Node, fx.Node] = {}
-        """Inputs of a later graph that an earlier one makes."""
+        """Inputs of a later graph that an earlier graph makes."""
         self._handed_back: dict[fx.Node, int] = {}
-        """Gradients that a later graph makes for an earlier one, with the end of that one's backward."""
+        """Gradients that a later graph makes for an earlier one, with the end of the earlier graph's backward."""
         self._lasting = {n for graph in self.graphs for n in (*graph.forward_outputs, *graph.gradients)}
         self._made_in_backward = {node for node, kernel in self.maker.items() if kernel.is_backward}
 
@@ -228,12 +229,12 @@ class _Piece:
         self._regions()
 
     def _match_inputs(self) -> None:
-        """Inputs that are activations are what the eager region was given, by size."""
+        """Match the graphs' activation inputs to the eager region's inputs, by size."""
         place = self.place
         given = [v for v in place.call.graph.values if v.origin in (Origin.INPUT, Origin.EXTERNAL)]
         waiting = list(place.inner)
         for graph, statics, stretch in zip(self.graphs, place.part.statics, place.stretch_of, strict=True):
-            while len(place.inner) - len(waiting) < stretch:  # and what a region in between has made
+            while len(place.inner) - len(waiting) < stretch:  # also the outputs of a region between the graphs
                 region = waiting.pop(0).graph
                 given[:0] = [region.values[at] for at in region.outputs]
             for node in graph.nodes:
@@ -244,7 +245,7 @@ class _Piece:
                     given.remove(match)
                     self.storage_of[node] = self.kept[match.storage]
         made: dict[fx.Node, int] = {}
-        for graph in self.graphs:  # what one graph hands to the next one
+        for graph in self.graphs:  # what one graph passes to the next one
             for node in graph.nodes:
                 if node.op == "placeholder" and node not in self.storage_of and node not in self.statics:
                     source = next((n for n in made if made[n] == node_bytes(node)), None)
@@ -253,9 +254,7 @@ class _Piece:
             made |= {node: node_bytes(node) for node in graph.forward_outputs if node.op != "placeholder"}
 
     def _match_outputs(self) -> None:
-        """Outputs of forward and gradients keep the storages that they had eagerly, by size; of equal sizes, by module and
-        op.
-        """
+        """Give outputs of forward and gradients their eager storages, by size; among equal sizes, by module and op."""
         place, storages = self.place, self.weaver.storages
         graphs = list(zip(self.graphs, place.stretch_of, strict=True))
         for phase, graph, stretch, nodes in (
@@ -278,22 +277,22 @@ class _Piece:
                     self.storage_of[node] = match.id
                     storages[match.id] = msgspec.structs.replace(match, born=self.ticks[self.maker[node]])
                 elif phase is Phase.BACKWARD:
-                    # Added to a gradient, or moved into a bucket, once the graph has returned it.
+                    # The gradient is added to another one, or moved into a bucket, after the graph has returned it.
                     last = max(self.ticks[kernel] for kernel in graph.kernels if kernel.is_backward)
                     self._add(node, self.maker[node], category=Category.GRADIENT, dies=last + 1)
 
     def _is_named(self, node: fx.Node, storage: Storage) -> bool:
-        """Whether a storage of the eager step was made by the same op of the same module."""
+        """True if a storage of the eager step was made by the same op of the same module."""
         name = next((graph.names[node] for graph in self.graphs if node in graph.names), "")
         module, _, op = name.partition("#")[0].rpartition(":")
         label = f"{self.place.part.outer(module)}::{op}#"
         return storage.bytes == node_bytes(node) and storage.label.startswith(label)
 
     def _hold_tangents(self) -> None:
-        """Hold what a graph's backward is given until that backward ends, as autograd's call does.
+        """Hold the inputs of a graph's backward until that backward ends, as autograd's call does.
 
-        A later graph makes the gradient of what an earlier one handed to it. Zeros stand for that of an output that has none;
-        from torch 2.13 on they go after their last reader (2.9 and 2.11 were seen to hold them like the rest).
+        A later graph makes the gradients of an earlier graph's outputs that it reads. An output without a gradient gets zeros.
+        From torch 2.13 on these are freed after their last reader (2.9 and 2.11 were seen to hold them like the rest).
         """
         eager, place = self.weaver.eager, self.place
         for graph, stretch in zip(self.graphs, place.stretch_of, strict=True):
@@ -334,7 +333,7 @@ class _Piece:
         )
 
     def _close_lives(self) -> None:
-        """Let every buffer go after its last reader of its own phase; what outside of regions backward reads is held."""
+        """End every buffer's life after its last reader in its own phase. Hold what backward outside of regions reads."""
         storages = self.weaver.storages
         for node, kernel in self.maker.items():
             storage = storages[self.storage_of[node]]
@@ -348,7 +347,9 @@ class _Piece:
             storages[storage.id] = msgspec.structs.replace(storage, dies=dies, is_overwritten=is_overwritten)
 
     def _ends(self, node: fx.Node, readers: Sequence[Kernel]) -> tuple[int, bool]:
-        """The tick at which the last of ``readers`` lets a buffer go, and whether that is by writing its output over it."""
+        """Return the tick at which the last of ``readers`` frees a buffer, and whether that reader writes its output over
+        it.
+        """
         if not readers:
             return 0, False
         last = max(readers, key=self.ticks.__getitem__)
@@ -405,12 +406,12 @@ class _Piece:
         )
 
     def _is_called_alone(self) -> bool:
-        """Whether this is a block that is called once, as one graph: saved-tensor hooks around it see nothing else then."""
+        """True if this is a block that is called once, as one graph. Then saved-tensor hooks around it see nothing else."""
         calls = [call for call in self.weaver.eager.regions if call.name == self.place.call.name]
         return bool(self.place.part.path) and len(calls) == len(self.graphs) == 1 and not self.place.inner
 
     def _graph(self, name: str, forward: Sequence[Kernel], backward: Sequence[Kernel]) -> RegionGraph:
-        """A region's kernels as ops, one for each buffer that may be made again alone, and its buffers as values."""
+        """Return a region's kernels as ops, one for each buffer that can be recomputed alone, and its buffers as values."""
         values: dict[fx.Node, Value] = {}
         runs = [(again, self.ticks[kernel]) for kernel in forward for again in kernel.again]
         own = {node: position for position, (again, _) in enumerate(runs) for node in again.writes}
@@ -451,7 +452,7 @@ class _Piece:
         return RegionGraph(values=tuple(values.values()), ops=ops, slots=slots, outputs=outputs, backward_order=order)
 
     def _slots(self, backward: Sequence[Kernel], value: Callable[[fx.Node], int]) -> tuple[Slot, ...]:
-        """What these kernels of backward read of forward, in the order in which forward lets go of it."""
+        """Return the forward buffers that these backward kernels read as slots, ordered by forward's last use."""
         read: defaultdict[fx.Node, list[Kernel]] = defaultdict(list)
         for kernel in backward:
             for node in kernel.reads:
@@ -470,12 +471,12 @@ class _Piece:
         )
 
     def _held_elsewhere(self, kernel: Kernel) -> str:
-        """Why a kernel may not run again although it could: what another region's backward reads is saved, for all."""
+        """Return an obstacle if another region's backward reads the kernel's output: then it is saved for all."""
         readers = (reader for node in kernel.writes for reader in self.readers[node])
         return "is held for another region" if any(r.is_backward and r.region != kernel.region for r in readers) else ""
 
     def _leaves(self, node: fx.Node, region: str) -> bool:
-        """Whether a region hands a buffer on."""
+        """True if another region's forward, or the unit's caller, uses a buffer of this region."""
         return any(r.region != region and not r.is_backward for r in self.readers[node]) or any(
             node in graph.forward_outputs for graph in self.graphs
         )

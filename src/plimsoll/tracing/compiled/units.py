@@ -1,8 +1,8 @@
-"""Finds what torch.compile has compiled in a model, and compiles it again with a partitioner of its own.
+"""Finds what torch.compile has compiled in a model, and compiles it again with a partitioner of ours.
 
-A *unit* is a module that was compiled: the model, or its blocks one by one. Its options, and whether it takes graph breaks and
-dynamic sizes, are read from what torch.compile left, so that compiling it anew differs in nothing but the partitioner. That is
-given to this module's compilation alone; taking it off puts back what the user's torch.compile made, with its cached code.
+A *unit* is a module that was compiled: the model, or its blocks one by one. Its options, and whether it allows graph breaks and
+dynamic sizes, are read from the compiled call that torch.compile left. So the new compilation differs only in the partitioner.
+The partitioner is passed only to this compilation. Removing it restores the user's compiled call with its cached code.
 
 Private to torch and seen in torch 2.9 to 2.15: ``Module._compiled_call_impl``, ``OptimizedModule``, the chain of
 ``_torchdynamo_orig_backend``, the context in the closure of a compiled function, ``compile_fx``'s ``inner_compile``,
@@ -32,12 +32,12 @@ from plimsoll.tracing.regions import around, find_regions
 
 INDUCTOR = "inductor"
 _KINDS = {"fullgraph": bool, "dynamic": bool | None, "options": Mapping | None, "mode": str | None}
-"""The keywords of torch.compile that go with a plan, and what each of them is."""
+"""The keywords of torch.compile that a plan supports, with their types."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileCall:
-    """How torch.compile was called."""
+    """The arguments of the user's call of torch.compile."""
 
     backend: str = INDUCTOR
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -46,10 +46,10 @@ class CompileCall:
 
     @classmethod
     def read(cls, compiled: Any) -> CompileCall:
-        """What a compiled function was compiled with.
+        """Read the arguments that a function was compiled with.
 
         Raises:
-            InvalidModel: a plan is at work on it.
+            InvalidModel: a plan manages it.
         """
         if isinstance(compiled, PlannedCall):
             raise InvalidModel(
@@ -73,10 +73,10 @@ class CompileCall:
 
     @classmethod
     def of(cls, options: Any) -> CompileCall:
-        """The call that ``compile=True``, or ``compile={...}`` with torch.compile's own keywords, stands for.
+        """Return the call that ``compile=True``, or ``compile={...}`` with torch.compile's own keywords, means.
 
         Raises:
-            InvalidOption: a keyword that is not torch.compile's, or another backend.
+            InvalidOption: a keyword that torch.compile does not have, or another backend.
         """
         given = dict(options) if isinstance(options, Mapping) else {}
         unknown = given.keys() - _KINDS.keys()
@@ -102,20 +102,23 @@ class CompileCall:
 
     @property
     def key(self) -> str:
-        """Equal for calls that compile alike."""
+        """A text that is equal for calls that compile alike."""
         return repr((self.backend, sorted(self.options.items(), key=str), self.fullgraph, self.dynamic))
 
     def compile(self, backend: Callable[..., Any] | None = None, **more: Any) -> Callable[..., Any]:
-        """Calls its first argument, a module, compiled alike, with more of inductor's options, or for another backend. What the
-        user has set stays.
+        """Return a function that calls its first argument, a module, compiled with these options and ``more``.
+
+        ``backend`` replaces inductor. Options that the user has set take precedence over ``more``.
         """
         given = {name: value for name, value in self.options.items() if value is not None}
         how = {"options": {**more, **given} or None} if backend is None else {"backend": backend}
         return self._compile(**how)
 
     def _compile(self, **how: Any) -> Callable[..., Any]:
-        """Compile apart from what the user compiles, without a limit: past it torch would run the module uncompiled, which
-        keeps everything; and with nested regions in the graph around them, where each use of one is decided on by itself.
+        """Compile separately from the user's compilations, without a recompile limit, and with nested regions inlined.
+
+        Beyond the limit torch would run the module uncompiled, which keeps everything. Nested regions become part of the
+        surrounding graph, where each use is decided on separately.
         """
         compile_: Any = torch.compile
         known = inspect.signature(compile_).parameters
@@ -128,7 +131,7 @@ class CompileCall:
         return functools.partial(_apart, compiled, None if has_limit else sys.maxsize)
 
     def captured(self, partitioner: Any, run: Callable[..., Any]) -> Callable[..., Any]:
-        """As ``compile``, with the graphs handed to a partitioner, and ``run`` in the place of inductor."""
+        """Compile like ``compile``, but pass the graphs to a partitioner, and use ``run`` instead of inductor."""
         from torch._inductor.compile_fx import compile_fx  # takes seconds to import
 
         def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -140,22 +143,23 @@ class CompileCall:
 
 
 def _call_of(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """What ``Module.__call__`` runs, as one function for all modules that share a compilation."""
+    """Run what ``Module.__call__`` runs. One function serves all modules that share a compilation."""
     return module._call_impl(*args, **kwargs)
 
 
 def _apart(compiled: Callable[..., Any], limit: int | None, *args: Any, **kwargs: Any) -> Any:
-    """Call what may be compiled as often as it needs to be, and takes regions of ``torch.compiler.nested_compile_region`` as
-    any other code.
+    """Call compiled code without a recompile limit, and with ``torch.compiler.nested_compile_region`` treated as ordinary
+    code.
     """
     builder: Any = importlib.import_module("torch._dynamo.variables.builder")
     regions: Any = importlib.import_module("torch._higher_order_ops.invoke_subgraph")
-    config = torch._dynamo.config  # its patch() makes a class in every call, which takes longer than all the rest
+    config = torch._dynamo.config  # its patch() makes a class in every call, which is slower than everything else here
     limits = config.recompile_limit, config.accumulated_recompile_limit
     is_region, region = builder.is_invoke_subgraph, regions.invoke_subgraph_placeholder
     _own.count(1)
     builder.is_invoke_subgraph, regions.invoke_subgraph_placeholder = _is_never, _called
-    config.accumulated_recompile_limit = sys.maxsize  # of all that shares `_call_of`, plans that are gone included
+    # counts everything that shares `_call_of`, including plans that were removed
+    config.accumulated_recompile_limit = sys.maxsize
     if limit is not None:
         config.recompile_limit = limit
     try:
@@ -167,7 +171,7 @@ def _apart(compiled: Callable[..., Any], limit: int | None, *args: Any, **kwargs
 
 
 class _Own:
-    """Whether something runs, in any thread, that was compiled by us."""
+    """Tracks whether code that we compiled is running in any thread."""
 
     is_running = False
 
@@ -175,7 +179,7 @@ class _Own:
         self._lock, self._count = threading.Lock(), 0
 
     def count(self, entered: int) -> None:
-        """One more is entered (1), or left (-1)."""
+        """Count an entry (1) or an exit (-1)."""
         with self._lock:
             self._count += entered
             self.is_running = self._count > 0
@@ -185,13 +189,13 @@ _own = _Own()
 
 
 def _is_compiled_by_others() -> bool:
-    """Whether something is compiled now, and not by us in this thread or in another one."""
+    """True if something is being compiled now, but not by us in any thread."""
     return torch.compiler.is_compiling() and not _own.is_running
 
 
 @contextlib.contextmanager
 def as_ours() -> Iterator[None]:
-    """What is compiled inside may come upon modules under a plan."""
+    """Allow compilations inside the block to reach modules under a plan."""
     _own.count(1)
     try:
         yield
@@ -200,18 +204,20 @@ def as_ours() -> Iterator[None]:
 
 
 class _RefuseOthers:
-    """A hook before forward. Where another torch.compile than ours comes upon a module, it leaves out what stands in the place
-    of its compiled call, and the plan with it. Copies and pickles of the module get one that does nothing.
+    """A forward pre-hook that refuses compilations other than ours.
+
+    If the user's torch.compile traces a module, it skips the module's compiled call, and the plan with it. Copies and pickles
+    of the module get a hook that does nothing.
     """
 
     def __init__(self, *, is_at_work: bool = False) -> None:
         self._is_at_work = is_at_work
 
     def __call__(self, module: nn.Module, _: Any) -> None:
-        """See whether the module is compiled, and by whom.
+        """Refuse if another compilation traces the module.
 
         Raises:
-            InvalidModel: to whoever called that code.
+            InvalidModel: in the caller of that code.
         """
         if self._is_at_work and _is_compiled_by_others():
             refuse_compiler(module, is_compiled=True)
@@ -224,7 +230,7 @@ class _RefuseOthers:
 
 
 def _called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """In the place of the mark by which Dynamo knows a nested region."""
+    """Replace the marker that Dynamo recognises as a nested region."""
     return function(*args, **kwargs)
 
 
@@ -233,23 +239,21 @@ def _is_never(_: object) -> bool:
 
 
 def _nothing() -> None:
-    """Something to compile, to see what options mean."""
+    """Something to compile, to find what options mean."""
 
 
 class PlannedCall:
-    """What a plan calls in the place of what the user compiled. It refuses to be compiled a second time, by a torch.compile
-    around the model.
-    """
+    """The compiled call that a plan installs instead of the user's. It raises if a torch.compile around the model traces it."""
 
     def __init__(self, compiled: Callable[..., Any], module: nn.Module) -> None:
         self._compiled = compiled
         self.module = module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module as the plan has it compiled.
+        """Run the module as compiled by the plan.
 
         Raises:
-            InvalidModel: to whoever called code that was compiled around it.
+            InvalidModel: in the caller of code that was compiled around it.
         """
         if _is_compiled_by_others():
             refuse_compiler(self.module, is_compiled=True)
@@ -264,7 +268,7 @@ class PlannedCall:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unit:
-    """A module that was compiled; ``wrapper`` is the ``OptimizedModule`` around it, if it has one."""
+    """A module that was compiled. ``wrapper`` is the ``OptimizedModule`` around it, if it has one."""
 
     path: str
     module: nn.Module
@@ -272,22 +276,22 @@ class Unit:
     wrapper: nn.Module | None = None
 
     def holds(self, region: str) -> bool:
-        """Whether a region, by its path, is compiled with this module."""
+        """True if a region, by its path, is compiled with this module."""
         return not self.path or region == self.path or region.startswith(self.path + ".")
 
     def touches(self, region: str) -> bool:
-        """Whether it holds a region, or lies in it."""
+        """True if this module contains the region or is inside it."""
         return self.holds(region) or not region or self.path.startswith(region + ".")
 
     def local(self, region: str) -> str:
-        """The path of a region that it holds, from this module."""
+        """Return the path of a contained region from this module."""
         return region[len(self.path) :].lstrip(".") if self.path else region
 
 
 def find_units(model: nn.Module) -> tuple[Unit, ...]:
-    """What is compiled in a model and takes a plan, none inside of another, with paths from the model inside of its wrappers.
+    """Return the compiled modules of a model that support a plan, by paths in the unwrapped model. None is inside another.
 
-    Where some region runs eagerly, what takes none is left alone.
+    If some region runs eagerly, compiled modules that do not support a plan are left out.
 
     Raises:
         InvalidModel: compiled for another backend, or with a partitioner or a memory budget of the user's own; or
@@ -296,7 +300,7 @@ def find_units(model: nn.Module) -> tuple[Unit, ...]:
     *wrappers, inner = layers_of(model)
     for wrapper in wrappers:
         if is_compiled_wrapper(wrapper):
-            # While what it was compiled to is replaced, that stands on the module.
+            # While its compiled call is replaced, the original is stored on the module.
             whole = Unit("", inner, CompileCall.read(inner._compiled_call_impl or wrapper.forward), wrapper)
             _refuse(_refusal(whole))
             return (whole,)
@@ -319,10 +323,10 @@ def find_units(model: nn.Module) -> tuple[Unit, ...]:
 def split_regions(
     model: nn.Module, units: Sequence[Unit], patterns: Sequence[str] | None
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, nn.Module]]:
-    """The regions of a model in which ``units`` are compiled: in each unit (by its path), and those that run eagerly.
+    """Return the regions that are compiled in each unit (by its path), and the regions that run eagerly.
 
-    A unit without a region is one itself. Where a region has units inside, what is around them takes its place. What
-    torch.compiler.disable keeps out of a unit runs eagerly.
+    A unit without a region is a region itself. If a region has units inside, the parts around the units replace it. Parts of a
+    unit that torch.compiler.disable excludes run eagerly.
     """
     paths = [unit.path for unit in units]
     held: dict[str, tuple[str, ...]] = dict.fromkeys(paths, ())
@@ -360,7 +364,7 @@ def _compiled_reducer() -> InvalidModel:
 
 
 def _refusal(unit: Unit) -> InvalidModel | None:
-    """Why a unit takes no plan."""
+    """Return why a unit does not support a plan, or None."""
     what = f"{type(unit.module).__name__} ({unit.path})" if unit.path else type(unit.module).__name__
     if unit.call.backend != INDUCTOR:
         return InvalidModel(
@@ -385,16 +389,16 @@ def _refusal(unit: Unit) -> InvalidModel | None:
 
 
 def _is_switched_off() -> bool:
-    """Whether compiled code runs uncompiled: ``torch.compiler.set_stance("force_eager")``, ``TORCH_COMPILE_DISABLE=1``."""
+    """True if compiled code runs uncompiled: ``torch.compiler.set_stance("force_eager")``, ``TORCH_COMPILE_DISABLE=1``."""
     stance = torch._dynamo.eval_frame._stance.stance  # private, seen in torch 2.9 to 2.15
     return bool(stance == "force_eager" or torch._dynamo.config.disable)
 
 
 def check_compiler(device: torch.device) -> None:
-    """Refuse to plan for what could not be compiled here.
+    """Refuse to plan if nothing can be compiled here.
 
     Raises:
-        InvalidModel: torch.compile is switched off, or there is no C++ compiler for a CPU.
+        InvalidModel: torch.compile is switched off, or a C++ compiler for the CPU is missing.
     """
     if _is_switched_off():
         raise InvalidModel(
@@ -420,9 +424,7 @@ def check_compiler(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def in_place(units: Sequence[Unit], made: Callable[[Unit], Callable[..., Any] | None]) -> Iterator[None]:
-    """For every unit another callable in the place of what the user's torch.compile made, while inside; ``None``: the module
-    as it is.
-    """
+    """Replace every unit's compiled call inside the block by ``made(unit)``; ``None``: by the uncompiled module."""
     with contextlib.ExitStack() as stack:
         for unit in units:
             stack.callback(install(unit, made(unit)))
@@ -430,7 +432,7 @@ def in_place(units: Sequence[Unit], made: Callable[[Unit], Callable[..., Any] | 
 
 
 def install_alone(unit: Unit, function: Callable[..., Any]) -> Callable[[], None]:
-    """As ``install``, and refuse every other compilation that comes upon the module."""
+    """Do what ``install`` does, and refuse every other compilation that reaches the module."""
     put_back, hook = install(unit, function), unit.module.register_forward_pre_hook(_RefuseOthers(is_at_work=True))
 
     def undo() -> None:
@@ -441,7 +443,7 @@ def install_alone(unit: Unit, function: Callable[..., Any]) -> Callable[[], None
 
 
 def install(unit: Unit, function: Callable[..., Any] | None) -> Callable[[], None]:
-    """Call ``function`` in a unit's place (``None``: the uncompiled module). Returns what puts back what was there."""
+    """Replace a unit's compiled call by ``function`` (``None``: the uncompiled module). Return a function that restores it."""
     module, wrapper = unit.module, unit.wrapper
     before = module._compiled_call_impl
     forward = None if wrapper is None else wrapper.forward

@@ -38,9 +38,10 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def allocated_bytes(device: torch.device) -> int | None:
-    """Bytes that are allocated on the device now; on a CPU by the whole process. ``None`` if nothing counts them.
+    """Return the bytes that are allocated on the device now (on a CPU: by the whole process), or ``None`` if nothing counts
+    them.
 
-    With several ranks on CPUs nothing is read: gloo's threads hold buffers of collectives for a while.
+    With several ranks on CPUs it returns ``None``, because gloo's threads hold buffers of collectives for a while.
     """
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
@@ -52,7 +53,7 @@ def allocated_bytes(device: torch.device) -> int | None:
 
 @functools.cache
 def _heap_reader() -> Callable[[], int] | None:
-    """A function that reads the C library's count; ``None`` if the library does not count torch's memory."""
+    """Return a function that reads the C library's count, or ``None`` if the library does not count torch's memory."""
     try:
         mallinfo = ctypes.CDLL(None).mallinfo2
     except (AttributeError, OSError, TypeError):  # another C library, or Windows

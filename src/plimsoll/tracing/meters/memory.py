@@ -1,17 +1,17 @@
-"""Measures the bytes that a block of code has alive at once: exact on the CPU, the allocator's own peak on CUDA.
+"""Measures the bytes that a block of code has alive at once: exactly on the CPU, by the allocator's peak on CUDA.
 
-On the CPU every allocation and release is logged by torch's profiler, in the thread that entered the meter: bytes as they
-were asked for, no sampling and no rounding. Memory from before the meter is not in that log when it is let go, so the
-storages that exist at the start are watched through weak references. Storages that only C++ holds at the start (tensors
-saved by an autograd graph that is already there) cannot be found; when they are let go inside, peaks read too high, never
-too low. Memory that libraries take from the system behind torch's allocator (oneDNN's packed weights) is not seen.
+On the CPU torch's profiler logs every allocation and release in the thread that entered the meter, in requested bytes, without
+sampling or rounding. The log does not show the release of memory from before the meter. So storages that exist at the start are
+watched through weak references. Storages that only C++ holds at the start (tensors saved by an existing autograd graph) cannot
+be found; if they are freed inside, peaks read too high, never too low. Memory that libraries allocate outside of torch's
+allocator (oneDNN's packed weights) is not seen.
 
-On CUDA the figures come from the caching allocator's statistics, which round every block up to 512 bytes. The meter resets
-the device's peak counters.
+On CUDA the figures come from the caching allocator's statistics, which round every block up to 512 bytes. The meter resets the
+device's peak counters.
 
-The log is private to torch: its names were seen in torch 2.9 to 2.15. While the CPU meter runs no other profiler may.
-The allocator warns once a second on stderr about the releases that its log lacks; start Python with
-``TORCH_CPP_LOG_LEVEL=ERROR`` to silence it.
+The log is private to torch: its names were seen in torch 2.9 to 2.15. While the CPU meter runs, no other profiler may run. The
+allocator warns once a second on stderr about releases that its log lacks; start Python with ``TORCH_CPP_LOG_LEVEL=ERROR`` to
+silence it.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ _prepare_profiler, _enable_profiler, _disable_profiler = (
 )
 _Allocation: Any = internal("torch._C._profiler._ExtraFields_Allocation")
 _MEMORY_ALONE: Any = internal("torch._C._profiler.RecordScope.STATIC_RUNTIME_MODEL")
-"""Nothing of ours runs in this scope, so nothing but memory is logged: a tenth of the time and of the log."""
+"""None of our code runs in this scope, so only memory events are logged. That takes a tenth of the time and space."""
 _KINETO_LOG_LEVEL = "KINETO_LOG_LEVEL"
 _KINETO_SILENT = "99"
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What happened between the mark ``name`` and the next one, in bytes above the start of the meter."""
+    """The interval from the mark ``name`` to the next one, in bytes above the start of the meter."""
 
     name: str
     peak_bytes: int
@@ -61,7 +61,7 @@ class Window:
 
 
 class _Event(NamedTuple):
-    """One allocation (positive) or release (negative); ``address`` is 0 for memory from before the meter."""
+    """One allocation (positive) or release (negative). ``address`` is 0 for memory from before the meter."""
 
     at_ns: int
     bytes: int
@@ -69,11 +69,11 @@ class _Event(NamedTuple):
 
 
 class MeasurementLost(PlimsollError):
-    """A meter has nothing to say: its profiler was ended by somebody else."""
+    """A measurement failed because other code ended its profiler."""
 
 
 class PeakMeter:
-    """Measures memory on one device while it is entered; other devices are not looked at.
+    """Measures memory on one device while it is entered. Other devices are ignored.
 
     Example:
         >>> with PeakMeter("cpu") as meter:
@@ -84,36 +84,42 @@ class PeakMeter:
     """
 
     def __init__(self, device: torch.device | str = "cpu", held: Iterable[torch.Tensor] | None = None) -> None:
-        """``held``: what the caller counts as there at the start. Only where that is let go do bytes become fewer; the end of
-        other tensors from before, which nobody counted, would hide as much of the peak. By default all that is there counts,
-        but for garbage, which is collected first: it may go at any moment.
+        """Create a meter for a device.
+
+        Args:
+            device: the device to measure.
+            held: the tensors that the caller counts as existing at the start. Only when these are freed, bytes are subtracted.
+                If other tensors from before were subtracted too, which the caller has not counted, they would hide as much of
+                the peak. By default everything that exists counts, except garbage, which is collected first because it could be
+                freed at any moment.
         """
         self.device = torch.device(device)
         self.peak_bytes = 0
-        """The most that was alive at once above what was alive at the start."""
+        """The most bytes alive at once, above the bytes alive at the start."""
         self.resident_bytes = 0
-        """Alive at the end above the start; negative where the block let go of more than it made."""
+        """Bytes alive at the end, above the start; negative if the block freed more than it made."""
         self.windows: tuple[Window, ...] = ()
-        """From each mark to the next; the first window starts with the meter and is called ``start``."""
+        """One window from each mark to the next. The first window begins with the meter and is called ``start``."""
         self._counts_everything = held is None
         self._meter: _CpuMeter | _CudaMeter = (
             _CudaMeter(self.device, held) if self.device.type == "cuda" else _CpuMeter(held)
         )
 
     def __enter__(self) -> PeakMeter:
+        # Garbage would count as there at the start, and its release inside would lower the peak: a trial read 20 KB too little.
         if self._counts_everything:
             gc.collect()
         self._meter.start()
         return self
 
     def mark(self, name: str) -> None:
-        """Start a window called ``name`` here."""
+        """Begin a window called ``name`` here."""
         self._meter.mark(name)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Stop measuring; ``MeasurementLost`` if another profiler ended the one that measured."""
+        """Stop measuring. Raise ``MeasurementLost`` if another profiler ended ours."""
         self.windows = self._meter.stop()
         self.peak_bytes = max(window.peak_bytes for window in self.windows)
         self.resident_bytes = self.windows[-1].resident_bytes
@@ -124,20 +130,20 @@ class PeakMeter:
         return self._meter.timeline
 
     def window(self, name: str) -> Window:
-        """The window that the mark ``name`` started (the last of that name)."""
+        """Return the last window that a mark ``name`` began."""
         return next(window for window in reversed(self.windows) if window.name == name)
 
     def peak_bytes_without(self, tensors: Iterable[torch.Tensor]) -> int:
-        """The peak if the storages of ``tensors``, made inside and still alive, did not count. Only on the CPU.
+        """Return the peak without the storages of ``tensors``, which were made inside and are still alive. Only on the CPU.
 
-        This is how activations are told from gradients: ``meter.peak_bytes_without(p.grad for p in parameters)``.
+        This separates activations from gradients: ``meter.peak_bytes_without(p.grad for p in parameters)``.
         """
         addresses = {part.untyped_storage().data_ptr() for tensor in tensors for part in dense_parts(tensor)}
         return self._meter.peak_bytes_without(addresses)
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor], device: torch.device | str | None = None) -> int:
-    """Bytes of the storages of this process behind ``tensors``, each counted once; only those on ``device`` if given."""
+    """Return the bytes of this process's storages behind ``tensors``, each counted once; only those on ``device`` if given."""
     kind = None if device is None else torch.device(device).type
     sizes: dict[int, int] = {}
     for tensor in (part for whole in tensors for part in dense_parts(whole)):
@@ -148,9 +154,9 @@ def storage_bytes(tensors: Iterable[torch.Tensor], device: torch.device | str | 
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that could be allocated on ``device`` now; 0 if unknown.
+    """Return the bytes that could be allocated on ``device`` now; 0 if unknown.
 
-    On CUDA what torch's allocator holds without use counts too: it hands that out first.
+    On CUDA this includes unused memory that torch's allocator holds: it allocates from that first.
     """
     if device.type == "cuda":
         cached_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -161,9 +167,9 @@ def free_bytes(device: torch.device) -> int:
 
 
 def release_free_memory() -> None:
-    """Give freed memory back where the C library is glibc: its heap keeps what lies below anything that is still in use.
+    """Return freed memory to the system, with glibc. Its heap cannot shrink below any block that is still in use.
 
-    A traced step leaves small records between large tensors that are gone: gigabytes, for a model of a few hundred MiB.
+    A traced step leaves small records between large freed tensors: gigabytes, for a model of a few hundred MiB.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -171,16 +177,18 @@ def release_free_memory() -> None:
 
 
 def _end_profiler() -> None:
-    """A process that ends with the profiler on crashes; an error of the user's may end it while it is measured."""
+    """End the profiler before the process ends, which would crash otherwise. A user's error may end the process while
+    measuring.
+    """
     if is_profiler_on():
         _disable_profiler()
 
 
 class _CpuMeter:
-    """Allocator events of this thread, and the deaths of storages that were there before."""
+    """Measures by allocator events of this thread, and by the deaths of storages that existed before."""
 
     _starts: ClassVar[int] = 0
-    """How often the one profiler of the process was started by a meter: the latest one has it."""
+    """How often a meter has started the process's only profiler. The latest meter owns it."""
 
     def __init__(self, held: Iterable[torch.Tensor] | None) -> None:
         self.timeline: tuple[tuple[int, int], ...] = ()
@@ -196,12 +204,12 @@ class _CpuMeter:
         del held
         self._run_profiler()
         atexit.register(_end_profiler)
-        torch.empty(1)  # the first event of the log: it tells which thread this is
+        torch.empty(1)  # the first event of the log identifies this thread
         self._marks.append((time.time_ns(), "start"))
 
     @property
     def is_measuring(self) -> bool:
-        """Whether the profiler is on, and ours."""
+        """Whether the profiler is running and is this meter's."""
         return is_profiler_on() and self._start == _CpuMeter._starts
 
     def _run_profiler(self) -> None:
@@ -225,9 +233,10 @@ class _CpuMeter:
         atexit.unregister(_end_profiler)
         events = _disable_profiler().experimental_event_tree() if self.is_measuring else []
         if is_profiled():
-            self._run_profiler()  # before 2.13 the user's own, which ours has ended, fails where it finds none to stop
+            # before 2.13 the user's profiler, which ours has ended, fails if there is none to stop
+            self._run_profiler()
         self._watched.clear()
-        # Every look at an event's fields makes an object, and events are many.
+        # Every access to an event's fields makes an object, and there are many events.
         found = [
             (event.start_time_ns, event.start_tid, fields.alloc_size, fields.ptr)
             for event in _flatten(events)
@@ -261,10 +270,10 @@ class _CpuMeter:
 
 
 class _CudaMeter:
-    """The caching allocator's counters; peaks per window by resetting the peak at every mark.
+    """Measures by the caching allocator's counters. The peak is reset at every mark to get a peak per window.
 
-    They cannot tell the end of a tensor that nobody ``held`` from that of one that was counted, so all bytes that ended like
-    this are added to the peak: it may read too high, never too low.
+    When a tensor is freed that is not in ``held``, the counters cannot separate it from counted tensors. So these bytes are
+    added to the peak: it may read too high, never too low.
     """
 
     def __init__(self, device: torch.device, held: Iterable[torch.Tensor] | None) -> None:
@@ -313,9 +322,9 @@ class _CudaMeter:
 
 
 class RisingPeak:
-    """Tells from CUDA's peak counter, which it only reads, whether a step took more than anything before it.
+    """Finds from CUDA's peak counter, which it only reads, whether a step took more than anything before it.
 
-    On other devices there is no counter, and it tells nothing.
+    Other devices do not have a counter; then it returns 0.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -323,14 +332,14 @@ class RisingPeak:
         self._before_bytes = 0
 
     def begin(self) -> int:
-        """A step begins; what is allocated now."""
+        """Begin a step. Return the bytes allocated now."""
         if self._device.type != "cuda":
             return 0
         self._before_bytes = torch.cuda.max_memory_allocated(self._device)
         return torch.cuda.memory_allocated(self._device)
 
     def risen_to(self) -> int:
-        """The process's peak, if it has risen since the step began; else 0."""
+        """Return the process's peak if it has risen since the step began; else 0."""
         if self._device.type != "cuda":
             return 0
         peak_bytes = torch.cuda.max_memory_allocated(self._device)
@@ -338,14 +347,14 @@ class RisingPeak:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Which storage a tensor lies on: a name that holds for as long as the storage lives."""
+    """Return an id of the tensor's storage, valid as long as the storage lives."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def _watch_deaths(
     tensors: Iterable[torch.Tensor], note: Callable[[int], None]
 ) -> list[weakref.ref[torch.UntypedStorage]]:
-    """Weak references to the storages of tensors; ``note`` is told the bytes of each that is let go while they are held."""
+    """Return weak references to the storages of tensors. While they are held, ``note`` gets the bytes of each freed storage."""
     storages = {storage_of(part): part.untyped_storage() for tensor in tensors for part in dense_parts(tensor)}
     return [
         weakref.ref(storage, functools.partial(_tell, note, storage.nbytes()))
@@ -359,7 +368,7 @@ def _tell(note: Callable[[int], None], bytes_: int, _: object) -> None:
 
 
 def live_tensors(device_type: str) -> list[torch.Tensor]:
-    """Dense tensors with memory of their own on such a device that Python knows, and the gradients that hang on them."""
+    """Return the dense tensors with memory on such a device that Python knows, and their gradients."""
     found: list[torch.Tensor] = []
     for thing in instances_of(torch.Tensor):
         if not _has_memory(thing, device_type):
@@ -374,14 +383,15 @@ def live_tensors(device_type: str) -> list[torch.Tensor]:
 def _gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
     try:
         return tensor.grad if tensor.requires_grad and tensor.is_leaf else None
-    except RuntimeError:  # a view whose base was written in a way that autograd forbids (FSDP1): it may not be asked
+    # reading the gradient raises for a view whose base was written in a way that autograd forbids (FSDP1)
+    except RuntimeError:
         return None
 
 
 def instances_of(*bases: type) -> list[Any]:
-    """All objects in this process that are of one of these types, or of one derived from it."""
+    """Return all objects in this process of one of these types or their subclasses."""
     kinds = {kind for base in bases for kind in _with_subclasses(base)}
-    # `isinstance` would run the code of proxy objects; looking types up costs less where objects are many.
+    # `isinstance` would run the code of proxy objects. A look-up of the type is also faster with many objects.
     return [thing for thing in gc.get_objects() if type(thing) in kinds]
 
 
@@ -390,9 +400,9 @@ def _with_subclasses(kind: type) -> set[type]:
 
 
 def _has_memory(tensor: torch.Tensor, device_type: str) -> bool:
-    if is_lazy(tensor) or is_wrapper(tensor):  # has no memory yet; is made of tensors that are found themselves
+    if is_lazy(tensor) or is_wrapper(tensor):  # not allocated yet, or made of tensors that are found themselves
         return False
-    if isinstance(tensor, FakeTensor):  # names a device and does not allocate there
+    if isinstance(tensor, FakeTensor):  # has a device but does not allocate there
         return False
     return tensor.device.type == device_type and tensor.layout is torch.strided and has_storage(tensor)
 
@@ -406,11 +416,11 @@ def _flatten(events: Iterable[Any]) -> Iterator[Any]:
 
 
 def _merge(logged: list[_Event], deaths: list[_Event]) -> list[_Event]:
-    """Both in order of time, without releases of what was not made inside.
+    """Merge both lists in order of time, without releases of memory that was not made inside.
 
-    The log has some of those too, with the size that the address had when an earlier profiler last saw it: wrong where
-    it has been used again since. It lacks releases by threads of a process group, which may be the last to hold what a
-    collective has used: such memory is gone when its place is taken again.
+    The log contains some of those, with the size that an earlier profiler saw at the address. That is wrong if the address was
+    reused since. The log lacks releases by threads of a process group, which may be the last to hold a collective's memory.
+    Such memory counts as freed when its address is allocated again.
     """
     alive: dict[int, int] = {}
     places: list[int] = []

@@ -1,15 +1,14 @@
-"""Clocks for single ops, and a fair comparison of several ways to take one step: seconds of each and ratios between them.
+"""Clocks for single ops, and a fair comparison of several ways to run one step: seconds of each, and ratios between them.
 
-The steps are taken in turns, in an order that turns around every round, so that whatever drifts (clocks, caches, other
-people's load) hits all of them. A ratio is taken within each round, then the median over rounds; its interval is a
-percentile bootstrap of that median.
+The steps are run in turns, and the order is reversed every round. So drift (clocks, caches, load by others) affects all of
+them. A ratio is computed within each round, then the median over rounds. Its interval is a percentile bootstrap of that median.
 
-On the CPU the clock is the process's CPU time, with torch on one thread: other programs on the machine do not count. On
-CUDA a whole step is timed between two events on the current stream, host included where the device waits for it. A single op is
-timed without the host (`CudaClock`): an idle stream adds 5 to 20 µs of launch to every op. Not yet run on a GPU.
+On the CPU the clock is the process's CPU time, with torch on one thread: other programs on the machine do not count. On CUDA a
+whole step is timed between two events on the current stream; host time is included if the device waits for the host. A single
+op is timed without the host (`CudaClock`): on an idle stream, the launch adds 5 to 20 µs to every op. Not yet run on a GPU.
 
-Source: percentile bootstrap, Efron and Tibshirani, "An Introduction to the Bootstrap" (1993), section 13.3. Known
-weakness: with fewer than about eight rounds the interval is too narrow.
+Source: percentile bootstrap, Efron and Tibshirani, "An Introduction to the Bootstrap" (1993), section 13.3. Known weakness:
+with fewer than about eight rounds the interval is too narrow.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ import torch
 
 _RESAMPLES = 2000
 _LEAD_SECONDS = 100e-6
-"""How long the stream sleeps before an op that is timed: ten times what the host takes to launch one."""
+"""How long the stream sleeps before a timed op: ten times the host's time to launch one."""
 _MOST_LEAD_SECONDS = 20e-3
-"""An op that keeps the host longer waits for the device itself: it reads a value."""
+"""The longest sleep. An op that takes the host longer waits for the device itself, because it reads a value."""
 _RATE_CYCLES = 1 << 20
-"""About half a millisecond: a launch is 2% of it."""
+"""About half a millisecond, so a launch is 2% of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ class Timing:
 
     @property
     def spread_seconds(self) -> float:
-        """Half the distance between the quartiles."""
+        """Half the interquartile range."""
         if len(self.seconds) < 2:
             return 0.0
         low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
@@ -56,7 +55,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A median, and where it lies with 95% confidence."""
+    """A median and its 95% confidence interval."""
 
     median: float
     low: float
@@ -68,7 +67,7 @@ class Interval:
 
 @contextlib.contextmanager
 def one_thread(threads: int = 1) -> Iterator[None]:
-    """Let torch compute on one thread (or so many); the number from before comes back on exit."""
+    """Let torch compute on ``threads`` threads inside the block; restore the number afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -85,10 +84,10 @@ def time_in_turns(
     warmups: int = 1,
     threads: int = 1,
 ) -> dict[str, Timing]:
-    """Run every step once per round and time it; entries of the same round belong together.
+    """Run every step once per round and time it. Entries of the same round belong together.
 
-    On the CPU that is CPU time on one thread (or ``threads``: for another number compiled code is compiled anew), on a CUDA
-    device time between events. What a step returns is dropped before the next one starts.
+    On the CPU this is CPU time on ``threads`` threads (another number makes compiled code compile anew); on a CUDA device it is
+    time between events. A step's result is dropped before the next step starts.
 
     Example:
         >>> timings = time_in_turns({"ours": lambda: sum(range(2000)), "theirs": lambda: sum(range(1000))}, rounds=3)
@@ -103,18 +102,18 @@ def time_in_turns(
             steps[name]()
         for turn in range(rounds):
             for name in names if turn % 2 == 0 else reversed(names):
-                gc.collect()  # garbage of the step before must not be collected on this one's time
+                gc.collect()  # otherwise this step could spend time on collecting the previous step's garbage
                 seconds[name].append(_step_seconds(steps[name], kind))
     return {name: Timing(name, tuple(each)) for name, each in seconds.items()}
 
 
 def paired_ratio(ours: Timing, theirs: Timing) -> Interval:
-    """The median over rounds of our seconds by theirs, with its 95% interval."""
+    """Return the median over rounds of our seconds divided by theirs, with its 95% interval."""
     return median_interval([a / b for a, b in zip(ours.seconds, theirs.seconds, strict=True)])
 
 
 def median_interval(samples: list[float]) -> Interval:
-    """The median of ``samples`` with a 95% percentile bootstrap. Deterministic: the resampling has its own generator."""
+    """Return the median of ``samples`` with a 95% percentile bootstrap. It is deterministic: it has its own generator."""
     values = np.asarray(samples, dtype=np.float64)
     picks = np.random.default_rng(0).integers(0, len(values), size=(_RESAMPLES, len(values)))
     low, high = np.quantile(np.median(values[picks], axis=1), [0.025, 0.975])
@@ -122,20 +121,20 @@ def median_interval(samples: list[float]) -> Interval:
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Until nothing is under way on a GPU."""
+    """Wait until a GPU has finished all work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 class Marks:
-    """Marks in time: readings of a clock of the host, on a GPU events on its stream, read once the stream has passed them."""
+    """Marks in time: readings of the host's clock, or events on a GPU's stream, read once the stream has passed them."""
 
     def __init__(self, device: torch.device, now: Callable[[], float] = time.perf_counter) -> None:
         self._device, self._now = device, now
         self._marks: list[Any] = []
 
     def mark(self) -> None:
-        """One more, now or when the stream comes here."""
+        """Set a mark now, or when the stream gets here."""
         if self._device.type != "cuda":
             self._marks.append(self._now())
             return
@@ -143,7 +142,7 @@ class Marks:
         self._marks[-1].record(torch.cuda.current_stream(self._device))
 
     def seconds(self) -> list[float]:
-        """From the first mark to each of the others; waits for the device."""
+        """Return the seconds from the first mark to each of the others. Waits for the device."""
         first, *others = self._marks
         if self._device.type != "cuda":
             return [each - first for each in others]
@@ -165,7 +164,7 @@ def _step_seconds(step: Callable[[], object], device: torch.device) -> float:
 
 
 class OpClock:
-    """Times an op in CPU seconds of this thread: what it takes on one thread, whatever else the machine does."""
+    """Times an op in CPU seconds of this thread, regardless of other load on the machine."""
 
     def time(self, run: Callable[[], Any]) -> tuple[Any, float]:
         start = time.thread_time()
@@ -174,16 +173,16 @@ class OpClock:
 
 
 class CudaClock(OpClock):
-    """Times an op in seconds of the device alone, waiting for the device each time: slow, but each op's own seconds.
+    """Times an op in seconds of the device alone. It waits for the device each time, so it is slow.
 
-    The stream sleeps while the host launches the op. So both events and the op's kernels wait in the queue, and the device runs
-    them back to back. Where the host took longer than the sleep, the sample holds some of the host's time, and the next sleep
-    is twice as long as the host took. ``torch.cuda._sleep`` is private: seen in torch 2.9 to 2.15.
+    The stream sleeps while the host launches the op. So both events and the op's kernels are in the queue, and the device runs
+    them back to back. If the host took longer than the sleep, the sample contains some host time, and the next sleep is twice
+    as long as the host took. ``torch.cuda._sleep`` is private: seen in torch 2.9 to 2.15.
     """
 
     def __init__(self) -> None:
         self.host_seconds = 0.0
-        """What the host took to launch the op that was timed last."""
+        """The host's time to launch the last timed op."""
         self._lead_seconds = _LEAD_SECONDS
         self._cycles_per_second = _RATE_CYCLES / self._sleep(_RATE_CYCLES)
 
@@ -195,13 +194,13 @@ class CudaClock(OpClock):
         out = run()
         end.record()
         self.host_seconds = time.perf_counter() - start
-        if begin.query():  # the sleep was over before the host was through
+        if begin.query():  # the sleep ended before the host had launched everything
             self._lead_seconds = min(max(self._lead_seconds, 2 * self.host_seconds), _MOST_LEAD_SECONDS)
         end.synchronize()
         return out, begin.elapsed_time(end) / 1e3
 
     def _sleep(self, cycles: int) -> float:
-        """Seconds that the stream sleeps for a number of cycles."""
+        """Return the seconds that the stream sleeps for a number of cycles."""
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         torch.cuda._sleep(cycles)
@@ -211,5 +210,5 @@ class CudaClock(OpClock):
 
 
 def clock_for(device: torch.device) -> OpClock:
-    """The clock of a device."""
+    """Return the clock of a device."""
     return CudaClock() if device.type == "cuda" else OpClock()

@@ -1,14 +1,14 @@
 """Measures the hidden workspace of each kind of op: the bytes that it allocates and frees inside itself.
 
-Dispatch sees an op's inputs and outputs, the allocator sees what its kernel asks for in between (a convolution's columns, a
-contiguous copy of a strided operand). On the CPU allocator events are read, on CUDA the allocator's own peak counter. Each
-kind of op (``cost_key``) is measured at its first call.
+Dispatch sees only an op's inputs and outputs. The allocator also sees what the kernel allocates in between (a convolution's
+columns, a contiguous copy of a strided operand). On the CPU allocator events are read; on CUDA, the allocator's peak counter.
+Each kind of op (``cost_key``) is measured at its first call.
 
-cuBLAS takes a workspace from torch's allocator in its first product and keeps it, one for every thread and stream: on an H100
-32 MiB for forward and 32 MiB for backward. It is measured apart (`release_library_workspaces`).
+cuBLAS allocates a workspace from torch's allocator in its first product and keeps it, one per thread and stream: on an H100 32
+MiB for forward and 32 MiB for backward. It is measured separately (`release_library_workspaces`).
 
-Known weakness: on the CPU the events of threads that an op starts itself are not seen; what a library allocates past
-torch's allocator (oneDNN's scratch pads) is not either.
+Known weakness: on the CPU, events of threads that an op starts itself are not seen, nor what a library allocates outside of
+torch's allocator (oneDNN's scratch pads).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class WorkspaceMeter:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Measure what runs in the block; ``bytes`` is filled when it ends."""
+        """Measure what runs in the block. ``bytes`` is filled when it ends."""
         yield
 
     def run(self, key: str, call: Callable[[], Any]) -> Any:
@@ -52,12 +52,12 @@ class CpuMeter(WorkspaceMeter):
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        with PeakMeter("cpu", held=()) as meter:  # an op's workspace is made within it
+        with PeakMeter("cpu", held=()) as meter:  # an op's workspace is made inside the meter
             yield
         self.bytes = hidden_bytes(self._spans, meter.timeline)
 
     def run(self, key: str, call: Callable[[], Any]) -> Any:
-        if self._on_its_way:  # a collective has come back before its message has: it ends where the next op begins
+        if self._on_its_way:  # a collective returned before its message arrived, so it ends where the next op begins
             self._spans[self._on_its_way] = (self._spans[self._on_its_way][0], time.time_ns())
             self._on_its_way = ""
         if key in self._spans:
@@ -71,7 +71,7 @@ class CpuMeter(WorkspaceMeter):
 
 
 class CudaMeter(WorkspaceMeter):
-    """Reads the caching allocator's peak around each op; the host counts, so nothing waits for the device."""
+    """Reads the caching allocator's peak around each op. The counters are on the host, so nothing waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -88,10 +88,11 @@ class CudaMeter(WorkspaceMeter):
 
 
 def release_library_workspaces(device: torch.device) -> int:
-    """Bytes of the workspaces that cuBLAS held on a GPU until now; 0 on other devices. The next product makes them again.
+    """Free the workspaces that cuBLAS holds on a GPU and return their bytes; 0 on other devices. The next product makes them
+    again.
 
-    A measurement calls this first: the step then takes its workspaces anew, and they count. A trace calls it last, for their
-    size. Waits for the device. Not yet run on a GPU.
+    A measurement calls this first, so that the step allocates its workspaces anew and they count. A trace calls it last, to get
+    their size. Waits for the device. Not yet run on a GPU.
     """
     if device.type != "cuda":
         return 0
@@ -102,7 +103,7 @@ def release_library_workspaces(device: torch.device) -> int:
 
 
 def hidden_bytes(spans: Mapping[str, tuple[int, int]], timeline: Sequence[tuple[int, int]]) -> dict[str, int]:
-    """Peak minus final of the level within each span; what is there in the end are the op's outputs.
+    """Return for each span the peak minus the final level. The final level consists of the op's outputs.
 
     Spans (begin and end of each op) and timeline (level after every change, in order) are in nanoseconds and bytes.
     """
@@ -117,7 +118,7 @@ def hidden_bytes(spans: Mapping[str, tuple[int, int]], timeline: Sequence[tuple[
 
 
 def meter_for(device: torch.device) -> WorkspaceMeter:
-    """The meter of a device."""
+    """Return the meter of a device."""
     if device.type == "cuda":
         return CudaMeter(device)
     return CpuMeter() if device.type == "cpu" else WorkspaceMeter()

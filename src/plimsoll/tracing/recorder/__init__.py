@@ -1,1 +1,1 @@
-"""Records ATen calls as ops over versions of storages: the log behind traces and recipes."""
+"""Records ATen calls as ops over versions of storages: the log that traces and recipes are made from."""

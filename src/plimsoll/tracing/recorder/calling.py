@@ -1,4 +1,4 @@
-"""How Plimsoll calls a model: arguments from a batch, a scalar loss from an output, and which module is running meanwhile."""
+"""How Plimsoll calls a model: arguments from a batch, a scalar loss from an output, and which module is running."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from plimsoll.errors import InvalidBatch, InvalidLoss, InvalidOption
 
 Loss = Callable[[Any], torch.Tensor]
 Context = Callable[[], contextlib.AbstractContextManager[object]]
-"""Called before every step for a new context to run it in."""
+"""Returns a new context before every step, to run the step in."""
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
 
@@ -41,7 +41,7 @@ def split_batch(batch: Any) -> Call:
 
 
 def check_devices(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse a batch of which some tensor is on another device than every parameter."""
+    """Refuse a batch if one of its tensors is on another device than all parameters."""
     homes = {parameter.device for parameter in model.parameters()}
     for tensor in call_tensors(args, kwargs):
         if tensor.device not in homes and tensor.dim() > 0:
@@ -53,7 +53,7 @@ def check_devices(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def check_context(context: object) -> None:
-    """Refuse a context itself: every step runs in one of its own."""
+    """Refuse a context object: every step needs a new context."""
     if not callable(context):
         raise InvalidOption(
             f"context= is a {type(context).__name__}, which cannot be called.",
@@ -63,7 +63,7 @@ def check_context(context: object) -> None:
 
 
 def scalar_loss(output: Any, loss: Loss | None) -> torch.Tensor:
-    """The scalar to call backward on: ``loss(output)``, else ``output.loss``, else the output itself.
+    """Return the scalar to call backward on: ``loss(output)``, else ``output.loss``, else the output itself.
 
     Raises:
         InvalidLoss: there is no scalar that depends on parameters.
@@ -111,7 +111,9 @@ def _given_by(value: Any, attribute: str) -> Any:
 
 @contextlib.contextmanager
 def after_autocast(device_type: str) -> Iterator[None]:
-    """Backward as in a loop that leaves ``with torch.autocast(...)`` before it: what was cast is gone unless it is saved."""
+    """Run backward as in a loop that has left ``with torch.autocast(...)`` before it, with autocast's cache of casts
+    cleared.
+    """
     torch.clear_autocast_cache()
     with torch.autocast(device_type, enabled=False):
         yield
@@ -156,7 +158,7 @@ def call_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Te
 
 
 def count_items(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, str]:
-    """Tokens of a batch of token ids, else examples."""
+    """Count the tokens of a batch of token ids, else the examples."""
     ids = kwargs.get("input_ids")
     if isinstance(ids, torch.Tensor):
         return ids.numel(), "tokens"
@@ -168,12 +170,12 @@ def count_items(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, str
 
 
 def output_tensors(output: Any) -> list[torch.Tensor]:
-    """The tensors that a module returned, in a fixed order."""
+    """Return the tensors that a module returned, in a fixed order."""
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
 
 
 def flat_tensors(tree: Any) -> list[torch.Tensor]:
-    """The tensors of an op's arguments or results, which nest in lists and tuples only."""
+    """Return the tensors of an op's arguments or results, which are nested in lists and tuples only."""
     if isinstance(tree, torch.Tensor):
         return [tree]
     if isinstance(tree, list | tuple):
@@ -182,10 +184,10 @@ def flat_tensors(tree: Any) -> list[torch.Tensor]:
 
 
 class ModuleStack(threading.local):
-    """Knows which submodule of ``root`` is running, by temporary forward hooks.
+    """Tracks which submodule of ``root`` is running, by temporary forward hooks.
 
-    ``path`` is relative to ``root`` (``""`` in the root itself). A module that is reached under several names keeps its first.
-    Every thread has a stack of its own: others may call the same modules meanwhile, or be inside of them already.
+    ``path`` is relative to ``root`` (``""`` in the root itself). A module that is reachable under several names keeps its
+    first. Every thread has its own stack, because other threads may call the same modules at the same time.
     """
 
     def __init__(
@@ -206,13 +208,13 @@ class ModuleStack(threading.local):
 
     @contextlib.contextmanager
     def watch(self, root: nn.Module, prefix: str = "") -> Iterator[None]:
-        """Follow the modules below ``root`` until the block ends; every hook is removed, also on an error."""
+        """Follow the modules below ``root`` until the block ends. Every hook is removed, also after an error."""
         handles: list[Any] = []
         depth = len(self._stack)
         self._stack.append(prefix)
         try:
             for name, module in root.named_modules():
-                # torch refuses hooks on scripted modules. Their ops count to the module around them.
+                # torch refuses hooks on scripted modules. Their ops are attributed to the enclosing module.
                 if name and not isinstance(module, torch.jit.ScriptModule):
                     path = f"{prefix}.{name}" if prefix else name
                     handles.append(

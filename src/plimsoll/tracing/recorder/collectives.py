@@ -1,7 +1,7 @@
-"""Which ops must not simply run once more: those that talk to other ranks, and those that route tokens.
+"""Ops that must not simply run again: those that communicate with other ranks, and those that route tokens.
 
-A collective that is run again on one rank alone waits for ever. An op that chooses experts and tokens (top-k, sort,
-``nonzero``) and chooses otherwise the second time makes gradients of tokens that forward never sent there.
+If one rank alone repeats a collective, it waits forever. If an op that chooses experts and tokens (top-k, sort, ``nonzero``)
+chooses differently the second time, backward computes gradients for tokens that forward never sent there.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _NAMESPACES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d"
 _REPEATABLE = frozenset({"_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
 _POINT_TO_POINT = frozenset({"isend", "irecv", "batch_p2p_ops"})
 WITHOUT_ALIASES = "c10d"
-"""The namespace whose schemas do not say what they write: their first argument holds what comes in."""
+"""The namespace whose schemas do not declare writes: the first argument receives the data."""
 _CALLERS = frozenset({"torch.distributed.distributed_c10d", "torch.distributed._functional_collectives"})
-"""Modules of torch through which every collective of a model goes."""
+"""Modules of torch that every collective of a model passes through."""
 _GROUPS = frozenset({"group_name", "process_group"})
 _NO_MESSAGE = frozenset({"_wrap_tensor_autograd", "check_for_nan", "mesh_get_process_group"})
 _ROUTES = frozenset(
@@ -52,37 +52,37 @@ _SELECTS = frozenset({"index", "_index_put_impl_", "index_put", "index_put_", "m
 
 
 def is_collective(func: torch._ops.OpOverload) -> bool:
-    """Whether the op talks to other ranks, or waits for what they send."""
+    """True if the op communicates with other ranks, or waits for their data."""
     return func.namespace in _NAMESPACES and _name(func) not in _NO_MESSAGE
 
 
 def names_collective(cost_key: str) -> bool:
-    """Whether an op that a trace knows by its cost key talks to other ranks."""
+    """True if an op, given by its cost key in a trace, communicates with other ranks."""
     return cost_key.partition(".")[0] in _NAMESPACES
 
 
 def is_repeatable_collective(func: torch._ops.OpOverload) -> bool:
-    """Whether a collective is a function of its arguments: those of ``c10d`` are awaited outside of any op."""
+    """True if a collective is a function of its arguments. Those of ``c10d`` are not: they are awaited outside of any op."""
     return func.namespace in _REPEATABLE and _name(func) not in _POINT_TO_POINT
 
 
 def is_wait(func: torch._ops.OpOverload) -> bool:
-    """Whether the op ends a collective: it returns its argument, with the contents that it did not have before."""
+    """True if the op ends a collective: it returns its argument, whose contents have arrived now."""
     return func.namespace in _NAMESPACES and _name(func) == "wait_tensor"
 
 
 def undeclared_writes(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a collective writes without its schema saying so."""
+    """Return the arguments that a collective writes although its schema does not say so."""
     return args[:1] if func.namespace == WITHOUT_ALIASES else ()
 
 
 def is_routing(func: torch._ops.OpOverload) -> bool:
-    """Whether what the op returns chooses tokens, experts or rows."""
+    """True if the op's results choose tokens, experts or rows."""
     return func.namespace == "aten" and _name(func) in _ROUTES
 
 
 def masks_of(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """The Boolean tensors by which an op selects."""
+    """Return the Boolean tensors that an op selects by."""
     if func.namespace != "aten" or _name(func) not in _SELECTS:
         return []
     return [tensor for tensor in flat_tensors(args) if tensor.dtype is torch.bool]
@@ -90,20 +90,20 @@ def masks_of(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> list[torch.T
 
 @functools.cache
 def group_arguments(func: torch._ops.OpOverload) -> frozenset[str]:
-    """The arguments by which a collective is told its process group."""
+    """Return the arguments that pass a collective its process group."""
     return _GROUPS.intersection(argument_names(func)) if is_collective(func) else frozenset()
 
 
 @functools.cache
 def argument_names(func: torch._ops.OpOverload) -> tuple[str, ...]:
-    """The names of an op's arguments, in order."""
+    """Return the names of an op's arguments, in order."""
     return tuple(argument.name for argument in func._schema.arguments)
 
 
 def failed_in_collective(error: BaseException) -> bool:
-    """Whether an error, or what caused it, came out of a collective: another rank is gone or does something else.
+    """True if an error, or its cause, was raised in a collective: another rank has died or does something else.
 
-    torch raises plain errors there, so where it was raised tells.
+    torch raises plain errors there, so the place where it was raised decides.
     """
     frames = traceback.walk_tb(error.__traceback__)
     is_here = isinstance(error, RuntimeError) and any(f.f_globals.get("__name__") in _CALLERS for f, _ in frames)
@@ -111,7 +111,7 @@ def failed_in_collective(error: BaseException) -> bool:
 
 
 def peers_of(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
-    """The global ranks between which a collective runs."""
+    """Return the global ranks that a collective communicates between."""
     names = group_arguments(func)
     listed = zip(argument_names(func), args, strict=False) if names else ()
     groups = [_group(value) for name, value in (*listed, *kwargs.items()) if name in names]
@@ -121,9 +121,9 @@ def peers_of(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
 
 
 def group_text(value: Any) -> str:
-    """A process group, or its name, as text that is the same on every rank; empty for other values.
+    """Return a process group, or a group's name, as text that is equal on every rank; empty for other values.
 
-    Groups' names are numbered and differ between the rows of one mesh; what a group is for, and its size, do not.
+    Names of groups are numbered and differ between the rows of one mesh. A group's description and size do not.
     """
     group = _group(value)
     return "" if group is None else f"{group.group_desc} of {group.size()}"

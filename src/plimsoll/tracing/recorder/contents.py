@@ -1,7 +1,7 @@
-"""Record the contents of a value, to any depth, and put them back: containers, generators, objects, iterators.
+"""Records the contents of a value, to any depth, and restores them: containers, generators, objects, iterators.
 
-Containers, generators of random numbers and attributes of objects are put back in place. Python cannot rewind an
-iterator, so a trial step runs on a stand-in: an exact copy where Python can make one, otherwise one that raises when advanced.
+Containers, random generators and attributes of objects are restored in place. Python cannot rewind an iterator, so a trial step
+runs on a replacement: an exact copy if Python can make one, otherwise an iterator that raises when advanced.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ _NOT_OF_THE_MODEL = (
     *(sys.stdlib_module_names - _WITH_ATTRIBUTES),
     *("torch", "numpy", "triton", "plimsoll", "deepspeed", "lightning", "pytorch_lightning", "lightning_fabric"),
 )
-"""Packages whose objects are never put back: locks, loggers, compiled kernels, and trainers, which lead to data sets."""
+"""Packages whose objects are never restored: locks, loggers, compiled kernels, and trainers (through which data sets are
+reachable).
+"""
 _SEQUENCES: tuple[Iterable[Any], ...] = (
     [],
     (),
@@ -84,7 +86,7 @@ _EMPTY_SLOT = object()
 
 
 def _filled_by(kind: Any) -> Callable[[Any, Any], object]:
-    """Writes the contents of a sequence in place, by the methods of this type."""
+    """Return a function that writes the contents of a sequence in place, by the methods of this type."""
     return lambda value, contents: kind.__setitem__(value, slice(None), contents)
 
 
@@ -119,13 +121,13 @@ _KINDS: Mapping[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]]
         np.ndarray: (np.array, _refill_array),
     }
 )
-"""How contents are read, and how they are put back. By the methods of these very types, whatever a subclass does on a write."""
+"""How contents are read and restored. These types' own methods are used, because a subclass may do more on a write."""
 
 
 def kind_of(value: Any) -> type | None:
-    """The type of a container or a generator, whose methods read and write its contents; ``None`` for anything else.
+    """Return the container or generator type whose methods read and write a value's contents; ``None`` for anything else.
 
-    A class of the user's own may derive from it.
+    A user's class may derive from it.
     """
     own = type(value)
     if own in _KINDS or not is_of_user(own):
@@ -134,12 +136,12 @@ def kind_of(value: Any) -> type | None:
 
 
 def contents_of(value: Any) -> Any:
-    """What ``refill`` puts back later, of a value that has a kind."""
+    """Return the contents of a value that has a kind, for ``refill``."""
     return _KINDS[_known(value)][0](value)
 
 
 def refill(value: Any, contents: Any) -> None:
-    """Put the contents back, in place."""
+    """Put the contents back in place."""
     _KINDS[_known(value)][1](value, contents)
 
 
@@ -150,13 +152,14 @@ def _known(value: Any) -> type:
 
 
 def is_of_user(kind: type | FunctionType) -> bool:
-    """Whether a class or a function is neither Python's, torch's nor a trainer's."""
+    """True if a class or a function does not belong to Python, torch or a trainer."""
     return kind.__module__.partition(".")[0] not in _NOT_OF_THE_MODEL
 
 
 def with_contents(values: Iterable[Any], *, attributes_as_well: bool = False) -> dict[int, Any]:
-    """Values and what lies in them, in however many lists, tuples, sets and dictionaries, each once, by ``id``; on request also
-    in attributes of other objects.
+    """Return values and everything in them, each once, by ``id``.
+
+    Nested lists, tuples, sets and dictionaries are searched, and on request attributes of other objects.
     """
     found: dict[int, Any] = {}
     pending = list(values)
@@ -173,7 +176,7 @@ def with_contents(values: Iterable[Any], *, attributes_as_well: bool = False) ->
 
 
 def _within(value: Any) -> Iterable[Any]:
-    """What a container of Python's own, or of a class that derives from one, leads to."""
+    """Return what a container contains, if it is one of Python's own or of a class that derives from one."""
     kind = kind_of(value)
     if isinstance(value, tuple | frozenset):
         return value
@@ -191,8 +194,9 @@ def _within(value: Any) -> Iterable[Any]:
 
 
 def is_holder(value: Any) -> bool:
-    """Whether to put back the attributes of this object: it is of a user's class, and not a tensor, module or class, or it is
-    a user's function.
+    """True if an object's attributes should be restored: it is a user's function, or of a user's class.
+
+    Tensors, modules and classes are excluded.
     """
     if isinstance(value, FunctionType):
         return value.__module__ is not None and is_of_user(value)
@@ -215,7 +219,7 @@ def _attributes_of(value: Any) -> dict[str, Any] | None:
 
 
 def _slots_of(value: Any) -> list[MemberDescriptorType]:
-    """The attributes of an object that a class of the user's own declares in ``__slots__``."""
+    """Return the attributes of an object that a user's class declares in ``__slots__``."""
     classes = [vars(kind) for kind in type(value).__mro__ if "__slots__" in vars(kind) and is_of_user(kind)]
     return [slot for held in classes for slot in held.values() if isinstance(slot, MemberDescriptorType)]
 
@@ -228,7 +232,7 @@ def _in_slot(slot: MemberDescriptorType, value: Any) -> Any:
 
 
 class KeptValues:
-    """The contents of those of ``values`` that are containers, generators or objects; ``put_back`` restores them."""
+    """The contents of those ``values`` that are containers, generators or objects. ``put_back`` restores them."""
 
     def __init__(self, values: Iterable[Any]) -> None:
         values = list(values)
@@ -239,7 +243,7 @@ class KeptValues:
         self._contents = [(value, contents_of(value)) for value in values if kind_of(value) is not None]
 
     def put_back(self) -> None:
-        """The same objects in the same places, the same numbers in arrays and generators."""
+        """Put the same objects back into the same places, and the same numbers into arrays and generators."""
         for held, kept in self._attributes:
             put_back_entries(held, kept)
         for slot, value, known in self._slots:
@@ -253,7 +257,7 @@ class KeptValues:
             refill(value, contents)
 
     def lend(self, *tables: dict[str, Any]) -> None:
-        """Replace iterators by stand-ins, here and in these tables too, until all of them are put back."""
+        """Replace iterators, in the values and in ``tables``, until everything is restored."""
         known: dict[int, Any] = {}
         for write, owner, key, value in self._places(tables):
             stand_in = _with_stand_ins(value, known)
@@ -263,7 +267,7 @@ class KeptValues:
     def _places(
         self, tables: Iterable[dict[str, Any]]
     ) -> Iterator[tuple[Callable[[Any, Any, Any], object], Any, Any, Any]]:
-        """Where values are: what writes there, its two arguments before the value, and the value."""
+        """Yield where values are: a function that writes there, its two arguments before the value, and the value."""
         for table in (*tables, *(held for held, _ in self._attributes)):
             yield from ((dict.__setitem__, table, key, value) for key, value in list(table.items()))
         yield from ((MemberDescriptorType.__set__, slot, value, held) for slot, value, held in self._slots)
@@ -278,7 +282,7 @@ class KeptValues:
 
 
 def put_back_entries(held: dict[Any, Any], kept: Mapping[Any, Any], but: frozenset[str] = frozenset()) -> None:
-    """Make a dictionary hold the same entries in the same order. Entries of these names are left alone."""
+    """Make a dictionary hold the same entries in the same order. Entries named in ``but`` are not changed."""
     for name in held.keys() - kept.keys() - but:
         del held[name]
     if [name for name in held if name not in but] != list(kept):
@@ -289,19 +293,19 @@ def put_back_entries(held: dict[Any, Any], kept: Mapping[Any, Any], but: frozens
 
 
 def lent(batch: Any) -> Any:
-    """The batch with stand-ins in place of its iterators."""
+    """Return the batch with its iterators replaced."""
     known: dict[int, Any] = {}
     return tree_map(lambda leaf: _with_stand_ins(leaf, known), batch)
 
 
 def _is_iterator(value: Any) -> bool:
-    """Whether it is an iterator of Python's own, whose position is hidden in it."""
+    """True for an iterator of Python's own, whose position is hidden."""
     is_bare = isinstance(value, Iterator) and not isinstance(value, io.IOBase | nn.Module)
     return is_bare and not _has_attributes(value)
 
 
 def _with_stand_ins(value: Any, known: dict[int, Any]) -> Any:
-    """What a trial step finds in the place of an iterator, or of a tuple with iterators in it; any other value is returned."""
+    """Return what a trial step gets instead of an iterator, or of a tuple with iterators; return any other value itself."""
     if isinstance(value, tuple):
         parts = [_with_stand_ins(each, known) for each in value]
         is_same = all(one is other for one, other in zip(parts, value, strict=True))
@@ -312,10 +316,10 @@ def _with_stand_ins(value: Any, known: dict[int, Any]) -> Any:
 
 
 def _stand_in(iterator: Any) -> Any:
-    """What a trial step may advance in place of an iterator: an exact copy, or one that raises."""
+    """Return what a trial step may advance instead of an iterator: an exact copy, or an iterator that raises."""
     if type(iterator) in _COPIED:
         try:
-            with warnings.catch_warnings():  # Python 3.12 warns that 3.14 copies no counts any more
+            with warnings.catch_warnings():  # Python 3.12 warns that from 3.14 on counts cannot be copied
                 warnings.simplefilter("ignore", DeprecationWarning)
                 return copy.copy(iterator)
         except TypeError:
@@ -324,7 +328,7 @@ def _stand_in(iterator: Any) -> Any:
 
 
 class _NotAdvanced(Iterator[Any]):
-    """Replaces an iterator that cannot be rewound, and raises when a step advances it."""
+    """Replaces an iterator that cannot be rewound. It raises when a step advances it."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -337,7 +341,7 @@ class _NotAdvanced(Iterator[Any]):
         )
 
     def send(self, *_: Any) -> Any:
-        """As a generator is advanced."""
+        """Raise as in ``__next__``; generators are also advanced this way."""
         return next(self)
 
     throw = close = send

@@ -1,4 +1,4 @@
-"""Cuts a region out of the op log: a torch-free ``RegionGraph`` with ids of its own."""
+"""Cuts a region out of the op log: a torch-free ``RegionGraph`` with its own ids."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from plimsoll.tracing.recorder.recorder import RecordedOp, RecordedValue
 
 @dataclass(slots=True)
 class SlotRecord:
-    """One saved tensor as the hooks saw it; ``value`` is an id of the log, ``-1`` for what is not managed."""
+    """One saved tensor as the hooks saw it. ``value`` is an id of the log, or ``-1`` for a tensor that is not managed."""
 
     value: int
     storage: int = -1
@@ -24,7 +24,7 @@ class SlotRecord:
 
 @dataclass(frozen=True, slots=True)
 class LocalIds:
-    """How ids of the log and ids of the region graph correspond."""
+    """The mapping between ids of the log and ids of the region graph."""
 
     to_local: dict[int, int]
     to_log: tuple[int, ...]
@@ -42,10 +42,10 @@ def build_region_graph(
 ) -> tuple[RegionGraph, LocalIds]:
     """Cut a region out of the log: its ops, and the slots in the order of saving.
 
-    ``backward_order`` is the order in which backward read them (reverse order of saving if not known). ``leaves`` are
-    values that the region did not make, with origin and name, in an order that is the same in every region of one kind, and
-    ``steady`` those to which forward writes no more.
-    The module path ``prefix`` is cut off names, so that equal blocks have equal graphs.
+    ``backward_order`` is backward's order of reading the slots (the reverse order of saving if unknown). ``leaves`` are values
+    that the region did not make, with origin and name, in an order that is the same in every region of one kind. ``steady`` are
+    leaves that forward does not write any more. The module path ``prefix`` is removed from names, so that equal blocks have
+    equal graphs.
     """
     made = {write: op for op in ops for write in op.writes}
     obstacles = _external_writes(values, ops)
@@ -97,13 +97,15 @@ def build_region_graph(
 
 
 def _first_reads(ops: Sequence[RecordedOp], slots: Sequence[SlotRecord]) -> dict[int, int]:
-    """When a region first meets each value: the same in a trace of the whole step and in a recording of the region alone."""
+    """Return when a region first uses each value: the same in a trace of the whole step and in a recording of the region
+    alone.
+    """
     met = [*(value for op in ops for value in op.reads), *(slot.value for slot in slots)]
     return {value: position for position, value in reversed(list(enumerate(met)))}
 
 
 def _numbered(outside: Sequence[int]) -> dict[int, tuple[Origin, str]]:
-    """Names for values from outside that are neither arguments nor the module's own, such as another block's keys."""
+    """Name values from outside that are neither arguments nor the module's own, such as another block's keys."""
     return {value: (Origin.EXTERNAL, f"external#{number}") for number, value in enumerate(outside)}
 
 
@@ -133,7 +135,7 @@ def _value(
 
 
 def _external_writes(values: Sequence[RecordedValue], ops: Sequence[RecordedOp]) -> dict[int, str]:
-    """Why ops that touch memory from outside the region, which the region itself overwrites, cannot run again."""
+    """Return obstacles for ops that use memory from outside the region which the region overwrites: they cannot run again."""
     made_here = {storage for op in ops for storage in op.births}
     overwritten = {values[w].storage for op in ops for w in op.writes} - made_here
     obstacles: dict[int, str] = {}
@@ -146,7 +148,7 @@ def _external_writes(values: Sequence[RecordedValue], ops: Sequence[RecordedOp])
 
 
 def relative_name(name: str, prefix: str) -> str:
-    """``mlp.act_fn::silu#0`` from ``model.layers.3.mlp.act_fn::silu#0`` and ``model.layers.3``."""
+    """Return ``mlp.act_fn::silu#0`` for ``model.layers.3.mlp.act_fn::silu#0`` and the prefix ``model.layers.3``."""
     if not prefix:
         return name
     return name.removeprefix(prefix + "::").removeprefix(prefix + ".")

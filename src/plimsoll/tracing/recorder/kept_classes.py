@@ -1,6 +1,6 @@
-"""Records the data that classes hold in attributes (a counter, a list), and puts it back.
+"""Records the data that classes hold in attributes (a counter, a list), and restores it.
 
-Methods, properties and other descriptors are left alone.
+Methods, properties and other descriptors are ignored.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from plimsoll.tracing.recorder.contents import is_of_user
 
 
 class KeptClasses:
-    """The data attributes of the users' classes among those of these objects, and among the bases of them."""
+    """The data attributes of user-defined classes among the types of these objects and their bases."""
 
     def __init__(self, objects: Iterable[Any]) -> None:
         classes = {base: None for kind in dict.fromkeys(map(type, objects)) for base in kind.__mro__}
@@ -20,11 +20,11 @@ class KeptClasses:
 
     @property
     def values(self) -> list[Any]:
-        """What the attributes were when this was made."""
+        """The values of the attributes when this was made."""
         return [value for _, table in self._tables for value in table.values()]
 
     def put_back(self) -> None:
-        """The same objects under the same names, and no names more."""
+        """Restore the same objects under the same names, and remove additional names."""
         for kind, table in self._tables:
             now = _data_of(kind)
             for name in now.keys() - table.keys():

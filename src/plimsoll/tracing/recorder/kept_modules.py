@@ -1,10 +1,10 @@
-"""Record the structure of modules and put it back: class, attributes, parts and hooks, and what parameters carry.
+"""Records the structure of modules and restores it: class, attributes, parts and hooks, and attributes of parameters.
 
 A model may register a hook in its first call and note that in a flag (transformers does so to collect hidden states). If a
-trial step has set both, both are put back: the flag alone would let the next call register the hook a second time.
+trial step has set both, both are restored. If only the flag were restored, the next call would register the hook a second time.
 
-Two things stay. Hooks of Plimsoll and of libraries that shard models: their owners note elsewhere that these hooks exist, and
-remove them. And ``forward``, which plans exchange: see ``KeptForwards``.
+Two things are not restored. Hooks of Plimsoll and of libraries that shard models: their owners note elsewhere that these hooks
+exist, and remove them. And ``forward``, which plans exchange: see ``KeptForwards``.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from plimsoll.tracing.recorder.storages import is_plain
 from plimsoll.tracing.zero import is_gathered_by_zero
 
 _EXCHANGED = frozenset({"forward", "_compiled_call_impl", "training"})
-"""Trial steps exchange these; the code that does so puts them back."""
+"""Trial steps exchange these; the code that does so restores them."""
 _MEMBERS = ("_parameters", "_buffers", "_modules")
 _OF_MODULES = frozenset({*vars(nn.Module()), *_EXCHANGED} - {"_non_persistent_buffers_set"})
 _HOOKS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict) and name not in _MEMBERS)
 _COMPANIONS = ("_with_kwargs", "_always_called")
-"""Ends of the names of tables that say of hooks in another one how they are called (seen in torch 2.9 to 2.13)."""
+"""Suffixes of the names of tables that say how the hooks of another table are called (seen in torch 2.9 to 2.13)."""
 _WHERE_STEPS_ARE_TAKEN = "_post_accumulate_grad_hooks"
 _OF_PARAMETERS = ("_backward_hooks", _WHERE_STEPS_ARE_TAKEN)
 """Where tensors hold their hooks: a dict or ``None`` (seen in torch 2.9 to 2.13)."""
@@ -35,12 +35,12 @@ _KEEP_ACCOUNT = ("plimsoll.", "torch.distributed.", "deepspeed.")
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
-    """The attributes that the user's code has set on a module, without its parts and hooks."""
+    """Return the attributes that the user's code has set on a module, without its parts and hooks."""
     return {name: value for name, value in vars(module).items() if name not in _OF_MODULES}
 
 
 class KeptModules:
-    """The structure of a model now; ``put_back`` restores it, with the same objects in the same order."""
+    """The current structure of a model. ``put_back`` restores it, with the same objects in the same order."""
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
@@ -53,7 +53,7 @@ class KeptModules:
             (table, dict(table))
             for module in modules
             for table in (getattr(module, name) for name in _MEMBERS if not (is_sharded and name == "_parameters"))
-            if isinstance(table, dict)  # TorchScript's modules hold theirs in C++, where nothing can be added
+            if isinstance(table, dict)  # TorchScript modules hold theirs in C++, where nothing can be added
         ]
         self._hooks = [
             {name: (getattr(module, name), dict(getattr(module, name))) for name in _HOOKS} for module in modules
@@ -65,7 +65,7 @@ class KeptModules:
         ]
 
     def put_back(self) -> None:
-        """The same classes, attributes, parts and hooks."""
+        """Restore the same classes, attributes, parts and hooks."""
         for module, kind in self._classes:
             if type(module) is not kind:
                 module.__class__ = kind
@@ -86,7 +86,7 @@ class KeptModules:
         for parameter, name, known, hooks in self._of_parameters:
             found: dict[int, Any] | None = getattr(parameter, name)
             wanted = _hooks_to_be(found or {}, hooks)
-            if name == _WHERE_STEPS_ARE_TAKEN:  # ``untouched`` has taken these out for its block, and puts them back
+            if name == _WHERE_STEPS_ARE_TAKEN:  # ``untouched`` removes these inside its block and restores them
                 wanted = {key: hook for key, hook in wanted.items() if key in (found or {})}
             if found is not known and not (known is None and wanted):
                 setattr(parameter, name, known)
@@ -96,13 +96,13 @@ class KeptModules:
 
 
 class KeptForwards:
-    """Each module's instance attribute ``forward``, if it has one; ``put_back`` restores it."""
+    """Each module's instance attribute ``forward``, if it has one. ``put_back`` restores it."""
 
     def __init__(self, model: nn.Module) -> None:
         self._found = [(vars(module), vars(module).get("forward")) for module in model.modules()]
 
     def put_back(self) -> None:
-        """The same ones."""
+        """Restore the same attributes."""
         for attributes, forward in self._found:
             if forward is not None:
                 attributes["forward"] = forward
@@ -120,14 +120,16 @@ def _without(held: Mapping[str, Any], names: frozenset[str]) -> dict[str, Any]:
 
 
 def _put_back_unless_same(table: dict[Any, Any], wanted: Mapping[Any, Any]) -> None:
-    """Write to the table itself, which handles know, and only if it differs: compiled code checks whether it was written."""
+    """Change the table in place, because handles refer to it, and only if it differs: compiled code checks for writes."""
     if list(table) != list(wanted) or any(table[key] is not value for key, value in wanted.items()):
         table.clear()
         table.update(wanted)
 
 
 def _hooks_to_be(now: Mapping[int, Any], kept: Mapping[int, Any]) -> dict[int, Any]:
-    """The hooks that were there, without those that their owners have taken off, between those that owners have put on."""
+    """Return the hooks to restore: those that were there, minus those that their owners removed, plus those that owners
+    added.
+    """
     if now.keys() == kept.keys():
         return dict(kept)
     before: dict[int, Any] = {}
@@ -142,12 +144,12 @@ def _hooks_to_be(now: Mapping[int, Any], kept: Mapping[int, Any]) -> dict[int, A
 
 
 def _within(hooks: Mapping[int, Any], now: Mapping[int, Any], kept: Mapping[int, Any]) -> dict[int, Any]:
-    """How hooks are called, of those that there are."""
+    """Return how hooks are called, for the hooks that exist."""
     return {key: value for key, value in {**kept, **now, **kept}.items() if key in hooks}
 
 
 def _keeps_account(hook: Any) -> bool:
-    """Whether the hook belongs to a library that notes elsewhere that the hook exists, and removes it itself."""
+    """True if the hook belongs to a library that notes elsewhere that it exists, and removes it itself."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     return f"{getattr(hook, '__module__', '')}.".startswith(_KEEP_ACCOUNT)

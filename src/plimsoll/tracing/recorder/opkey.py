@@ -1,7 +1,7 @@
-"""Describes an op call: the key under which its cost is kept, its arithmetic and the bytes that it moves.
+"""Describes an op call: the key of its cost, its arithmetic and the bytes that it moves.
 
-The key holds the op, the dtype, sizes and strides of its tensors, and its constants: calls with equal keys cost the same. Which
-fraction elementwise arithmetic scales by, or a drop rate, does not matter: blocks that differ in it alone are equal blocks.
+The key contains the op, the dtypes, sizes and strides of its tensors, and its constants: calls with equal keys cost the same. A
+fraction that elementwise arithmetic scales by, or a drop rate, does not matter. So blocks that differ only in it are equal.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ATTENTION = re.compile(
     r"^_scaled_dot_product_(flash|efficient|cudnn|fused)_attention(_for_cpu|_overrideable)?(?=_backward$|$)"
 )
 _COLLECTIVES = "plimsoll"
-"""The namespace of our stand-ins for collectives; each has an argument ``group``."""
+"""The namespace of our ops that represent collectives; each has an argument ``group``."""
 
 _SHORT = {
     torch.float32: "f32",
@@ -44,7 +44,7 @@ _SHORT = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``f32`` for ``torch.float32``; the dtype's own name for rare ones."""
+    """Return ``f32`` for ``torch.float32``; for rare dtypes, their own name."""
     return _SHORT.get(dtype) or str(dtype).removeprefix("torch.")
 
 
@@ -64,7 +64,7 @@ def _describe(value: Any) -> str:
 
 
 def op_name(func: torch._ops.OpOverload) -> str:
-    """``mm`` for ``aten.mm.default``; other namespaces keep theirs (``mylib.scan``)."""
+    """Return ``mm`` for ``aten.mm.default``; other namespaces keep theirs (``mylib.scan``)."""
     namespace, name = func._schema.name.split("::")
     return name if namespace == "aten" else f"{namespace}.{name}"
 
@@ -85,7 +85,7 @@ def value_stem(name: str) -> str:
 
 
 def cost_key(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """The text under which the op's seconds are kept; the long ones (lists of hundreds of tensors) end in a hash."""
+    """Return the key of the op's cost. Long keys (lists of hundreds of tensors) end in a hash."""
     groups = group_arguments(func)
     takes_any = func._schema.name in _ANY_FRACTION
 
@@ -103,15 +103,15 @@ def cost_key(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _grouped_flops(rows: torch.Tensor, weights: torch.Tensor) -> int:
-    """The arithmetic of a grouped product, for which torch has no formula: every row meets the weights of one group."""
+    """Return the FLOPs of a grouped product, since torch lacks a formula: every row is multiplied with one group's weights."""
     groups = rows.shape[0] if rows.dim() == weights.dim() == 3 else 1
     return 2 * groups * rows.shape[-2] * rows.shape[-1] * weights.shape[-1]
 
 
 def _with_equal_heads(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Attention's arguments as shapes in which every head of keys and values stands as often as queries share it.
+    """Return attention's arguments as shapes with as many heads of keys and values as of queries.
 
-    Before 2.13 torch's formulas know no grouped queries; a shape serves them as well as the tensor.
+    torch's formulas before 2.13 do not support grouped queries. They accept a shape instead of a tensor.
     """
     heads = max((arg.shape[1] for arg in args if isinstance(arg, torch.Tensor) and arg.dim() == 4), default=0)
     return tuple(
@@ -121,10 +121,10 @@ def _with_equal_heads(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def op_spec(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpSpec:
-    """Arithmetic (torch's own flop formulas) and bytes moved (every tensor read or written once).
+    """Return the FLOPs of an op (by torch's formulas) and the bytes that it moves (every tensor read or written once).
 
-    An op without a formula counts one operation per element that it makes or updates: too few for fused optimizers, whose
-    bytes take longer in any case. Of a collective: no arithmetic, the size of the whole tensor, and the group it runs over.
+    An op without a formula counts one operation per element that it makes or updates. That is too few for fused optimizers, but
+    their bytes take longer anyway. A collective counts 0 FLOPs, the size of the whole tensor, and the group it runs over.
     """
     inputs = flat_tensors(args) + flat_tensors(list(kwargs.values()))
     outputs = flat_tensors(out) if func._schema.returns else _updated(func, args, kwargs)
@@ -151,7 +151,7 @@ def op_spec(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _product(name: str, args: tuple[Any, ...]) -> tuple[int, int, int, int] | None:
-    """Batch, rows, columns and inner size of a matrix product."""
+    """Return batch, rows, columns and inner size of a matrix product."""
     if name not in _PRODUCTS:
         return None
     left, right = (arg for arg in args if isinstance(arg, torch.Tensor)) if name in ("mm", "bmm") else args[1:3]
@@ -159,13 +159,13 @@ def _product(name: str, args: tuple[Any, ...]) -> tuple[int, int, int, int] | No
 
 
 def _updated(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """What an op that returns nothing updates in place: a multi-tensor or fused step of an optimizer."""
+    """Return what an op without results updates in place: a multi-tensor or fused step of an optimizer."""
     updated = [
         value
         for argument, value in zip(func._schema.arguments, args, strict=False)
         if argument.alias_info is not None
         and argument.alias_info.is_write
-        # Fused steps declare that they write gradients, and do so only to take a scale off them.
+        # Fused steps declare that they write gradients, but do so only to remove a scale from them.
         and (argument.name != "grads" or kwargs.get("grad_scale") is not None)
     ]
     return flat_tensors(updated)

@@ -1,14 +1,14 @@
-"""Logs ATen calls as ops over versions of storages: the log from which both the trace and the recipes are made.
+"""Logs ATen calls as ops over versions of storages. Both the trace and the recipes are made from this log.
 
-Every storage has a current *value*. An op that writes to it (as its schema declares) makes a new value; a view makes none.
-So the log is in static single assignment form: each value has one producer, and views cost nothing.
+Every storage has a current *value*. An op that writes to it (according to its schema) makes a new value; a view does not. So
+the log is in static single assignment form: each value has one producer, and views cost nothing.
 
-Tensors that are DTensors turn their ops into ops on local shards and collectives by themselves; the log has those. What a
-collective returns is a value, and what waiting for it returns is a later version of the same storage.
+DTensors turn their ops into ops on local shards and collectives by themselves; the log has those. The result of a collective is
+a value. The result of waiting for it is a later version of the same storage.
 
-Source: the idea of functionalising in-place ops on storages is that of torch's functorch ``FunctionalTensor``; this log
-keeps the original ops and only numbers the versions. Known weakness: writes that a schema does not declare are invisible
-here; the runtime's verifying recorder finds them by comparing contents.
+Source: torch's functorch ``FunctionalTensor`` also functionalises in-place ops on storages. This log keeps the original ops and
+only numbers the versions. Known weakness: writes that a schema does not declare are invisible here; the runtime's verifying
+recorder finds them by comparing contents.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class RecordedValue:
 
 @dataclass(slots=True)
 class RecordedOp:
-    """One op call: what it was called with (tensors as ``Ref``) and what it read, wrote and returned."""
+    """One op call: its arguments (tensors as ``Ref``) and what it read, wrote and returned."""
 
     id: int
     func: torch._ops.OpOverload
@@ -85,16 +85,16 @@ class RecordedOp:
     obstacle: str = ""
     births: tuple[int, ...] = ()
     random_point: tuple[int, int] | None = None
-    """For a random op that can be repeated: which generator, and the point in the region at which its state is taken."""
+    """For a random op that can be repeated: its generator, and the point in the region at which its state is taken."""
     scratch: frozenset[int] = frozenset()
-    """Buffers that the op writes without declaring it; running it again needs copies of them."""
+    """Buffers that the op writes without declaring it. Running it again needs copies of them."""
     undeclared: tuple[int, ...] = ()
-    """Other storages that it writes without declaring it: each gets a new version, like any write."""
+    """Other storages that it writes without declaring it. Each gets a new version, like any write."""
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What an op's schema says about it."""
+    """The properties of an op that its schema declares."""
 
     written_positions: tuple[int, ...]
     written_names: tuple[str, ...]
@@ -108,7 +108,7 @@ class Signature:
 
 
 def read_schema(func: torch._ops.OpOverload) -> Signature:
-    """Which arguments the op writes, and whether it draws random numbers, only makes a view, or leaves memory unset."""
+    """Return which arguments the op writes, and whether it draws random numbers, only makes a view, or leaves memory unset."""
     written = [
         (position, argument.name)
         for position, argument in enumerate(func._schema.arguments)
@@ -131,13 +131,13 @@ def read_schema(func: torch._ops.OpOverload) -> Signature:
 class OpRecorder(TorchDispatchMode):
     """Logs the ops that run while it is active.
 
-    Subclasses override ``execute`` to time, watch or verify the call itself; ``current_module`` gives the path of the
-    module that runs now. ``suspended`` lets the engine run ops of its own unseen. With ``repeats_collectives`` ops that
-    talk to other ranks may be run again, by all ranks alike.
+    Subclasses override ``execute`` to time, watch or verify the call itself. ``current_module`` returns the path of the running
+    module. While ``suspended``, the engine's own ops are not logged. With ``repeats_collectives``, all ranks may together run
+    ops again that communicate with other ranks.
     """
 
     supports_higher_order_operators = True
-    """Operators that take functions (flexible attention, scans) run as they are; what they make comes from outside the log."""
+    """Operators that take functions (flexible attention, scans) run unchanged. Their results come from outside the log."""
 
     def __init__(self, current_module: Callable[[], str] = lambda: "", *, repeats_collectives: bool = False) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class OpRecorder(TorchDispatchMode):
         self._signatures: dict[torch._ops.OpOverload, Signature] = {}
 
     def add_leaf(self, tensor: torch.Tensor, origin: Origin, name: str) -> int:
-        """Make the tensor's storage known as something that was there before; the first name given stays."""
+        """Register the tensor's storage as one that existed before. The first name given is kept."""
         local = local_of(tensor)
         storage = self.table.add(local)
         known = self.current.get(storage)
@@ -165,12 +165,12 @@ class OpRecorder(TorchDispatchMode):
         return self._new_value(storage, local, origin, name, producer=-1)
 
     def value_of(self, tensor: torch.Tensor) -> int:
-        """The id of the value that the tensor shows now, ``-1`` if its storage is unknown."""
+        """Return the id of the tensor's current value, or ``-1`` if its storage is unknown."""
         local = local_of(tensor)
         return self.current.get(self.table.find(local), -1) if is_plain(local) else -1
 
     def is_on_the_way(self, args: tuple[Any, ...]) -> bool:
-        """Whether a collective is still filling some of these tensors: their contents change by themselves."""
+        """True if a collective is still filling some of these tensors, so that their contents change without an op."""
         return bool(self._on_the_way) and any(
             self.table.find(tensor) in self._on_the_way for tensor in flat_tensors(args)
         )
@@ -180,7 +180,7 @@ class OpRecorder(TorchDispatchMode):
         self._occurrences.clear()
 
     def execute(self, op: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature) -> Any:
-        """Run the op. ``op`` is not in the log yet: whether it is a view shows in what it returns."""
+        """Run the op. It is not in the log yet: only its result shows whether it is a view."""
         return op.func(*args, **kwargs)
 
     def __torch_dispatch__(
@@ -263,7 +263,7 @@ class OpRecorder(TorchDispatchMode):
         )
 
     def _keep_masks(self, func: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
-        """What an op selects rows by is made once: the op that made it must not run again."""
+        """Prevent masks that an op selects rows by from being recomputed: the op that made a mask must not run again."""
         for mask in masks_of(func, args):
             producer = self.values[value].producer if (value := self.value_of(mask)) >= 0 else -1
             if producer >= 0:
@@ -272,7 +272,7 @@ class OpRecorder(TorchDispatchMode):
     def _written(
         self, op: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature
     ) -> list[torch.Tensor]:
-        """The arguments whose contents are others after the op."""
+        """Return the arguments whose contents the op changes."""
         written: list[Any] = [args[i] for i in signature.written_positions if i < len(args)]
         written += [kwargs[name] for name in signature.written_names if name in kwargs]
         if signature.is_collective:

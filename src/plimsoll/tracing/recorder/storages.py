@@ -1,9 +1,9 @@
-"""Where a tensor's memory lies, how the tensor lies in it, and which bits it holds.
+"""Where a tensor's memory is, the tensor's geometry in it, and its bits.
 
-An address names a storage only while that storage lives. ``StorageTable`` therefore holds a weak reference to every storage
-that it has seen: as long as the weak reference exists the allocator cannot hand out the same ``StorageImpl`` again, so a
-look-up by address is exact for the table's lifetime. (Keying a table by ``data_ptr`` is wrong twice: addresses are used
-again, and all tensors without elements share 0.) The storage of a DTensor is that of its local shard.
+An address identifies a storage only while that storage lives. So ``StorageTable`` holds a weak reference to every storage that
+it has seen. While the weak reference exists, the allocator cannot reuse the ``StorageImpl``, so a look-up by address is exact
+for the table's lifetime. (``data_ptr`` is not a valid key for two reasons: addresses are reused, and all tensors without
+elements share 0.) For a DTensor, the storage of its local shard is used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from plimsoll.tracing.local_tensors import is_wrapper, local_of, parts_of_sparse
 
 INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer types by bytes, to look at bits."""
+"""Integer dtypes by bytes, to view bits."""
 _ROW = 512
 _SMALL_BYTES = 2**16
 
@@ -39,12 +39,12 @@ class Geometry:
         return Geometry(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
     def changed(self, change: Callable[[Any], Any]) -> Geometry:
-        """The same with every number changed, in an order that is always the same."""
+        """Return the geometry with ``change`` applied to every number, in a fixed order."""
         size = tuple([change(number) for number in self.size])
         return Geometry(size, tuple([change(number) for number in self.stride]), change(self.offset), self.dtype)
 
     def view_on(self, base: torch.Tensor) -> torch.Tensor:
-        """This geometry on the storage of ``base``."""
+        """Return a tensor with this geometry on the storage of ``base``."""
         if base.dtype is self.dtype:
             return torch.as_strided(base, self.size, self.stride, self.offset)
         empty = torch.empty(0, dtype=self.dtype, device=base.device)
@@ -52,19 +52,20 @@ class Geometry:
 
 
 def has_lazy_bits(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's bits are not its values (lazy conjugate or negation): a view cannot say that."""
+    """True if the tensor's bits are not its values (lazy conjugate or negation). A geometry cannot express that."""
     return tensor.is_conj() or tensor.is_neg()
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is dense and strided with a storage of its own kind (no subclass that hides several, and no zeros of
-    forward-mode derivatives, which have no memory).
+    """True if the tensor is dense and strided with its own storage.
+
+    Excluded are subclasses that wrap several tensors, and the zeros of forward-mode derivatives, which are not in memory.
     """
     return tensor.layout is torch.strided and not is_wrapper(tensor) and not tensor._is_zerotensor()
 
 
 class StorageTable:
-    """Gives every storage that it meets a small id, and never gives one id to two storages."""
+    """Gives every storage that it sees a small id. Two storages never get the same id."""
 
     def __init__(self) -> None:
         self._ids: dict[int, int] = {}
@@ -74,12 +75,12 @@ class StorageTable:
         return len(self._references)
 
     def find(self, tensor: torch.Tensor) -> int:
-        """The id of the tensor's storage, ``-1`` if the table has not met it, or it has none (a sparse one)."""
+        """Return the id of the tensor's storage, or ``-1`` if it is unknown or the tensor has none (a sparse one)."""
         local = local_of(tensor)
         return self._ids.get(local.untyped_storage()._cdata, -1) if local.layout is torch.strided else -1
 
     def add(self, tensor: torch.Tensor) -> int:
-        """The id of the tensor's storage; a new one if the table has not met it."""
+        """Return the id of the tensor's storage; a new id if it is unknown."""
         storage = local_of(tensor).untyped_storage()
         found = self._ids.get(storage._cdata)
         if found is not None:
@@ -90,45 +91,46 @@ class StorageTable:
         return fresh
 
     def address(self, id_: int) -> int:
-        """Where a storage lies that the table has not let go of: what ``is_storage_gone`` asks about."""
+        """Return the address of a storage that is still in the table, for ``is_storage_gone``."""
         reference = self._references[id_]
         assert reference is not None
         return int(reference.cdata)
 
     def let_go(self, id_: int) -> None:
-        """Forget a storage that is dead: its address may be used again from now on.
+        """Forget a storage that was freed. Its address may be reused from now on.
 
-        What a weak reference holds is small, but it sits in the C library's heap between tensors and keeps their memory apart.
+        A weak reference keeps only a small object, but in the C library's heap that object lies between tensors and fragments
+        their memory.
         """
         del self._ids[self.address(id_)]
         self._references[id_] = None
 
 
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """The same bits as integers: bits are compared, not values."""
+    """Return a view of the same bits as integers, to compare bits instead of values."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     return tensor.view(INTEGER_OF_SIZE[tensor.element_size()])
 
 
 def storage_fingerprint(tensor: torch.Tensor) -> int:
-    """A checksum of all bytes of the tensor's storage and their places; needs no memory of that size."""
+    """Return a checksum of all bytes of the tensor's storage and their positions. It does not allocate a copy."""
     storage = tensor.untyped_storage()
     count = storage.nbytes()
-    if count == 0 or storage.device.type == "meta":  # forward-mode derivatives look for shapes there
+    if count == 0 or storage.device.type == "meta":  # forward-mode derivatives check shapes there
         return 0
-    if count <= _SMALL_BYTES and storage.device.type == "cpu":  # where a dozen of torch's ops take longer
+    if count <= _SMALL_BYTES and storage.device.type == "cpu":  # here a dozen of torch's ops would take longer
         return storage_crc(tensor)
     flat = _of_storage(torch.int64, storage, 0, count // 8)
     rest = flat.numel() % _ROW
     rows = flat[rest:].view(-1, _ROW)
-    # A sum of bytes would make a copy eight times as large, so only what is left over is looked at in bytes.
+    # A sum of bytes would make a copy eight times as large, so only the remainder is read as bytes.
     parts = (_of_storage(torch.uint8, storage, count - count % 8, count % 8), flat[:rest], rows.sum(0), rows.sum(1))
     return int(sum((part * torch.arange(1, part.numel() + 1, device=part.device)).sum() for part in parts))
 
 
 def storage_crc(tensor: torch.Tensor) -> int:
-    """The CRC-32 of all bytes of a CPU tensor's storage, read where they lie."""
+    """Return the CRC-32 of all bytes of a CPU tensor's storage, read in place."""
     storage = tensor.untyped_storage()
     return zlib.crc32((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr()))
 
@@ -138,14 +140,14 @@ def _of_storage(dtype: torch.dtype, storage: torch.UntypedStorage, offset: int, 
 
 
 def content_fingerprint(tensor: torch.Tensor) -> int:
-    """A checksum of the tensor's elements in their order, however they lie on their storage."""
+    """Return a checksum of the tensor's elements in their order, independent of its geometry."""
     count = tensor.numel() * tensor.element_size()
     is_whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == count
     return storage_fingerprint(tensor if is_whole else tensor.detach().clone(memory_format=torch.contiguous_format))
 
 
 def same_bits(first: torch.Tensor, second: Any) -> bool:
-    """Whether two tensors lie alike and hold the same bits."""
+    """True if two tensors have the same geometry and the same bits."""
     if not isinstance(second, torch.Tensor) or not is_plain(first) or not is_plain(second):
         return False
     return Geometry.of(first) == Geometry.of(second) and same_contents(first, second)

@@ -1,6 +1,6 @@
-"""Puts a model and a batch back as they were after a step that does not count: gradients, buffers, flags, random state.
+"""Restores a model and a batch after a step that does not count: gradients, buffers, flags, random state.
 
-Planning, attaching and verifying run steps on the user's own model. What they leave behind is decided here: nothing.
+Planning, attaching and verifying run steps on the user's own model. This module ensures that these steps leave nothing behind.
 """
 
 from __future__ import annotations
@@ -31,18 +31,17 @@ from plimsoll.tracing.zero import KeptGathering, is_gathered_by_zero
 
 _OF_8_BITS = "bitsandbytes.autograd._functions"
 _UNREAD = {"MatMul8bitLt": {"tensors": (None,) * 3, "tensor_states": (None,) * 2}, "MatMul8bitFp": {"A": None}}
-"""What such a product keeps on ``ctx`` and does not read where the weight is frozen."""
+"""Attributes that such a product keeps on ``ctx`` and does not read if the weight is frozen."""
 
 
 @contextlib.contextmanager
 def untouched(model: nn.Module, written: Collection[str] = ()) -> Iterator[None]:
-    """Put back gradients, modules with everything that they hold, and random states at the end of the block.
+    """Restore gradients, modules with everything that they hold, and random states at the end of the block.
 
-    A model under ``fully_shard`` is ready for its next step, also where this one failed on the way. Hooks on parameters (an
-    optimizer that steps in backward) and reductions that are not torch's own do not run in the block. Gradients that exist
-    are replaced by zeros of their shape while the block runs (so that accumulating into them costs what it will cost), and
-    are never written. Of parameters those are put back that are known to be ``written`` by the step, by name, and those to
-    which it gives other ``data``.
+    A model under ``fully_shard`` is made ready for its next step, also if this one failed. Hooks on parameters (an optimizer
+    that steps in backward) and reductions that are not torch's own do not run in the block. Existing gradients are replaced by
+    zeros of their shape inside the block, so that accumulating into them has its usual cost, and are never written. Parameters
+    are restored if the step is known to write them (``written``, by name), or if it replaces their ``data``.
     """
     parameters = every_parameter(model)
     gradients = [parameter.grad for parameter in parameters]
@@ -64,7 +63,7 @@ def untouched(model: nn.Module, written: Collection[str] = ()) -> Iterator[None]
             parameter.grad = None if parameter.grad is None else torch.zeros_like(parameter.grad)
         yield
     except PlimsollError as error:
-        # Before 2.13 torch.utils.checkpoint lets go of its hooks only when the frame that failed goes.
+        # Before 2.13 torch.utils.checkpoint frees its hooks only together with the frame that failed.
         traceback.clear_frames(error.__traceback__)
         raise
     finally:
@@ -84,12 +83,12 @@ def untouched(model: nn.Module, written: Collection[str] = ()) -> Iterator[None]
         for local, copy in copies:
             local.copy_(copy)
         generators.put_back()
-        # The user's call would find weights that autocast has cast in the block, and run other ops than later calls.
+        # Otherwise the user's call would find weights that autocast cast in the block, and run other ops than later calls.
         torch.clear_autocast_cache()
 
 
 def _hooks_of(parameter: torch.Tensor) -> dict[int, Any] | None:
-    """What runs when the gradient is complete: torch 2.9 to 2.15 hold it in this dict, which handles know too."""
+    """Return the hooks that run when the gradient is complete. torch 2.9 to 2.15 hold them in this dict, as handles do."""
     found: dict[int, Any] | None = parameter._post_accumulate_grad_hooks
     return found
 
@@ -104,7 +103,7 @@ class RandomState:
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
     def put_back(self) -> None:
-        """Go on from where the generators were."""
+        """Restore the states of the generators."""
         random.setstate(self._python)
         np.random.set_state(self._numpy)
         torch.set_rng_state(self._torch)
@@ -112,19 +111,19 @@ class RandomState:
             torch.cuda.set_rng_state_all(self._cuda)
 
     def is_current(self) -> bool:
-        """Whether nobody has drawn since."""
+        """True if no generator has been used since."""
         now = RandomState()
         return self.is_current_on_host() and all(map(torch.equal, (now._torch, *now._cuda), (self._torch, *self._cuda)))
 
     def is_current_on_host(self) -> bool:
-        """Whether Python's and numpy's generators have not been used since."""
+        """True if Python's and numpy's generators have not been used since."""
         numpy: Any = np.random.get_state(legacy=True)
         is_same = all(np.array_equal(one, other) for one, other in zip(numpy, self._numpy, strict=True))
         return is_same and random.getstate() == self._python
 
 
 class KeptTensors:
-    """Tensors with copies of their numbers, which ``put_back`` writes into those that were written."""
+    """Tensors with copies of their numbers. ``put_back`` writes the copies into tensors that were written."""
 
     def __init__(
         self, tensors: Iterable[torch.Tensor], copy: Callable[[torch.Tensor], torch.Tensor] = torch.clone
@@ -135,7 +134,7 @@ class KeptTensors:
         """Write the numbers back into tensors that were written since."""
         with torch.no_grad():
             for tensor, copy, version in self._kept:
-                # A write that no version counter shows (batch norm's) must not go unnoticed.
+                # Compare contents too: batch norm writes without bumping the version counter.
                 if tensor._version != version or not (
                     tensor.is_meta or same_contents(local_of(tensor), local_of(copy).to(tensor.device))
                 ):
@@ -143,12 +142,12 @@ class KeptTensors:
 
 
 class KeptState:
-    """What a model's modules are and hold now, to be put back later: classes, attributes, parts, hooks, buffers. Also where a
-    step binds others in their places, and what it has added since (a cache, a counter, a lazily made part or hook).
+    """The current state of a model's modules, to be restored later: classes, attributes, parts, hooks, buffers.
 
-    Of an attribute that is a list, a set, a dictionary, a deque, an array, a generator of random numbers or an object of the
-    user's own class the contents are put back too, and so are tensors and containers in it. ``copy`` says
-    where copies of tensors lie.
+    It is restored even if a step replaces these objects, and additions (a cache, a counter, a lazily made part or hook) are
+    removed. If an attribute is a list, a set, a dictionary, a deque, an array, a random generator or an object of the user's
+    class, its contents are restored too, with the tensors and containers in it. ``copy`` decides where copies of tensors are
+    stored.
     """
 
     def __init__(self, model: nn.Module, copy: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> None:
@@ -170,23 +169,22 @@ class KeptState:
         self._tensors = KeptTensors(tensors, copy)
 
     def put_back(self) -> None:
-        """The same tensors and attributes in their places, with the contents that they had; tensors that nobody wrote are
-        not touched.
-        """
+        """Restore the same tensors and attributes with their contents. Tensors that were not written are not touched."""
         self._modules.put_back()
         self._classes.put_back()
         self._contents.put_back()
         self._tensors.put_back()
 
     def lend_iterators(self) -> None:
-        """Until ``put_back`` a step that does not count finds others in the place of the model's iterators."""
+        """Replace the model's iterators until ``put_back``, for a step that does not count."""
         self._contents.lend(*self._tables)
 
 
 class Unread:
-    """Lets bitsandbytes' 8-bit products go of what they keep for the gradient of a frozen weight, until ``put_back``.
+    """Makes bitsandbytes' 8-bit products free what they keep for a frozen weight's gradient, until ``put_back``.
 
-    They put their input on ``ctx`` (seen in 0.50), where no hook on saved tensors sees it, and read it for that gradient alone.
+    They store their input on ``ctx`` (seen in 0.50), where hooks on saved tensors do not see it, and read it only for that
+    gradient.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -204,7 +202,7 @@ class Unread:
         return output
 
     def put_back(self) -> None:
-        """Their forwards are as before; where somebody has wrapped ours since, it only steps aside."""
+        """Restore their forwards. If other code has wrapped ours since, ours only stops acting."""
         for (function, original, _), forward in zip(self._found, self._forwards, strict=True):
             if function.forward is forward:
                 function.forward = staticmethod(original)
@@ -213,7 +211,7 @@ class Unread:
 
 @contextlib.contextmanager
 def forwards_kept(model: nn.Module) -> Iterator[None]:
-    """Put back every ``forward`` that a call exchanges: a trainer's redirection lasts for one call, and that is the user's."""
+    """Restore every ``forward`` that a call exchanges: a trainer's redirection lasts for one call, which must be the user's."""
     forwards = KeptForwards(model)
     try:
         yield
@@ -223,10 +221,10 @@ def forwards_kept(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def arguments_kept(call: Any) -> Iterator[None]:
-    """Put back what the objects among a call's arguments hold, such as a cache of a class of its own that forward extends.
+    """Restore what objects among a call's arguments hold, such as a user-defined cache that forward extends.
 
-    Their attributes are put back, and what is in lists, dictionaries and the like in these, through however many such objects,
-    with the numbers of tensors in them. A tensor that is itself an argument is not put back: see ``private_copy``.
+    Attributes of objects are restored, with lists, dictionaries and other containers in them, to any depth, and the numbers of
+    tensors in them. A tensor that is itself an argument is not restored: see ``private_copy``.
     """
     leaves = tree_leaves(call)
     arguments = set(map(id, leaves))
@@ -250,7 +248,7 @@ def returned_tensors(output: Any) -> list[torch.Tensor]:
 
 
 def _is_kept(value: Any) -> bool:
-    """Whether it is a tensor of the module's own, as metrics keep their states: no parameter, and nothing that forward made."""
+    """True for a tensor that the module itself holds, such as a metric's state: not a parameter, and not made by forward."""
     return (
         isinstance(value, torch.Tensor)
         and not isinstance(value, nn.Parameter)
@@ -266,8 +264,9 @@ def _memory_of(tensor: torch.Tensor) -> set[int]:
 
 
 def private_copy(batch: Any) -> Any:
-    """The batch on storages of its own, so that a model may write to its inputs; what shared a storage still does. A step may
-    advance its iterators, as others are in their place.
+    """Return the batch with its own storages, so that a model may write to its inputs. Shared storages stay shared.
+
+    A step may advance the batch's iterators, because they are replaced.
     """
     storages: dict[int, torch.UntypedStorage] = {}
 
