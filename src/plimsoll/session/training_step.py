@@ -33,6 +33,7 @@ from plimsoll.tracing.meters.workspaces import release_library_workspaces
 from plimsoll.tracing.recorder.calling import (
     Context,
     Loss,
+    ModuleStack,
     after_autocast,
     output_tensors,
     refuse_foreign_graph,
@@ -138,7 +139,7 @@ class TrainingStep:
             output = self.model(*args, **kwargs)
             loss = scalar_loss(output, self._loss)
             if is_checked:
-                refuse_foreign_graph(loss, first_node)
+                refuse_foreign_graph(loss, first_node, ModuleStack())  # the trace has refused modules in other threads
             with after_autocast(self.device.type):
                 loss.backward()
             value = float(loss.detach())
