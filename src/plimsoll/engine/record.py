@@ -337,6 +337,7 @@ def _watch(
     except BaseException:
         saved.keep_all()
         raise
+    points.end()
     with without_torch_function():
         saved.end()
     nodes = sequence_number() - before

@@ -74,6 +74,10 @@ class RandomPoints:
                 self._latest[position] = (index, state)
                 self.states[position, index] = generator.clone_state()
 
+    def end(self) -> None:
+        """Forward is over. The recorder lives in reference cycles for a while, and its random states would with it."""
+        self._latest.clear()
+
     def before(self, op: RecordedOp, device: torch.device) -> torch.Tensor | None:
         """The state from which the random op that runs next can be repeated; ``None`` if no point has this state."""
         position = self._index(device)
