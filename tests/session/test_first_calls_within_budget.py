@@ -138,6 +138,34 @@ def in_capture(model: nn.Module, batch: Batch, around: Any) -> int:
     return meter.peak_bytes
 
 
+class Skipping(Stack):
+    """Runs as many of its blocks as the batch says, on copies of a batch that is small enough for a trial to copy."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        blocks, x = self.blocks[: int(x[0, 0])], x.repeat(ROWS // len(x), 1)
+        for block in blocks:
+            x = block(x)
+        return x
+
+
+def counting(blocks: int) -> torch.Tensor:
+    x = torch.randn(8, WIDTH)
+    x[0, 0] = blocks
+    return x
+
+
+def test_a_trial_that_runs_more_blocks_than_the_traced_call_is_named():
+    model = Skipping(6, WIDTH)
+    plan = plimsoll.plan(model, counting(3), strategy="none", loss=mean_square_of)
+    budget = (2 * plan.floor_bytes + plan.baseline_peak_bytes) // 3
+    with warnings.catch_warnings(record=True) as caught, plimsoll.attach(model, budget):
+        warnings.simplefilter("always")
+        for blocks in (3, 6):
+            mean_square_of(model(counting(blocks))).backward()
+            model.zero_grad()
+    assert any("a plan for the budget was run once" in str(each.message) for each in caught)
+
+
 def test_reading_the_graphs_of_compiled_blocks_holds_no_activations():
     model = Stack(8, WIDTH)
     for block in model.blocks:

@@ -315,7 +315,7 @@ class Attachment(AttachedBudget):
             try:
                 planner.wait_for(1 if earlier is None else earlier.in_flight)
                 lowest = planner.lowest_allowed(task.step, self._error_scale)
-                self._say_tried(planner, task)
+                self._say_tried(planner, task, "the plan with the lowest peak")
             except BaseException:
                 self._planner = earlier
                 raise
@@ -325,12 +325,12 @@ class Attachment(AttachedBudget):
         self.is_calibrating, self._tries = True, 0
         self._measure(args, kwargs)
 
-    def _say_tried(self, planner: StepPlanner, task: TrainingTask) -> None:
-        """Warn if the trial run of the plan with the lowest peak took more than the budget."""
+    def _say_tried(self, planner: StepPlanner, task: TrainingTask, tried: str) -> None:
+        """Warn if a trial took more than the budget."""
         taken_bytes = planner.tried_bytes + self._copied_bytes(task)
         budget_bytes = planner.own_budget_bytes or 0
         if planner.tried_bytes and is_more(taken_bytes, budget_bytes):
-            why = "the plan with the lowest peak was run once, with copies of the model's buffers and of the batch"
+            why = f"{tried} was run once, with copies of the model's buffers and of the batch"
             warn_of_planning(taken_bytes, budget_bytes, why, "a larger budget leaves room for the copies")
 
     def _heed_room(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
@@ -451,10 +451,14 @@ class Attachment(AttachedBudget):
         with self._steps.looking_away(), contextlib.nullcontext() if self._planner.managing else self._work.paused():
             seen_bytes = self._planner.mistake_bytes + (self._planner.recording_bytes if self._tries == 1 else 0)
             seen_bytes += min(lasting_bytes, step.gradient_bytes())
+            self._planner.tried_bytes = 0  # the trial of the lowest plan has had its warning
             try:
                 return self._planner.confirmed_beside(plan, step, self._excess_bytes, resolve, seen_bytes=seen_bytes)
             except InvalidBatch:
                 return plan  # this call cannot run twice; its step is measured instead
+            finally:
+                # This call may run more layers than the traced one (layers dropped at random), and so does its trial.
+                self._say_tried(self._planner, task, "a plan for the budget")
 
     def _has_room_to_try(self, plan: Plan, task: TrainingTask | None) -> bool:
         """Whether a trial stays within the budget: it holds two copies of the buffers, one of the batch, one of the gradients.

@@ -126,9 +126,9 @@ class StepPlanner:
         self.managing: Managing | None = None
         """The context that applies a plan in trials and keeps what the plan records; None if trials discard the record."""
         self.tried_bytes = 0
-        """The peak of the trial of the lowest plan; 0 if there was none."""
+        """The highest peak of a trial; 0 if there was none."""
         self.recording_bytes = 0
-        """How much more the recording step of that trial needed than a steady step."""
+        """How much more the recording step of the lowest plan's trial needed than a steady step."""
         self._ran = TrialRun(0, 0, None)
         """The last trial as measured in this process."""
         self._sensed: Sensed | None = None
@@ -293,7 +293,6 @@ class StepPlanner:
         except torch.OutOfMemoryError:
             raise self.refusal(plan, plan.predicted_peak_bytes) from None
         own = self.own(plan)
-        self.tried_bytes = self._ran.fresh_bytes
         self.recording_bytes = self._ran.recording_bytes
         self.mistake_bytes = self._ran.steady_bytes - own.predicted_peak_bytes
         most_error = self.options.most_error("auto")
@@ -406,6 +405,7 @@ class StepPlanner:
         """Run a plan and measure it. ``unseen_bytes``, which the trial does not show, are added."""
         trial = run_trial(step, plan, self.gradients, self.managing)
         self._ran = trial
+        self.tried_bytes = max(self.tried_bytes, trial.fresh_bytes)
         return dataclasses.replace(
             trial, peak_bytes=trial.peak_bytes + unseen_bytes, fresh_bytes=trial.fresh_bytes + unseen_bytes
         )

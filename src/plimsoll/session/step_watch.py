@@ -617,7 +617,7 @@ def warn_of_planning(peak_bytes: int, budget_bytes: int, why: str, next_: str) -
     warn(
         f"the training call that made the plan took up to {format_bytes(peak_bytes)}, "
         f"{format_bytes(peak_bytes - budget_bytes)} more than the budget {format_bytes(budget_bytes)}.\n  why   {why}\n"
-        f"  next  nothing, as later calls keep to the budget; {next_}"
+        f"  next  later calls run under a plan for the budget; {next_}"
     )
 
 
