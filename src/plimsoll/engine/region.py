@@ -2,14 +2,13 @@
 
 The first call of a signature is *recorded* (and already drops what the plan drops). Later calls are *steady*: two hooks and a
 guard, without a dispatch mode. If a steady call differs from every recorded call, it keeps everything and the next calls are
-recorded again (see ``service``). Calls that cannot be recorded keep everything too (see `Fallback`).
+recorded again (see ``service``). Calls that cannot be recorded keep everything too (see ``fallback``).
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,8 +23,9 @@ from plimsoll.artifacts.decision import Engine
 from plimsoll.artifacts.plan import RegionPlan
 from plimsoll.artifacts.receipt import RegionOutcome
 from plimsoll.engine.any_size import Recordings
-from plimsoll.engine.call_stream import StreamGuard, called, references
+from plimsoll.engine.call_stream import StreamGuard, references
 from plimsoll.engine.copies import CopiedForward, calling_module
+from plimsoll.engine.fallback import Fallback
 from plimsoll.engine.guards import Entry, SignatureReader, is_somebody_elses_call
 from plimsoll.engine.hooks import OpenCall, unpack
 from plimsoll.engine.larger_calls import LargestCall
@@ -33,7 +33,6 @@ from plimsoll.engine.modes import Modes
 from plimsoll.engine.program import Program, Shared
 from plimsoll.engine.record import RegionForward, record_call
 from plimsoll.engine.service import Service
-from plimsoll.errors import RanksDiffer
 from plimsoll.tracing.local_tensors import version_of
 from plimsoll.tracing.recorder.calling import call_tensors
 from plimsoll.tracing.refusals import compiled_part, refuse_compiler
@@ -43,46 +42,6 @@ T = TypeVar("T")
 
 MAX_SIGNATURES = 64
 """At most this many signatures of one region have recipes; the least recently used is discarded first."""
-
-
-class Fallback:
-    """Reports calls of one region that recipes cannot serve.
-
-    A call that matches no recorded call, or that cannot be recorded, keeps everything. A region is never run a second time:
-    forward may count, draw from its own generator or append tensors to a list, and data that it read may have changed before
-    backward. A second run would then do something else without any sign of it.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def say_keeps(self, reason: str) -> None:
-        """Warn that calls of the region keep everything from now on."""
-        warnings.warn(f"plimsoll: region {self._name!r} keeps everything: {reason}", stacklevel=5)
-
-    def say_surprise(self, guard: StreamGuard, calls: int) -> None:
-        """Warn that a call kept everything because it matches no recorded call."""
-        found = "fewer torch calls than any recorded one"
-        if guard.stranger is not None:
-            found = f"torch calls that no recorded one has made, first {called(guard.stranger)} at {guard.where}"
-        warnings.warn(
-            f"plimsoll: a call of region {self._name!r} made {found}: its Python code has decided something else, by state "
-            "of the host that has changed or by the size of its inputs. The call kept everything, so its gradients are "
-            f"right and this step may be over its budget; the next {calls} calls are recorded anew.",
-            stacklevel=8,
-        )
-
-    def refusal(self, reason: str) -> RanksDiffer:
-        """The error for a call on this rank that cannot follow its recipes while other ranks wait for the recipes'
-        collectives.
-        """
-        rank = torch.distributed.get_rank()
-        return RanksDiffer(
-            f"Region {self._name!r} cannot be rebuilt on rank {rank} as it was recorded: {reason}.",
-            why="its recipes repeat collectives, in which all ranks must take part; this one would leave the others waiting",
-            next="nothing was stepped; give the region's calls equal shapes, or plan without 'collectives' in allow=",
-            ranks=(rank,),
-        )
 
 
 class ManagedRegion:
