@@ -118,14 +118,14 @@ def test_no_call_with_a_batch_of_a_new_shape_exceeds_it(kind: str):
     check(make, [part(0.6), part(0.8), largest, part(0.3), largest], budget_of(make, largest, 0.4))
 
 
-def test_a_trial_that_copies_buffers_over_the_budget_is_named():
+def test_a_trial_that_copies_buffers_over_the_budget_is_named(caplog: pytest.LogCaptureFixture):
     """Far from the floor no trial is needed, and close to it nothing but the copies exceeds the budget."""
     make, batch = KINDS["blocks with buffers"]
     budget = budget_of(make, batch, 0.1)
-    peaks, _, said = train(make, [batch] * STEPS, budget)
+    peaks, _, _ = train(make, [batch] * STEPS, budget)
     assert peaks[0] > budget
     assert max(peaks[1:]) <= budget
-    assert ["with copies of the model's buffers" in each for each in said] == [True]
+    assert ["with copies of the model's buffers" in each.getMessage() for each in caplog.records] == [True]
 
 
 def in_capture(model: nn.Module, batch: Batch, around: Any) -> int:
@@ -154,16 +154,16 @@ def counting(blocks: int) -> torch.Tensor:
     return x
 
 
-def test_a_trial_that_runs_more_blocks_than_the_traced_call_is_named():
+def test_a_trial_that_runs_more_blocks_than_the_traced_call_is_named(caplog: pytest.LogCaptureFixture):
     model = Skipping(6, WIDTH)
     plan = plimsoll.plan(model, counting(3), strategy="none", loss=mean_square_of)
     budget = (2 * plan.floor_bytes + plan.baseline_peak_bytes) // 3
-    with warnings.catch_warnings(record=True) as caught, plimsoll.attach(model, budget):
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(), plimsoll.attach(model, budget):
+        warnings.simplefilter("ignore")
         for blocks in (3, 6):
             mean_square_of(model(counting(blocks))).backward()
             model.zero_grad()
-    assert any("a plan for the budget was run once" in str(each.message) for each in caught)
+    assert any("a plan for the budget was run once" in each.getMessage() for each in caplog.records)
 
 
 def test_reading_the_graphs_of_compiled_blocks_holds_no_activations():
@@ -176,14 +176,13 @@ def test_reading_the_graphs_of_compiled_blocks_holds_no_activations():
     assert in_capture(model, batch, saved_as_zeros(model)) < 0.5 * held
 
 
-def test_the_call_in_which_a_compiled_model_is_planned_says_what_it_took():
+def test_the_call_in_which_a_compiled_model_is_planned_says_what_it_took(caplog: pytest.LogCaptureFixture):
     model = Stack(4, WIDTH)
     batch = rows()
     floor = plimsoll.plan(model, batch[0], loss=mean_square_of, strategy="none")
     model.compile()
     with plimsoll.attach(model, (floor.floor_bytes + floor.baseline_peak_bytes) // 2):
-        with pytest.warns(UserWarning, match="read and to measure what torch.compile makes of the model"):
+        for _ in range(2):
             mean_square_of(model(*batch[0])).backward()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            mean_square_of(model(*batch[0])).backward()
+    said = [each.getMessage() for each in caplog.records if each.name.startswith("plimsoll")]  # inductor logs too
+    assert ["to measure what torch.compile makes of the model" in each for each in said] == [True]

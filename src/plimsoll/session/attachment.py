@@ -48,12 +48,12 @@ from plimsoll.session.step_watch import (
     MeteredSituations,
     Situation,
     StepWatch,
+    log_planning_overrun,
     taken_beside,
     warn,
     warn_of_floor,
     warn_of_larger,
     warn_of_overrun,
-    warn_of_planning,
     warn_of_state,
     warn_of_unseen,
     warn_of_waiting,
@@ -331,7 +331,7 @@ class Attachment(AttachedBudget):
         budget_bytes = planner.own_budget_bytes or 0
         if planner.tried_bytes and is_more(taken_bytes, budget_bytes):
             why = f"{tried} was run once, with copies of the model's buffers and of the batch"
-            warn_of_planning(taken_bytes, budget_bytes, why, "a larger budget leaves room for the copies")
+            log_planning_overrun(taken_bytes, budget_bytes, why, "a larger budget leaves room for the copies")
 
     def _heed_room(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
         """Before a step: replan if the device has too little free memory for it, or has had more for a while."""

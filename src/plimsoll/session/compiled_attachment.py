@@ -31,9 +31,9 @@ from plimsoll.session.step_watch import (
     MeteredSituations,
     Situation,
     StepWatch,
+    log_planning_overrun,
     planned_situation,
     warn_of_overrun,
-    warn_of_planning,
 )
 from plimsoll.session.task import TrainingTask
 from plimsoll.session.training_step import gradients_as_if
@@ -119,7 +119,7 @@ class CompiledAttachment(AttachedBudget):
             measured_bytes = (planner.unseen_bytes, 0)
             self._climb(self._planner, plan, situation.shapes, measured_bytes, accumulates=accumulates)
         if plan.budget_bytes is not None and planner.planning_peak_bytes > plan.budget_bytes:
-            warn_of_planning(
+            log_planning_overrun(
                 planner.planning_peak_bytes,
                 plan.budget_bytes,
                 "one step ran without a plan, to read and to measure what torch.compile makes of the model",

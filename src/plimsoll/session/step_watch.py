@@ -10,6 +10,7 @@ allocator's peak counter is read after every backward and never reset.
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import warnings
 import weakref
@@ -50,6 +51,7 @@ from plimsoll.tracing.recorder.fingerprint import AUTOCAST
 from plimsoll.tracing.torch_internals import peek_functorch, sequence_number, times_compiled
 from plimsoll.units import format_bytes
 
+_LOG = logging.getLogger(__name__)
 _MOST_TRIES = 3
 _ENOUGH = 6
 """If tensors in lists vary in size, this many metered calls that bound a call are enough to skip metering it."""
@@ -612,12 +614,15 @@ def warn_of_overrun(peak_bytes: int, budget_bytes: int, cause: str, next_: str) 
     )
 
 
-def warn_of_planning(peak_bytes: int, budget_bytes: int, why: str, next_: str) -> None:
-    """Warn that a call exceeded the budget because plans were made in it. Later calls keep to the budget."""
-    warn(
-        f"the training call that made the plan took up to {format_bytes(peak_bytes)}, "
-        f"{format_bytes(peak_bytes - budget_bytes)} more than the budget {format_bytes(budget_bytes)}.\n  why   {why}\n"
-        f"  next  later calls run under a plan for the budget; {next_}"
+def log_planning_overrun(peak_bytes: int, budget_bytes: int, why: str, next_: str) -> None:
+    """Log that a call exceeded the budget because plans were made in it. Later calls keep to the budget."""
+    # A log line and not a warning: the device had room, and the user has nothing to do.
+    _LOG.warning(
+        "plimsoll: the training call that made the plan took up to %s, %s more than the budget %s.\n  why   %s\n"
+        "  next  later calls run under a plan for the budget; %s",
+        *map(format_bytes, (peak_bytes, peak_bytes - budget_bytes, budget_bytes)),
+        why,
+        next_,
     )
 
 
