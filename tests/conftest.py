@@ -20,6 +20,7 @@ settings.load_profile(os.environ.get("PLIMSOLL_EXAMPLES", "same") + " examples")
 # Every process that compiles would try by a compilation, and by a Python that imports torch, that the compiler knows what the
 # CPU says it has: ten processor seconds for the first one, one for the others.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the command line sets it, which tests call in this process
 
 _LONGEST = frozenset({"test_examples.py", "test_documentation.py", "ranks", "integrations", "session", "contracts"})
 
