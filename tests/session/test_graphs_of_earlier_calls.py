@@ -28,7 +28,7 @@ class Remembers(Stack):
 
 
 class Corrected(Stack):
-    """Reads a parameter's stand-in that the loop computes, as a hypernetwork's or a decomposed weight."""
+    """Reads a tensor that the loop computes from a parameter, like the output of a hypernetwork."""
 
     def __init__(self, *sizes: int) -> None:
         super().__init__(*sizes)

@@ -326,7 +326,7 @@ class Attachment(AttachedBudget):
         self._measure(args, kwargs)
 
     def _say_tried(self, planner: StepPlanner, task: TrainingTask, tried: str) -> None:
-        """Warn if a trial took more than the budget."""
+        """Log if a trial took more than the budget."""
         taken_bytes = planner.tried_bytes + self._copied_bytes(task)
         budget_bytes = planner.own_budget_bytes or 0
         if planner.tried_bytes and is_more(taken_bytes, budget_bytes):
@@ -451,7 +451,7 @@ class Attachment(AttachedBudget):
         with self._steps.looking_away(), contextlib.nullcontext() if self._planner.managing else self._work.paused():
             seen_bytes = self._planner.mistake_bytes + (self._planner.recording_bytes if self._tries == 1 else 0)
             seen_bytes += min(lasting_bytes, step.gradient_bytes())
-            self._planner.tried_bytes = 0  # the trial of the lowest plan has had its warning
+            self._planner.tried_bytes = 0  # the trial of the lowest plan was logged already
             try:
                 return self._planner.confirmed_beside(plan, step, self._excess_bytes, resolve, seen_bytes=seen_bytes)
             except InvalidBatch:

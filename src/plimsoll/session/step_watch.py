@@ -237,7 +237,7 @@ class StepWatch:
     ) -> None:
         self._model = model
         self._trained: list[weakref.ref[nn.Parameter]] = []
-        """Weak, as ``load_state_dict(assign=True)`` exchanges parameters, and nobody else needs the old ones."""
+        """Weak: ``load_state_dict(assign=True)`` exchanges parameters, and the old ones must be freed then."""
         self.note_frozen()
         self.device = next((parameter.device for parameter in self._trained_now()), torch.device("cpu"))
         self._before_call = before_call
@@ -287,7 +287,7 @@ class StepWatch:
         self._frozen = list(map(weakref.ref, frozen))
 
     def _trained_now(self) -> list[nn.Parameter]:
-        """The trained parameters, looked up anew once one of them is gone."""
+        """The trained parameters. Look them up again if one of them was freed."""
         found = [parameter for reference in self._trained if (parameter := reference()) is not None]
         if not found or len(found) < len(self._trained):
             found = [parameter for parameter in every_parameter(self._model) if parameter.requires_grad]

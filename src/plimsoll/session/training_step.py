@@ -33,7 +33,6 @@ from plimsoll.tracing.meters.workspaces import release_library_workspaces
 from plimsoll.tracing.recorder.calling import (
     Context,
     Loss,
-    ModuleStack,
     after_autocast,
     output_tensors,
     refuse_foreign_graph,
@@ -139,7 +138,7 @@ class TrainingStep:
             output = self.model(*args, **kwargs)
             loss = scalar_loss(output, self._loss)
             if is_checked:
-                refuse_foreign_graph(loss, first_node, ModuleStack())  # the trace has refused modules in other threads
+                refuse_foreign_graph(loss, first_node)
             with after_autocast(self.device.type):
                 loss.backward()
             value = float(loss.detach())

@@ -121,7 +121,7 @@ class _Placeholder:
     book: SlotBook
     index: int
     geometry: Geometry | None
-    """How zeros lie that stand for the tensor; ``None`` if it is ``held``."""
+    """The geometry of the zeros that replace the tensor; ``None`` if the tensor is ``held``."""
     device: torch.device
     held: torch.Tensor | None
     shell: Shell | None
@@ -210,7 +210,7 @@ def run_step(
     with explain_forward(model), forwards_kept(model):
         output = model(*args, **kwargs)
     value = scalar_loss(output, loss)
-    refuse_foreign_graph(value, first_node, stack)
+    refuse_foreign_graph(value, first_node, has_met_threads=stack.has_met_threads)
     at_loss(output)
     tracer.phase = Phase.BACKWARD
     with explain_backward(model), after_autocast(value.device.type):

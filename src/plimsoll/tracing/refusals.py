@@ -179,7 +179,7 @@ def is_disabled(function: Any) -> bool:
 
 
 def _stored(thing: Any, name: str) -> Any:
-    """An attribute as it is stored, ``None`` if there is none; of a method, that of its function.
+    """The stored value of an attribute, or ``None``. For a method, look at its function.
 
     Forward may name objects of any class, and their ``__getattr__`` and properties may raise anything
     (``class AttrDict(dict): __getattr__ = dict.__getitem__``). So none of the user's code runs here.

@@ -33,7 +33,7 @@ def made() -> type[nn.Module]:
             return Base.calls
 
         def counts_below(self) -> int:
-            type(self).calls = type(self).calls + 1  # hides that of the base class
+            type(self).calls = type(self).calls + 1  # hides the counter of the base class
             return self.calls
 
         def appends(self) -> int:

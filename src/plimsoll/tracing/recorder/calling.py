@@ -97,7 +97,7 @@ def own_loss(output: Any) -> Any:
 
 
 def name_of(function: Any) -> str:
-    """The qualified name of a function; of another callable, such as an ``nn.Module`` or a partial, that of its class."""
+    """The qualified name of a function. Other callables (an ``nn.Module``, a partial) are named by their class."""
     return _given_by(function, "__qualname__") or type(function).__qualname__
 
 
@@ -119,12 +119,12 @@ def after_autocast(device_type: str) -> Iterator[None]:
         yield
 
 
-def refuse_foreign_graph(loss: torch.Tensor, first_node: int, stack: ModuleStack) -> None:
-    """Refuse a loss whose backward goes on into a graph that was there before the forward: it would free what that has saved.
-    A graph that another thread has made meanwhile is refused too: nobody has seen its operations.
+def refuse_foreign_graph(loss: torch.Tensor, first_node: int, *, has_met_threads: bool = False) -> None:
+    """Refuse a loss whose backward continues into a graph from before the forward: it would free what that graph saved. Also
+    refuse a graph that another thread made, because its operations were not recorded.
 
-    ``first_node`` is what `sequence_number` told before the forward. Each thread counts its own nodes, so ``stack`` says
-    whether modules have run in another one.
+    ``first_node`` is the value of `sequence_number` before the forward. Each thread counts its own nodes, so
+    ``has_met_threads`` says whether modules ran in another thread.
 
     Raises:
         InvalidBatch: the loss depends on an earlier graph that holds tensors for its backward, or on another thread's.
@@ -136,7 +136,7 @@ def refuse_foreign_graph(loss: torch.Tensor, first_node: int, stack: ModuleStack
             continue
         seen.add(node)
         if node._sequence_nr() < first_node and any(name.startswith("_raw_saved") for name in dir(node)):
-            if stack.has_met_threads:
+            if has_met_threads:
                 raise InvalidBatch(
                     f"The step runs modules in threads of its own: one has made {node.name()}.",
                     why="torch's hooks and modes belong to one thread, so a plan would not see what autograd saves in another",
@@ -195,7 +195,7 @@ class ModuleStack(threading.local):
     ) -> None:  # called in every thread, with the arguments of the first
         self._stack: list[str] = []
         self._threads = set[int]() if threads is None else threads
-        """Every thread in which modules have run, if the caller gives a set."""
+        """Every thread that ran modules, if the caller passes a set."""
 
     @property
     def has_met_threads(self) -> bool:

@@ -240,7 +240,7 @@ def arguments_kept(call: Any) -> Iterator[None]:
 
 
 def returned_tensors(output: Any) -> list[torch.Tensor]:
-    """The tensors that a model returned; if there are none, those in objects of the user's classes, such as a dataclass."""
+    """The tensors that a model returned. Only if pytrees show none, look into objects of the user's classes (a dataclass)."""
     if tensors := output_tensors(output):
         return tensors
     values = with_contents(tree_leaves(output), attributes_as_well=True).values()
@@ -259,7 +259,7 @@ def _is_kept(value: Any) -> bool:
 
 
 def _memory_of(tensor: torch.Tensor) -> set[int]:
-    """The storages behind a tensor: of a sparse one those of its indices and values."""
+    """The storages behind a tensor. A sparse tensor has one for each of its indices and for its values."""
     return {part.untyped_storage()._cdata for part in parts_of_sparse(tensor) or (tensor,)}
 
 
