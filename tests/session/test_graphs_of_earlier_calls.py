@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,14 @@ class Remembers(Stack):
         return self.last
 
 
+class LearnedLoss(Stack):
+    """Holds a loss that is learned in the outer loop; its forward runs only the blocks."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.learned = [nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 1)]  # a list: no part of the model
+
+
 class Corrected(Stack):
     """Reads a tensor that the loop computes from a parameter, like the output of a hypernetwork."""
 
@@ -48,6 +57,14 @@ def fast_weights(model: Any, x: torch.Tensor) -> torch.Tensor:
     return mean_square(torch.func.functional_call(model, moved, (x,)))
 
 
+def learned_loss(model: Any, x: torch.Tensor) -> torch.Tensor:
+    parameters = dict(model.named_parameters())
+    inner = mean_square(nn.Sequential(*model.learned)(model(x)))
+    gradients = torch.autograd.grad(inner, list(parameters.values()), create_graph=True)
+    fast = {name: each - 0.1 * gradient for (name, each), gradient in zip(parameters.items(), gradients, strict=True)}
+    return mean_square(torch.func.functional_call(model, fast, (x,)))
+
+
 def truncated(model: Any, x: torch.Tensor) -> torch.Tensor:
     model.last = 0
     return sum(mean_square(model(x * number)) for number in (1, 2, 3))
@@ -62,6 +79,7 @@ def computed(model: Any, x: torch.Tensor) -> torch.Tensor:
 
 LOOPS: dict[str, tuple[type[Stack], Callable[[Any, torch.Tensor], torch.Tensor]]] = {
     "fast weights": (Stack, fast_weights),
+    "a learned loss": (LearnedLoss, learned_loss),
     "a state on the model": (Remembers, truncated),
     "a value that the loop computes": (Corrected, computed),
 }
@@ -83,6 +101,14 @@ def losses(kind: str, budget: int | None = None) -> list[float]:
     if handle is not None:
         handle.remove()
     return found
+
+
+@pytest.mark.parametrize("kind", ["fast weights", "a learned loss"])
+def test_gradients_of_fast_weights_are_not_read(kind: str):
+    """Torch would warn: fast weights are no leaves, so they have no gradients."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*not a leaf")
+        losses(kind, 24 * MIB)
 
 
 @pytest.mark.filterwarnings("ignore")

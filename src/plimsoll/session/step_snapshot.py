@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from plimsoll.tracing.ddp import begin_anew
 from plimsoll.tracing.fsdp2 import KeptWaiting, every_parameter, release_gathered
-from plimsoll.tracing.local_tensors import local_of, version_of
+from plimsoll.tracing.local_tensors import gradient_of, local_of, version_of
 from plimsoll.tracing.meters.memory import instances_of
 from plimsoll.tracing.recorder.calling import output_tensors
 from plimsoll.tracing.recorder.contents import contents_of, kind_of, refill, with_contents
@@ -60,7 +60,7 @@ class StepSnapshot:
         self._flags = [(module, module.training) for module in model.modules()]
         self._parameters = [(parameter, version_of(parameter)) for parameter in every_parameter(model)]
         self._batch = [(t, version_of(t)) for t in output_tensors(given) if not t.is_inference()]
-        self._gradients = [(parameter, _KeptGradient(parameter.grad)) for parameter, _ in self._parameters]
+        self._gradients = [(parameter, _KeptGradient(gradient_of(parameter))) for parameter, _ in self._parameters]
         self._waiting = KeptWaiting(model)
         self._numbers = [_KeptGradient(gradient) for _, _, gradient in self._waiting.places]
         self._companions = KeptContents(map(vars, companions))

@@ -27,7 +27,7 @@ from plimsoll.tracing.fsdp2 import (
     release_gathered,
     waiting_gradients,
 )
-from plimsoll.tracing.local_tensors import beside_weights, densified, local_of
+from plimsoll.tracing.local_tensors import beside_weights, densified, gradient_of, local_of
 from plimsoll.tracing.meters.memory import PeakMeter, storage_bytes
 from plimsoll.tracing.meters.workspaces import release_library_workspaces
 from plimsoll.tracing.recorder.calling import (
@@ -49,9 +49,10 @@ def gradients_as_if(model: nn.Module, *, are_there: bool) -> Iterator[None]:
     afterwards.
     """
     changed = {
-        parameter: parameter.grad
+        parameter: gradient_of(parameter)
         for parameter in (model.parameters() if are_there else every_parameter(model))
         if parameter.requires_grad
+        and parameter.is_leaf
         and (parameter.grad is not None) is not are_there
         and not is_gathered_by_zero(parameter)  # ZeRO-3 never leaves gradients on the parameters
     }
@@ -105,7 +106,7 @@ class TrainingStep:
         self._loss = loss
         self._optimizer = optimizer
         self._context = context
-        self._accumulating = frozenset(parameter for parameter in model.parameters() if parameter.grad is not None)
+        self._accumulating = frozenset(each for each in model.parameters() if gradient_of(each) is not None)
         self._random = RandomState()
         self._state = KeptState(model)
         self._state.lend_iterators()
@@ -183,10 +184,13 @@ class TrainingStep:
     def clear_gradients(self) -> None:
         """Remove gradients. Set those to zero that existed when the step was made, because the step accumulates into them."""
         for parameter in self.model.parameters():
-            if parameter not in self._accumulating:
+            gradient = gradient_of(parameter)
+            if gradient is None:
+                continue
+            if parameter in self._accumulating:
+                gradient.zero_()
+            else:
                 parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad.zero_()
 
     def accumulating(self) -> TrainingStep:
         """Return the same step for a loop that keeps gradients: every trainable parameter has one, except in the first run."""

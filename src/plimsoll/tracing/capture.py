@@ -23,7 +23,7 @@ from plimsoll.artifacts.region import Origin
 from plimsoll.artifacts.trace import Phase, TraceParameter
 from plimsoll.errors import InvalidModel
 from plimsoll.tracing.fsdp2 import Gathered
-from plimsoll.tracing.local_tensors import Shell, beside_weights, dense_parts, settled, unwrapped
+from plimsoll.tracing.local_tensors import Shell, beside_weights, dense_parts, gradient_of, settled, unwrapped
 from plimsoll.tracing.meters.timing import OpClock
 from plimsoll.tracing.meters.workspaces import WorkspaceMeter
 from plimsoll.tracing.recorder.calling import (
@@ -219,7 +219,9 @@ def run_step(
     log = StepLog(
         tracer,
         gradients=gradient_storages(tracer, model),
-        without_gradient=frozenset(name for name, parameter in model.named_parameters() if parameter.grad is None),
+        without_gradient=frozenset(
+            name for name, parameter in model.named_parameters() if gradient_of(parameter) is None
+        ),
         backward_end=tracer.tick,
         parameters=listed_parameters(tracer, model),
         written_buffers=changed_buffers(tracer, model),

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from plimsoll.tracing.local_tensors import is_sharded
+from plimsoll.tracing.local_tensors import gradient_of, is_sharded
 from plimsoll.tracing.torch_internals import is_at_least, lacking
 from plimsoll.tracing.zero import partitions
 
@@ -89,7 +89,7 @@ def every_parameter(model: nn.Module) -> list[nn.Parameter]:
 
 def every_gradient(model: nn.Module) -> list[torch.Tensor]:
     """Return all existing gradients, including those that wait for a later reduction."""
-    reduced = [parameter.grad for parameter in every_parameter(model) if parameter.grad is not None]
+    reduced = [each for each in map(gradient_of, every_parameter(model)) if each is not None]
     return [*reduced, *(gradient for _, gradient in waiting_gradients(model))]
 
 

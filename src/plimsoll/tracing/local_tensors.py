@@ -54,6 +54,15 @@ def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(part for it in inside if isinstance(it, torch.Tensor) for part in dense_parts(it))
 
 
+def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient of a parameter.
+
+    In ``torch.func.functional_call`` a module's parameters may be results of other tensors (fast weights). Torch warns when
+    their ``grad`` is read, and they have none unless ``retain_grad`` was called.
+    """
+    return tensor.grad if tensor.is_leaf or tensor.retains_grad else None
+
+
 def beside_weights(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Find tensors that frozen weights keep as attributes, such as the scales and code books of bitsandbytes' 4-bit weights.
 

@@ -16,7 +16,7 @@ from torch import nn
 from plimsoll.artifacts.region import Origin
 from plimsoll.artifacts.trace import OpSpec, Phase, TraceParameter
 from plimsoll.tracing.fsdp2 import waiting_gradients
-from plimsoll.tracing.local_tensors import beside_weights, dense_parts, local_bytes
+from plimsoll.tracing.local_tensors import beside_weights, dense_parts, gradient_of, local_bytes
 from plimsoll.tracing.meters.timing import OpClock
 from plimsoll.tracing.meters.workspaces import WorkspaceMeter
 from plimsoll.tracing.recorder.calling import Call, call_tensors, flat_tensors
@@ -252,8 +252,9 @@ def register_statics(tracer: StepTracer, model: nn.Module, call: Call) -> frozen
             parameters |= storages
             for storage in storages:
                 tracer.guard(part, storage)
-        if parameter.grad is not None:
-            _add(tracer, parameter.grad, Origin.EXTERNAL, f"gradient:{name}")
+        gradient = gradient_of(parameter)
+        if gradient is not None:
+            _add(tracer, gradient, Origin.EXTERNAL, f"gradient:{name}")
     for name, gradient in waiting_gradients(model):
         _add(tracer, gradient, Origin.EXTERNAL, f"gradient:{name}")
     for name, holder, key in beside_weights(model):
@@ -273,7 +274,7 @@ def _add(tracer: StepTracer, tensor: torch.Tensor, origin: Origin, name: str) ->
 
 def gradient_storages(tracer: StepTracer, model: nn.Module) -> set[int]:
     """Return this process's storages that hold the parameters' gradients now."""
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    gradients = [gradient for gradient in map(gradient_of, model.parameters()) if gradient is not None]
     return {tracer.table.find(part) for gradient in gradients for part in dense_parts(gradient)}
 
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from plimsoll.errors import PlimsollError
 from plimsoll.tracing.ddp import inner_module
 from plimsoll.tracing.fsdp2 import KeptShards, every_parameter
-from plimsoll.tracing.local_tensors import local_of, parts_of_sparse
+from plimsoll.tracing.local_tensors import gradient_of, local_of, parts_of_sparse
 from plimsoll.tracing.recorder.calling import output_tensors
 from plimsoll.tracing.recorder.contents import KeptValues, is_holder, lent, put_back_entries, with_contents
 from plimsoll.tracing.recorder.kept_classes import KeptClasses
@@ -44,7 +44,7 @@ def untouched(model: nn.Module, written: Collection[str] = ()) -> Iterator[None]
     are restored if the step is known to write them (``written``, by name), or if it replaces their ``data``.
     """
     parameters = every_parameter(model)
-    gradients = [parameter.grad for parameter in parameters]
+    gradients = list(map(gradient_of, parameters))
     generators, state = RandomState(), KeptState(model)
     named = dict(inner_module(model).named_parameters())
     copies = [
@@ -59,8 +59,9 @@ def untouched(model: nn.Module, written: Collection[str] = ()) -> Iterator[None]
         state.lend_iterators()
         for table, _ in hooks:
             table.clear()
-        for parameter in parameters:
-            parameter.grad = None if parameter.grad is None else torch.zeros_like(parameter.grad)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if gradient is not None:
+                parameter.grad = torch.zeros_like(gradient)
         yield
     except PlimsollError as error:
         # Before 2.13 torch.utils.checkpoint frees its hooks only together with the frame that failed.
@@ -72,7 +73,8 @@ def untouched(model: nn.Module, written: Collection[str] = ()) -> Iterator[None]
         for table, entries in hooks:
             put_back_entries(table, entries)
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
+            if gradient is not gradient_of(parameter):
+                parameter.grad = gradient
         for module, flag in flags:
             module.training = flag
         forwards.put_back()
