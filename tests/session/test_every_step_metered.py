@@ -172,6 +172,92 @@ class NewList(Reorders):
         model.blocks = nn.ModuleList(model.blocks[at] for at in self.order)
 
 
+class Rows(Loop):
+    """From the change on, a batch is the first rows of a larger tensor that nobody else holds."""
+
+    def batch(self, number: int) -> tuple[Any, ...]:
+        return (torch.randn(ROWS * (1 if number < CHANGE else 4), WIDTH)[:ROWS],)
+
+
+class Columns(Rows):
+    def batch(self, number: int) -> tuple[Any, ...]:
+        step = 1 if number < CHANGE else 4
+        return (torch.randn(ROWS, WIDTH * step)[:, ::step],)
+
+
+class SomeRows(Rows):
+    """Every third batch, the second one too, is a view of a larger tensor."""
+
+    def batch(self, number: int) -> tuple[Any, ...]:
+        return (torch.randn(ROWS * (4 if number % 3 == 1 else 1), WIDTH)[:ROWS],)
+
+
+def enlarged(parameters: Any) -> list[torch.Tensor]:
+    return [each.grad.repeat(64, *[1] * (each.dim() - 1)) for each in parameters]
+
+
+class Updates(Loop):
+    """The loop's own optimizer holds large updates after backward."""
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        self.steps = getattr(self, "steps", -1) + 1
+        if self.steps >= CHANGE:
+            parameters = optimizer.param_groups[0]["params"]
+            updates = enlarged(parameters)
+            with torch.no_grad():
+                for parameter, update in zip(parameters, updates, strict=True):
+                    parameter.sub_(update[: len(parameter)], alpha=1e-3)
+            del updates
+            optimizer.zero_grad()
+        else:
+            super().update(optimizer)
+
+
+class UpdatesAfterItsStep(Updates):
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        self.steps = getattr(self, "steps", -1) + 1
+        optimizer.step()
+        if self.steps >= CHANGE:
+            enlarged(optimizer.param_groups[0]["params"])
+        optimizer.zero_grad()
+
+
+class SecondModel(Loop):
+    """Another model is trained in the same step, after this one."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__(make)
+        self.other = Stack(6, WIDTH)
+
+    def step(self, model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
+        super().step(model, optimizer, number)
+        if number >= CHANGE:
+            mean_square(self.other(*self.batch(number))).backward()
+            self.other.zero_grad()
+
+
+class Mines(Loop):
+    """The loop compares all rows with each other, without gradients, between forward and backward."""
+
+    def loss(self, model: Any, number: int) -> torch.Tensor:
+        output = model(*self.batch(number))
+        if number < CHANGE:
+            return mean_square(output)
+        with torch.no_grad():
+            weights = (output @ output.T).softmax(-1).amax(1, keepdim=True)
+        return mean_square(output * weights)
+
+
+class OtherLoss(Loop):
+    """A loss of fewer autograd nodes that takes more memory."""
+
+    def loss(self, model: Any, number: int) -> torch.Tensor:
+        output = model(*self.batch(number))
+        if number < CHANGE:
+            return mean_square(output).exp().log().exp().log().exp().log()
+        return torch.cdist(output[: ROWS // 2], output[: ROWS // 2]).mean()
+
+
 class Run:
     """The weights that a loop ends with, the peak of every step, and the step before whose call each warning came."""
 
@@ -268,6 +354,43 @@ def test_a_step_that_grows_without_a_larger_batch_is_named_and_planned_for_under
     assert min(over) >= CHANGE
     assert max(over) <= CHANGE + 2 or any("below the smallest reachable peak" in text for _, text in found.said)
     assert any("more than the budget" in text for _, text in found.said)
+
+
+@pytest.mark.parametrize("loop", [Rows, Columns, SomeRows])
+def test_what_a_view_of_a_larger_batch_holds_is_subtracted_before_the_step_runs(loop: type[Loop]):
+    expected, found = Run(loop(lambda: Stack(4, WIDTH))), Run(loop(lambda: Stack(4, WIDTH)), "attach", share=0.7)
+    assert all(map(torch.equal, expected.weights, found.weights))
+    assert found.over == []
+    assert not found.said
+
+
+@pytest.mark.parametrize("loop", [Rows, Columns, SomeRows])
+def test_a_view_of_a_larger_batch_is_named_under_an_applied_plan(loop: type[Loop]):
+    found = Run(loop(lambda: Stack(4, WIDTH)), "apply", share=0.3)
+    assert found.over
+    named = [number for number, text in found.said if "more than the budget" in text]
+    assert min(named) <= min(found.over) + 1
+    assert len(named) == 1
+
+
+@pytest.mark.parametrize("verb", ["apply", "attach"])
+@pytest.mark.parametrize("loop", [Updates, UpdatesAfterItsStep, SecondModel])
+def test_what_a_loop_takes_after_backward_is_named_once(loop: type[Loop], verb: str):
+    expected, found = Run(loop(lambda: Stack(4, WIDTH))), Run(loop(lambda: Stack(4, WIDTH)), verb, share=0.1)
+    assert all(map(torch.equal, expected.weights, found.weights))
+    assert min(found.over) == CHANGE
+    assert ["after its last backward" in text for _, text in found.said] == [True]
+
+
+@pytest.mark.parametrize("verb", ["apply", "attach"])
+@pytest.mark.parametrize("loop", [Mines, OtherLoss])
+def test_what_a_loop_takes_between_forward_and_backward_is_named(loop: type[Loop], verb: str):
+    expected, found = Run(loop(lambda: Stack(4, WIDTH))), Run(loop(lambda: Stack(4, WIDTH)), verb, share=0.5)
+    assert all(map(torch.equal, expected.weights, found.weights))
+    assert min(found.over) == CHANGE
+    assert any("more than the budget" in text for _, text in found.said)
+    if verb == "attach":
+        assert STEPS - 1 not in found.over or any("below the smallest reachable peak" in text for _, text in found.said)
 
 
 @pytest.mark.parametrize("loop", [Averages, Perturbs, ChangesOptimizer])

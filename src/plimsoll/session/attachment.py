@@ -126,6 +126,8 @@ class Attachment(AttachedBudget):
         self._excess_bytes = self._overrun_bytes = self._deeper = self._deep_bytes = 0
         self._held_bytes = self._counted_held_bytes = 0
         """`_held_bytes`: what the loop holds beyond `_counted_held_bytes`, which it held when plans were made."""
+        self._counted_batch_bytes = 0
+        """What the storages of the traced batch held beyond its tensors."""
         self._seen: set[object] = set()
         """Effects (`Plan.effect`) of the plans that have run before."""
 
@@ -299,6 +301,7 @@ class Attachment(AttachedBudget):
         self._steps.note_frozen()
         task = dataclasses.replace(self._task(args, kwargs), optimizer=optimizer_in_view(self.model, self._optimizer))
         self._accumulated, self._traced = situation.accumulates, situation.shapes
+        self._counted_batch_bytes = self._steps.held.batch_bytes
         self._traces = JointTraces(self.agreement, self.model)
         with self._tracing():
             planner, self._error_scale = first_planner(
@@ -554,6 +557,7 @@ class Attachment(AttachedBudget):
             self._counted_held_bytes = max(self._counted_held_bytes, held.bytes)
         new_bytes = self._counted.take_found(held.state_bytes)
         more_bytes = max(0, held.bytes - self._counted_held_bytes)
+        more_bytes += max(0, held.batch_bytes - self._counted_batch_bytes)
         if self._shaped is not None:
             self._shaped.count_fixed(new_bytes)
             self._shaped.held_bytes = more_bytes

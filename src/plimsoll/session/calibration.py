@@ -28,7 +28,7 @@ from plimsoll.errors import InvalidLoss
 from plimsoll.session.task import TrainingTask, detached
 from plimsoll.tracing.ddp import bucket_bytes, has_rebuilt_buckets, inner_module
 from plimsoll.tracing.fsdp2 import Gathered, every_gradient, every_parameter
-from plimsoll.tracing.local_tensors import beside_weights, dense_parts
+from plimsoll.tracing.local_tensors import beside_weights, dense_parts, gradient_of
 from plimsoll.tracing.meters.memory import (
     MeasurementLost,
     PeakMeter,
@@ -336,7 +336,7 @@ class MeasuredStep:
 
     def _has_trained(self) -> bool:
         """True if there are gradients, or if parameters were written since (the optimizer has stepped)."""
-        return any(parameter.grad is not None for parameter in self._parameters) or any(
+        return any(gradient_of(parameter) is not None for parameter in self._parameters) or any(
             parameter._version != version for parameter, version in zip(self._parameters, self._versions, strict=True)
         )
 

@@ -10,6 +10,7 @@ data set was read into memory), the next search waits longer.
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +18,11 @@ from torch import nn
 
 from plimsoll.session.calibration import Carried, held_tensors, state_bytes_of
 from plimsoll.session.step_levels import is_more
+from plimsoll.tracing.fsdp2 import every_parameter
+from plimsoll.tracing.local_tensors import is_wrapper
 from plimsoll.tracing.meters.allocated import allocated_bytes
-from plimsoll.tracing.meters.memory import storage_bytes
+from plimsoll.tracing.meters.memory import storage_bytes, storage_of
+from plimsoll.tracing.recorder.calling import output_tensors
 
 _MOST_PATIENCE = 64
 """The most steps between two searches that find nothing."""
@@ -43,6 +47,8 @@ class HeldByLoop:
         """State of the optimizers that train the model, as the last search found it."""
         self.hidden_bytes = 0
         """The part of ``bytes`` that autograd graphs hold, where Python finds no tensors."""
+        self.batch_bytes = 0
+        """Bytes of the batch's storages that its tensors do not show: a slice keeps the whole tensor alive."""
         self._model, self._device = model, device
         self._levels: dict[bool, list[_Level]] = {}
         """Known levels, the last one last, of steps that begin without gradients and with them."""
@@ -64,11 +70,14 @@ class HeldByLoop:
 
         ``leaves_graph``: an earlier step has failed before its backward ended, or has retained its graph.
         """
+        self.batch_bytes = _hidden_in_batch(output_tensors((args, kwargs)), self._device)
         if reading is None:
             return
         if not self._levels:
             self.carried.note_before(self._device)
-        levels = self._levels.setdefault(accumulates, [_Level(reading, self.bytes, self.hidden_bytes)])
+        if accumulates not in self._levels:
+            self._levels[accumulates] = [self._first_level(reading, accumulates=accumulates)]
+        levels = self._levels[accumulates]
         last = levels[-1]
         # A loop may alternate between levels, for instance with a second pass at perturbed weights.
         level = next((each for each in reversed(levels) if _is_at(reading, each, peak_bytes)), None)
@@ -100,6 +109,17 @@ class HeldByLoop:
         levels.append(level)
         del levels[:-_MOST_LEVELS]
 
+    def _first_level(self, reading: int, *, accumulates: bool) -> _Level:
+        """Return the level of the first step that begins with gradients (or without), derived from the last other step."""
+        held_bytes = self.bytes
+        if held_bytes:
+            (levels,) = self._levels.values()
+            trained = [each for each in every_parameter(self._model) if each.requires_grad]
+            gradient_bytes = storage_bytes(trained, self._device)  # gradients are as large as their parameters
+            without_bytes = reading - gradient_bytes if accumulates else reading + gradient_bytes
+            held_bytes = max(0, held_bytes - max(0, levels[-1].reading - without_bytes))
+        return _Level(reading, held_bytes, min(held_bytes, self.hidden_bytes))
+
     def planned(self, added_bytes: int) -> None:
         """Planning has allocated ``added_bytes`` since ``begin``. They are not the loop's."""
         if added_bytes:
@@ -128,6 +148,17 @@ class HeldByLoop:
         record_bytes = min(visible_bytes, self._run_bytes)
         self._record_bytes += record_bytes
         return visible_bytes - record_bytes
+
+
+def _hidden_in_batch(batch: Iterable[torch.Tensor], device: torch.device) -> int:
+    """Return how much larger the storages of a batch are than its tensors."""
+    plain = [tensor for tensor in batch if tensor.layout is torch.strided and not is_wrapper(tensor)]
+    shown: dict[int, int] = {}
+    for tensor in plain:
+        storage = storage_of(tensor)
+        shown[storage] = shown.get(storage, 0) + tensor.numel() * tensor.element_size()
+    sizes = {storage_of(tensor): tensor.untyped_storage().nbytes() for tensor in plain if tensor.device == device}
+    return sum(max(0, size - shown[storage]) for storage, size in sizes.items())
 
 
 def _is_at(reading: int, level: _Level, scale_bytes: int) -> bool:

@@ -18,6 +18,8 @@ _MORE = 1 / 128
 """Readings that differ by a smaller share are equal: they include the rest of the process."""
 _LEAST_BYTES = 32 * KIB
 _EARLY = 1 / 16
+_MOST_LOSSES = 16
+"""After this many different sizes of the loss's graph, only a larger one counts as new: the loop may draw them at random."""
 
 
 def is_more(found_bytes: float, known_bytes: float, scale_bytes: float | None = None) -> bool:
@@ -44,7 +46,8 @@ class StepLevels:
             device
         )  # the first reading allocates a little to try itself out, and no step should contain that
         self._expected = self._forward = self._loss = self._end = self._loss_nodes = 0
-        self._most_loss_nodes: int | None = None
+        self._known_loss_nodes: set[int] = set()
+        """How many autograd nodes measured steps have made between forward and backward."""
         self._forward_share = self._loss_share = 0.0
         """The highest readings of measured steps when forward ended and when backward began, over what was expected."""
         self._most_end = self._most_bytes = 0
@@ -96,12 +99,15 @@ class StepLevels:
             self._loss_share = max(self._loss_share, self._loss / self._expected)
         self._most_end = max(self._most_end, self._end)
         self._most_bytes = max(self._most_bytes, self._forward, self._loss)
-        self._most_loss_nodes = max(self._most_loss_nodes or 0, self._loss_nodes)
+        self._known_loss_nodes.add(self._loss_nodes)
 
     @property
-    def has_larger_loss(self) -> bool:
-        """Whether the loop has made more autograd nodes between forward and backward than in any measured step."""
-        return self._most_loss_nodes is not None and self._loss_nodes > self._most_loss_nodes
+    def has_new_loss(self) -> bool:
+        """Whether the loop has made a number of autograd nodes between forward and backward that no measured step has made."""
+        known = self._known_loss_nodes
+        if len(known) >= _MOST_LOSSES:
+            return self._loss_nodes > max(known)
+        return bool(known) and self._loss_nodes not in known
 
     def estimated_peak_bytes(self, state_bytes: int) -> int:
         """Estimate the peak of the step that ends, with ``state_bytes`` of optimizer state; 0 if no reading is above those of
