@@ -35,7 +35,7 @@ from benchmarks.launching import launch
 from benchmarks.machine import device_name, page_head, versions
 from metering import LiveStorages
 from plimsoll.errors import BudgetBelowFloor, PlimsollError
-from plimsoll.session.calibration import MeasuredStep, held_tensors
+from plimsoll.session.measured_step import MeasuredStep, held_tensors
 from plimsoll.tracing.ddp import bucket_bytes, has_rebuilt_buckets
 from plimsoll.tracing.meters.memory import PeakMeter, storage_bytes
 from plimsoll.tracing.meters.timing import one_thread

@@ -26,30 +26,14 @@ from torch import nn
 from plimsoll.artifacts.plan import Plan
 from plimsoll.engine.capturing import WARM_UP, is_capturing, refuse_capture
 from plimsoll.errors import BudgetBelowFloor, InvalidBatch, PlimsollError
+from plimsoll.session.account import planned_state_bytes, predicted_before_optimizer
 from plimsoll.session.agreement import Agreement
 from plimsoll.session.batch_shapes import Shapes, covers
-from plimsoll.session.calibration import (
-    CallStanding,
-    Carried,
-    CountedState,
-    OptimizerWatch,
-    optimizer_in_view,
-    planned_state_bytes,
-    predicted_before_optimizer,
-)
+from plimsoll.session.carried import Carried
 from plimsoll.session.joint_traces import JointTraces, facts_of
-from plimsoll.session.options import Budget, PlanOptions
-from plimsoll.session.plans_at_work import AttachedBudget
-from plimsoll.session.pressure import Pressure
-from plimsoll.session.shapes import ShapePlans, can_follow_shapes, told
-from plimsoll.session.step_levels import is_more
-from plimsoll.session.step_planner import StepPlanner
-from plimsoll.session.step_watch import (
-    MeteredSituations,
-    Situation,
-    StepWatch,
+from plimsoll.session.measured_step import taken_beside
+from plimsoll.session.messages import (
     log_planning_overrun,
-    taken_beside,
     warn,
     warn_of_floor,
     warn_of_larger,
@@ -58,6 +42,15 @@ from plimsoll.session.step_watch import (
     warn_of_unseen,
     warn_of_waiting,
 )
+from plimsoll.session.optimizer_watch import CountedState, OptimizerWatch, optimizer_in_view
+from plimsoll.session.options import Budget, PlanOptions
+from plimsoll.session.plans_at_work import AttachedBudget
+from plimsoll.session.pressure import Pressure
+from plimsoll.session.shapes import ShapePlans, can_follow_shapes, told
+from plimsoll.session.situations import MeteredSituations, Situation
+from plimsoll.session.step_levels import is_more
+from plimsoll.session.step_planner import StepPlanner
+from plimsoll.session.step_watch import StepWatch
 from plimsoll.session.task import TrainingTask
 from plimsoll.session.tightest_rank import first_planner
 from plimsoll.tracing.fsdp2 import every_gradient, every_parameter
@@ -596,3 +589,17 @@ class Attachment(AttachedBudget):
         if self._calls == 0 and every_gradient(self.model) and not self._has_warned:
             self._has_warned = True
             warn_of_unseen(self.model)
+
+
+class CallStanding(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of one rank's calibration.
+
+    ``is_new``: its batch is not covered by a traced one. ``is_same``: its batch has the traced shapes. ``is_measured``: the
+    first step was measured. ``in_flight``: how many graphs waited for a backward.
+    """
+
+    signature: str
+    is_new: bool
+    is_same: bool
+    is_measured: bool
+    in_flight: int

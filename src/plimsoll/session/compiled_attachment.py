@@ -20,21 +20,17 @@ from torch import nn
 
 from plimsoll.artifacts.plan import Plan
 from plimsoll.errors import PlimsollError
+from plimsoll.session.account import planned_state_bytes
 from plimsoll.session.agreement import Agreement
-from plimsoll.session.calibration import optimizer_in_view, planned_state_bytes
 from plimsoll.session.compiled import compiled_planner
 from plimsoll.session.joint_traces import facts_of
+from plimsoll.session.messages import log_planning_overrun, warn_of_overrun
+from plimsoll.session.optimizer_watch import optimizer_in_view
 from plimsoll.session.options import Budget, PlanOptions
 from plimsoll.session.plans_at_work import AttachedBudget
 from plimsoll.session.shapes import can_follow_shapes, told
-from plimsoll.session.step_watch import (
-    MeteredSituations,
-    Situation,
-    StepWatch,
-    log_planning_overrun,
-    planned_situation,
-    warn_of_overrun,
-)
+from plimsoll.session.situations import MeteredSituations, Situation, planned_situation
+from plimsoll.session.step_watch import StepWatch
 from plimsoll.session.task import TrainingTask
 from plimsoll.session.training_step import gradients_as_if
 from plimsoll.tracing.compiled.units import PlannedCall, Unit, as_ours, install_alone

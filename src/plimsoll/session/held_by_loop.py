@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from plimsoll.session.calibration import Carried, held_tensors, state_bytes_of
+from plimsoll.session.carried import Carried
+from plimsoll.session.measured_step import held_tensors
+from plimsoll.session.optimizer_watch import state_bytes_of
 from plimsoll.session.step_levels import is_more
 from plimsoll.tracing.fsdp2 import every_parameter
 from plimsoll.tracing.local_tensors import is_wrapper

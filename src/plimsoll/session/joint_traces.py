@@ -22,8 +22,8 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.trace import Trace
 from plimsoll.session.agreement import SOLVING_SECONDS, Agreement
 from plimsoll.session.batch_shapes import Shapes
+from plimsoll.session.messages import warn_of_unknown
 from plimsoll.session.shapes import ShapePlans
-from plimsoll.session.step_watch import warn_of_unknown
 from plimsoll.session.task import BATCH, TrainingTask
 from plimsoll.tracing.fsdp2 import holds_gradients_back, splits_activations, waiting_gradients
 from plimsoll.tracing.recorder.collectives import names_collective

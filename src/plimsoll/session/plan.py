@@ -16,12 +16,12 @@ from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.artifacts.store import load_plan
 from plimsoll.engine.apply import Handle
 from plimsoll.session.agreement import agreement_for, described
+from plimsoll.session.applied_budget import BudgetWatch
 from plimsoll.session.compiled import compiled_planner, plans_compiled
 from plimsoll.session.manage import check_plan, manage_together, refuse_other_model, warn_of_other_device
 from plimsoll.session.options import Budget, PlanOptions
 from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS
 from plimsoll.session.retry import AppliedPlan, can_retry
-from plimsoll.session.step_watch import BudgetWatch
 from plimsoll.session.task import TrainingTask, check_module
 from plimsoll.session.tightest_rank import eager_planner
 from plimsoll.tracing.recorder.calling import Loss

@@ -17,15 +17,15 @@ from plimsoll.engine.larger_calls import Listener
 from plimsoll.errors import BudgetBelowFloor, InvalidBatch, PlanMismatch
 from plimsoll.session.agreement import Agreement
 from plimsoll.session.batch_shapes import Shapes
-from plimsoll.session.calibration import task_of_call
 from plimsoll.session.joint_traces import JointTraces
 from plimsoll.session.manage import manage_together
 from plimsoll.session.options import Budget, PlanOptions
 from plimsoll.session.retry import Retry, floor_of
 from plimsoll.session.shapes import ShapePlans
+from plimsoll.session.situations import MeteredSituations, Situation
 from plimsoll.session.step_planner import StepPlanner
-from plimsoll.session.step_watch import MeteredSituations, Situation, StepWatch
-from plimsoll.session.task import TrainingTask
+from plimsoll.session.step_watch import StepWatch
+from plimsoll.session.task import TrainingTask, task_of_call
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -25,13 +25,14 @@ from plimsoll.engine.apply import Handle
 from plimsoll.engine.copies import ModelHook
 from plimsoll.errors import BudgetBelowFloor, InvalidModel
 from plimsoll.session.agreement import Agreement
-from plimsoll.session.calibration import optimizer_in_view, task_of_call
 from plimsoll.session.compiled import compiled_planner
+from plimsoll.session.optimizer_watch import optimizer_in_view
 from plimsoll.session.options import Budget, PlanOptions
 from plimsoll.session.rendezvous.joint_step import JointStep
 from plimsoll.session.rendezvous.world import find_participants
 from plimsoll.session.step_planner import StepPlanner
 from plimsoll.session.step_snapshot import Companions, StepSnapshot
+from plimsoll.session.task import task_of_call
 from plimsoll.session.tightest_rank import first_planner
 from plimsoll.tracing import ddp, fsdp2
 from plimsoll.tracing.ddp import inner_module

@@ -34,10 +34,10 @@ from plimsoll.planning.ladder import Ladder
 from plimsoll.planning.peaks import Forecast, ShapedStep
 from plimsoll.session.agreement import Agreement
 from plimsoll.session.batch_shapes import Shapes, covers, standing_in
-from plimsoll.session.calibration import optimizer_in_view
+from plimsoll.session.messages import warn, warn_of_floor
+from plimsoll.session.optimizer_watch import optimizer_in_view
 from plimsoll.session.options import PlanOptions
 from plimsoll.session.step_planner import CLOSE, StepPlanner
-from plimsoll.session.step_watch import warn, warn_of_floor
 from plimsoll.session.task import TrainingTask
 from plimsoll.session.training_step import gradients_as_if
 from plimsoll.units import format_bytes

@@ -29,7 +29,7 @@ from plimsoll.planning.solve import Planner, lowest_known, solve
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import Extremes, codecs_of_strategy, find_extremes
 from plimsoll.planning.what_if import peak_with_chunked_loss
-from plimsoll.session.calibration import predicted_optimizer_bytes
+from plimsoll.session.account import predicted_optimizer_bytes
 from plimsoll.session.device_costs import measure_engine, measured_costs
 from plimsoll.session.forms import Sensed, sense_forms
 from plimsoll.session.options import PlanOptions

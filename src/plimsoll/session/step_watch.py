@@ -1,242 +1,49 @@
 """Follows the training steps of a model through its calls: where a step begins and ends, what is new about it, and its peak.
 
 A step begins with the first call that leaves a graph waiting for its backward. It ends with the next call that finds no graph
-waiting. On a CPU, metering needs torch's profiler, so only steps with something new are metered: shapes that no metered step
-covers, existing gradients, more forwards before one backward. Whether a forward ran more operations than earlier ones (layers
-that are dropped at random) is known only afterwards. Then all following steps are metered until one runs as much. On CUDA the
-allocator's peak counter is read after every backward and never reset.
+waiting. On a CPU only some steps are metered (see ``situations``); in every step, the allocated bytes are read at four moments
+(see ``step_levels``). On CUDA the allocator's peak counter is read after every backward and never reset.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import re
-import warnings
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
-from plimsoll.artifacts.plan import Plan
-from plimsoll.engine.apply import Handle
 from plimsoll.engine.capturing import is_capturing
 from plimsoll.engine.copies import ModelHook
-from plimsoll.errors import BudgetBelowFloor
-from plimsoll.session.batch_shapes import Shapes, covers, shapes_and_masks_of, shapes_of, shown, standing_in
-from plimsoll.session.calibration import (
+from plimsoll.session.batch_shapes import Shapes, shapes_and_masks_of
+from plimsoll.session.carried import Carried
+from plimsoll.session.held_by_loop import HeldByLoop
+from plimsoll.session.measured_step import (
     BACKWARD,
     FORWARD,
     LOSS,
     OPTIMIZER,
-    Carried,
     MeasuredStep,
-    OptimizerWatch,
-    Taken,
     beside_bytes,
-    planned_state_bytes,
-    taken_bytes,
-    unseen_bytes,
 )
-from plimsoll.session.held_by_loop import HeldByLoop
+from plimsoll.session.messages import warn_of_overrun
+from plimsoll.session.optimizer_watch import OptimizerWatch
+from plimsoll.session.situations import MeteredSituations, Situation
 from plimsoll.session.step_levels import StepLevels, is_more
 from plimsoll.tracing.ddp import is_without_reduction
 from plimsoll.tracing.fsdp2 import every_gradient, every_parameter, holds_gradients_back
 from plimsoll.tracing.meters.memory import RisingPeak
 from plimsoll.tracing.open_graphs import OpenGraphs, is_in_backward
-from plimsoll.tracing.recorder.fingerprint import AUTOCAST
 from plimsoll.tracing.torch_internals import peek_functorch, sequence_number, times_compiled
-from plimsoll.units import budget_text, format_bytes
-
-_LOG = logging.getLogger(__name__)
-_MOST_TRIES = 3
-_ENOUGH = 6
-"""If tensors in lists vary in size, this many metered calls that bound a call are enough to skip metering it."""
-_RARELY = 32
-"""Meter at least every 32nd step, even if nothing about it is new. A metered step takes 3 to 4% longer than others; a step of a
-few milliseconds, half as long again.
-"""
-_MORE = 1.01
-"""A forward runs more than another if it makes more than 1.01 times as many autograd nodes."""
-_MOST_WAITED = 16
-"""Meter at most this many steps while waiting for one that runs as much as the largest."""
-_TENSOR = re.compile(r"\b([a-z]+[0-9]*\w*)\[([0-9]+(?:x[0-9]+)*)?\]")
-
-
-class Situation(NamedTuple):
-    """What determines the peak of a training step under a given plan, if it is known before the step."""
-
-    shapes: Shapes
-    accumulates: bool = False
-    in_flight: int = 1
-    reduces: bool = True
-    """False if gradients wait after their backward for a later reduction."""
-    thawed: frozenset[int] = frozenset()
-    """Parameters that were frozen when the plan was made and are trained now, as indices into the frozen ones."""
-
-    def is_within(self, other: Situation) -> bool:
-        """True if ``other`` needs at least as much memory."""
-        return covers(other.shapes, self.shapes) and self.is_alike(other)
-
-    def is_alike(self, other: Situation) -> bool:
-        """True if ``other`` needs at least as much memory, ignoring batch shapes."""
-        return (
-            self.accumulates <= other.accumulates
-            and self.in_flight <= other.in_flight
-            and self.reduces is other.reduces
-            and self.thawed <= other.thawed
-        )
-
-    @property
-    def turn(self) -> tuple[bool, bool]:
-        """Which micro-batch of a step this is (first, middle or last), as ``(accumulates, reduces)``."""
-        return self.accumulates, self.reduces
-
-    def differences(self, known: Iterable[Situation]) -> str:
-        """Describe what is new compared with the ``known`` situations."""
-        known = tuple(known)
-        found = []
-        if not any(covers(other.shapes, self.shapes) for other in known):
-            before = " or ".join(dict.fromkeys(other.shown for other in known)) or "none"
-            found.append(f"its batch is {self.shown}, and the plan was made for {before}")
-        if not any(self.in_flight <= other.in_flight for other in known):
-            found.append(f"{self.in_flight} forwards of the model wait for one backward")
-        if self.accumulates and not any(other.accumulates for other in known):
-            found.append("gradients of an earlier backward are there already")
-        if not any(self.reduces is other.reduces for other in known):
-            found.append("it reduces gradients that waited" if self.reduces else "its gradients wait to be reduced")
-        if not any(self.thawed <= other.thawed for other in known):
-            found.append(f"{len(self.thawed)} of its parameters were frozen before")
-        return "; ".join(found)
-
-    @property
-    def shown(self) -> str:
-        """``i64[2x512], i64[2x512]``."""
-        return shown(self.shapes)
-
-
-def planned_situation(signature: str, in_flight: int) -> Situation:
-    """Return the situation that a plan was made for, parsed from the signature of its step."""
-    found = _TENSOR.findall(signature)
-    shapes = tuple((kind, tuple(int(size) for size in sizes.split("x") if size)) for kind, sizes in found)
-    shapes += tuple((part, ()) for part in signature.split("; ") if part.startswith(AUTOCAST))
-    return Situation(shapes, "accumulating" in signature, in_flight)
-
-
-class MeteredSituations:
-    """The situations of the steps that were metered under the current plan."""
-
-    def __init__(self, known: Iterable[Situation] = ()) -> None:
-        self._known = list(known)
-        self._seen = set(self._known)
-        self._tries: Counter[Situation] = Counter()
-        self._current: Situation | None = None
-        self._due: set[tuple[bool, bool]] = set()
-        self._metered_nodes = self._most_nodes = self._waits = 0
-        self._pause, self._unmetered = 1, 0
-        """Meter a sample after `_pause` steps that were not metered; `_unmetered` counts those steps."""
-        self.is_sample = False
-        """Whether the step that began last is metered although nothing about it is new."""
-        self.has_run_more = False
-        """Whether the last metered step had a known shape and a forward that ran more than in all metered steps before."""
-
-    def expect(self) -> None:
-        """Meter the next step of every micro-batch kind, even in known situations: the plan has not run before."""
-        self._due = {situation.turn for situation in (*self._known, *self._seen)}
-
-    def begin(self, situation: Situation) -> bool:
-        """Return True if a step that begins in this situation should be metered.
-
-        Known situations are sampled: no reading between forwards and backwards shows what the loop makes and frees there. After
-        three failed attempts, return False.
-        """
-        self._current = None
-        self.is_sample = False
-        is_known = (
-            situation in self._seen or any(map(situation.is_within, self._known)) or self._have_standing_in(situation)
-        )
-        is_due = situation.turn in self._due or self._waits > 0
-        self.is_sample = is_known and not is_due and self._unmetered >= self._pause
-        if (is_known and not is_due and not self.is_sample) or self._tries[situation] == _MOST_TRIES:
-            self._seen.add(situation)
-            self._unmetered += 1
-            self.is_sample = False
-            return False
-        if self.is_sample:
-            self._pause = min(_RARELY - 1, 2 * self._pause + 1)
-        self._unmetered = 0
-        self._waits = max(0, self._waits - 1)
-        self._tries[situation] += 1
-        self._current = situation
-        return True
-
-    def _have_standing_in(self, situation: Situation) -> bool:
-        """True if enough steps were metered to bound a step whose lists hold tensors of other sizes."""
-        alike = [each.shapes for each in self._known if situation.is_alike(each)]
-        return len(alike) >= _ENOUGH and len(standing_in(alike, situation.shapes)) >= _ENOUGH
-
-    def ran(self, nodes: int) -> None:
-        """Note that a step has ended, with ``nodes`` autograd nodes in its largest forward.
-
-        If no metered step has made as many, the following steps are metered until one does.
-        """
-        if nodes > _MORE * self._most_nodes:
-            self._most_nodes, self._waits = nodes, _MOST_WAITED
-        if self._most_nodes <= _MORE * self._metered_nodes:
-            self._waits = 0
-
-    def know(self, situation: Situation) -> None:
-        """Treat the situation as known: the user was warned about it already."""
-        self._known.append(situation)
-
-    def ended(self, nodes: int, in_flight: int) -> str:
-        """Return what was new about the step that began last. The step is over and its peak is known.
-
-        Args:
-            nodes: the autograd nodes of its largest forward.
-            in_flight: how many forwards waited at once.
-        """
-        before, self._metered_nodes = self._metered_nodes, max(self._metered_nodes, nodes)
-        self.has_run_more = False
-        if self._current is None:
-            return "nothing about the step is new: something else has come onto the device, or the model has changed"
-        self._due.discard(self._current.turn)
-        self._tries.pop(self._current, None)
-        current = self._current._replace(in_flight=max(in_flight, self._current.in_flight))
-        cause = current.differences(self._known) if self._known else ""
-        self._known.append(current)
-        return cause or self._run_more(nodes, before) or "it takes more than was predicted"
-
-    def estimated(self, nodes: int, cause: str) -> str:
-        """Return the cause for a step that was not metered and whose estimated peak exceeds its limit."""
-        more = self._run_more(nodes, self._metered_nodes)
-        return f"{more or cause}; the step was not measured, and this is an estimate"
-
-    def _run_more(self, nodes: int, before: int) -> str:
-        self.has_run_more = 0 < _MORE * before < nodes
-        if not self.has_run_more:
-            return ""
-        return f"its forward has run more than in the steps before ({nodes} autograd nodes, not {before})"
+from plimsoll.units import budget_text
 
 
 def is_watched(module: nn.Module) -> bool:
     """True if the calls of this very module are followed already."""
     hooks = module._forward_pre_hooks.values()  # seen in torch 2.9 to 2.15
     return any(isinstance(hook, ModelHook) and isinstance(hook.runner, StepWatch) for hook in hooks)
-
-
-class _PatientHook(ModelHook):
-    """A model hook that allows the model to be compiled: it does nothing while dynamo traces.
-
-    This is safe because a plan that keeps everything only watches.
-    """
-
-    def __call__(self, caller: nn.Module, *arguments: Any) -> None:
-        if not torch.compiler.is_compiling():
-            super().__call__(caller, *arguments)
 
 
 class StepWatch:
@@ -552,131 +359,3 @@ class StepWatch:
         self.levels.backward_ended()
         self._note(OPTIMIZER)
         self.risen_bytes = max(0, self.rising.risen_to() - (self.beside_bytes or 0))
-
-
-def taken_beside(
-    measured: MeasuredStep | None, watch: OptimizerWatch, plan: Plan, recording_bytes: int
-) -> tuple[Taken, int]:
-    """Return what the measured step took under a plan, and by how many bytes later steps will exceed the plan's prediction."""
-    if measured is not None:
-        return taken_bytes(measured, watch, plan, recording_bytes), unseen_bytes(measured, watch, plan)
-    warn("the first steps could not be measured (failed, or under a profiler); the plan relies on its trace alone")
-    return Taken(), max(0, watch.bytes_after - planned_state_bytes(plan))
-
-
-class BudgetWatch:
-    """Warns once if training under an applied plan exceeds its budget, in a step that the plan was not made for.
-
-    The first step is always measured: a batch of the planned shape may still lead to larger sizes inside the model.
-    """
-
-    def __init__(self, model: nn.Module, handle: Handle, plan: Plan, budget_bytes: int) -> None:
-        self._budget_bytes = budget_bytes
-        self._said_bytes = 0
-        self._state_bytes = planned_state_bytes(plan)
-        self._metered = MeteredSituations([planned_situation(plan.signature, plan.in_flight)])
-        self._metered.expect()
-        self._held_bytes = 0
-        self._steps = StepWatch(model, self._before_call, self._after_step, _PatientHook, shapes_of)
-        handle.on_larger_calls(self._steps.larger_call)
-
-    @property
-    def peak_bytes(self) -> int:
-        """The highest measured peak of any step; 0 until a step was measured."""
-        return self._steps.peak_bytes
-
-    def remove(self) -> None:
-        """Remove the watch from the model."""
-        self._steps.end_step()
-        self._steps.remove()
-
-    def _before_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
-        held = self._steps.held
-        held_bytes = held.bytes + held.batch_bytes + max(self._state_bytes, held.state_bytes)
-        if is_more(held_bytes, self._held_bytes):
-            self._held_bytes = held_bytes
-            self._metered.expect()
-        self._steps.meter_if_new(args, kwargs, situation, self._metered)
-
-    def _after_step(self) -> None:
-        peak_bytes, cause = self._steps.taken_by(self._state_bytes, self._metered, self._budget_bytes)
-        levels = self._steps.levels
-        levels.expected_peak_bytes = max(levels.expected_peak_bytes, peak_bytes)
-        if peak_bytes > self._budget_bytes and is_more(peak_bytes, self._said_bytes):
-            self._said_bytes = peak_bytes
-            warn_of_overrun(
-                peak_bytes,
-                self._budget_bytes,
-                cause,
-                "plan for such steps (where gradients accumulate: when the first micro-batch has gone backward, so that what "
-                "waits is counted), or use plimsoll.attach, which plans for them itself",
-            )
-
-
-def warn(text: str) -> None:
-    """Warn about a training step. The warning points near the call of the model."""
-    warnings.warn(f"plimsoll: {text}", stacklevel=7)
-
-
-def warn_of_larger(situation: Situation) -> None:
-    """Warn that this rank's batch is larger than the batches that the plan is for."""
-    found = f"the batch of this rank ({situation.shown}) is larger than those before it, or masked otherwise, and not so on all"
-    advice = "Pad batches to the same shape, or train on every rank's largest one first"
-    warn(f"{found} ranks alike: the plan at work stays, and may take more than the budget. {advice}")
-
-
-def warn_of_unknown(shapes: Shapes) -> None:
-    """Warn that the peak of a batch is unknown, because the ranks do not all meet a new shape in this call."""
-    warn(
-        f"nothing tells what a batch of {Situation(shapes).shown} takes: its shape does not follow from those traced so far, "
-        "and not all ranks meet a new one in this call. Such batches run at the lowest peak, and may take more than the "
-        "budget. Train on some of them on all ranks in the first steps"
-    )
-
-
-def warn_of_waiting(waiting: int, planned: int, *, is_planned: bool) -> None:
-    """Warn that more forwards wait for one backward than planned, and say whether the next steps are planned for that."""
-    then = ", and the next ones are planned for that" if is_planned else ""
-    found = f"{waiting} forwards of the model wait for one backward"
-    warn(f"{found}, not {planned} as planned: this step may take more than the budget{then}")
-
-
-def warn_of_state(new_bytes: int) -> None:
-    """Warn that the plan does not count some state of this rank's optimizer."""
-    state = f"the optimizer of this rank has stepped ({format_bytes(new_bytes)} of new state), and not on all ranks"
-    warn(f"{state}: the plan at work stays, and does not count that. Pass optimizer= to plimsoll.attach")
-
-
-def warn_of_overrun(peak_bytes: int, budget_bytes: int, cause: str, next_: str) -> None:
-    """Warn that a step exceeded its budget; say why and what happens next."""
-    warn(
-        f"a training step took {format_bytes(peak_bytes)}, {format_bytes(peak_bytes - budget_bytes)} more than the "
-        f"budget {format_bytes(budget_bytes)}.\n  why   {cause}\n  next  {next_}"
-    )
-
-
-def log_planning_overrun(peak_bytes: int, budget_bytes: int, why: str, next_: str) -> None:
-    """Log that a call exceeded the budget because plans were made in it. Later calls keep to the budget."""
-    # A log line and not a warning: the device had room, and the user has nothing to do.
-    _LOG.warning(
-        "plimsoll: the training call that made the plan took up to %s, %s more than the budget %s.\n  why   %s\n"
-        "  next  later calls run under a plan for the budget; %s",
-        *map(format_bytes, (peak_bytes, peak_bytes - budget_bytes, budget_bytes)),
-        why,
-        next_,
-    )
-
-
-def warn_of_floor(error: BudgetBelowFloor, why: str) -> None:
-    """Warn that no plan fits any more, and say what runs instead."""
-    warn(f"{error.found}\n  why   {why}; {error.why}\n  next  {error.next}; until then the lowest peak is at work")
-
-
-def warn_of_unseen(model: nn.Module) -> None:
-    """Warn that an optimizer steps the model's parameters but its forward was never called in training mode."""
-    children = [name for name, child in model.named_children() if any(True for _ in child.parameters())]
-    warn(
-        f"an optimizer has trained {type(model).__name__}, and attach has seen no training call of it: nothing is "
-        "managed.\n  why   attach plans in the forward of the module itself; the training loop calls something else, or this "
-        f"module in evaluation mode\n  next  attach to the module that is called, such as .{[*children, 'module'][0]}"
-    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,8 +28,9 @@ from plimsoll.errors import (
 from plimsoll.session.training_step import TrainingStep
 from plimsoll.tracing.compiled.units import CompileCall, Unit, find_units, in_place
 from plimsoll.tracing.ddp import inner_module
-from plimsoll.tracing.recorder.calling import Context, Loss, name_of, split_batch
+from plimsoll.tracing.recorder.calling import Context, Loss, name_of, own_loss, split_batch
 from plimsoll.tracing.recorder.fingerprint import fingerprint, signature
+from plimsoll.tracing.recorder.untouched import returned_tensors
 from plimsoll.tracing.refusals import refuse_without_shape
 from plimsoll.tracing.torch_internals import is_profiled, warn_if_untried
 
@@ -231,3 +233,36 @@ def explained_loss(loss: object) -> Loss | None:
     # What has no name of its own (an nn.Module, a partial) goes by its class in the signature of the step.
     explained.__qualname__ = name_of(loss)
     return explained
+
+
+def as_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the arguments of a call as a batch. If some are positional and some are named, use the names of ``forward``."""
+    if args and kwargs:
+        return dict(inspect.signature(inner_module(model).forward).bind(*args, **kwargs).arguments)
+    return args if args else kwargs
+
+
+def task_of_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingTask:
+    """Return the step of a training call with a stand-in loss. A wrapper's arguments get the names of the model inside."""
+    return TrainingTask(model=model, batch=detached(as_batch(inner_module(model), args, kwargs)), loss=stand_in_loss)
+
+
+def stand_in_loss(output: Any) -> torch.Tensor:
+    """Return the model's own loss, or else a sum over its outputs: in the first call the user's loss is not known.
+
+    Raises:
+        InvalidLoss: no output depends on a trainable parameter.
+    """
+    own = own_loss(output)
+    if isinstance(own, torch.Tensor) and own.numel() == 1 and own.requires_grad:
+        return own
+    parts = [
+        (t.abs() if t.is_complex() else t).float().sum() for t in returned_tensors(output) if t.requires_grad
+    ]  # autograd gives gradients to floats and complex numbers only
+    if not parts:
+        raise InvalidLoss(
+            f"The output of the model ({type(output).__name__}) does not depend on any parameter.",
+            why="attach calibrates on the first training call, and nothing in it can be trained",
+            next="unfreeze parameters, or use plimsoll.plan with loss=",
+        )
+    return torch.stack(parts).sum()

@@ -40,8 +40,9 @@ from plimsoll.estimator.pipeline_schedule.orders import most_in_flight
 from plimsoll.estimator.pipeline_schedule.timeline import ActionSeconds
 from plimsoll.estimator.rank_estimates import KnownChoices
 from plimsoll.planning.explain import optimizer_floor_error
-from plimsoll.session.calibration import OPTIMIZER, MeasuredStep, OptimizerWatch
 from plimsoll.session.manage import manage
+from plimsoll.session.measured_step import OPTIMIZER, MeasuredStep
+from plimsoll.session.optimizer_watch import OptimizerWatch
 from plimsoll.session.options import Budget, as_patterns
 from plimsoll.session.rendezvous.world import current_world
 from plimsoll.session.task import check_model

@@ -1,0 +1,78 @@
+"""Warns if training under an applied plan exceeds its budget."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from plimsoll.artifacts.plan import Plan
+from plimsoll.engine.apply import Handle
+from plimsoll.engine.copies import ModelHook
+from plimsoll.session.account import planned_state_bytes
+from plimsoll.session.batch_shapes import shapes_of
+from plimsoll.session.messages import warn_of_overrun
+from plimsoll.session.situations import MeteredSituations, Situation, planned_situation
+from plimsoll.session.step_levels import is_more
+from plimsoll.session.step_watch import StepWatch
+
+
+class _PatientHook(ModelHook):
+    """A model hook that allows the model to be compiled: it does nothing while dynamo traces.
+
+    This is safe because a plan that keeps everything only watches.
+    """
+
+    def __call__(self, caller: nn.Module, *arguments: Any) -> None:
+        if not torch.compiler.is_compiling():
+            super().__call__(caller, *arguments)
+
+
+class BudgetWatch:
+    """Warns once if training under an applied plan exceeds its budget, in a step that the plan was not made for.
+
+    The first step is always measured: a batch of the planned shape may still lead to larger sizes inside the model.
+    """
+
+    def __init__(self, model: nn.Module, handle: Handle, plan: Plan, budget_bytes: int) -> None:
+        self._budget_bytes = budget_bytes
+        self._said_bytes = 0
+        self._state_bytes = planned_state_bytes(plan)
+        self._metered = MeteredSituations([planned_situation(plan.signature, plan.in_flight)])
+        self._metered.expect()
+        self._held_bytes = 0
+        self._steps = StepWatch(model, self._before_call, self._after_step, _PatientHook, shapes_of)
+        handle.on_larger_calls(self._steps.larger_call)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest measured peak of any step; 0 until a step was measured."""
+        return self._steps.peak_bytes
+
+    def remove(self) -> None:
+        """Remove the watch from the model."""
+        self._steps.end_step()
+        self._steps.remove()
+
+    def _before_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
+        held = self._steps.held
+        held_bytes = held.bytes + held.batch_bytes + max(self._state_bytes, held.state_bytes)
+        if is_more(held_bytes, self._held_bytes):
+            self._held_bytes = held_bytes
+            self._metered.expect()
+        self._steps.meter_if_new(args, kwargs, situation, self._metered)
+
+    def _after_step(self) -> None:
+        peak_bytes, cause = self._steps.taken_by(self._state_bytes, self._metered, self._budget_bytes)
+        levels = self._steps.levels
+        levels.expected_peak_bytes = max(levels.expected_peak_bytes, peak_bytes)
+        if peak_bytes > self._budget_bytes and is_more(peak_bytes, self._said_bytes):
+            self._said_bytes = peak_bytes
+            warn_of_overrun(
+                peak_bytes,
+                self._budget_bytes,
+                cause,
+                "plan for such steps (where gradients accumulate: when the first micro-batch has gone backward, so that what "
+                "waits is counted), or use plimsoll.attach, which plans for them itself",
+            )

@@ -1,0 +1,51 @@
+"""Finds the tensors that a training loop keeps from step to step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import Optimizer
+
+from plimsoll.tracing.local_tensors import dense_parts
+from plimsoll.tracing.meters.memory import (
+    instances_of,
+    live_tensors,
+    storage_of,
+)
+from plimsoll.tracing.recorder.calling import output_tensors
+
+
+class Carried:
+    """Finds the tensors that a loop keeps from step to step outside of model and optimizer, such as a list of perturbed
+    weights.
+
+    These are storages that did not exist at ``note_before``. Other batches that wait to be trained on do not count.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[int, StorageWeakRef] = {}
+
+    def note_before(self, device: torch.device) -> None:
+        """Remember all storages that exist now. They are not the loop's, or the user subtracts them from the budget."""
+        live = live_tensors(device.type)
+        self._before = {storage_of(tensor): StorageWeakRef(tensor.untyped_storage()) for tensor in live}
+
+    def found(self, device: torch.device, batch: Any) -> list[torch.Tensor]:
+        """Return the tensors whose storage was made since `note_before`.
+
+        The weak references in `_before` keep the addresses of earlier storages from being reused, so an address identifies one.
+        """
+        states = (
+            output_tensors(list(each.state.values())) for each in instances_of(Optimizer) if "state" in vars(each)
+        )
+        known = {storage_of(part) for tensors in states for tensor in tensors for part in dense_parts(tensor)}
+        looks = {(tensor.shape, tensor.dtype) for tensor in output_tensors(batch)}
+        return [
+            tensor
+            for tensor in live_tensors(device.type)
+            if storage_of(tensor) not in self._before
+            and storage_of(tensor) not in known
+            and (tensor.shape, tensor.dtype) not in looks
+        ]

@@ -1,0 +1,197 @@
+"""Measures one training step of the user's: its peaks before and after the optimizer begins, and what it leaves behind.
+
+The peak is measured from the model's forward to the next call of the model. On a CPU, measuring needs torch's profiler, and
+only one can run at a time. A user's own profiler always has precedence, and a step during which it ran counts as not measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from plimsoll.artifacts.plan import Plan
+from plimsoll.session.account import planned_state_bytes, predicted_before_optimizer
+from plimsoll.session.carried import Carried
+from plimsoll.session.messages import warn
+from plimsoll.session.optimizer_watch import OptimizerWatch, _state_bytes, optimizer_in_view
+from plimsoll.tracing.ddp import bucket_bytes, has_rebuilt_buckets
+from plimsoll.tracing.fsdp2 import Gathered, every_gradient, every_parameter
+from plimsoll.tracing.local_tensors import beside_weights, gradient_of
+from plimsoll.tracing.meters.memory import (
+    MeasurementLost,
+    PeakMeter,
+    storage_bytes,
+)
+from plimsoll.tracing.meters.workspaces import release_library_workspaces
+from plimsoll.tracing.recorder.calling import output_tensors
+from plimsoll.tracing.torch_internals import is_profiled, is_profiler_on
+from plimsoll.tracing.zero import held_by_deepspeed
+
+FORWARD, LOSS, BACKWARD, OPTIMIZER = "forward", "loss", "backward", "optimizer"
+"""The parts of a measured step. LOSS lasts from the end of a forward until gradients reach the forward's output."""
+
+
+class MeasuredStep:
+    """Measures the bytes of one step from the model's forward on, which is about to run. ``end`` returns whether it
+    succeeded.
+    """
+
+    def __init__(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], carried: Carried | None = None
+    ) -> None:
+        self._parameters = every_parameter(model)
+        self._device = self._parameters[0].device
+        self._versions = [parameter._version for parameter in self._parameters]
+        held = held_tensors(model, args, kwargs)
+        held += [] if carried is None else carried.found(self._device, (args, kwargs))
+        self._model = model
+        self._bucket_bytes, self._has_rebuilt_before = bucket_bytes(model), has_rebuilt_buckets(model)
+        self._replaced_bytes = 0
+        self.static_bytes = storage_bytes(held, self._device) + self._bucket_bytes
+        self.has_failed = False
+        self.has_trained = False
+        """Set by the owner if a backward has run. Otherwise `end` looks for gradients or for parameters that were written."""
+        self._meter: PeakMeter | None = None
+        if not (self._device.type == "cpu" and (is_profiled() or is_profiler_on())):
+            release_library_workspaces(self._device)
+            self._meter = PeakMeter(self._device, held=held)
+            self._meter.__enter__()
+
+    def note(self, part: str) -> None:
+        """Attribute what follows to ``part``. After a backward that is OPTIMIZER, until another forward or backward begins."""
+        if self._meter is not None:
+            self._meter.mark(part)
+
+    def end(self) -> bool:
+        """Stop measuring. Return True if a whole step, forward and backward, was measured."""
+        meter = self._meter
+        if meter is None:
+            return False
+        if self._device.type == "cpu" and (is_profiled() or not is_profiler_on()):
+            self._meter = None  # the user's profiler has taken over; stopping ours would stop theirs
+            return False
+        try:
+            meter.__exit__(None, None, None)
+        except MeasurementLost:
+            self._meter = None
+            return False
+        if self._device.type == "cpu" and has_rebuilt_buckets(self._model) and not self._has_rebuilt_before:
+            self._replaced_bytes = self._bucket_bytes
+            self.static_bytes -= self._bucket_bytes
+        return not self.has_failed and (self.has_trained or self._has_trained())
+
+    @property
+    def step_peak_bytes(self) -> int:
+        """The peak until the last backward ended, including all that existed before, without optimizer state."""
+        assert self._meter is not None
+        *before, last = self._meter.windows
+        parts = before if last.name == OPTIMIZER else [*before, last]
+        return self.static_bytes + max(window.peak_bytes for window in parts)
+
+    @property
+    def loss_peak_bytes(self) -> int:
+        """The peak between forwards and their backwards, without optimizer state."""
+        assert self._meter is not None
+        peaks = [window.peak_bytes for window in self._meter.windows if window.name == LOSS]
+        return self.static_bytes + max(peaks, default=0)
+
+    @property
+    def optimizer_peak_bytes(self) -> int:
+        """The peak from the last backward on, without the optimizer state that existed before; 0 if the optimizer was not
+        seen.
+        """
+        assert self._meter is not None
+        last = self._meter.windows[-1]
+        return self.static_bytes + last.peak_bytes if last.name == OPTIMIZER else 0
+
+    @property
+    def left_bytes(self) -> int:
+        """The bytes that the step left behind, including optimizer state."""
+        assert self._meter is not None
+        return self._meter.resident_bytes - self._replaced_bytes
+
+    def _has_trained(self) -> bool:
+        """True if there are gradients, or if parameters were written since (the optimizer has stepped)."""
+        return any(gradient_of(parameter) is not None for parameter in self._parameters) or any(
+            parameter._version != version for parameter, version in zip(self._parameters, self._versions, strict=True)
+        )
+
+
+def held_tensors(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return what exists before a step and counts for it: parameters, buffers, existing gradients, and the batch."""
+    gathered = (tensor for _, tensor in Gathered(model).tensors())
+    beside = (holder[key] for _, holder, key in beside_weights(model))
+    held = (
+        *every_parameter(model),
+        *held_by_deepspeed(model),
+        *beside,
+        *gathered,
+        *model.buffers(),
+        *every_gradient(model),
+    )
+    return [*held, *output_tensors((args, kwargs))]
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a measured step took. ``lasting_bytes`` are what it left behind without optimizer state, mostly gradients."""
+
+    bytes: int = 0
+    """A lower bound for the coming steps, which include the optimizer state that this step made."""
+    most_bytes: int = 0
+    """An upper bound: includes what this step left behind, as if recording took nothing."""
+    optimizer_bytes: int = 0
+    """The peak during the optimizer's step."""
+    lasting_bytes: int = 0
+
+
+def taken_bytes(step: MeasuredStep, watch: OptimizerWatch, plan: Plan, recording_bytes: int = 0) -> Taken:
+    """Return what a step took under a plan. The plan may count optimizer state that does not exist yet.
+
+    If the step recorded the plan, up to ``recording_bytes`` of its peak do not recur in the coming steps.
+    """
+    state_bytes = max(watch.bytes_after, planned_state_bytes(plan))
+    optimizer_bytes = step.optimizer_peak_bytes + watch.bytes_before
+    lasting_bytes = max(0, step.left_bytes - (watch.bytes_after - watch.bytes_before))
+    return Taken(
+        max(step.step_peak_bytes + max(watch.bytes_before, state_bytes - recording_bytes), optimizer_bytes),
+        max(step.step_peak_bytes + state_bytes, optimizer_bytes) + lasting_bytes,
+        optimizer_bytes,
+        lasting_bytes,
+    )
+
+
+def unseen_bytes(step: MeasuredStep, watch: OptimizerWatch, plan: Plan) -> int:
+    """Return by how much the coming steps will exceed the plan's prediction: what the trace missed, and what a step leaves.
+
+    The step was measured under this plan. Its prediction includes the state of the optimizer that it was made with, if any.
+    """
+    step_bytes = step.step_peak_bytes + max(watch.bytes_after, planned_state_bytes(plan))
+    return max(0, step_bytes - predicted_before_optimizer(plan) + taken_bytes(step, watch, plan).lasting_bytes)
+
+
+def beside_bytes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], allocated_bytes: int) -> int:
+    """Return how many of the allocated bytes on a GPU do not belong to the training step that is about to begin."""
+    optimizer = optimizer_in_view(model)
+    state_bytes = 0 if optimizer is None else _state_bytes(optimizer)
+    device = next(model.parameters()).device
+    return (
+        allocated_bytes
+        - storage_bytes(held_tensors(model, args, kwargs), device)
+        - bucket_bytes(model)
+        - state_bytes
+        - release_library_workspaces(device)
+    )
+
+
+def taken_beside(
+    measured: MeasuredStep | None, watch: OptimizerWatch, plan: Plan, recording_bytes: int
+) -> tuple[Taken, int]:
+    """Return what the measured step took under a plan, and by how many bytes later steps will exceed the plan's prediction."""
+    if measured is not None:
+        return taken_bytes(measured, watch, plan, recording_bytes), unseen_bytes(measured, watch, plan)
+    warn("the first steps could not be measured (failed, or under a profiler); the plan relies on its trace alone")
+    return Taken(), max(0, watch.bytes_after - planned_state_bytes(plan))

@@ -1,0 +1,84 @@
+"""What the user is told about training steps, in warnings and log lines."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+from torch import nn
+
+from plimsoll.errors import BudgetBelowFloor
+from plimsoll.session.batch_shapes import Shapes
+from plimsoll.session.situations import Situation
+from plimsoll.units import format_bytes
+
+_LOG = logging.getLogger(__name__)
+
+
+def warn(text: str) -> None:
+    """Warn about a training step. The warning points near the call of the model."""
+    warnings.warn(f"plimsoll: {text}", stacklevel=7)
+
+
+def warn_of_larger(situation: Situation) -> None:
+    """Warn that this rank's batch is larger than the batches that the plan is for."""
+    found = f"the batch of this rank ({situation.shown}) is larger than those before it, or masked otherwise, and not so on all"
+    advice = "Pad batches to the same shape, or train on every rank's largest one first"
+    warn(f"{found} ranks alike: the plan at work stays, and may take more than the budget. {advice}")
+
+
+def warn_of_unknown(shapes: Shapes) -> None:
+    """Warn that the peak of a batch is unknown, because the ranks do not all meet a new shape in this call."""
+    warn(
+        f"nothing tells what a batch of {Situation(shapes).shown} takes: its shape does not follow from those traced so far, "
+        "and not all ranks meet a new one in this call. Such batches run at the lowest peak, and may take more than the "
+        "budget. Train on some of them on all ranks in the first steps"
+    )
+
+
+def warn_of_waiting(waiting: int, planned: int, *, is_planned: bool) -> None:
+    """Warn that more forwards wait for one backward than planned, and say whether the next steps are planned for that."""
+    then = ", and the next ones are planned for that" if is_planned else ""
+    found = f"{waiting} forwards of the model wait for one backward"
+    warn(f"{found}, not {planned} as planned: this step may take more than the budget{then}")
+
+
+def warn_of_state(new_bytes: int) -> None:
+    """Warn that the plan does not count some state of this rank's optimizer."""
+    state = f"the optimizer of this rank has stepped ({format_bytes(new_bytes)} of new state), and not on all ranks"
+    warn(f"{state}: the plan at work stays, and does not count that. Pass optimizer= to plimsoll.attach")
+
+
+def warn_of_overrun(peak_bytes: int, budget_bytes: int, cause: str, next_: str) -> None:
+    """Warn that a step exceeded its budget; say why and what happens next."""
+    warn(
+        f"a training step took {format_bytes(peak_bytes)}, {format_bytes(peak_bytes - budget_bytes)} more than the "
+        f"budget {format_bytes(budget_bytes)}.\n  why   {cause}\n  next  {next_}"
+    )
+
+
+def log_planning_overrun(peak_bytes: int, budget_bytes: int, why: str, next_: str) -> None:
+    """Log that a call exceeded the budget because plans were made in it. Later calls keep to the budget."""
+    # A log line and not a warning: the device had room, and the user has nothing to do.
+    _LOG.warning(
+        "plimsoll: the training call that made the plan took up to %s, %s more than the budget %s.\n  why   %s\n"
+        "  next  later calls run under a plan for the budget; %s",
+        *map(format_bytes, (peak_bytes, peak_bytes - budget_bytes, budget_bytes)),
+        why,
+        next_,
+    )
+
+
+def warn_of_floor(error: BudgetBelowFloor, why: str) -> None:
+    """Warn that no plan fits any more, and say what runs instead."""
+    warn(f"{error.found}\n  why   {why}; {error.why}\n  next  {error.next}; until then the lowest peak is at work")
+
+
+def warn_of_unseen(model: nn.Module) -> None:
+    """Warn that an optimizer steps the model's parameters but its forward was never called in training mode."""
+    children = [name for name, child in model.named_children() if any(True for _ in child.parameters())]
+    warn(
+        f"an optimizer has trained {type(model).__name__}, and attach has seen no training call of it: nothing is "
+        "managed.\n  why   attach plans in the forward of the module itself; the training loop calls something else, or this "
+        f"module in evaluation mode\n  next  attach to the module that is called, such as .{[*children, 'module'][0]}"
+    )

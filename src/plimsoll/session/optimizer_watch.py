@@ -1,0 +1,195 @@
+"""Watches optimizers: when they step, and how many bytes of state they have.
+
+Torch's global hooks report the steps of all optimizers in the process. They are removed once a step has not changed the size of
+the state.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Container, Iterable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from plimsoll.artifacts.plan import Plan
+from plimsoll.session.account import planned_state_bytes
+from plimsoll.tracing.ddp import inner_module
+from plimsoll.tracing.fsdp2 import every_parameter
+from plimsoll.tracing.meters.memory import (
+    instances_of,
+    storage_bytes,
+)
+from plimsoll.tracing.recorder.calling import output_tensors
+from plimsoll.tracing.zero import optimizer_inside
+
+_SEEN: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Optimizer]] = weakref.WeakKeyDictionary()
+"""The optimizer that `optimizer_in_view` found for each model."""
+
+
+_ABANDONED: list[Any] = []
+"""Hooks of watches that were garbage-collected. They do nothing and are removed when the next watch is made: torch may be
+iterating over its hooks at the moment when a watch is collected.
+"""
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a hook that calls the method without keeping the method's object alive."""
+    found = weakref.WeakMethod(method)
+
+    def hook(*given: Any) -> None:
+        living = found()
+        if living is not None:
+            living(*given)
+
+    return hook
+
+
+class OptimizerWatch:
+    """Watches the steps of optimizers that train one of the given parameters, and the size of their state.
+
+    ``on_step`` is called before the first step of an optimizer, ``after_step`` after every step. Neither may remove optimizer
+    hooks, because torch is iterating over them at that moment.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        optimizers: Iterable[Optimizer] = (),
+        on_step: Callable[[], None] | None = None,
+        after_step: Callable[[], None] | None = None,
+    ) -> None:
+        self._parameters = frozenset(map(id, parameters))
+        self._on_step, self._after_step = on_step, after_step
+        self.has_stepped = False
+        self.is_settled = False
+        """Whether the last step did not change the size of the state."""
+        self._growth_bytes = 0
+        self._before = weakref.WeakKeyDictionary({each: _state_bytes(each) for each in optimizers})
+        self._now = weakref.WeakKeyDictionary(self._before)
+        while _ABANDONED:
+            _ABANDONED.pop().remove()
+        # Torch keeps hooks of all optimizers forever. Weak hooks let a model be freed together with its budget.
+        self._hooks: list[Any] = [
+            register_optimizer_step_pre_hook(_weakly(self._begins)),
+            register_optimizer_step_post_hook(_weakly(self._ends)),
+        ]
+        weakref.finalize(self, _ABANDONED.extend, self._hooks).atexit = False
+
+    def remove(self) -> None:
+        """Remove the hooks. Calling it twice does no harm."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    @property
+    def bytes_before(self) -> int:
+        """State before the first step that was seen."""
+        return sum(self._before.values())
+
+    @property
+    def bytes_now(self) -> int:
+        """State after the last step that was seen."""
+        return sum(self._now.values())
+
+    @property
+    def bytes_after(self) -> int:
+        """State after the last step that was seen; if steps still add to it, the state expected after the next step."""
+        return self.bytes_now + self._growth_bytes
+
+    def _begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._is_ours(optimizer) and not self.has_stepped:
+            self._before[optimizer] = self._now[optimizer] = _state_bytes(optimizer)
+            if self._on_step is not None:
+                self._on_step()
+
+    def _ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._is_ours(optimizer):
+            return
+        known_bytes = self._now.get(optimizer, 0)
+        self._now[optimizer] = now_bytes = _state_bytes(optimizer)
+        self.is_settled = self.has_stepped and now_bytes == known_bytes
+        self._growth_bytes = max(0, now_bytes - known_bytes) if known_bytes else 0
+        self.has_stepped = True
+        if self._after_step is not None:
+            self._after_step()
+
+    def _is_ours(self, optimizer: Optimizer) -> bool:
+        return trains(optimizer, self._parameters)
+
+
+class CountedState:
+    """The optimizer state that was subtracted from the budget."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._has_stepped = False
+
+    def begin(self, watch: OptimizerWatch, plan: Plan) -> None:
+        """Start with the state that exists now, or with the state that the plan counts if that is larger."""
+        self.bytes, self._has_stepped = max(watch.bytes_after, planned_state_bytes(plan)), watch.has_stepped
+
+    def is_behind(self, watch: OptimizerWatch) -> bool:
+        """True if there is more state now, or if an optimizer has made its first step since."""
+        return watch.has_stepped and (not self._has_stepped or watch.bytes_after > self.bytes)
+
+    def take_new(self, watch: OptimizerWatch) -> int:
+        """Count the additional state and return its bytes."""
+        new_bytes = max(0, watch.bytes_after - self.bytes)
+        self._has_stepped = True
+        self.bytes += new_bytes
+        return new_bytes
+
+    def take_found(self, found_bytes: int) -> int:
+        """Count optimizer state that was found, and return how many bytes of it are new."""
+        new_bytes = max(0, found_bytes - self.bytes)
+        self.bytes += new_bytes
+        return new_bytes
+
+
+def trains(optimizer: Optimizer, parameters: Container[int]) -> bool:
+    """True if an optimizer holds one of the parameters, given by ``id``."""
+    return any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"])
+
+
+def state_bytes_of(model: nn.Module) -> int:
+    """Return the bytes of state of all optimizers in this process that train a parameter of the model."""
+    parameters = frozenset(map(id, every_parameter(model)))
+    found = (thing for thing in instances_of(Optimizer) if "param_groups" in vars(thing))
+    return sum(_state_bytes(optimizer) for optimizer in found if trains(optimizer, parameters))
+
+
+def optimizer_in_view(model: nn.Module, named: Optimizer | None = None) -> Optimizer | None:
+    """The optimizer that the user has named, else the only one in this process that trains ``model``: its state can be counted
+    ahead.
+
+    The named one held a parameter of the model once. A model that has exchanged all of them since trains on without it.
+    One that was found before is not looked for again: collecting garbage and going through all objects takes as long as a
+    small step.
+    """
+    inside = optimizer_inside(inner_module(model))
+    if inside is not None:
+        return inside
+    parameters = frozenset(map(id, every_parameter(model)))
+    if named is not None and trains(named, parameters):
+        return named
+    before = _SEEN[model]() if model in _SEEN else None
+    if before is not None and trains(before, parameters):
+        return before
+    gc.collect()
+    # Wrappers around optimizers do not have their own parameter groups.
+    found = [thing for thing in instances_of(Optimizer) if "param_groups" in vars(thing)]
+    ours: list[Optimizer] = [optimizer for optimizer in found if trains(optimizer, parameters)]
+    if len(ours) != 1:
+        return None
+    _SEEN[model] = weakref.ref(ours[0])
+    return ours[0]
+
+
+def _state_bytes(optimizer: Optimizer) -> int:
+    tensors = output_tensors(list(optimizer.state.values()))
+    devices = {parameter.device for group in optimizer.param_groups for parameter in group["params"]}
+    devices = devices or {tensor.device for tensor in tensors}  # ZeRO-3's optimizer has parameters only while it steps
+    return sum(storage_bytes(tensors, device) for device in {device.type for device in devices})

@@ -1,0 +1,195 @@
+"""Decides which training steps are metered: those in a situation that no metered step covers, and samples of the others.
+
+Metering a step on a CPU needs torch's profiler, so most steps are not metered. Whether a forward ran more operations than
+earlier ones (layers that are dropped at random) is known only afterwards. Then all following steps are metered until one runs
+as much.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from plimsoll.session.batch_shapes import Shapes, covers, shown, standing_in
+from plimsoll.tracing.recorder.fingerprint import AUTOCAST
+
+_MOST_TRIES = 3
+
+
+_ENOUGH = 6
+"""If tensors in lists vary in size, this many metered calls that bound a call are enough to skip metering it."""
+
+
+_RARELY = 32
+"""Meter at least every 32nd step, even if nothing about it is new. A metered step takes 3 to 4% longer than others; a step of a
+few milliseconds, half as long again.
+"""
+
+
+_MORE = 1.01
+"""A forward runs more than another if it makes more than 1.01 times as many autograd nodes."""
+
+
+_MOST_WAITED = 16
+"""Meter at most this many steps while waiting for one that runs as much as the largest."""
+
+
+_TENSOR = re.compile(r"\b([a-z]+[0-9]*\w*)\[([0-9]+(?:x[0-9]+)*)?\]")
+
+
+class Situation(NamedTuple):
+    """What determines the peak of a training step under a given plan, if it is known before the step."""
+
+    shapes: Shapes
+    accumulates: bool = False
+    in_flight: int = 1
+    reduces: bool = True
+    """False if gradients wait after their backward for a later reduction."""
+    thawed: frozenset[int] = frozenset()
+    """Parameters that were frozen when the plan was made and are trained now, as indices into the frozen ones."""
+
+    def is_within(self, other: Situation) -> bool:
+        """True if ``other`` needs at least as much memory."""
+        return covers(other.shapes, self.shapes) and self.is_alike(other)
+
+    def is_alike(self, other: Situation) -> bool:
+        """True if ``other`` needs at least as much memory, ignoring batch shapes."""
+        return (
+            self.accumulates <= other.accumulates
+            and self.in_flight <= other.in_flight
+            and self.reduces is other.reduces
+            and self.thawed <= other.thawed
+        )
+
+    @property
+    def turn(self) -> tuple[bool, bool]:
+        """Which micro-batch of a step this is (first, middle or last), as ``(accumulates, reduces)``."""
+        return self.accumulates, self.reduces
+
+    def differences(self, known: Iterable[Situation]) -> str:
+        """Describe what is new compared with the ``known`` situations."""
+        known = tuple(known)
+        found = []
+        if not any(covers(other.shapes, self.shapes) for other in known):
+            before = " or ".join(dict.fromkeys(other.shown for other in known)) or "none"
+            found.append(f"its batch is {self.shown}, and the plan was made for {before}")
+        if not any(self.in_flight <= other.in_flight for other in known):
+            found.append(f"{self.in_flight} forwards of the model wait for one backward")
+        if self.accumulates and not any(other.accumulates for other in known):
+            found.append("gradients of an earlier backward are there already")
+        if not any(self.reduces is other.reduces for other in known):
+            found.append("it reduces gradients that waited" if self.reduces else "its gradients wait to be reduced")
+        if not any(self.thawed <= other.thawed for other in known):
+            found.append(f"{len(self.thawed)} of its parameters were frozen before")
+        return "; ".join(found)
+
+    @property
+    def shown(self) -> str:
+        """``i64[2x512], i64[2x512]``."""
+        return shown(self.shapes)
+
+
+def planned_situation(signature: str, in_flight: int) -> Situation:
+    """Return the situation that a plan was made for, parsed from the signature of its step."""
+    found = _TENSOR.findall(signature)
+    shapes = tuple((kind, tuple(int(size) for size in sizes.split("x") if size)) for kind, sizes in found)
+    shapes += tuple((part, ()) for part in signature.split("; ") if part.startswith(AUTOCAST))
+    return Situation(shapes, "accumulating" in signature, in_flight)
+
+
+class MeteredSituations:
+    """The situations of the steps that were metered under the current plan."""
+
+    def __init__(self, known: Iterable[Situation] = ()) -> None:
+        self._known = list(known)
+        self._seen = set(self._known)
+        self._tries: Counter[Situation] = Counter()
+        self._current: Situation | None = None
+        self._due: set[tuple[bool, bool]] = set()
+        self._metered_nodes = self._most_nodes = self._waits = 0
+        self._pause, self._unmetered = 1, 0
+        """Meter a sample after `_pause` steps that were not metered; `_unmetered` counts those steps."""
+        self.is_sample = False
+        """Whether the step that began last is metered although nothing about it is new."""
+        self.has_run_more = False
+        """Whether the last metered step had a known shape and a forward that ran more than in all metered steps before."""
+
+    def expect(self) -> None:
+        """Meter the next step of every micro-batch kind, even in known situations: the plan has not run before."""
+        self._due = {situation.turn for situation in (*self._known, *self._seen)}
+
+    def begin(self, situation: Situation) -> bool:
+        """Return True if a step that begins in this situation should be metered.
+
+        Known situations are sampled: no reading between forwards and backwards shows what the loop makes and frees there. After
+        three failed attempts, return False.
+        """
+        self._current = None
+        self.is_sample = False
+        is_known = (
+            situation in self._seen or any(map(situation.is_within, self._known)) or self._have_standing_in(situation)
+        )
+        is_due = situation.turn in self._due or self._waits > 0
+        self.is_sample = is_known and not is_due and self._unmetered >= self._pause
+        if (is_known and not is_due and not self.is_sample) or self._tries[situation] == _MOST_TRIES:
+            self._seen.add(situation)
+            self._unmetered += 1
+            self.is_sample = False
+            return False
+        if self.is_sample:
+            self._pause = min(_RARELY - 1, 2 * self._pause + 1)
+        self._unmetered = 0
+        self._waits = max(0, self._waits - 1)
+        self._tries[situation] += 1
+        self._current = situation
+        return True
+
+    def _have_standing_in(self, situation: Situation) -> bool:
+        """True if enough steps were metered to bound a step whose lists hold tensors of other sizes."""
+        alike = [each.shapes for each in self._known if situation.is_alike(each)]
+        return len(alike) >= _ENOUGH and len(standing_in(alike, situation.shapes)) >= _ENOUGH
+
+    def ran(self, nodes: int) -> None:
+        """Note that a step has ended, with ``nodes`` autograd nodes in its largest forward.
+
+        If no metered step has made as many, the following steps are metered until one does.
+        """
+        if nodes > _MORE * self._most_nodes:
+            self._most_nodes, self._waits = nodes, _MOST_WAITED
+        if self._most_nodes <= _MORE * self._metered_nodes:
+            self._waits = 0
+
+    def know(self, situation: Situation) -> None:
+        """Treat the situation as known: the user was warned about it already."""
+        self._known.append(situation)
+
+    def ended(self, nodes: int, in_flight: int) -> str:
+        """Return what was new about the step that began last. The step is over and its peak is known.
+
+        Args:
+            nodes: the autograd nodes of its largest forward.
+            in_flight: how many forwards waited at once.
+        """
+        before, self._metered_nodes = self._metered_nodes, max(self._metered_nodes, nodes)
+        self.has_run_more = False
+        if self._current is None:
+            return "nothing about the step is new: something else has come onto the device, or the model has changed"
+        self._due.discard(self._current.turn)
+        self._tries.pop(self._current, None)
+        current = self._current._replace(in_flight=max(in_flight, self._current.in_flight))
+        cause = current.differences(self._known) if self._known else ""
+        self._known.append(current)
+        return cause or self._run_more(nodes, before) or "it takes more than was predicted"
+
+    def estimated(self, nodes: int, cause: str) -> str:
+        """Return the cause for a step that was not metered and whose estimated peak exceeds its limit."""
+        more = self._run_more(nodes, self._metered_nodes)
+        return f"{more or cause}; the step was not measured, and this is an estimate"
+
+    def _run_more(self, nodes: int, before: int) -> str:
+        self.has_run_more = 0 < _MORE * before < nodes
+        if not self.has_run_more:
+            return ""
+        return f"its forward has run more than in the steps before ({nodes} autograd nodes, not {before})"
