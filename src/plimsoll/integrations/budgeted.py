@@ -28,7 +28,6 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.errors import BudgetBelowFloor, InvalidModel, InvalidOption, UnsupportedFramework
 from plimsoll.session.attach import attach
 from plimsoll.session.attachment import Attachment
-from plimsoll.session.compiled_attachment import CompiledAttachment
 from plimsoll.session.options import Budget
 from plimsoll.session.shapes import told
 from plimsoll.tracing.meters.memory import storage_bytes
@@ -106,7 +105,7 @@ class BudgetedTraining:
         framework.check()
         inspect.signature(attach).bind(None, budget, **options)  # raises TypeError for an unknown option
         Budget.required(budget)
-        self.handle: Attachment | CompiledAttachment | None = None
+        self.handle: Attachment | None = None
         self._budget = budget
         self._options = options
         self._log = log
@@ -168,7 +167,7 @@ class BudgetedTraining:
         try:
             budget = self._budget_beside() if self._beside_bytes else self._budget
             handle = attach(model, budget, optimizer=_inner(optimizer), **self._options)
-            if not (takes_compiled or isinstance(handle, Attachment)):
+            if handle.is_compiled and not takes_compiled:
                 handle.remove()
                 raise _compiled(model)
             self.handle = handle

@@ -26,7 +26,6 @@ from torch.nn.parallel import DistributedDataParallel
 from plimsoll.errors import BudgetBelowFloor, InvalidModel, InvalidOption
 from plimsoll.integrations.budgeted import BudgetedTraining, Framework, calling
 from plimsoll.session.attachment import Attachment
-from plimsoll.session.compiled_attachment import CompiledAttachment
 
 _NAMES = ("lightning.pytorch", "pytorch_lightning")
 """One library under two names with different classes: use the imported one, else the installed one."""
@@ -62,7 +61,7 @@ class PlimsollCallback(_Callback):
         self._training = BudgetedTraining(_TRIED, budget, options, _LOG)
 
     @property
-    def handle(self) -> Attachment | CompiledAttachment | None:
+    def handle(self) -> Attachment | None:
         """The result of ``plimsoll.attach`` for the most recent training."""
         return self._training.handle
 

@@ -22,7 +22,6 @@ from torch import nn
 from plimsoll.errors import InvalidOption
 from plimsoll.integrations.budgeted import BudgetedTraining, Framework, calling
 from plimsoll.session.attachment import Attachment
-from plimsoll.session.compiled_attachment import CompiledAttachment
 
 _TRIED = Framework("torchtitan", oldest="0.3", newest="0.3")
 
@@ -48,7 +47,7 @@ class _Budgeted:
         self._training = BudgetedTraining(_TRIED, config.memory_budget, config.options, logging.getLogger())
 
     @property
-    def handle(self) -> Attachment | CompiledAttachment | None:
+    def handle(self) -> Attachment | None:
         """The result of ``plimsoll.attach``; ``None`` before the first step."""
         return self._training.handle
 

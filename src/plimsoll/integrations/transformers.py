@@ -24,7 +24,6 @@ from transformers.utils import logging
 from plimsoll.errors import BudgetBelowFloor, InvalidOption
 from plimsoll.integrations.budgeted import BudgetedTraining, Framework, calling
 from plimsoll.session.attachment import Attachment
-from plimsoll.session.compiled_attachment import CompiledAttachment
 
 _LOG = logging.get_logger("transformers.plimsoll")
 _TRIED = Framework("transformers", oldest="4.56", newest="5.24")
@@ -56,7 +55,7 @@ class PlimsollCallback(TrainerCallback):
         self._training = BudgetedTraining(_TRIED, budget, options, _LOG)
 
     @property
-    def handle(self) -> Attachment | CompiledAttachment | None:
+    def handle(self) -> Attachment | None:
         """The result of ``plimsoll.attach`` for the most recent training."""
         return self._training.handle
 

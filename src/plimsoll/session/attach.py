@@ -11,7 +11,6 @@ from plimsoll.errors import InvalidModel
 from plimsoll.session.agreement import agreement_for, described
 from plimsoll.session.attachment import Attachment
 from plimsoll.session.compiled import plans_compiled
-from plimsoll.session.compiled_attachment import CompiledAttachment
 from plimsoll.session.options import Budget, PlanOptions
 from plimsoll.session.pressure import check_room
 from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS
@@ -41,7 +40,7 @@ def attach(
     room: Callable[[], int] | None = None,
     ranks: Sequence[int] | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
-) -> Attachment | CompiledAttachment:
+) -> Attachment:
     """Keep the training of ``model`` under ``budget``, without a sample batch.
 
     The first training step calibrates at the lowest peak that the engine can reach. From the second step on, the model runs
@@ -109,10 +108,11 @@ def attach(
         _refuse_of_gathered(model, units, options)
         if plans_compiled(model, units, options, "auto", room=room, may_take_forms=agreement.size == 1):
             _refuse_split_graphs(model, units)
-            return CompiledAttachment(
-                model, units, limit, options, optimizer=optimizer, agreement=agreement, verify_every=verify_every
-            )
-        return Attachment(model, limit, options, agreement, optimizer=optimizer, verify_every=verify_every, room=room)
+        else:
+            units = ()
+        return Attachment(
+            model, limit, options, agreement, optimizer=optimizer, verify_every=verify_every, room=room, units=units
+        )
 
 
 def _refuse_attached(model: nn.Module) -> None:

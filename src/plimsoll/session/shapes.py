@@ -32,6 +32,7 @@ from plimsoll.planning.expressions import Sizes
 from plimsoll.planning.family import Family, stray_because
 from plimsoll.planning.ladder import Ladder
 from plimsoll.planning.peaks import Forecast, ShapedStep
+from plimsoll.session.account import Room
 from plimsoll.session.agreement import Agreement
 from plimsoll.session.batch_shapes import Shapes, covers, standing_in
 from plimsoll.session.messages import warn, warn_of_floor
@@ -80,6 +81,7 @@ class ShapePlans:
         optimizer: torch.optim.Optimizer | None,
         tracing: Callable[[], contextlib.AbstractContextManager[None]],
         agreement: Agreement,
+        room: Room,
         *,
         accumulates: bool,
         may_refuse: bool,
@@ -91,6 +93,7 @@ class ShapePlans:
             optimizer: the user's optimizer, if known.
             tracing: a context that is entered around every trace.
             agreement: the ranks that trace together.
+            room: what plans may take. Its owner and this class both change its account.
             accumulates: whether gradients existed when the first trace was made.
             may_refuse: whether a batch that fits under no plan is an error. With several ranks it is not, because a rank that
                 stops would leave the others waiting.
@@ -118,36 +121,25 @@ class ShapePlans:
         self._hopeless: dict[Shapes, tuple[int, BudgetBelowFloor]] = {}
         """Shapes that no plan fits, with the bytes that were too few and the error that was raised."""
         self._may_refuse = may_refuse
-        self._budget_bytes = 0
-        self.withheld_bytes = 0
-        """Bytes subtracted from the budget for now because something else occupies the device."""
-        self.held_bytes = 0
-        """Bytes subtracted from the budget for now because the loop holds more than when plans were made."""
-        self._measured_bytes = 0
-        """Bytes that steps of the first shape need on top of their prediction."""
-        self._fixed_bytes = 0
-        """The part of `_measured_bytes` that is the same at every shape."""
+        self._room = room
 
-    def begin(self, shapes: Shapes, planner: StepPlanner, plan: Plan, measured: tuple[int, int]) -> None:
-        """Start with the first step, which was traced, calibrated and planned.
-
-        ``measured`` is two numbers of bytes on top of the prediction: in total, and the part that is the same at every shape.
-        """
+    def begin(self, shapes: Shapes, planner: StepPlanner, plan: Plan) -> None:
+        """Start with the first step, which was traced, calibrated and planned."""
         assert planner.budget_bytes is not None
-        self._budget_bytes = planner.budget_bytes
+        self._room.budget_bytes = planner.budget_bytes
         self._in_flight, self._planner = planner.in_flight, planner
         self._learn(shapes, planner.trace, planner.costs)
         self._rungs = planner.rungs()
         self._offer((plan, next(self._rungs)))  # this rung is the plan that keeps everything
         self._first = (shapes, self._activation_bytes(shapes))
         self._most_solved_bytes = self._unmanaged_bytes(shapes)
-        self._measured_bytes, ladder = measured[0], self._known_ladder(shapes)
+        ladder = self._known_ladder(shapes)
         if ladder.rungs[0].plan is plan:  # not if another rank made the plan and this step lacks its values
             forecast = ladder.at(_split(shapes)[1])[0]
             # The measurement may contain bytes that do not recur. The plan was accepted for this step, so it fits.
-            self._measured_bytes = min(measured[0], max(0, self._budget_bytes - forecast.before_optimizer_bytes))
+            most_bytes = max(0, self._room.budget_bytes - forecast.before_optimizer_bytes)
+            self._room.account = self._room.account.measuring(min(self._room.account.measured_bytes(), most_bytes))
             self._known[shapes] = plan, forecast  # the figures that it was accepted by
-        self._fixed_bytes = min(measured[1], self._measured_bytes)
 
     def knows(self, shapes: Shapes) -> bool:
         """True if the peaks of plans at a shape can be predicted."""
@@ -197,7 +189,7 @@ class ShapePlans:
         is_known, known = self.knows(shapes), self._steps.get(_split(shapes)[0], _Steps())
         planner = self._planner
         assert planner is not None, "the first step was planned"
-        limit_bytes = self._budget_bytes - self.withheld_bytes - self.held_bytes - self._measured_bytes
+        limit_bytes = self._room.bytes()
         with self._stepping(task) as is_optional:
             traced = planner.traced(task, optimizer_is_optional=is_optional, limit_bytes=limit_bytes, is_timed=False)
         opened = _split(shapes)[1], self._options.opened(traced[0])
@@ -246,7 +238,7 @@ class ShapePlans:
         try:
             known, found = self._fitting_all(alike)
         except BudgetBelowFloor as error:
-            if self._may_refuse and not self.held_bytes and shapes not in self._known:
+            if self._may_refuse and not self._room.account.held_by_loop and shapes not in self._known:
                 raise
             if shapes not in self._refused:
                 self._refused.add(shapes)
@@ -272,7 +264,7 @@ class ShapePlans:
 
     def _room_bytes(self, shapes: Shapes) -> int:
         """Return the bytes that a plan may use at a shape."""
-        return self._budget_bytes - self.withheld_bytes - self.held_bytes - self.unseen_bytes(shapes)
+        return self._room.bytes(self._growth(shapes))
 
     def expected(self) -> tuple[int, int]:
         """For the step that a plan was last chosen for, return the bytes that forward adds, and the peak with everything
@@ -283,7 +275,7 @@ class ShapePlans:
         if self._current is None:
             return 0, 0
         shapes, forecast = self._current
-        unseen_bytes = self.unseen_bytes(shapes) + self.held_bytes
+        unseen_bytes = self.measured_bytes(shapes) + self._room.account.held_by_loop
         return forecast.forward_bytes, forecast.before_optimizer_bytes + unseen_bytes
 
     def _unknown(self, shapes: Shapes, signature: Callable[[], str]) -> Plan:
@@ -327,26 +319,28 @@ class ShapePlans:
         if refusal is not None and room_bytes <= hopeless_bytes:
             raise copy.copy(refusal)
         try:
-            return planner.solve(self._budget_bytes, excess_bytes=self._budget_bytes - room_bytes)
+            return planner.solve(self._room.budget_bytes, excess_bytes=self._room.budget_bytes - room_bytes)
         except BudgetBelowFloor as error:
             self._hopeless[shapes] = room_bytes, copy.copy(error)  # the original's traceback would keep the batch alive
             raise
 
-    def unseen_bytes(self, shapes: Shapes) -> int:
+    def measured_bytes(self, shapes: Shapes) -> int:
         """Return the bytes that a step of a shape is expected to need on top of its prediction."""
-        return self._fixed_bytes + round(max(0, self._measured_bytes - self._fixed_bytes) * self._growth(shapes))
+        return self._room.account.measured_bytes(self._growth(shapes))
 
     def note_peak(self, peak_bytes: int) -> None:
         """Note the measured peak of the step that a plan was last chosen for. The largest excess over a prediction is kept."""
         if self._current is None:
             return
-        if peak_bytes > self._budget_bytes:
+        if peak_bytes > self._room.budget_bytes:
             # The forecasts are wrong for these batches. Do not end a training that has begun because of one of them.
             self._may_refuse = False
         shapes, forecast = self._current
-        unseen_bytes = peak_bytes - forecast.before_optimizer_bytes - self.held_bytes
-        share_bytes = round(max(0, unseen_bytes - self._fixed_bytes) / self._growth(shapes))
-        self._measured_bytes = max(self._measured_bytes, self._fixed_bytes + share_bytes)
+        account = self._room.account
+        unseen_bytes = peak_bytes - forecast.before_optimizer_bytes - account.held_by_loop - account.fixed_bytes
+        share_bytes = round(max(0, unseen_bytes) / self._growth(shapes))
+        if share_bytes > account.outside_model:
+            self._room.account = dataclasses.replace(account, outside_model=share_bytes)
 
     def tighten(self) -> Plan | None:
         """Return a plan with a peak halfway between the last step's and the lowest, or None if no plan needs less.
@@ -362,7 +356,9 @@ class ShapePlans:
         if spare_bytes <= 0:
             return None
         room_bytes = lowest_bytes + (spare_bytes // 2 if spare_bytes > CLOSE * lowest_bytes else 0)
-        self.withheld_bytes = self._budget_bytes - self.held_bytes - self.unseen_bytes(shapes) - room_bytes
+        free = self._room.account.withholding(0)
+        withheld_bytes = self._room.budget_bytes - free.total_bytes(self._growth(shapes)) - room_bytes
+        self._room.account = free.withholding(withheld_bytes)
         plan, forecast = self._cheapest(shapes)
         self._current = (shapes, forecast)
         signature = self._known[shapes][0].signature if shapes in self._known else plan.signature
@@ -372,12 +368,7 @@ class ShapePlans:
         """Return a planner for the shape that a plan was last chosen for, and the bytes measured on top there."""
         if self._current is None:
             return None
-        return self._planner_at(self._current[0]), self.unseen_bytes(self._current[0])
-
-    def count_fixed(self, more_bytes: int) -> None:
-        """Count ``more_bytes`` that are there at every shape, such as an optimizer's state."""
-        self._fixed_bytes += more_bytes
-        self._measured_bytes += more_bytes
+        return self._planner_at(self._current[0]), self.measured_bytes(self._current[0])
 
     def _growth(self, shapes: Shapes) -> float:
         """Return the activations of a shape as a multiple of the first shape's; at least 1."""
@@ -444,7 +435,7 @@ class ShapePlans:
             written = msgspec.structs.replace(
                 plan,
                 signature=signature(),
-                budget_bytes=self._budget_bytes,
+                budget_bytes=self._room.budget_bytes,
                 baseline_peak_bytes=max(each.peak_bytes for each in forecasts),
                 baseline_seconds=min(each.seconds for each in forecasts),
                 predicted_peak_bytes=forecast.peak_bytes,

@@ -1,0 +1,34 @@
+"""What ``attach`` does to an eager model, other than applying plans to it."""
+
+from __future__ import annotations
+
+import contextlib
+
+from torch import nn
+
+from plimsoll.session.options import PlanOptions
+from plimsoll.tracing.recorder.untouched import Unread
+from plimsoll.tracing.regions import find_regions
+from plimsoll.tracing.zero import WholeRegions, is_gathered_by_zero
+
+
+class EagerStep:
+    """An eager model whose training steps are managed."""
+
+    is_compiled = False
+
+    def __init__(self, model: nn.Module, options: PlanOptions) -> None:
+        self.watched = model
+        """The module whose calls are training calls."""
+        is_gathered = any(map(is_gathered_by_zero, model.parameters()))
+        self._unread = Unread(model)
+        self._whole = WholeRegions(model, find_regions(model, options.regions).values() if is_gathered else ())
+
+    def away(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing of ours wraps an eager model, so nothing is removed inside the block."""
+        return contextlib.nullcontext()
+
+    def remove(self) -> None:
+        """Undo everything. Calling it twice does no harm."""
+        self._whole.put_back()
+        self._unread.put_back()

@@ -1,0 +1,104 @@
+"""The states of a model that ``plimsoll.attach`` manages, the events that change them, and what is done about each event.
+
+``TABLE`` is data: ``Attachment`` looks up the reaction to every event here, and a test walks through all cells. An empty cell
+means that the event cannot occur in that state.
+
+    event          untraced           measuring          running                   given up
+    THAWED         know_nothing       know_nothing       know_nothing              know_nothing
+    CALL           trace_first_call   calibrate          choose_plan               trace_first_call
+    LARGER_BATCH                                         grow
+    RAN_MORE                                             trace_again
+    EXCEEDED                                             plan_tighter
+    MORE_FORWARDS                                        plan_tighter
+    NEW_STATE                                            count_state
+    LOOP_HOLDS                                           count_held
+    ROOM_CHANGED                                         follow_room
+    STEP_ENDED                                           correct_account
+    OUT_OF_MEMORY  have_none_tighter  have_none_tighter  plan_after_out_of_memory  have_none_tighter
+    FAILED         give_up            give_up            keep_plan                 give_up
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class State(enum.StrEnum):
+    """What runs the model now."""
+
+    UNTRACED = "untraced"
+    """No plan. The next training call is traced."""
+    MEASURING = "measuring"
+    """The plan with the lowest peak. The step is measured, to know what its trace does not show."""
+    RUNNING = "running"
+    """A plan for the budget."""
+    GIVEN_UP = "given up"
+    """No plan: planning has failed before the first plan for the budget was made."""
+
+
+class Event(enum.StrEnum):
+    """What can happen to a managed model."""
+
+    THAWED = "parameters that were frozen are trained"
+    CALL = "a training call begins"
+    LARGER_BATCH = "the batch is larger than every traced one, and all batches share one plan"
+    RAN_MORE = "an earlier step ran more than the traced one, and exceeded the budget"
+    EXCEEDED = "an earlier step exceeded the budget, and all batches share one plan"
+    MORE_FORWARDS = "more forwards wait for one backward than planned"
+    NEW_STATE = "an optimizer has made new state"
+    LOOP_HOLDS = "the training loop holds more or less when a step begins"
+    ROOM_CHANGED = "other programs leave more or less memory on the device"
+    STEP_ENDED = "a training step has ended"
+    OUT_OF_MEMORY = "a step that can be repeated ran out of memory"
+    FAILED = "planning failed"
+
+
+class Cell(NamedTuple):
+    """The reaction to an event in a state: a method of ``Attachment``, and the states that it may lead to."""
+
+    reaction: str
+    leads_to: frozenset[State]
+
+
+def _cell(reaction: str, *leads_to: State) -> Cell:
+    return Cell(reaction, frozenset(leads_to))
+
+
+_UNTRACED, _MEASURING, _RUNNING, _GIVEN_UP = State
+_BEGUN = (_MEASURING, _RUNNING)
+
+TABLE: Mapping[Event, Mapping[State, Cell]] = {
+    # Gradients of thawed parameters need saved tensors that no trace has counted.
+    Event.THAWED: dict.fromkeys(State, _cell("know_nothing", _UNTRACED)),
+    Event.CALL: {
+        _UNTRACED: _cell("trace_first_call", *_BEGUN),
+        _MEASURING: _cell("calibrate", *_BEGUN),
+        _RUNNING: _cell("choose_plan", _RUNNING),
+        # The step that failed goes on after its error, or runs again.
+        _GIVEN_UP: _cell("trace_first_call", *_BEGUN),
+    },
+    Event.LARGER_BATCH: {_RUNNING: _cell("grow", *_BEGUN)},
+    Event.RAN_MORE: {_RUNNING: _cell("trace_again", *_BEGUN)},
+    Event.EXCEEDED: {_RUNNING: _cell("plan_tighter", _RUNNING)},
+    Event.MORE_FORWARDS: {_RUNNING: _cell("plan_tighter", _RUNNING)},
+    Event.NEW_STATE: {_RUNNING: _cell("count_state", _RUNNING)},
+    Event.LOOP_HOLDS: {_RUNNING: _cell("count_held", _RUNNING)},
+    Event.ROOM_CHANGED: {_RUNNING: _cell("follow_room", _RUNNING)},
+    # While measuring, the measurement is used when the next call begins: all ranks take part in it.
+    Event.STEP_ENDED: {_RUNNING: _cell("correct_account", _RUNNING)},
+    Event.OUT_OF_MEMORY: {
+        _UNTRACED: _cell("have_none_tighter", _UNTRACED),
+        _MEASURING: _cell("have_none_tighter", _MEASURING),
+        _RUNNING: _cell("plan_after_out_of_memory", _RUNNING),
+        _GIVEN_UP: _cell("have_none_tighter", _UNTRACED),
+    },
+    # An error that the model raised is not final: the next call plans again.
+    Event.FAILED: {
+        _UNTRACED: _cell("give_up", _GIVEN_UP, _UNTRACED),
+        _MEASURING: _cell("give_up", _GIVEN_UP, _MEASURING),
+        _RUNNING: _cell("keep_plan", _RUNNING),
+        _GIVEN_UP: _cell("give_up", _GIVEN_UP),
+    },
+}
