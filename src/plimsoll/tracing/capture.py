@@ -384,8 +384,8 @@ class StepCapture:
     def _already_checkpointed(self, name: str) -> InvalidModel:
         return InvalidModel(
             f"{type(self._model).__name__} already checkpoints {name}.",
-            why="its saved tensors go through hooks of somebody else, so Plimsoll could not decide about them",
-            next="switch that off first: model.gradient_checkpointing_disable() in transformers, "
+            why="other code's saved-tensor hooks process its saved tensors, so Plimsoll cannot decide about them",
+            next="switch checkpointing off first: model.gradient_checkpointing_disable() in transformers, "
             "or remove torch.utils.checkpoint / the offload context around the layer",
         )
 
