@@ -59,7 +59,7 @@ class HeldInput:
                 why="the operation did not run in the step that was planned, so the input was not copied",
                 next="run the step again: from now on such inputs are copied, and the plan does not count the copies; to stay "
                 "within the budget, replace the in-place operation (x += y becomes x = x + y), or attach again with a batch "
-                "for which it runs",
+                "that runs it",
             )
         return self.tensor
 

@@ -202,7 +202,7 @@ def run_step(
 
     Raises:
         InvalidBatch: the model refuses the batch, or continues the graph of an earlier call.
-        InvalidLoss: there is no scalar loss.
+        InvalidLoss: the step does not have a scalar loss.
         TracingFailed: the step depends on values that a fake tensor does not have, or backward fails.
     """
     args, kwargs = call

@@ -1,11 +1,11 @@
-"""Traces an optimizer's step on copies of its parameters and state that have no memory.
+"""Traces an optimizer's step on copies of its parameters and state that do not use memory.
 
 The traced step is the second one, so the optimizer's state exists, as in all of training except the first step. The real
 optimizer is only read.
 
 Copies on the meta device cost a tenth of what fake tensors cost. If a step fails on that device, fake tensors are used.
 
-Known weakness: if a step reads a number from such a tensor (Adafactor: the norm of a parameter), the number is one.
+Known weakness: if a step reads a number from such a tensor (Adafactor: the norm of a parameter), it reads 1.
 """
 
 from __future__ import annotations

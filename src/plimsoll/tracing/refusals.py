@@ -310,7 +310,7 @@ def _refuse_managed(module: nn.Module, is_compiled: bool) -> None:  # noqa: FBT0
 def _compiled(found: str) -> InvalidModel:
     return InvalidModel(
         found,
-        why="compiled code itself decides what it saves for backward, so a plan for the eager model would have no effect",
+        why="compiled code itself decides what it saves for backward, so a plan for the eager model would not change it",
         next="train the model uncompiled under the plan (call handle.remove() before torch.compile), or compile only parts "
         "inside some regions: those regions keep all their activations",
     )

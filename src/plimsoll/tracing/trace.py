@@ -1,4 +1,4 @@
-"""The two ways to observe one training step: ``trace`` for a plan, ``watch`` for what the step does by itself.
+"""The two ways to observe one training step: ``trace`` for a plan, ``watch`` for an unchanged step.
 
 ``trace`` drops what autograd saves, so that the lives of storages do not include what a plan decides about. ``watch`` does not
 drop, replace or refuse anything: it works for models that checkpoint, offload or compress by themselves, and for those that do

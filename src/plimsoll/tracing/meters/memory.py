@@ -233,7 +233,7 @@ class _CpuMeter:
         atexit.unregister(_end_profiler)
         events = _disable_profiler().experimental_event_tree() if self.is_measuring else []
         if is_profiled():
-            # before 2.13 the user's profiler, which ours has ended, fails if there is none to stop
+            # our profiler has ended the user's; before torch 2.13 the user's then fails if no profiler is running
             self._run_profiler()
         self._watched.clear()
         # Every access to an event's fields makes an object, and there are many events.

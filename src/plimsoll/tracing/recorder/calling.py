@@ -67,7 +67,7 @@ def scalar_loss(output: Any, loss: Loss | None) -> torch.Tensor:
     """Return the scalar to call backward on: ``loss(output)``, else ``output.loss``, else the output itself.
 
     Raises:
-        InvalidLoss: there is no scalar that depends on parameters.
+        InvalidLoss: the loss is not a scalar, or does not depend on parameters.
     """
     if loss is not None:
         value = loss(output)
