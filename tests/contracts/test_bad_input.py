@@ -104,7 +104,7 @@ def none(*_: Any) -> None:
 
 
 STEPS: dict[str, tuple[Callable[[], Step], type[errors.PlimsollError], str]] = {
-    "no parameters": (lambda: (nn.ReLU(), torch.ones(2), torch.sum), errors.InvalidModel, "has no parameters"),
+    "no parameters": (lambda: (nn.ReLU(), torch.ones(2), torch.sum), errors.InvalidModel, "does not have parameters"),
     "no module": (lambda: (len, torch.ones(2), torch.sum), errors.InvalidModel, "no model"),
     "frozen": (
         lambda: (stack()[0].requires_grad_(False), torch.ones(2, 32), torch.sum),
@@ -262,7 +262,7 @@ def test_what_is_no_plan_cannot_be_applied(plan: Plan):
 def test_a_managed_model_is_neither_planned_nor_managed_again(plan: Plan):
     model, batch, loss = stack()
     with plimsoll.apply(model, plan), unchanged(model):
-        with pytest.raises(errors.PlanMismatch, match="managed by a plan already"):
+        with pytest.raises(errors.PlanMismatch, match="A plan already manages"):
             plimsoll.apply(model, plan)
         for attempt in (
             lambda: plimsoll.plan(model, batch, loss=loss),

@@ -33,7 +33,7 @@ from plimsoll.errors import OffloadFailed
 ROWS, WIDTH = 256, 64
 
 pytestmark = pytest.mark.skipif(
-    is_in_memory(tempfile.gettempdir()), reason="the directory for temporary files lies in RAM"
+    is_in_memory(tempfile.gettempdir()), reason="the directory for temporary files is in RAM"
 )
 
 

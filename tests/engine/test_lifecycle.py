@@ -323,6 +323,6 @@ def test_another_forward_of_the_class_is_run_from_the_next_call_on(change):
     plain = build()
     torch.manual_seed(0)
     managed = build()
-    with manage(managed), pytest.warns(UserWarning, match="kept everything"):
+    with manage(managed), pytest.warns(UserWarning, match="kept all its activations"):
         found = train(managed, step, 5)
     assert differences(train(plain, step, 5), found) == []

@@ -379,7 +379,7 @@ def test_a_model_that_is_compiled_after_is_refused_when_it_trains(how, verb, fir
     if not first:
         plain_step(model, 0)
     compiled = COMPILED[how](model)
-    with pytest.raises(InvalidModel, match="while a plan is at work"):
+    with pytest.raises(InvalidModel, match="while a plan was managing it"):
         plain_step(compiled, 1)
     with torch.no_grad():
         assert compiled(batch(0)).shape == (5, 4)

@@ -127,6 +127,6 @@ def test_gradients_are_right_whatever_torch_is_told_around_forward(block, around
 def test_regions_under_transforms_are_named_and_the_others_are_planned():
     model = nn.Sequential(*[noise() for _ in range(3)], gradient())
     batch = torch.randn(4, 16, 32)
-    with pytest.warns(UserWarning, match="'3' keep what they save"):
+    with pytest.warns(UserWarning, match="'3' keep all activations"):
         plan = plimsoll.plan(model, batch, strategy="full", loss=torch.sum, regions=["*"])
     assert [region.name for region in plan.regions if region.dropped] == ["0", "1", "2"]

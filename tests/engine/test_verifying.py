@@ -127,7 +127,7 @@ def test_outputs_that_an_op_leaves_unset_are_never_rebuilt_but_its_others_are(li
     assert workspace in recorder.not_rebuildable
     assert seed not in recorder.not_rebuildable
     assert by_name["sin"].obstacle == by_name["mul"].obstacle == ""
-    assert by_name["add"].obstacle == "reads memory that was not wholly written"
+    assert by_name["add"].obstacle == "reads memory that was only partly written"
 
 
 def points(run):
@@ -177,7 +177,7 @@ def test_what_is_read_from_memory_that_nobody_wrote_is_never_rebuilt():
 
     recorder = record(reads_unset, torch.randn(4))
     by_name = {op.name: op for op in recorder.ops}
-    assert by_name["mul"].obstacle == "reads memory that was not wholly written"
+    assert by_name["mul"].obstacle == "reads memory that was only partly written"
     unwritten = {recorder.values[value].name for value in recorder.not_rebuildable}
     assert {"empty_like#0", "copy_#0"} <= {name.removeprefix("::") for name in unwritten}
 
@@ -214,7 +214,7 @@ def test_a_large_result_of_torchs_own_that_is_half_unset_is_not_taken_for_exact(
         recorder = record(torch.ops.aten.half_unset, torch.randn(128, 64))
     finally:
         lib._destroy()
-    assert set(obstacles(recorder).values()) == {"gives other bits when it is run again"}
+    assert set(obstacles(recorder).values()) == {"gives other bits when it runs again"}
 
 
 def test_memory_that_is_wholly_written_in_parts_can_be_rebuilt():

@@ -59,7 +59,7 @@ def test_what_is_given_stays_and_what_does_not_divide_is_left_out():
 
 @pytest.mark.parametrize("text", ["ranks=8", "samples=8,tp=2", "ranks=0,samples=8", "ranks=8,samples=many"])
 def test_half_a_space_is_refused(text: str):
-    with pytest.raises(InvalidLayout, match="opens no space"):
+    with pytest.raises(InvalidLayout, match="does not define a search over layouts"):
         LayoutSpace.read(text)
 
 

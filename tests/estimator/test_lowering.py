@@ -113,7 +113,7 @@ def test_an_estimate_is_that_of_the_chosen_switches():
         assert each.stages[0].allocated_bytes == chosen.peak_bytes <= 0.7 * peak_bytes
         assert each.throughput.step_seconds == pytest.approx(chosen.step_seconds)
     assert all(each.step_seconds >= chosen.step_seconds for each in neighbours if each.peak_bytes <= 0.7 * peak_bytes)
-    with pytest.raises(InvalidOption, match="does not go with"):
+    with pytest.raises(InvalidOption, match="cannot be combined with"):
         plimsoll.estimate("llama-tiny", 2, **TINY, strategy="full", export="megatron")
 
 
@@ -140,14 +140,14 @@ def test_offloading_is_chosen_where_nothing_else_is_as_fast(framework):
 
 def test_a_device_without_a_link_to_a_host_says_that_nothing_was_sent():
     found = plimsoll.estimate("llama-tiny", 2, sequence=256, device="laptop-CPU", budget="1GiB", export="transformers")
-    assert any("no link between laptop-CPU and a host" in note for note in found.notes)
+    assert any("the catalogue does not know the link between laptop-CPU and its host" in note for note in found.notes)
     assert not any("offload" in each.values for each in found.switches)
 
 
 def test_two_ways_to_say_what_is_sent_are_refused():
     with pytest.raises(InvalidOption, match="offload=activations") as caught:
         plimsoll.estimate("llama-tiny", 2, **TINY, export="megatron", techniques="offload=activations")
-    assert "the switches say what is sent" in caught.value.why
+    assert "the framework's switches decide that" in caught.value.why
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)

@@ -226,5 +226,5 @@ def test_an_unknown_optimizer_shows_the_closest_names(spelling: str):
 
 
 def test_a_form_that_an_optimizer_lacks_is_refused():
-    with pytest.raises(InvalidOption, match="adafactor has no fused form"):
+    with pytest.raises(InvalidOption, match="adafactor does not have a fused implementation"):
         optimizer_use("adafactor", [], form=StepForm.FUSED)

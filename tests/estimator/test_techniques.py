@@ -63,27 +63,30 @@ def test_words_that_mean_nothing_are_refused(text: str, message: str):
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ({"precision": "fsdp-bf16"}, "nothing is sharded"),
-        ({"precision": "fsdp-bf16", "layout": "dp=4,zero=1"}, "nothing is sharded"),
+        ({"precision": "fsdp-bf16"}, "this layout does not shard parameters"),
+        ({"precision": "fsdp-bf16", "layout": "dp=4,zero=1"}, "this layout does not shard parameters"),
         ({"techniques": "reduce=bf16"}, "reduce_dtype"),
-        ({"techniques": "gradients=fp32", "precision": "bf16"}, "no master weights"),
-        ({"techniques": "tf32", "device": "V100"}, "tf32 on V100-32GB"),
+        ({"techniques": "gradients=fp32", "precision": "bf16"}, "needs master weights"),
+        ({"techniques": "tf32", "device": "V100"}, "V100-32GB does not support tf32"),
         ({"techniques": "offload=optimizer", "optimizer": "none"}, "no optimizer on H100"),
-        ({"techniques": "offload=optimizer,optimizer-in-backward"}, "when all gradients are there"),
-        ({"techniques": "fp8=rowwise", "device": "A100"}, "fp8=rowwise on A100-80GB"),
-        ({"techniques": "fp8=rowwise", "precision": "fp32"}, "no product that it would run"),
-        ({"techniques": "fp8=mxfp8", "precision": "bf16"}, "no such arithmetic"),
+        ({"techniques": "offload=optimizer,optimizer-in-backward"}, "after all gradients are computed"),
+        ({"techniques": "fp8=rowwise", "device": "A100"}, "A100-80GB does not support fp8=rowwise"),
+        ({"techniques": "fp8=rowwise", "precision": "fp32"}, "does not apply to any matrix product"),
+        ({"techniques": "fp8=mxfp8", "precision": "bf16"}, "cannot compute in this format"),
         ({"techniques": "fp8=delayed", "precision": "bf16", "layout": "dp=8,zero=3"}, "how it shards them"),
-        ({"techniques": "offload=parameters", "layout": "dp=8,zero=2"}, "nothing is sharded"),
+        ({"techniques": "offload=parameters", "layout": "dp=8,zero=2"}, "this layout does not shard parameters"),
         ({"techniques": "packed=256"}, "fewer tokens than a sample has"),
-        ({"techniques": "padded=100"}, "leaves no token"),
-        ({"techniques": "loss=vocabulary-parallel"}, "without tensor parallelism"),
-        ({"techniques": "optimizer-in-backward", "optimizer": "none"}, "there is no optimizer"),
+        ({"techniques": "padded=100"}, "would leave only padding"),
+        ({"techniques": "loss=vocabulary-parallel"}, "needs tensor parallelism"),
+        ({"techniques": "optimizer-in-backward", "optimizer": "none"}, "the job does not have an optimizer"),
         ({"techniques": "optimizer-in-backward", "layout": "micro-batches=2"}, "2 micro-batches"),
         ({"techniques": "optimizer-in-backward", "layout": "dp=2"}, "buckets hold all gradients"),
         ({"techniques": "loss=chunked", "layout": "tp=2"}, "can only be fused"),
-        ({"techniques": "megatron,compile"}, "which kernels blocks run in"),
-        ({"techniques": "fp8=rowwise,fp8-weights", "precision": "bf16"}, "Transformer Engine holds them so"),
+        ({"techniques": "megatron,compile"}, "each sets the kernels of the blocks"),
+        (
+            {"techniques": "fp8=rowwise,fp8-weights", "precision": "bf16"},
+            "only Transformer Engine holds weights in fp8",
+        ),
         ({"techniques": "comm-overlap", "layout": "tp=2"}, "it hides collectives of sequence parallelism"),
         ({"techniques": "expandable-segments", "device": "laptop-CPU"}, "a setting of the caching allocator"),
     ],
@@ -95,7 +98,7 @@ def test_techniques_that_contradict_the_rest_are_refused(how: dict[str, Any], wo
 
 @pytest.mark.parametrize("layout", ["dp=8,replicas=2", "dp=8,zero=3,replicas=3", "dp=8,zero=3,replicas=2,ep=2"])
 def test_replicas_without_sharded_groups_of_equal_size_are_refused(layout: str):
-    with pytest.raises(InvalidLayout, match="HSDP shards"):
+    with pytest.raises(InvalidLayout, match=r"each shard gradients or parameters \(HSDP\)"):
         on_gpu(layout=layout)
 
 
@@ -440,7 +443,7 @@ def test_gradients_in_both_types_last():
     plain, both = (on_gpu(**how, techniques=f"gradients={kind}") for kind in ("fp32", "both"))
     own = bytes_of(both, "gradients") - bytes_of(plain, "gradients")
     assert own == pytest.approx(bytes_of(plain, "parameters"), rel=0.02)
-    with pytest.raises(InvalidOption, match="gradients of 16 bits stay"):
+    with pytest.raises(InvalidOption, match="16-bit gradients are kept in addition to f32 gradients"):
         on_gpu(**how | {"layout": "dp=2,zero=2"}, techniques="gradients=both")
 
 

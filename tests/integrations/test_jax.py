@@ -243,7 +243,7 @@ def test_other_sizes_and_vectorised_calls_follow_the_same_decisions(third: Plan)
 
 
 def test_a_function_without_floats_to_differentiate_is_refused():
-    with pytest.raises(InvalidOption, match="No argument of this function has a gradient"):
+    with pytest.raises(InvalidOption, match="not differentiated with respect to any argument"):
         pj.plan(lambda n: n + 1, jnp.arange(3), budget="1MiB", device=DEVICE)
 
 
@@ -311,7 +311,7 @@ def test_a_module_that_gets_new_variables_in_a_call_is_refused_in_words():
             return super().__call__(x)
 
     net = Noting(WIDTH, 3, rngs=nnx.Rngs(0))
-    with pytest.raises(InvalidOption, match="gives Noting other variables"):
+    with pytest.raises(InvalidOption, match="restructures variables of a Noting"):
         pj.plan(lambda net, x: net(x).mean(), net, BATCH, budget="1MiB", device=DEVICE)
 
 
@@ -326,7 +326,7 @@ def test_arguments_count_from_the_end_and_what_is_no_function_is_refused():
         parameters(),
         BATCH,
     )
-    with pytest.raises(InvalidOption, match="A dict is no function"):
+    with pytest.raises(InvalidOption, match="The first argument is a dict, which is not a function"):
         pj.plan(parameters(), scanned, budget="1MiB", device=DEVICE)
 
 
@@ -357,7 +357,7 @@ def test_an_estimate_counts_arguments_and_the_optimizers_state_exactly_and_plans
     planned = pj.estimate(scanned, parameters(), BATCH, device=DEVICE, optimizer=optax.adam(1e-3), budget=limit)
     assert planned.stages[0].allocated_bytes <= limit
     assert "scanned" in str(planned)
-    with pytest.raises(BudgetBelowFloor, match="what no plan changes"):
+    with pytest.raises(BudgetBelowFloor, match="what a plan cannot reduce"):
         pj.estimate(scanned, parameters(), BATCH, device=DEVICE, budget=weights)
 
 

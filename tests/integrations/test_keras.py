@@ -71,7 +71,7 @@ def test_a_plan_for_another_model_is_refused_in_the_first_step(plan: Any):
 
 def test_a_model_without_a_loss_is_refused():
     bare = keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(1)])
-    with pytest.raises(InvalidOption, match="no step of jax"):
+    with pytest.raises(InvalidOption, match="does not have a jax training step"):
         pk.plan(bare, *batch(), budget="1MiB")
 
 

@@ -116,7 +116,7 @@ def test_a_policy_serves_other_sizes_and_leaves_the_model_as_it_was(policy):
     batch, model = zoo.words(3, 24), zoo.build("llama")
     undo = load(policy).apply(model)
     assert all(map(torch.equal, trained(model, batch), trained(zoo.build("llama"), batch)))
-    with pytest.raises(RuntimeError, match="apply the policy once"):
+    with pytest.raises(RuntimeError, match="apply the policy only once"):
         load(policy).apply(model)
     undo()
     assert structure(model) == structure(zoo.build("llama"))

@@ -182,7 +182,7 @@ def test_a_layer_that_reads_a_tensor_beside_its_arguments_is_kept():
         return tf.reduce_mean(gated(x))
 
     [cost] = read_layers(step, (X,), [gated], rates_of(None))[0].layers
-    assert "no argument of its call" in cost.obstacle
+    assert "which is not an argument" in cost.obstacle
 
 
 def test_a_budget_that_no_run_keeps_is_refused():

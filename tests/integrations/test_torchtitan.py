@@ -39,7 +39,7 @@ def test_a_budget_below_the_floor_stops_the_first_step():
 
 
 def test_a_policy_without_a_trainer_is_refused():
-    with pytest.raises(InvalidOption, match="outside of a torchtitan Trainer"):
+    with pytest.raises(InvalidOption, match="outside a torchtitan Trainer"):
         budgeted("1GiB").build().apply(torch.nn.Linear(2, 2))
 
 

@@ -209,7 +209,7 @@ def test_a_version_that_was_not_tried_is_refused_with_those_that_were(found, is_
 def test_a_version_that_nothing_tells_is_refused_unless_the_module_does(monkeypatch):
     module = types.ModuleType("from_sources")
     monkeypatch.setitem(sys.modules, "from_sources", module)
-    with pytest.raises(UnsupportedFramework, match="Nothing tells the version of from-sources"):
+    with pytest.raises(UnsupportedFramework, match="The version of from-sources cannot be determined"):
         Framework("from-sources", "1.0", "1.2").check()
     module.__version__ = "1.1"
     Framework("from-sources", "1.0", "1.2").check()
@@ -229,7 +229,7 @@ def test_a_callback_serves_trainers_in_turn_but_not_one_within_another(tmp_path)
     shared = PlimsollCallback("1GiB")
     for _ in range(2):
         plain_trainer(str(tmp_path), [shared], max_steps=1).train()
-    with pytest.raises(InvalidOption, match="two of Trainer"):
+    with pytest.raises(InvalidOption, match="still used by another Trainer"):
         plain_trainer(str(tmp_path), [shared, _Within(str(tmp_path), shared)], max_steps=1).train()
 
 

@@ -632,7 +632,7 @@ def test_a_missing_compiler_is_named(blocks: Model, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", missing)
     model, batch = blocks
-    with pytest.raises(InvalidModel, match=r"no C\+\+ compiler") as found:
+    with pytest.raises(InvalidModel, match=r"cannot find a C\+\+ compiler") as found:
         plimsoll.plan(model, batch, "1GiB")
     assert "CXX" in found.value.next
 
@@ -694,7 +694,7 @@ def test_torch_compile_around_a_compiled_plan_is_refused(is_whole: bool) -> None
     plan = plimsoll.plan(model, batch, strategy="full", loss=_squares, compile=is_whole)
     with plimsoll.apply(model, plan):
         _squares(model(batch)).backward()
-        with pytest.raises(InvalidModel, match="where the plan compiles the model itself"):
+        with pytest.raises(InvalidModel, match="not at all if the plan compiles the model"):
             torch.compile(model)(batch)
         copied = copy.deepcopy(model)
         with torch.no_grad():
@@ -720,9 +720,9 @@ def test_compile_asks_for_torchs_own_keywords_on_a_plain_model() -> None:
     with pytest.raises(InvalidOption, match="fastest"):
         plimsoll.plan(model, batch, "1GiB", compile={"mode": "fastest"})
     for wrong in ({"options": 3}, {"dynamic": "yes"}, {"fullgraph": "no"}):
-        with pytest.raises(InvalidOption, match="is no way") as found:
+        with pytest.raises(InvalidOption, match="is not valid") as found:
             plimsoll.plan(model, batch, "1GiB", compile=wrong)
-        assert f"{next(iter(wrong))} is no" in found.value.why
+        assert f"{next(iter(wrong))} cannot have type" in found.value.why
     model.compile()
     with pytest.raises(InvalidModel, match="already"):
         plimsoll.plan(model, batch, "1GiB", compile=True)

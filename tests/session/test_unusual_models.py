@@ -180,7 +180,7 @@ def test_a_scripted_model_is_refused_in_one_message(build: Callable[[], nn.Modul
 def test_scripted_blocks_are_left_alone_and_the_others_are_planned():
     model = nn.Sequential(*(scripted(each) if index == 1 else each for index, each in enumerate(blocks())))
     batch = torch.randn(ROWS, WIDTH)
-    with pytest.warns(UserWarning, match="region '1' is left alone"):
+    with pytest.warns(UserWarning, match="region '1' is not managed"):
         plan = plimsoll.plan(model, batch, strategy="full", loss=squares)
     assert [region.name for region in plan.regions if region.dropped] == ["0", "2", "3"]
     assert plimsoll.verify(model, batch, plan, loss=squares, steps=1).verdict.is_pass
@@ -576,7 +576,7 @@ def test_parameters_that_leave_the_model_in_mid_run_do_not_end_the_training(how:
 
 
 def test_attach_refuses_an_optimizer_of_another_model():
-    with pytest.raises(InvalidModel, match="AdamW holds no parameter of Sequential"):
+    with pytest.raises(InvalidModel, match="AdamW does not hold any parameter of Sequential"):
         plimsoll.attach(blocks(), "1GiB", optimizer=torch.optim.AdamW(blocks().parameters()))
 
 
@@ -627,7 +627,7 @@ class Branched(nn.Module):
 def test_branches_in_threads_are_refused_with_the_reason(verb: str, *, with_modules: bool):
     model, batch = nn.Sequential(*(Branched(with_modules=with_modules) for _ in range(3))), torch.randn(ROWS, WIDTH)
     squares(model(batch)).backward()
-    reason = "modules in threads of its own" if with_modules else "or of another thread"
+    reason = "modules in other threads" if with_modules else "or of another thread"
     with unchanged(model):
         if verb == "attach":
             plimsoll.attach(model, "1GiB")

@@ -112,7 +112,7 @@ def test_frozen_parameters_have_no_state():
 
 def test_optimizer_of_another_model_is_refused():
     other = torch.optim.SGD(zoo.Stack().parameters(), lr=0.1)
-    with pytest.raises(InvalidModel, match="no parameter of Stack"):
+    with pytest.raises(InvalidModel, match="does not hold any parameter of Stack"):
         trace(zoo.Stack(), torch.randn(2, 8), optimizer=other, repeats=1)
 
 

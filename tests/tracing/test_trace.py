@@ -163,7 +163,7 @@ def test_progress_rises_to_one_in_every_stage():
 @pytest.mark.parametrize(
     ("model", "batch", "error", "words"),
     [
-        (nn.ReLU(), torch.ones(2), InvalidModel, "has no parameters"),
+        (nn.ReLU(), torch.ones(2), InvalidModel, "does not have parameters"),
         (nn.Linear(2, 1).requires_grad_(False), torch.ones(2), InvalidModel, "trainable"),
         (nn.LazyLinear(2), torch.ones(2), InvalidModel, "without a shape"),
         (nn.Linear(2, 1), torch.ones(2, device="meta"), InvalidBatch, "meta"),

@@ -118,14 +118,14 @@ class Handle(RemovedAtEnd):
         if plan.fingerprint != self._plan.fingerprint:
             raise PlanMismatch(
                 f"This plan was made for another model: {plan.model} {plan.fingerprint}, not {self._plan.fingerprint}.",
-                why="it decides about regions and values by name, and those of another model are others",
-                next="plan this model",
+                why="a plan names the regions and tensors that it decides about, and another model has other names",
+                next="call plimsoll.plan for this model",
             )
         if plan.link not in ("", self._plan.link) or (COLLECTIVES in plan.allow) is not shared.repeats_collectives:
             raise PlanMismatch(
-                "This plan cannot take the place of the one at work.",
-                why="its link, or whether its recipes repeat collectives, is another",
-                next="call handle.remove() and apply the plan",
+                "This plan cannot replace the current plan while that plan is applied.",
+                why="the two plans differ in their offload link, or in whether their recipes repeat collectives",
+                next="call handle.remove(), then plimsoll.apply with the new plan",
             )
         self.pause()
         self._begin(plan)
@@ -330,7 +330,9 @@ def apply_plan(
     """
     if not plan.status.is_usable:
         raise PlanNotUsable(
-            f"This plan is {plan.status}.", why=plan.status.advice, next="plan again with a larger budget"
+            f"The plan cannot be applied: its status is {plan.status}.",
+            why=plan.status.advice,
+            next="plan again with a larger budget",
         )
     original, model = model, inner_module(model)
     modules = dict(model.named_modules())
@@ -414,12 +416,12 @@ def _check_module(model: nn.Module, modules: Mapping[str, nn.Module], name: str,
     if name not in modules:
         raise PlanMismatch(
             f"The plan decides about {name!r}, which {type(model).__name__} does not have.",
-            why="it was made for another model",
-            next="plan this model",
+            why="the plan was made for another model",
+            next="call plimsoll.plan for this model",
         )
     if is_managed and isinstance(modules[name].__dict__.get("forward"), ManagedRegion):
         raise PlanMismatch(
-            f"{name!r} is managed by a plan already.",
+            f"A plan already manages {name!r}.",
             why="two plans cannot decide about the same tensors",
-            next="call handle.remove() on the first one",
+            next="call remove() on the handle of the first plan",
         )

@@ -42,8 +42,8 @@ class CallOrder:
         if pair not in self._known:
             self._meet(*pair, larger)
         elif nodes > _MOVED * most + _FEW_NODES or _MOVED * nodes + _FEW_NODES < fewest:
-            text = f"modules run in another order: {name!r} runs after {nodes} autograd nodes of forward, and after "
-            larger.say(f"{text}{fewest} to {most} in the steps before", is_reordered=True)
+            text = f"modules run in another order: {name!r} runs after {nodes} autograd nodes of forward; in earlier "
+            larger.say(f"{text}steps it ran after {fewest} to {most}", is_reordered=True)
         if not fewest <= nodes <= most or name not in self._nodes:
             self._nodes[name] = min(fewest, nodes), max(most, nodes)
 
@@ -55,5 +55,5 @@ class CallOrder:
         is_in_order = self._ranks[previous] < self._ranks[name] and previous
         if not (is_first_step or is_in_order):
             place = f"after {previous!r}" if previous else "first"
-            text = f"modules run in another order: {name!r} runs {place}, as in no step before"
+            text = f"modules run in another order: {name!r} runs {place}, which it did not do in earlier steps"
             larger.say(text, is_reordered=True)

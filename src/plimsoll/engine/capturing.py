@@ -16,7 +16,7 @@ from plimsoll.errors import CaptureRefused
 
 _CAPTURED = frozenset({"cuda"})
 """Types of devices with graphs."""
-WARM_UP = "run three training steps with the same shapes before the capture, as torch asks for anyway"
+WARM_UP = "run three training steps with the same shapes before the capture (torch also asks for warm-up steps)"
 
 
 def is_capturing(device_type: str) -> bool:

@@ -23,17 +23,17 @@ class Fallback:
 
     def say_keeps(self, reason: str) -> None:
         """Warn that calls of the region keep everything from now on."""
-        warnings.warn(f"plimsoll: region {self._name!r} keeps everything: {reason}", stacklevel=5)
+        warnings.warn(f"plimsoll: region {self._name!r} keeps all its activations from now on: {reason}", stacklevel=5)
 
     def say_surprise(self, guard: StreamGuard, calls: int) -> None:
         """Warn that a call kept everything because it matches no recorded call."""
-        found = "fewer torch calls than any recorded one"
+        found = "fewer torch calls than every recorded call"
         if guard.stranger is not None:
-            found = f"torch calls that no recorded one has made, first {called(guard.stranger)} at {guard.where}"
+            found = f"torch calls that were never recorded, first {called(guard.stranger)} at {guard.where}"
         warnings.warn(
-            f"plimsoll: a call of region {self._name!r} made {found}: its Python code has decided something else, by state "
-            "of the host that has changed or by the size of its inputs. The call kept everything, so its gradients are "
-            f"right and this step may be over its budget; the next {calls} calls are recorded anew.",
+            f"plimsoll: a call of region {self._name!r} made {found}. Its Python code took another branch, because "
+            "Python state or the size of its inputs has changed. This call kept all its activations: its gradients are "
+            f"right, but the step may exceed its budget. The next {calls} calls are recorded again.",
             stacklevel=8,
         )
 
@@ -43,8 +43,9 @@ class Fallback:
         """
         rank = torch.distributed.get_rank()
         return RanksDiffer(
-            f"Region {self._name!r} cannot be rebuilt on rank {rank} as it was recorded: {reason}.",
-            why="its recipes repeat collectives, in which all ranks must take part; this one would leave the others waiting",
-            next="nothing was stepped; give the region's calls equal shapes, or plan without 'collectives' in allow=",
+            f"Rank {rank} cannot follow the recorded recipes of region {self._name!r}: {reason}.",
+            why="the recipes repeat collectives, and all ranks must join them; this rank would leave the others waiting",
+            next="the optimizer has not stepped: make the region's calls the same on all ranks, or plan without "
+            "'collectives' in allow=",
             ranks=(rank,),
         )

@@ -230,6 +230,6 @@ def modified_in_place(what: str, expected: int, found: int) -> SavedTensorModifi
     """The error that autograd raises for the unmanaged model, in our words."""
     return SavedTensorModified(
         f"Backward needs {what}, but an in-place operation has modified it.",
-        why=f"it is at version {found}, forward used version {expected}; gradients would be wrong, with or without a plan",
+        why=f"it is now at version {found}, but forward used version {expected}; gradients would be wrong even without a plan",
         next="replace the in-place operation (x += y becomes x = x + y), or step the optimizer after backward",
     )

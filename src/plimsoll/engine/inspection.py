@@ -115,7 +115,7 @@ class Inspector:
     def report(self, fault: Fault) -> None:
         self.faults.append(fault)
         warnings.warn(
-            f"plimsoll: {fault} Backward got the right tensor; from now on the region is served without recipes.",
+            f"plimsoll: {fault} Backward got the right tensor; from now on the region keeps all its activations.",
             stacklevel=2,
         )
 

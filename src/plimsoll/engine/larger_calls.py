@@ -49,7 +49,9 @@ class LargestCall:
         if received_bytes <= most_bytes:
             return
         if most_bytes >= 0:
-            larger.say(f"region {self._name!r} received {received_bytes:,} bytes, and at most {most_bytes:,} before")
+            larger.say(
+                f"region {self._name!r} received {received_bytes:,} bytes of inputs, and at most {most_bytes:,} before"
+            )
         elif self._bytes:
-            larger.say(f"the modules of region {self._name!r}, or which of its parameters are trained, have changed")
+            larger.say(f"region {self._name!r} has other modules or other trainable parameters than before")
         self._bytes[state] = received_bytes

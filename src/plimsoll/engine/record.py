@@ -253,7 +253,7 @@ def record_call(
     """
     refuse_capture(
         subject.device_type,
-        f"A call of region {subject.name!r} that was not recorded yet",
+        f"A call of region {subject.name!r} that has not been recorded yet",
         why="recording runs every op twice and compares the results, so the host waits for the device",
         next=WARM_UP,
     )
@@ -293,7 +293,7 @@ def _settle(call: _Watched, subject: RegionForward, service: Service, shared: Sh
     link = shared.links.find(program.plan, call.inputs)
     if not program.drop(saved, call.inputs, call.versions, call.output, link):
         saved.keep_all()
-        return replace(found, obstacle="an input that it needs again is written in place")
+        return replace(found, obstacle="an in-place operation changes an input that its recipes need in backward")
     return replace(found, program=program, is_misfit=is_misfit)
 
 
@@ -362,9 +362,9 @@ def _obstacle(call: _Watched) -> str:
     recorder = call.recorder
     recorder.notice([*call.saved.tensors, *map(local_of, output_tensors(call.output))])
     if recorder.has_hidden_writes:
-        return "it writes to memory in a way that PyTorch does not see (numpy, raw pointers)"
+        return "it writes to memory in a way that PyTorch cannot see (numpy, raw pointers)"
     if any(value in call.sources for _, value in call.input_values):
-        return "it is called with one of its own parameters or buffers"
+        return "one of its own parameters or buffers is passed to it as an input"
     return ""
 
 

@@ -162,7 +162,7 @@ class ManagedRegion:
             # Other regions may have the same fault, and their samples may not have caught it yet.
             self._shared.alarm.has_wrong_number |= service.is_open
             self._recordings.distrust()
-            self._give_up(service, "a rebuilt value was not what forward made")
+            self._give_up(service, "a rebuilt tensor differs from the tensor of forward")
             return self._keeping(args, kwargs)
         if self._shared.alarm.has_wrong_number and service.is_open:
             service.close()
@@ -328,7 +328,7 @@ class ManagedRegion:
         if not fits:
             call.keep_all()
             if plan.collectives:
-                raise self._fallback.refusal("this call saves other tensors than the recorded one")
+                raise self._fallback.refusal("this call saves other tensors than the recorded call")
             self._misfit(service)
 
     def _misfit(self, service: Service) -> None:
@@ -343,7 +343,7 @@ class ManagedRegion:
         """
         program = service.program
         if program is not None and program.plan.collectives:
-            raise self._fallback.refusal("this call makes other torch calls than the recorded one")
+            raise self._fallback.refusal("this call makes other torch calls than the recorded call")
         if self._is_compiled():  # it may have been compiled after it was recorded
             return
         self._shared.alarm.sound()
@@ -377,7 +377,7 @@ def first_refusal(refused: Mapping[tuple[str, str], int]) -> str:
     codec.
     """
     for (name, form), times in refused.items():
-        return f"{name} is kept: its codec {form} could not represent the data ({times} times)"
+        return f"{name} is kept: the codec {form} could not represent its data ({times} times)"
     return ""
 
 

@@ -54,11 +54,12 @@ class HeldInput:
     def read(self) -> torch.Tensor:
         if not self.is_as_it_was:
             raise SavedTensorModified(
-                f"Backward needs an input of a region, of shape {tuple(self.tensor.shape)}, to make values again, but the "
-                "model has written to it in place since.",
-                why="it did not in the step that was planned, so that the input was held and not copied",
-                next="run the step again: from now on such inputs are copied, which takes memory that the plan does not count; "
-                "replace the in-place operation (x += y becomes x = x + y), or plan a step in which it runs (attach anew)",
+                f"An in-place operation has changed a region's input of shape {tuple(self.tensor.shape)}, and backward needs "
+                "the original.",
+                why="the operation did not run in the step that was planned, so the input was not copied",
+                next="run the step again: from now on such inputs are copied, and the plan does not count the copies; to stay "
+                "within the budget, replace the in-place operation (x += y becomes x = x + y), or attach again with a batch "
+                "that runs it",
             )
         return self.tensor
 

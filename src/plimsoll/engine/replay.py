@@ -126,18 +126,20 @@ class Recipes:
         self.distrust(slot)
         graph, packed, region = self.plan.graph, self.plan.choice.packed, self.plan.name
         value = graph.values[graph.slots[slot].value]
-        again = "the optimizer has not stepped; run the step again: the region keeps everything from now on"
+        again = (
+            "run the step again: the optimizer has not stepped, and from now on the region keeps all its activations"
+        )
         if value.id in packed:
             raise ReplayMismatch(
-                f"{value.name!r} of region {region!r} came back from {packed[value.id]!r} as something else.",
-                why="the codec or the link gave back other bytes than forward made",
+                f"{value.name!r} of region {region!r} was changed by {packed[value.id]!r}.",
+                why="the codec or the link returned other bytes than it received in forward",
                 next=again,
             )
         leaves = next(leaves for leaves, slots in self.plan.leaf_groups if slot in slots)
-        forms = [f", or {packed[v]!r} gave back another {graph.values[v].name!r}" for v in packed if v in leaves]
+        forms = [f", or {packed[v]!r} changed {graph.values[v].name!r}" for v in packed if v in leaves]
         raise ReplayMismatch(
-            f"{value.name!r} of region {region!r} was not rebuilt as forward made it.",
-            why=f"op {graph.ops[value.producer].name!r} or one before it got other constants or data than when the region "
+            f"Recomputing {value.name!r} of region {region!r} gave another tensor than forward.",
+            why=f"op {graph.ops[value.producer].name!r} or an earlier op got other constants or data than when the region "
             "was recorded" + "".join(forms),
             next=again,
         )

@@ -95,7 +95,7 @@ def choose(
                 if useless is not None:
                     failed.add(value)
                     obstacles[graph.values[value].name] = (
-                        f"{graph.values[useless].name}, which it is made of, is held as {packed[useless]} alone"
+                        f"it is computed from {graph.values[useless].name}, which is held only as {packed[useless]}"
                     )
             except Unreachable as unreachable:
                 failed.add(value)

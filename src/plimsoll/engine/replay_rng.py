@@ -50,9 +50,9 @@ def take_states(points: StatePoints, at: int, states: dict[tuple[int, int], torc
     for position, generator in points.get(at, ()):
         refuse_capture(
             generator.device.type,
-            "A random op that runs again in backward, such as dropout,",
-            why="a graph draws other numbers every time, and recipes put the generator back to where forward found it",
-            next="set dropout to 0, or keep what random ops make: plan with a larger budget",
+            "A random op that backward recomputes, such as dropout,",
+            why="recomputing it restores the generator's state, but a CUDA graph draws new numbers on every replay",
+            next="set dropout to 0, or plan with a larger budget so that outputs of random ops are kept",
         )
         states[position, at] = generator.clone_state()
 

@@ -157,11 +157,11 @@ class Packer:
         if codec is None or not codec.is_capturable(whole.dtype):
             refuse_capture(
                 whole.device.type,
-                f"Values in the form {form!r}",
-                why="a graph would copy into host memory that others use by then"
+                f"A tensor stored as {form!r}",
+                why="the replayed graph would copy to host memory that other tensors use by then"
                 if codec is None
-                else "a graph would repeat what the host decided during the capture: sizes that follow the data, or a seed",
-                next="plan with allow=('recompute',), or with codecs of one size such as int8",
+                else "the replayed graph would reuse what the host chose during capture: data-dependent sizes, or a seed",
+                next="plan with allow=('recompute',), or with codecs whose size is fixed, such as int8",
             )
         if codec is None:
             assert self._link is not None
@@ -255,11 +255,11 @@ def check_reader_of_sign(names: Mapping[int, str], slot: int) -> None:
     """Raise if an autograd node reads more than the sign of a value that is held as signs only."""
     node = current_autograd_node()
     if slot in names and (node is None or node.name() not in READS_SIGN_ONLY):
-        reader = "nothing that is known" if node is None else node.name()
+        reader = "unknown code" if node is None else node.name()
         raise ReplayMismatch(
-            f"{names[slot]!r} is held as signs alone, and {reader} reads it.",
-            why="only backward of ReLU reads no more than signs; the plan was made for another step",
-            next="the optimizer has not stepped; plan this model again",
+            f"The plan stores only the signs of {names[slot]!r}, but {reader} reads the tensor.",
+            why="only the backward of ReLU can work with signs; the plan was made for another step",
+            next="plan this model again; the optimizer has not stepped",
         )
 
 

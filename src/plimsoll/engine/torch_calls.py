@@ -125,7 +125,7 @@ def unreplaced(func: Any) -> Any:
             if found is func and known.get(name) is func:
                 raise InvalidModel(
                     f"{space.__name__}.{name} was replaced before Plimsoll was imported.",
-                    why="Plimsoll compares torch calls through a function mode, under which torch calls a replacement twice",
+                    why="Plimsoll watches torch calls in a TorchFunctionMode, where torch calls a replacement twice",
                     next="import plimsoll first, then replace the function",
                 )
             if found is func:

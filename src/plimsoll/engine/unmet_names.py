@@ -68,9 +68,9 @@ class UnmetNames:
         budget = f"budget of {format_bytes(plan.budget_bytes)}" if plan.budget_bytes is not None else "predicted peak"
         self._found, self._is_said = {}, True
         warnings.warn(
-            f"plimsoll: the plan decides about {names} values that this step does not make, as {first.name!r} of region "
-            f"{first.region!r}. {format_bytes(kept_bytes)} under other names, as {first.kept_name!r}, are kept instead: the "
-            f"step may take that much more than the {budget}. Gradients are right. It was made for {plan.device}, "
-            f"{plan.signature}: plan again on this device, with this batch and these versions.",
+            f"plimsoll: the plan names {names} tensors that this step does not save, such as {first.name!r} of region "
+            f"{first.region!r}. Instead the step keeps {format_bytes(kept_bytes)} under other names, such as "
+            f"{first.kept_name!r}, so it may need that much more than the {budget}. Gradients are right. The plan was made for "
+            f"{plan.device}, {plan.signature}: plan again on this device, with this batch and these versions.",
             stacklevel=5,
         )

@@ -35,7 +35,7 @@ from plimsoll.tracing.recorder.storages import Geometry, is_plain, same_bits, st
 from plimsoll.tracing.recorder.untouched import RandomState
 from plimsoll.tracing.torch_internals import below_autograd, without_modes, without_torch_function
 
-NOT_EXACT = "gives other bits when it is run again"
+NOT_EXACT = "gives other bits when it runs again"
 _POISON = 0xA5
 _PROBABILITIES = ("p", "dropout_p")
 """Names of the dropout probability in aten's schemas."""
@@ -82,11 +82,11 @@ class VerifyingRecorder(OpRecorder):
         func = op.func
         self._unset_outputs = ()
         if self.is_flagged():
-            op.obstacle = op.obstacle or "runs under flags of torch that are set within the region"
+            op.obstacle = op.obstacle or "runs under torch flags that the region sets"
         if signature.is_uninitialised or signature.is_value_read or signature.is_collective:
             return func(*args, **kwargs)
         if self.is_on_the_way(args):
-            op.obstacle = op.obstacle or "reads what a collective is still filling"
+            op.obstacle = op.obstacle or "reads memory that a collective is still writing"
             return func(*args, **kwargs)
         written = self._written_storages(args, kwargs, signature)
         if any(storage in self._outside for storage in written):
@@ -100,7 +100,7 @@ class VerifyingRecorder(OpRecorder):
         generators = None if func.namespace == "aten" else RandomState()
         out = func(*args, **kwargs)
         if generators is not None and not generators.is_current_on_host():
-            op.obstacle = op.obstacle or "draws from Python's or numpy's generator"
+            op.obstacle = op.obstacle or "draws from the random generator of Python or numpy"
             return out  # do not run it again: that would draw other numbers, and change the numbers of later calls
         later = self.points.state(device)
         is_drawn = not torch.equal(earlier, later)
@@ -158,7 +158,7 @@ class VerifyingRecorder(OpRecorder):
         """
         for op in self.ops:
             if any(self.values[read].storage == storage for read in op.reads):
-                op.obstacle = op.obstacle or "reads a parameter that is gathered inside the region, for a while"
+                op.obstacle = op.obstacle or "reads a parameter that is gathered inside the region and freed again"
 
     def _close(
         self, op: RecordedOp, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature
@@ -215,7 +215,7 @@ class VerifyingRecorder(OpRecorder):
         for read in op.reads:
             storage = self.values[read].storage
             if storage in self._undefined and storage not in written:
-                op.obstacle = op.obstacle or "reads memory that was not wholly written"
+                op.obstacle = op.obstacle or "reads memory that was only partly written"
 
     def _fingerprints(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], written: dict[int, torch.Tensor]
@@ -275,7 +275,7 @@ class VerifyingRecorder(OpRecorder):
         try:
             again = self._again(op, again_args, again_kwargs, state)
         except Exception as error:  # noqa: BLE001 - whatever the second run raises, forward itself has succeeded
-            op.obstacle = f"raises {type(error).__name__} when it is run again"
+            op.obstacle = f"raises {type(error).__name__} when it runs again"
             return
         self._compare_outputs(op, out, again, bases)
         self._compare_writes(op, args, kwargs, bases)

@@ -42,14 +42,14 @@ _UNACCOUNTED = {
         0.14,
         int(5.75 * GIB),
         0.6,
-        "Megatron-DeepSpeed's pipelines held 5.5 GiB more in the median of the 23 published runs that were tuned on, whatever "
-        "they held: what does not grow with the model, as communicators of two frameworks do",
+        "in the 23 published Megatron-DeepSpeed pipeline runs used for tuning, the median was 5.5 GiB above the sum, whatever "
+        "the model's size: memory that does not grow with the model, such as the communicators of two frameworks",
     ),
     False: (
         0.06,
         int(5.75 * GIB),
         1.0,
-        "one job of FSDP and two of LoRA held 7 to 12% more, 3% of it by a dropout that was left out",
+        "one FSDP job and two LoRA jobs held 7 to 12% more; a dropout that the estimate left out explains 3% of it",
     ),
 }
 """By whether the job has a pipeline: bytes that published runs hold beyond the sum of these parts. Each entry has the share of
@@ -152,7 +152,7 @@ def kernel_items(op_names: Iterable[str]) -> tuple[BudgetItem, ...]:
     """
     if not any("convolution" in name for name in op_names):
         return ()
-    note = "chosen by the kernel's library on the device; a CPU's took up to 2.4 times what the convolution reads and writes"
+    note = "the kernel library on the device chooses them; on a CPU they took up to 2.4 times the bytes of inputs and outputs"
     return (_item("workspaces of convolutions", None, 0.0, Basis.UNSUPPORTED, note),)
 
 
@@ -180,7 +180,7 @@ def _allocator_items(memory: RankMemory) -> list[BudgetItem]:
     cached = use.reserved_peak_bytes - sum(memory.classes.values()) - use.rounding_bytes
     return [
         _item("allocator rounding", use.rounding_bytes, 0.1, Basis.MODELLED, "blocks of 512 bytes"),
-        _item("fragmentation", cached, _FRAGMENTATION_ERROR, Basis.MODELLED, "reserved, and not in use at the peak"),
+        _item("fragmentation", cached, _FRAGMENTATION_ERROR, Basis.MODELLED, "reserved but not in use at the peak"),
     ]
 
 
@@ -291,10 +291,12 @@ def framework_items(device: Device, layout: Layout, token_bytes: int = 0) -> tup
     groups = _groups(layout)
     figures = _FIGURES.get(device.name.partition("@")[0])
     if figures is None:
-        note = f"no measured figure for {device.name} is known: measure it there, as the driver's count less torch's reserved"
+        note = (
+            f"not measured for {device.name}: on that device, subtract torch's reserved bytes from the driver's count"
+        )
         names = ("device context", "library workspaces", *(f"buffers ({group.name})" for group in groups))
         return tuple(_item(name, None, 0.0, Basis.UNSUPPORTED, note) for name in names)
-    workspaces = "ATen/cuda/CublasHandlePool.cpp of torch 2.13: one per handle and stream, forward's and backward's"
+    workspaces = "ATen/cuda/CublasHandlePool.cpp of torch 2.13: one per handle and stream, for forward and for backward"
     context, error, source = figures.context_bytes, figures.context_error, figures.context_source
     return (
         _item("CUDA context", context, error, Basis.ASSUMED, source),

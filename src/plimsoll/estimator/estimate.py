@@ -250,9 +250,9 @@ def _without_strategy(setting: Setting, framework: str, strategy: str | None) ->
     check_framework(framework, setting.how)
     if strategy is not None:
         raise InvalidOption(
-            f"strategy={strategy!r} does not go with export={framework!r}.",
-            why="the switches are chosen, and each setting of them is a strategy of its own",
-            next="leave one of them out",
+            f"strategy={strategy!r} cannot be combined with export={framework!r}.",
+            why="export= chooses the framework's switches, and each setting of the switches is itself a strategy",
+            next="leave out strategy= or export=",
         )
     return replace(setting, strategy=NOTHING)
 
@@ -270,9 +270,9 @@ def _given(
     check_model(model)
     if sequence is not None:
         raise InvalidOption(
-            f"sequence={sequence} would have no effect on a model that is given with its batch.",
-            why="the batch decides about the sequence",
-            next="leave it out, or pass a batch of that length",
+            f"sequence={sequence} would not have an effect, because the model comes with its batch.",
+            why="the batch sets the sequence length",
+            next="leave sequence= out, or pass a batch of that length",
         )
     return Target(model=model, batch=batch, loss=explained_loss(loss), precision=precision)
 
@@ -281,16 +281,16 @@ def _with_sizes(request: TraceRequest, batch: Any, sequence: int | None, layout:
     """Return the request with sizes, for a target given by name: one rank sees only its part of the sequence."""
     if batch is not None and (not isinstance(batch, int) or isinstance(batch, bool) or batch < 1):
         raise InvalidOption(
-            f"batch={batch!r} is no number of samples.",
-            why=f"{request.target} makes its own random batch of so many samples",
-            next="batch=1, or pass the model itself with its batch",
+            f"batch={batch!r} is not a number of samples.",
+            why=f"{request.target} makes its own random batch, and batch= is the number of samples in it",
+            next="pass a number such as batch=1, or pass the model itself with its batch",
         )
     asked = target_facts(replace(request, batch=batch, sequence=sequence))
     if asked is not None and asked.sequence is None and layout.cp > 1:
         raise InvalidLayout(
-            f"unsupported: cp={layout.cp} for {request.target}, whose samples are no text.",
-            why="context parallelism splits the tokens of a sample, and its configuration does not say how many there are",
-            next="leave cp= out, or pass a model with the batch that one rank has",
+            f"cp={layout.cp} is not supported for {request.target}, whose samples are not text.",
+            why="context parallelism splits the tokens of a sample, and the configuration does not say how many there are",
+            next="leave cp= out, or pass a model with the batch of one rank",
         )
     total = sequence or (None if asked is None else asked.sequence)
     local = None if total is None or (sequence is None and layout.cp == 1) else _share(total, layout)

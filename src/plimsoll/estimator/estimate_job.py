@@ -358,20 +358,20 @@ class EstimateJob:
         if self.layout.pp > 1 and max(recompute) > 0:
             growth = bubble_growth(self.orders, self._pipeline_seconds(ranks))
             notes.append(
-                f"recomputation adds {format_seconds(growth.added_seconds)} to the step of the pipeline; run where a rank "
-                f"would idle, one micro-batch ahead, it would add {format_seconds(growth.regained_seconds)} less"
+                f"recomputation adds {format_seconds(growth.added_seconds)} to the pipeline's step; if it ran one micro-batch "
+                f"ahead, while a rank idles, it would add {format_seconds(growth.regained_seconds)} less"
             )
         head = ranks[-1].decided[ranks[-1].tightest].simulation
         chunked = peak_with_chunked_loss(head)
         if chunked is not None and chunked < (1 - _WORTH_CHUNKING) * head.peak_bytes:
             notes.append(
-                f"logits and loss in chunks (plimsoll.chunked.chunk_loss) would take {format_bytes(head.peak_bytes - chunked)} "
-                f"off the {format_bytes(ranks[-1].peak_bytes)} of the rank that holds the head"
+                f"computing logits and loss in chunks (plimsoll.chunked.chunk_loss) would save "
+                f"{format_bytes(head.peak_bytes - chunked)} of {format_bytes(ranks[-1].peak_bytes)} on the rank with the head"
             )
         if self.setting.device.is_corrected:
             notes.append(f"device figures: {self.setting.device.source}")
         if self.layout.pp > 1:
-            notes.append(f"ranks idle in the pipeline {timeline.bubble_share:.1%} of the time")
+            notes.append(f"pipeline bubble: ranks idle {timeline.bubble_share:.1%} of the time")
         return notes
 
 

@@ -58,9 +58,9 @@ class LayoutSpace:
             return None
         if len(found) < len(_OPEN) or not all(value.isdecimal() and int(value) for value in found.values()):
             raise InvalidLayout(
-                f"{text!r} opens no space of layouts.",
-                why="layouts are compared by the seconds of a step, which trains so many samples on so many ranks",
-                next='write "ranks=64,samples=512", and the degrees that are not to be chosen behind it',
+                f"{text!r} does not define a search over layouts.",
+                why="layouts are compared by the seconds of one step, so ranks= and samples= must both be positive numbers",
+                next='write "ranks=64,samples=512", followed by the degrees that you want to fix',
             )
         return LayoutSpace(int(found["ranks"]), int(found["samples"]), given)
 
@@ -164,9 +164,9 @@ class LayoutSearch:
         tried = [each for layout in self._layouts(first) if (each := self._try(layout, first)) is not None]
         if not tried:
             raise InvalidLayout(
-                f"No layout of {self._space.ranks} ranks runs {self._space.samples} samples in micro-batches of {first}.",
-                why="degrees have to divide the ranks and the model's sizes, and data-parallel ranks the samples",
-                next="take other numbers, or give fewer degrees",
+                f"No layout of {self._space.ranks} ranks can run {self._space.samples} samples in micro-batches of {first}.",
+                why="degrees must divide the ranks and the model's sizes, and the data-parallel ranks must divide the samples",
+                next="change ranks= or samples=, or fix fewer degrees",
             )
         self._settle(tried)
         while batch is None and first < _LARGEST_BATCH:

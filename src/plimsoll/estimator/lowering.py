@@ -37,7 +37,9 @@ def lowering_notes(device: Device, framework: str | None) -> tuple[str, ...]:
     """Notes on switches of a framework that were not tried on this device."""
     if framework is None or device.host_link_bytes_per_second:
         return ()
-    return (f"switches that offload were not tried: no link between {device.name} and a host is in the catalogue",)
+    return (
+        f"switches that offload were not tried: the catalogue does not know the link between {device.name} and its host",
+    )
 
 
 def check_framework(framework: str, how: Techniques) -> None:
@@ -48,15 +50,15 @@ def check_framework(framework: str, how: Techniques) -> None:
     """
     if framework not in FRAMEWORKS:
         raise InvalidOption(
-            f"Nothing is known of switches of {framework!r}.",
-            why=f"known are those of {', '.join(FRAMEWORKS)}",
-            next='name one of them, or write a plan for torch alone: plan.export("sac", "policy.py")',
+            f"export={framework!r} is not a supported framework.",
+            why=f"the supported frameworks are {', '.join(FRAMEWORKS)}",
+            next='use one of them, or write a plan for torch alone: plan.export("sac", "policy.py")',
         )
     if "activations" in how.on_host:
         raise InvalidOption(
-            f"offload={how.offload} does not go with export={framework!r}.",
-            why="offload=activations sends what a strategy keeps, and the switches say what is sent",
-            next="leave activations out: settings that offload are tried where the device has a link to its host",
+            f"offload={how.offload} cannot be combined with export={framework!r}.",
+            why="offload=activations offloads what a strategy keeps, but here the framework's switches decide that",
+            next="leave activations out: switches that offload are tried anyway if the device's host link is known",
         )
 
 

@@ -144,11 +144,11 @@ def _find(name: str) -> tuple[_Recipe, StepForm | None]:
     closest = difflib.get_close_matches(key, _BY_KEY, n=3, cutoff=0.5)
     close = list(dict.fromkeys(_BY_KEY[each].name for each in closest))
     raise UnknownOptimizer(
-        f"No optimizer is called {name!r}.",
+        f"The optimizer {name!r} is not known.",
         why=f"the catalogue has {', '.join(known_optimizers())}",
         next=f"try {' or '.join(repr(each) for each in close)}"
         if close
-        else "pick one of these, or trace the step with the optimizer itself: plimsoll.plan(..., optimizer=)",
+        else "use one of these, or trace the step with the optimizer itself: plimsoll.plan(..., optimizer=)",
     )
 
 
@@ -167,9 +167,9 @@ def _form(recipe: _Recipe, form: StepForm | None) -> StepForm:
     if form is not StepForm.FUSED and len(forms) == 1:
         return forms[0]
     raise InvalidOption(
-        f"{recipe.name} has no {form.value} form.",
-        why=f"it steps as {' or '.join(each.value for each in forms)}",
-        next="leave the form out",
+        f"The optimizer {recipe.name} does not have a {form.value} implementation.",
+        why=f"it is implemented as {' or '.join(each.value for each in forms)}",
+        next="leave the implementation out of the name",
     )
 
 
@@ -229,8 +229,8 @@ def _two_in_8bit(tensor: Tensor) -> int:
 # One kernel per parameter reads and writes the weight, reads the gradient, and reads and writes both states.
 _STEP_8BIT = OptimizerStep(3, 8, besides=lambda each: (2 * _two_in_8bit(each), 0))
 _8BIT_NOTES = (
-    "bitsandbytes' block-wise form: states of fewer than 4096 elements stay in f32; embeddings too, if they were registered "
-    "for it (transformers' Trainer does), which is not counted; nor are 2 KiB of tables that all parameters share",
+    "bitsandbytes' block-wise form: states of fewer than 4096 elements stay in f32; not counted: embeddings registered to "
+    "stay in f32 (transformers' Trainer does that), and 2 KiB of tables that all parameters share",
 )
 
 
@@ -253,15 +253,17 @@ def _torchao(name: str, bits: int, block: int) -> _Recipe:
         state_bytes=state_bytes,
         has_counters=False,
         basis=Basis.MODELLED,
-        notes=("as torchao.optim has it, compiled per parameter",),
+        notes=("as in torchao.optim, compiled per parameter",),
     )
 
 
 _PAGED_NOTE = (
-    "bitsandbytes' paged state is counted on the host, its way over the link twice a step; while the device has room, it stays "
-    "there and costs nothing"
+    "bitsandbytes' paged state is counted as host memory that crosses the link twice a step; as long as the device has room, "
+    "the state stays on the device and this cost does not arise"
 )
-_MUON_NOTES = ("Muon updates matrices; embeddings, heads (told by their names) and all other shapes are AdamW's",)
+_MUON_NOTES = (
+    "Muon updates matrices; AdamW updates embeddings, heads (recognised by their names) and all other shapes",
+)
 _RECIPES = (
     _Recipe(name="sgd", steps=steps.SGD, state_bytes=lambda _: 0, has_counters=False),
     _Recipe(
@@ -317,7 +319,7 @@ _RECIPES = (
         steps=steps.LION,
         state_bytes=lambda each: each.bytes,
         has_counters=False,
-        notes=("as lion-pytorch runs it",),
+        notes=("as in lion-pytorch",),
     ),
     _Recipe(name="rmsprop", steps=steps.RMSPROP, state_bytes=lambda each: each.bytes),
     _Recipe(name="adagrad", steps=steps.ADAGRAD, state_bytes=lambda each: each.bytes),

@@ -97,7 +97,11 @@ def _on_host(use: OptimizerUse, parameters: Sequence[TraceParameter], held: Held
         link_bytes=use.link_bytes + (0 if held.on_host else gradients + sum(each.bytes for each in trained)),
         notes=(
             *use.notes,
-            "state and step are the host's, which runs it for all ranks of a node; "
-            + ("so are shards and their gradients" if held.on_host else "gradients stay until then"),
+            "the host holds the optimizer state and runs the step for all ranks of a node; "
+            + (
+                "it also holds shards and their gradients"
+                if held.on_host
+                else "gradients stay on the device until then"
+            ),
         ),
     )

@@ -57,10 +57,10 @@ def with_techniques(
         head = find_head(trace, is_divided=how.loss == "fused")
         if head is None:
             raise InvalidOption(
-                f"loss={how.loss}, but {trace.model} has no head with a loss over classes.",
-                why="it is found as a log-softmax behind a matrix product, outside of the blocks; tensor parallelism has "
-                "its own loss, which never holds all logits, and can only be fused",
-                next="leave loss= out, or with tensor parallelism write loss=fused",
+                f"loss={how.loss} cannot be used: no head with a loss over classes was found in {trace.model}.",
+                why="it is recognised as a log-softmax after a matrix product, outside the blocks; under tensor parallelism "
+                "the loss never holds all logits and can only be fused",
+                next="leave loss= out, or use loss=fused with tensor parallelism",
             )
         if how.loss != "chunked":
             trace = _with_fused_loss(trace, head, how.loss)
@@ -78,9 +78,9 @@ def _with_documents(trace: Trace, tokens: int, sequence: int | None) -> Trace:
     }
     if not specs:
         raise InvalidOption(
-            f"packed={tokens}, but no attention of {trace.model} gets less to do.",
-            why=f"fused attention runs within documents of {tokens} tokens, and a sample has {sequence or 'none'}",
-            next="give fewer tokens than a sample has, and a model with fused attention (sdpa), or leave packed= out",
+            f"packed={tokens} would not reduce the work of attention in {trace.model}.",
+            why=f"it limits fused attention to documents of {tokens} tokens; tokens in a sample: {sequence or 'none'}",
+            next="use fewer tokens than a sample has and a model with fused attention (sdpa), or leave packed= out",
         )
     return replace(trace, specs=trace.specs | specs)
 
@@ -153,9 +153,9 @@ def _with_fp8(trace: Trace, how: Techniques, *, reads_both_ways: bool) -> Trace:
         edit.add(int(recipe.bytes * held), Category.TEMPORARY, f"{op.module}: operands in fp8", made, tick + 1)
     if not ticks:
         raise InvalidOption(
-            f"fp8={how.fp8}, but {trace.model} has no product that it would run.",
-            why=f"it runs 16-bit products of linear layers in blocks, of sizes that {recipe.multiple} divides",
-            next="take precision bf16, bf16-mixed or fsdp-bf16, or leave fp8= out",
+            f"fp8={how.fp8} does not apply to any matrix product of {trace.model}.",
+            why=f"it applies to 16-bit linear layers inside blocks whose sizes are multiples of {recipe.multiple}",
+            next="use precision bf16, bf16-mixed or fsdp-bf16, or leave fp8= out",
         )
     _hold_weights(edit, held_weights, is_alone=how.fp8_weights)
     saved, others = _saved_by_products(trace, ticks) if recipe.is_held else ({}, set())

@@ -89,7 +89,7 @@ class AnswerCache(Generic[Answer]):
         try:
             answer: Answer = msgspec.msgpack.decode(payload, type=self._kind)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            _LOG.debug("what is kept under %s is no %s: %s", key, self._kind.__name__, error)
+            _LOG.debug("the cache entry %s is not a valid %s: %s", key, self._kind.__name__, error)
             self._files.drop(key)
             return None
         return answer
@@ -183,7 +183,7 @@ class FileCache:
             return None
         payload = _checked(content)
         if payload is None:
-            _LOG.debug("%s is damaged or not of this cache: removed", path)
+            _LOG.debug("%s is damaged or was not written by this cache: removed", path)
             self.drop(key)
             return None
         with contextlib.suppress(OSError):
@@ -199,7 +199,7 @@ class FileCache:
                 file.write(_MAGIC + hashlib.sha256(body).digest() + body)
             self._shrink(keep=self._path(key))
         except OSError as error:
-            _LOG.debug("cannot keep a trace in %s: %s", self._directory, error)
+            _LOG.debug("cannot store a trace in %s: %s", self._directory, error)
 
     def drop(self, key: str) -> None:
         """Remove what is stored under ``key``."""
@@ -207,7 +207,7 @@ class FileCache:
             self._path(key).unlink()
 
     def _path(self, key: str) -> Path:
-        assert _KEY.fullmatch(key), f"{key!r} is no key"
+        assert _KEY.fullmatch(key), f"{key!r} is not a cache key"
         return self._directory / f"{key}{_SUFFIX}"
 
     def _shrink(self, keep: Path) -> None:

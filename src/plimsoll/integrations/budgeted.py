@@ -70,9 +70,9 @@ class Framework:
         if not is_newer and TorchVersion(found) >= self.oldest:
             return
         raise UnsupportedFramework(
-            f"{self.name} {found} is {'newer' if is_newer else 'older'} than what this integration was tried with.",
-            why=f"it reaches into the framework's training loop; tried with {self.name} {self.oldest} to {self.newest}",
-            next=f"install one of those, or call plimsoll.attach(model, budget) before the training loop of {self.name}",
+            f"{self.name} {found} is {'newer' if is_newer else 'older'} than the versions that this integration supports.",
+            why=f"it changes the framework's training loop and was tried with {self.name} {self.oldest} to {self.newest}",
+            next=f"install such a version, or call plimsoll.attach(model, budget) before the training loop of {self.name}",
         )
 
     def _found(self) -> str:
@@ -83,8 +83,8 @@ class Framework:
             if module is not None and "__version__" in vars(module):
                 return str(vars(module)["__version__"])
             raise UnsupportedFramework(
-                f"Nothing tells the version of {self.name}.",
-                why=f"its metadata are not installed; this integration was tried with {self.oldest} to {self.newest}",
+                f"The version of {self.name} cannot be determined.",
+                why=f"its package metadata is missing; this integration was tried with {self.oldest} to {self.newest}",
                 next=f"install {self.name} with pip, or call plimsoll.attach(model, budget) before its training loop",
             ) from error
 
@@ -128,9 +128,9 @@ class BudgetedTraining:
         """
         if self.owner not in (None, owner) and not is_free:
             raise InvalidOption(
-                f"One PlimsollCallback was given to two of {type(owner).__name__}, and the first is not through.",
-                why="a budget is at work on one model at a time: it would come off the first without a word",
-                next="make a callback for each trainer, with its share of the budget; in Fabric call "
+                f"This PlimsollCallback is still used by another {type(owner).__name__}.",
+                why="a budget manages one model at a time, so the other model would silently lose its budget",
+                next="create a callback for each trainer, with its share of the budget; in Fabric, call "
                 "plimsoll.attach(model, share) after fabric.setup instead",
             )
         self.end()
@@ -154,14 +154,14 @@ class BudgetedTraining:
         taken_over += switch_off(model, self._undo_work)
         if taken_over:
             self._log.warning(
-                "Plimsoll: the budget takes over. The activation checkpointing or offloading that was set (in %s places) is "
-                "off while it is at work",
+                "Plimsoll: the budget replaces the activation checkpointing or offloading that was set (in %s places). "
+                "That is switched off as long as the budget is active",
                 taken_over,
             )
         self._beside_bytes = 0 if self._budget == "auto" else _bytes_beside(model, beside)
         if self._beside_bytes:
             self._log.warning(
-                "Plimsoll: %s of the budget hold other models than the one that is trained",
+                "Plimsoll: other models (not the trained model) use %s of the budget",
                 format_bytes(self._beside_bytes),
             )
         try:
@@ -183,16 +183,16 @@ class BudgetedTraining:
         if budget_bytes > self._beside_bytes:
             return budget_bytes - self._beside_bytes
         raise BudgetBelowFloor(
-            f"budget {format_bytes(budget_bytes)} is all taken by other models, which hold {format_bytes(self._beside_bytes)}.",
-            why="the trainer has them beside the model that is trained, on the same device in every step",
-            next=f"more than {self._beside_bytes} bytes, or move them to another device",
+            f"budget {format_bytes(budget_bytes)} is used up by other models, which hold {format_bytes(self._beside_bytes)}.",
+            why="the trainer keeps them on the device of the trained model during every step",
+            next=f"set a budget of more than {self._beside_bytes} bytes, or move these models to another device",
         )
 
     def name_beside(self, error: BudgetBelowFloor) -> None:
         """Extend the error: the bytes of other models come on top of the floor that it names."""
         if self._beside_bytes:
-            error.why = f"{error.why}; this is beside {format_bytes(self._beside_bytes)} that other models hold"
-            error.next = f"{self._beside_bytes} bytes for those on top of {error.next}"
+            error.why = f"{error.why}; other models hold {format_bytes(self._beside_bytes)} in addition"
+            error.next = f"{error.next}; add {self._beside_bytes} bytes for the other models to each budget named here"
 
     def pause(self) -> None:
         """Remove the budget from the model; it may begin again. A second call does nothing."""
@@ -268,7 +268,7 @@ def _inner(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | N
 def _compiled(model: nn.Module) -> InvalidModel:
     return InvalidModel(
         f"{type(model).__name__} is compiled by torch.compile.",
-        why="this trainer's steps are planned by the eager engine alone",
+        why="this integration supports only eager models",
         next="train it uncompiled, or call plimsoll.attach(model, budget) yourself, which plans compiled models",
     )
 

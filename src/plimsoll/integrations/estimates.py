@@ -56,9 +56,9 @@ class FixedSizes:
         """
         if self.total >= budget_bytes:
             raise BudgetBelowFloor(
-                f"budget {format_bytes(budget_bytes)} is below what no plan changes, {format_bytes(self.total)}.",
-                why="parameters, gradients, the optimizer's state and the batch are there whatever is recomputed",
-                next="take a smaller model or optimizer state, or a device with more memory",
+                f"budget {format_bytes(budget_bytes)} is below what a plan cannot reduce, {format_bytes(self.total)}.",
+                why="parameters, gradients, optimizer state and batch stay in memory even if everything is recomputed",
+                next="use a smaller model or optimizer state, or a device with more memory",
             )
         return budget_bytes - self.total
 
@@ -128,9 +128,9 @@ def estimate_step(
             mfu=step.flops / seconds / found.flops_per_second(step.dtype) if seconds else None,
             relative_error=_SECONDS_ERROR,
             basis=Basis.MODELLED,
-            note="forward and backward by the roofline; the optimizer's step is not in it",
+            note="forward and backward by the roofline model; without the optimizer's step",
         ),
-        notes=("The first array of the batch says how many samples there are.",),
+        notes=("The number of samples is the size of the batch's first array.",),
         total_seconds=time.monotonic() - started,
     )
 
@@ -148,7 +148,7 @@ def _stage(step: Plannable, sizes: FixedSizes, unmanaged: int, plan: Plan | None
         for name, bytes_ in exact.items()
         if bytes_
     ]
-    note = f"{step.counted_by}; for another device it decides anew"
+    note = f"{step.counted_by}; on another device the number can differ"
     items.append(
         BudgetItem(name="temporaries", bytes=taken, relative_error=_TEMPORARY_ERROR, basis=Basis.ASSUMED, note=note)
     )
@@ -236,7 +236,7 @@ def fit_steps(at: Callable[[int], tuple[Plannable, FixedSizes]], budget: str | i
         traces=len(looked),
         solves=len(looked),
         total_seconds=time.monotonic() - started,
-        notes=(f"Temporaries: {step.counted_by}. The optimizer's step takes no time in this.",),
+        notes=(f"Temporaries: {step.counted_by}. The time of the optimizer's step is not included.",),
     )
 
 

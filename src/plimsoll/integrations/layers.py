@@ -69,21 +69,21 @@ def check_fingerprint(plan: Plan, framework: str, kinds: Mapping[str, str]) -> N
     if plan.framework != framework:
         raise PlanMismatch(
             f"This plan was made for {plan.framework}, not for layers of {framework}.",
-            why="its decisions name values, and here whole layers are kept or run again",
-            next="follow it where it was made, or plan these layers",
+            why="its decisions name single values, but here whole layers are kept or recomputed",
+            next="use the plan with its own framework, or plan these layers",
         )
     found = fingerprint(framework, kinds)
     if plan.fingerprint != found:
         raise PlanMismatch(
             f"This plan was made for other layers: {plan.fingerprint}, not {found}.",
-            why="layers have other classes or shapes than those that were planned",
-            next="plan this model",
+            why="the layers have other classes or shapes than the planned layers",
+            next="plan this model again",
         )
     if unknown := rerun_layers(plan) - kinds.keys():
         raise PlanMismatch(
-            f"No layer is called {', '.join(sorted(unknown))}.",
-            why="the plan runs it again, and knows it by its name",
-            next="name the layers yourself, or plan this model",
+            f"The model does not have layers called {', '.join(sorted(unknown))}.",
+            why="the plan recomputes layers by name, and these names were not found",
+            next="give the layers fixed names, or plan this model again",
         )
 
 
@@ -143,7 +143,7 @@ class LayerPlans:
     def __init__(self, step: LayeredStep, meter: PlanMeter, *, name: str) -> None:
         self.name, self.flops, self._meter = name, step.flops, meter
         self.search = PlanSearch(_traced(step, meter.framework, name), meter)
-        self.counted_by = f"as {meter.name} counts here"
+        self.counted_by = f"as counted by {meter.name} on this device"
 
     def plan(self, budget_bytes: int | None) -> Plan:
         """The fastest plan within a budget."""

@@ -155,11 +155,11 @@ def _check_calls(missing: Sequence[str], spans: Mapping[str, Sequence[_Span]]) -
     is_nested = any(before[1] > after[0] for before, after in itertools.pairwise(flat))
     if missing or is_nested:
         raise InvalidOption(
-            f"These layers cannot be planned: {', '.join(missing) or 'one runs inside of another'}.",
+            f"These layers cannot be planned: {', '.join(missing) or 'one layer is inside another'}.",
             why="the step does not call them"
             if missing
-            else "a layer that runs again runs all that is inside of it again",
-            next="pass layers= that the step calls, none inside of another, such as the blocks of a network",
+            else "recomputing a layer also recomputes every layer inside it",
+            next="pass layers= that the step calls and that are not inside one another, such as the blocks of a network",
         )
 
 
@@ -219,9 +219,9 @@ def _obstacle(operations: Sequence[Any], given: Collection[int]) -> str:
         for tensor in op.inputs:
             is_known = tensor.op in own or id(tensor) in given or tensor.op.type in _FROM_OUTSIDE
             if tensor.dtype.is_floating and not is_known:
-                return f"it reads {tensor.op.name}, no argument of its call, and tf.recompute_grad loses that gradient"
+                return f"it reads {tensor.op.name}, which is not an argument: tf.recompute_grad would lose its gradient"
         if op.op_def is not None and op.op_def.is_stateful and op.type not in _HARMLESS:
-            return f"{op.type} writes or draws, which would happen twice"
+            return f"{op.type} writes state or draws random numbers, and recomputing would repeat that"
     return ""
 
 
@@ -290,15 +290,15 @@ def peak_bytes(run: Callable[[], object]) -> int:
         peak = int(tf.config.experimental.get_memory_info(device)["peak"] - before)
     except ValueError as error:
         raise InvalidOption(
-            f"TensorFlow does not say what {device} allocates.",
-            why=f"{error}; on a CPU the allocator of oneDNN alone counts",
+            f"TensorFlow does not report the memory that {device} allocates.",
+            why=f"{error}; on a CPU only oneDNN's allocator counts",
             next="leave TF_ENABLE_ONEDNN_OPTS at its default, or plan on a GPU",
         ) from error
     if not peak:
         raise InvalidOption(
-            "TensorFlow counts no byte of this step.",
-            why="on a CPU its allocator counts tensors of 256 KiB and more alone",
-            next="plan with a batch of the size that is trained with",
+            "TensorFlow counted 0 bytes for this step.",
+            why="on a CPU its allocator counts only tensors of at least 256 KiB",
+            next="plan with a batch of the size that you train with",
         )
     return peak
 

@@ -125,7 +125,9 @@ class PlimsollCallback(_Callback):
             if not is_tried:
                 raise
             # Lightning looks for these words (seen in Lightning 2.4 to 2.6).
-            raise torch.OutOfMemoryError(f"Under its budget, as if CUDA were out of memory: {error}") from error
+            raise torch.OutOfMemoryError(
+                f"The budget is too small (reported as CUDA out of memory): {error}"
+            ) from error
 
     def _log_once(self, log: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Log what the training step logs, except in trial runs for a plan."""
@@ -171,10 +173,10 @@ def _managed(strategy: Any) -> nn.Module:
     if len(trained) == 1 and strategy.model is module:
         return trained[0]
     raise InvalidModel(
-        f"{type(module).__name__} {'optimizes' if can_run_again else 'fetches its batches'} by hand.",
-        why="its training step cannot be run twice to see what it takes, and "
+        f"{type(module).__name__} {'optimizes manually' if can_run_again else 'fetches its own batches'}.",
+        why="its training step as a whole cannot be run again for measuring, and "
         + (f"it trains {len(trained)} modules" if len(trained) != 1 else "it is wrapped by DistributedDataParallel"),
-        next="put what is trained into one module of the LightningModule, train it on one device, or let Lightning optimize",
+        next="put all trained parameters into one child module and train on one device, or use automatic optimization",
     )
 
 
@@ -182,7 +184,7 @@ def _refuse_twins(callbacks: list[Any]) -> None:
     given = sum(isinstance(callback, PlimsollCallback) for callback in callbacks)
     if given > 1:
         raise InvalidOption(
-            f"Lightning was given {given} PlimsollCallbacks.",
-            why="each would plan for the same bytes",
-            next="keep one",
+            f"Lightning got {given} PlimsollCallbacks.",
+            why="each of them would plan for the same bytes",
+            next="keep only one of them",
         )

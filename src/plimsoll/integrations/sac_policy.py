@@ -58,7 +58,9 @@ class _Region:
 
     def __init__(self, module: nn.Module, calls: Mapping[int, int], handles: list[Any]) -> None:
         if "forward" in vars(module):
-            raise RuntimeError(f"{type(module).__name__}.forward is replaced already: apply the policy once, and first")
+            raise RuntimeError(
+                f"{type(module).__name__}.forward is already replaced: apply the policy only once, before other patches"
+            )
         self.module = module
         self.count = 0
         self.running = _Running()

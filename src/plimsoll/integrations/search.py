@@ -36,9 +36,9 @@ def check_plan(plan: object) -> None:
     """
     if not isinstance(plan, Plan):
         raise InvalidOption(
-            f"A {type(plan).__name__} is no plan.",
-            why="what is followed is the plan itself, not where it lies",
-            next="pass what plan(...) returned, or plimsoll.artifacts.store.load_plan of a saved one",
+            f"plan= is a {type(plan).__name__}, which is not a Plan.",
+            why="a plan object is needed here, not the path of a file",
+            next="pass the plan that plan(...) returned, or load a saved plan with plimsoll.artifacts.store.load_plan",
         )
 
 
@@ -161,8 +161,8 @@ class PlanSearch:
             raise BudgetBelowFloor(
                 f"budget {format_bytes(budget_bytes)} is below the smallest peak that {self.meter.name} reached, "
                 f"{format_bytes(smallest)}.",
-                why=f"{len(self.measured)} plans were measured, the one that holds least among them",
-                next=f"budget {format_bytes_up(smallest)}, or halve the batch, or put more layers into one loop",
+                why=f"{len(self.measured)} plans were measured, including the plan with the lowest predicted peak",
+                next=f"set the budget to {format_bytes_up(smallest)}, or halve the batch, or put more layers into one loop",
             )
         return self._told(lowest, taken, budget_bytes)
 
@@ -172,7 +172,7 @@ class PlanSearch:
         # The solver's bound does not include the time that holding takes.
         gap = max(found.predicted_seconds - found.lower_bound_seconds, 0.0)
         overhead = found.predicted_seconds - found.baseline_seconds
-        said = f"the model said {format_bytes(found.predicted_peak_bytes)}"
+        said = f"the prediction was {format_bytes(found.predicted_peak_bytes)}"
         return msgspec.structs.replace(
             found,
             framework=self.meter.framework,

@@ -135,7 +135,7 @@ def compare(step: Callable[..., Any], *args: Any, ways: Mapping[str, Callable[..
         device=device_kind(),
         versions={"tensorflow": tf.__version__},
         signature=" ".join(f"{each.dtype.name}{each.shape.as_list()}" for each in given),
-        note="peaks are what TensorFlow says that a run allocates, gradients included",
+        note="peaks are the bytes that TensorFlow reports for a run, gradients included",
     )
     name = getattr(step, "__name__", type(step).__name__)
     return compare_ways(way(step), {each: way(run) for each, run in ways.items()}, place, model=name, steps=steps)

@@ -61,8 +61,8 @@ class _Budgeted:
         if self.handle is None:
             if trainer.parallel_dims.pp_enabled:
                 raise InvalidOption(
-                    "BudgetAC does not go with a pipeline.",
-                    why="every stage holds several micro-batches at once, which its schedule knows and a policy does not",
+                    "BudgetAC does not support pipeline parallelism.",
+                    why="every stage holds several micro-batches at once, and only the schedule knows how many",
                     next="call plimsoll.distributed.attach_schedule(trainer.pp_schedule, budget) before trainer.train()",
                 )
             [model], optimizers = trainer.model_parts, trainer.optimizers.optimizers
@@ -113,7 +113,7 @@ def _calling_trainer() -> Any:
     if (found := next(calling(Trainer), None)) is not None:
         return found
     raise InvalidOption(
-        "BudgetAC was applied outside of a torchtitan Trainer.",
-        why="it looks for the trainer that calls it, to find the model that is trained and its optimizer",
-        next="name it in the trainer's configuration: activation_checkpoint=BudgetAC.Config(memory_budget=...)",
+        "BudgetAC was applied outside a torchtitan Trainer.",
+        why="it needs the trainer that calls it, to find the trained model and its optimizer",
+        next="set it in the trainer's configuration: activation_checkpoint=BudgetAC.Config(memory_budget=...)",
     )

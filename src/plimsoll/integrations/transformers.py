@@ -113,8 +113,8 @@ def _calling_trainers() -> list[Trainer]:
     if found := list(calling(Trainer)):
         return found
     raise InvalidOption(
-        "PlimsollCallback was called outside of a Trainer.",
-        why="it looks for the trainer that calls it, to find the module that is trained",
+        "PlimsollCallback was called outside a Trainer.",
+        why="it needs the trainer that calls it, to find the trained module",
         next="pass it as Trainer(..., callbacks=[PlimsollCallback(budget)]); in other loops use plimsoll.attach",
     )
 
@@ -124,6 +124,6 @@ def _refuse(trainer: Trainer) -> None:
     if given > 1:
         raise InvalidOption(
             f"This trainer has {given} PlimsollCallbacks.",
-            why="each would plan for the same bytes",
-            next="keep one: trainer.remove_callback(PlimsollCallback)",
+            why="each of them would plan for the same bytes",
+            next="keep only one: trainer.remove_callback(PlimsollCallback)",
         )

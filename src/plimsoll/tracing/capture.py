@@ -202,7 +202,7 @@ def run_step(
 
     Raises:
         InvalidBatch: the model refuses the batch, or continues the graph of an earlier call.
-        InvalidLoss: there is no scalar loss.
+        InvalidLoss: the step does not have a scalar loss.
         TracingFailed: the step depends on values that a fake tensor does not have, or backward fails.
     """
     args, kwargs = call
@@ -386,8 +386,8 @@ class StepCapture:
     def _already_checkpointed(self, name: str) -> InvalidModel:
         return InvalidModel(
             f"{type(self._model).__name__} already checkpoints {name}.",
-            why="its saved tensors go through hooks of somebody else, so Plimsoll could not decide about them",
-            next="switch that off first: model.gradient_checkpointing_disable() in transformers, "
+            why="other code's saved-tensor hooks process its saved tensors, so Plimsoll cannot decide about them",
+            next="switch checkpointing off first: model.gradient_checkpointing_disable() in transformers, "
             "or remove torch.utils.checkpoint / the offload context around the layer",
         )
 

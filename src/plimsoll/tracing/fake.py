@@ -56,8 +56,8 @@ def fake_like(tensor: torch.Tensor, mode: FakeTensorMode | None) -> torch.Tensor
     if tensor.layout is not torch.strided:
         raise TracingFailed(
             f"A {str(tensor.layout).removeprefix('torch.')} tensor cannot be traced without its device.",
-            why="how many elements it has is data, and a fake tensor knows shapes only",
-            next="trace on the device itself (real tensors, no device_profile)",
+            why="its number of elements depends on its data, and a fake tensor knows only shapes",
+            next="trace on the device itself (with real tensors, without device_profile=)",
         )
     device = "meta" if mode is None else "cpu"
     with mode or contextlib.nullcontext():

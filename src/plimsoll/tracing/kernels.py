@@ -14,7 +14,7 @@ flash, then memory-efficient, then the one made of matrix products. A kernel tha
 
 Sources: ``aten/src/ATen/native/Dropout.cpp``, ``transformers/attention.cpp``, ``transformers/cuda/sdp_utils.cpp``,
 ``layer_norm.cpp``, ``SoftMax.cpp``, ``autocast_mode.h`` in PyTorch. Known weaknesses: GPUs too old for flash attention are not
-recognised, nor is an order given by ``sdpa_kernel(..., set_priority=True)``. Heads larger than 128 are assumed not to be
+recognised, and an order set by ``sdpa_kernel(..., set_priority=True)`` is ignored. Heads larger than 128 are assumed not to be
 supported by cuDNN (newer versions support some). Convolutions and batch norm keep the CPU's form, which saves the same tensors
 as cuDNN's except its small reserve. None of this was compared with a GPU yet.
 """

@@ -1,11 +1,11 @@
-"""Traces an optimizer's step on copies of its parameters and state that have no memory.
+"""Traces an optimizer's step on copies of its parameters and state that do not use memory.
 
 The traced step is the second one, so the optimizer's state exists, as in all of training except the first step. The real
 optimizer is only read.
 
 Copies on the meta device cost a tenth of what fake tensors cost. If a step fails on that device, fake tensors are used.
 
-Known weakness: if a step reads a number from such a tensor (Adafactor: the norm of a parameter), the number is one.
+Known weakness: if a step reads a number from such a tensor (Adafactor: the norm of a parameter), it reads 1.
 """
 
 from __future__ import annotations
@@ -98,8 +98,9 @@ def trace_optimizer(
             refusal = error
     raise TracingFailed(
         f"{type(optimizer).__name__} cannot be traced: {type(refusal).__name__}: {first_line(refusal)}",
-        why="its step runs on a copy with fake tensors, without a closure; this one could not be copied or needs numbers",
-        next="plan without optimizer= and leave room in the budget for its state and its step",
+        why="tracing runs step() on a copy with fake tensors, without a closure; this optimizer cannot be copied, or its step "
+        "needs real numbers or a closure",
+        next="plan without optimizer=, with a budget that leaves room for its state and its step",
     ) from refusal
 
 
@@ -198,10 +199,10 @@ def refuse_optimizer_of_another(optimizer: Optimizer, model: nn.Module) -> None:
     held = list(_parameters(optimizer))  # none under ZeRO-3, while it does not step
     if held and {id(each) for each in every_parameter(model)}.isdisjoint(map(id, held)):
         raise InvalidModel(
-            f"{type(optimizer).__name__} holds no parameter of {type(model).__name__}.",
-            why=f"the first of its {len(held)} parameters has shape {tuple(held[0].shape)}; the model was perhaps moved or "
-            "wrapped after the optimizer was made",
-            next="make the optimizer from model.parameters() of the very model that is planned",
+            f"{type(optimizer).__name__} does not hold any parameter of {type(model).__name__}.",
+            why=f"the first of its {len(held)} parameters has shape {tuple(held[0].shape)}; perhaps the model was moved or "
+            "wrapped after the optimizer was created",
+            next="create the optimizer from model.parameters() of the model that you plan",
         )
 
 

@@ -53,39 +53,39 @@ def check_traceable(model: nn.Module) -> None:
     if has_flat_parameters(model):
         raise InvalidModel(
             "This model is sharded by FullyShardedDataParallel (FSDP1).",
-            why="its parameters are views of flat ones and change from call to call, so what they hold cannot be followed",
+            why="its parameters are views of flat parameters and are replaced in every call, so their memory cannot be tracked",
             next="shard it with torch.distributed.fsdp.fully_shard (FSDP2)",
         )
     is_gathered = any(map(is_gathered_by_zero, parameters))
     if (is_gathered or is_stepped_by_zero(parameters)) and engine_of(model) is None:
         raise InvalidModel(
-            f"{name} is not what the engine of DeepSpeed's ZeRO calls.",
-            why="the engine around it holds partitions and gradients, which a budget would not count",
-            next="pass engine.module; plimsoll.attach takes the DeepSpeedEngine itself as well",
+            f"{name} is not the module that DeepSpeed's ZeRO engine calls.",
+            why="the engine around it holds partitions and gradients that the budget would not count",
+            next="pass engine.module; plimsoll.attach also accepts the DeepSpeedEngine itself",
         )
     if is_gathered and not has_leaf_modules(model):
         raise InvalidModel(
             f"DeepSpeed's ZeRO in stage 3 gathers the parameters of {name} layer by layer.",
-            why="a replay of a block reads all that the block has, and would find most of it gone",
-            next="plimsoll.attach(engine, budget=…), which lets every block gather its parameters together",
+            why="recomputing a block needs all its parameters at once, but most would already be freed again",
+            next="call plimsoll.attach(engine, budget=…), which makes each block gather all its parameters together",
         )
     if not parameters:
         raise InvalidModel(
-            f"{name} has no parameters.",
-            why="a training step without parameters has no gradients to make",
-            next="pass the module that is trained",
+            f"{name} does not have parameters.",
+            why="a training step without parameters does not compute gradients",
+            next="pass the module that you train",
         )
     if not any(parameter.requires_grad for parameter in parameters):
         raise InvalidModel(
             f"No parameter of {name} is trainable.",
-            why=f"requires_grad is False on all {len(parameters)} of them",
-            next="unfreeze what is to be trained: parameter.requires_grad_(True)",
+            why=f"requires_grad is False on all {len(parameters)} parameters",
+            next="unfreeze the parameters that you train: parameter.requires_grad_(True)",
         )
     if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
         raise TracingFailed(
             "Gradients are switched off here.",
-            why="the call is inside torch.no_grad() or torch.inference_mode(): nothing would be saved for backward",
-            next="call Plimsoll outside of it",
+            why="the call is inside torch.no_grad() or torch.inference_mode(), so nothing would be saved for backward",
+            next="call Plimsoll outside that block",
         )
 
 
@@ -101,7 +101,7 @@ def refuse_without_shape(model: nn.Module) -> None:
     ):
         raise InvalidModel(
             f"{type(model).__name__} has parameters without a shape.",
-            why="lazy modules get their parameters in their first forward pass",
+            why="lazy modules create their parameters in their first forward pass",
             next="run the model once on a batch, under torch.no_grad() if you like",
         )
 
@@ -115,7 +115,7 @@ def refuse_nested(tensors: Iterable[torch.Tensor]) -> None:
     if any(tensor.is_nested for tensor in tensors):
         raise InvalidBatch(
             "The model computes with a nested tensor.",
-            why="the sizes of its rows are data, so a plan would know neither its bytes nor how to rebuild it",
+            why="the lengths of its rows depend on data, so a plan can neither count its bytes nor recompute it",
             next="pass a padded tensor with a mask, or the packed values with their offsets",
         )
 
@@ -130,8 +130,8 @@ def refuse_unseen_reducer(model: nn.Module) -> None:
     if wrapper is not None:
         raise InvalidModel(
             f"DistributedDataParallel is {'inside of' if wrapper in model.modules() else 'around'} {type(model).__name__}.",
-            why="the budget would not count its buckets, and it would reduce the gradients of trial steps",
-            next="wrap the model first, then pass DistributedDataParallel itself, such as what accelerator.prepare returns",
+            why="the budget would not count DDP's buckets, and DDP would reduce the gradients of trial steps",
+            next="wrap the model first, then pass DistributedDataParallel itself (such as what accelerator.prepare returns)",
         )
 
 
@@ -141,9 +141,9 @@ def refuse_shards(model: nn.Module) -> None:
     """
     if any(is_sharded(parameter) for parameter in (*sharded_parameters(model), *model.parameters())):
         raise InvalidModel(
-            f"{type(model).__name__} is split over ranks, and its step is to be traced without its device.",
-            why="its parameters would be stand-ins without values: FSDP2 could not gather them, nor DTensors compute with them",
-            next="plan on the device itself, without device_profile=; or before it is split: "
+            f"{type(model).__name__} is split over ranks and cannot be traced without its device.",
+            why="its parameters would be fake: FSDP2 could not gather them, and DTensors could not compute with them",
+            next="plan on the device itself, without device_profile=; or before you split the model: "
             'plimsoll.estimate(model, batch, layout="dp=8,zero=3")',
         )
 
@@ -246,9 +246,7 @@ def uncompiled_regions(model: nn.Module, regions: Mapping[str, nn.Module]) -> di
     refuse_compiled(model)
     left = without_compiled(regions)
     if regions and not left:
-        raise _compiled(
-            f"{type(model).__name__} is compiled by torch.compile or TorchScript in every one of its regions."
-        )
+        raise _compiled(f"Every region of {type(model).__name__} is compiled by torch.compile or TorchScript.")
     return left
 
 
@@ -256,7 +254,7 @@ def without_compiled(regions: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """Return the regions without compiled parts. Warn about each of the others that it is not managed."""
     compiled = {name: part for name, module in regions.items() if (part := compiled_part(module))}
     for name, part in compiled.items():
-        warnings.warn(f"plimsoll: region {name!r} is left alone: {part} is compiled", stacklevel=2)
+        warnings.warn(f"plimsoll: region {name!r} is not managed: {part} is compiled", stacklevel=2)
     return {name: module for name, module in regions.items() if name not in compiled}
 
 
@@ -269,7 +267,7 @@ def without_transforms(
     """
     kept = {other: each for other, each in regions.items() if type(each) is type(regions[name])}
     warnings.warn(
-        f"plimsoll: {', '.join(map(repr, kept))} keep what they save: torch.func allows no hooks where it is at work",
+        f"plimsoll: {', '.join(map(repr, kept))} keep all activations: they use torch.func, which forbids saved-tensor hooks",
         stacklevel=3,
     )
     return {other: each for other, each in regions.items() if other not in kept}, {**left_alone, **kept}
@@ -299,22 +297,22 @@ def refuse_compiler(module: nn.Module, *, is_compiled: bool = False) -> None:
 
 
 def _refuse_managed(module: nn.Module, is_compiled: bool) -> None:  # noqa: FBT001 - Dynamo calls it
-    found = f"{type(module).__name__} was compiled by torch.compile while a plan is at work on it."
+    found = f"{type(module).__name__} was compiled by torch.compile while a plan was managing it."
     if not is_compiled:
         raise _compiled(found)
     raise InvalidModel(
         found,
-        why="the plan has compiled it, and says what that code saves; compiled within other code it would say nothing",
-        next="call torch.compile before plimsoll.apply or attach, or leave it out where the plan compiles the model itself",
+        why="the plan compiled it to control what the code saves; compiled again inside other code it loses that control",
+        next="call torch.compile before plimsoll.apply or attach, or not at all if the plan compiles the model",
     )
 
 
 def _compiled(found: str) -> InvalidModel:
     return InvalidModel(
         found,
-        why="compiled code decides by itself what it saves for backward, so a plan for the eager model would do nothing",
-        next="train it uncompiled under the plan (handle.remove() makes room for torch.compile), or compile parts inside of "
-        "some regions only: those keep everything",
+        why="compiled code itself decides what it saves for backward, so a plan for the eager model would not change it",
+        next="train the model uncompiled under the plan (call handle.remove() before torch.compile), or compile only parts "
+        "inside some regions: those regions keep all their activations",
     )
 
 
@@ -322,8 +320,9 @@ def refused_script() -> InvalidModel:
     """Return the error for torch.jit.script on a managed model, or on a copy that was made while the model was managed."""
     return InvalidModel(
         "torch.jit.script cannot compile a model under a plan.",
-        why="it compiles the source of forward and of hooks, and those of a plan are made of objects",
-        next="call handle.remove() first (and copy the model after it); torch.jit.trace and torch.export work under a plan",
+        why="it compiles the source code of forward and hooks, and a plan replaces them by Python objects",
+        next="call handle.remove() first (and copy the model only after that); torch.jit.trace and torch.export work "
+        "under a plan",
     )
 
 
@@ -332,8 +331,8 @@ def explain_forward(model: nn.Module) -> contextlib.AbstractContextManager[None]
     return _explained(
         model,
         lambda found, place: InvalidBatch(
-            f"{type(model).__name__} refused the batch: {found}",
-            why=f"the forward pass failed in {place}, before anything was planned",
+            f"{type(model).__name__} cannot process the batch: {found}",
+            why=f"the forward pass failed in {place}, before planning",
             next="check that model(*batch) (tuple), model(**batch) (dict) or model(batch) (tensor) works",
         ),
     )
@@ -345,7 +344,7 @@ def explain_backward(model: nn.Module) -> contextlib.AbstractContextManager[None
         model,
         lambda found, place: TracingFailed(
             f"The backward pass of {type(model).__name__} failed: {found}",
-            why="while tracing, backward reads zeros in place of saved activations; some formula could not use them",
+            why="during tracing, backward reads zeros instead of the saved activations, and a backward formula failed on them",
             next="check that loss.backward() works without Plimsoll; if it does, please report this model",
         ),
     )
@@ -375,8 +374,8 @@ def _explained(model: nn.Module, refusal: Callable[[str, str], PlimsollError]) -
 def _runs_graphs(model: nn.Module, op: str, error: Exception) -> TracingFailed:
     return TracingFailed(
         f"{type(model).__name__} runs torch's {op}, which cannot be traced op by op: {first_line(error)}",
-        why="it makes graphs of the functions that it is given, and runs those",
-        next="let Python choose the branch or run the loop; or compute both branches, and choose with torch.where",
+        why="it turns the functions passed to it into graphs and runs those graphs",
+        next="use a Python branch or loop, or compute both branches and select with torch.where",
     )
 
 
@@ -385,14 +384,14 @@ def _not_fakeable(model: nn.Module, error: Exception) -> TracingFailed:
         op = getattr(error, "func", "an op")
         return TracingFailed(
             f"{type(model).__name__} cannot be traced without data: the result of {op} depends on values.",
-            why="a fake trace knows shapes only; routing, masking by content and .item() on activations need numbers",
-            next="trace on the device itself (real parameters, no device_profile), "
+            why="a fake trace knows only shapes; routing, content-based masks and .item() on activations need real numbers",
+            next="trace on the device itself (with real parameters, without device_profile=), "
             "or pass index and mask tensors of the batch as real tensors on the CPU",
         )
     return TracingFailed(
-        f"{type(model).__name__} runs an op that has no fake form: {first_line(error)}",
-        why="the op has no meta kernel, so its output shapes are not known without running it",
-        next="register one with torch.library.register_fake, or trace on the device itself",
+        f"{type(model).__name__} runs an op without a fake kernel: {first_line(error)}",
+        why="without one, the shapes of the op's outputs are known only after running it",
+        next="register a fake kernel with torch.library.register_fake, or trace on the device itself",
     )
 
 

@@ -171,9 +171,10 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]
         if not matches:
             close = difflib.get_close_matches(pattern, named, n=3, cutoff=0.3)
             raise InvalidRegions(
-                f"The region pattern {pattern!r} matches no module of {type(model).__name__}.",
-                why=f"the model has {len(named)} modules" + (f", the closest are {', '.join(close)}" if close else ""),
-                next='use a module path in which * stands for one level, as in "model.layers.*"',
+                f"The region pattern {pattern!r} does not match any module of {type(model).__name__}.",
+                why=f"the model has {len(named)} modules"
+                + (f"; the closest names are {', '.join(close)}" if close else ""),
+                next='use a module path, with * for one level, such as "model.layers.*"',
             )
         found.update(matches)
     return found

@@ -46,9 +46,9 @@ def internal(name: str) -> Any:
 def lacking(name: str) -> UnsupportedTorch:
     """Return the error for a private name that this torch does not have."""
     return UnsupportedTorch(
-        f"torch {torch.__version__} has no {name}.",
-        why=f"Plimsoll needs a few private names of torch's; torch {_OLDEST} to {_NEWEST} have this one",
-        next=f"install a torch from {_OLDEST} to {_NEWEST}, or a Plimsoll that knows this one",
+        f"torch {torch.__version__} does not have {name}.",
+        why=f"Plimsoll uses a few private names of torch; torch {_OLDEST} to {_NEWEST} have this name",
+        next=f"install torch {_OLDEST} to {_NEWEST}, or a Plimsoll that supports this torch",
     )
 
 
@@ -68,9 +68,9 @@ def warn_if_untried() -> None:
     major, minor = TRIED[-1]
     if is_at_least(major, minor + 1):
         warnings.warn(
-            f"torch {torch.__version__} is newer than any that Plimsoll was tried with ({_OLDEST} to {_NEWEST}).\n"
-            "  why   Plimsoll needs a few private names of torch's, which may have changed their meaning\n"
-            f"  next  compare gradients and peak with plimsoll.verify, or install torch {_NEWEST}; to silence this,\n"
+            f"torch {torch.__version__} is newer than every version that Plimsoll was tested with ({_OLDEST} to {_NEWEST}).\n"
+            "  why   Plimsoll uses a few private names of torch, and their meaning may have changed\n"
+            f"  next  check gradients and peak with plimsoll.verify, or install torch {_NEWEST}; to silence this warning,\n"
             '        warnings.filterwarnings("ignore", category=plimsoll.errors.UntriedTorch)',
             UntriedTorch,
             stacklevel=_frames_of_ours(),

@@ -1,4 +1,4 @@
-"""The two ways to observe one training step: ``trace`` for a plan, ``watch`` for what the step does by itself.
+"""The two ways to observe one training step: ``trace`` for a plan, ``watch`` for an unchanged step.
 
 ``trace`` drops what autograd saves, so that the lives of storages do not include what a plan decides about. ``watch`` does not
 drop, replace or refuse anything: it works for models that checkpoint, offload or compress by themselves, and for those that do
@@ -100,7 +100,7 @@ def trace(
         InvalidModel: no parameters, nothing to train, already checkpointed, optimizer of another model; split over ranks, and
             to be traced without its device; compiled by torch.compile, as a whole or in every region.
         InvalidBatch: the model refuses the batch, or it is on another device.
-        InvalidLoss, InvalidRegions: there is no scalar loss; a pattern matches nothing.
+        InvalidLoss, InvalidRegions: the loss is not a scalar; a pattern does not match any module.
         TracingFailed: gradients are off, or the step depends on values that a fake trace does not have.
 
     Example:
@@ -237,7 +237,7 @@ class _Step:
             stepped = trace_optimizer(self._optimizer, self.model, log.without_gradient, on_gpu=on_gpu)
         beside = {
             "buckets of DistributedDataParallel": bucket_bytes(self._wrapped),
-            "weights that DeepSpeed steps": bytes_beside(self.model),
+            "weights that DeepSpeed updates": bytes_beside(self.model),
             "workspaces of cuBLAS": self._library_bytes,
         }
         parts = assemble(log, stepped, beside=beside)
@@ -256,7 +256,7 @@ class _Step:
             parameters=parts.parameters,
             written_buffers=log.written_buffers,
             notes=tuple(
-                f"trial steps run without {name}, which reduces gradients here: what it allocates is not counted, "
+                f"trial steps run without {name}, which reduces gradients here: memory that it allocates is not counted; "
                 "only plimsoll.attach measures it"
                 for name in (*ddp.own_reductions(self._wrapped), *fsdp2.own_reductions(self.model))
             ),

@@ -1,8 +1,8 @@
-"""All knowledge of DeepSpeed, with or without ZeRO: the model in its engine, what it steps, what it holds.
+"""Everything that is specific to DeepSpeed, with or without ZeRO: engine, optimizer, partitions, gathered parameters.
 
 The engine calls the model, whose parameters are views of flat ones. Hooks on the parameters move every gradient into a bucket
 during backward. A trial step must not trigger them, so it runs on twins (see ``ddp``). The inner optimizer steps flat
-partitions in its own dtype (without ZeRO: 32-bit copies of 16-bit parameters). The model has no reference to these.
+partitions in its own dtype (without ZeRO: 32-bit copies of 16-bit parameters). The model does not refer to them.
 
 In stage 3 a parameter is empty until hooks on its module gather it. It gets new memory before forward and before backward, and
 frees it afterwards. Everything that recipes read must be there at once. So every region is made what DeepSpeed calls a leaf

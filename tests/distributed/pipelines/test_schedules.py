@@ -78,14 +78,14 @@ def test_the_tables_of_v_schedules_are_one_whole_step(kind: Any):
 
 
 def test_what_is_no_schedule_does_not_train_or_has_no_parameters_is_refused():
-    with pytest.raises(InvalidModel, match="Linear is no pipeline schedule"):
+    with pytest.raises(InvalidModel, match="Linear is not a pipeline schedule"):
         read_schedule(nn.Linear(1, 1))
-    with pytest.raises(InvalidOption, match="has no loss"):
+    with pytest.raises(InvalidOption, match="does not have a loss"):
         read_schedule(ScheduleGPipe(stage(0), 2))
     with pytest.raises(InvalidModel, match="order of _ScheduleForwardOnly cannot be read"):
         read_schedule(_ScheduleForwardOnly(stage(0), 2, loss_fn=torch.sum))
     schedule = ScheduleGPipe(stage(0, module=nn.ReLU()), 2, loss_fn=torch.sum)
-    with pytest.raises(InvalidModel, match="Stage 0 has no parameter to train"):
+    with pytest.raises(InvalidModel, match="Stage 0 does not have trainable parameters"):
         plimsoll.distributed.attach_schedule(schedule, "1GiB", ranks=[0])
 
 
@@ -129,7 +129,7 @@ def test_steps_that_cannot_be_measured_settle_with_a_warning():
         for _ in range(5):
             schedule.step(batch, target=batch)
             assert handle.is_calibrating
-        with pytest.warns(UserWarning, match="after 5 steps the peak .* is not known: a profiler was running"):
+        with pytest.warns(UserWarning, match="after 5 steps the peak .* is not known, because a profiler was running"):
             schedule.step(batch, target=batch)
         assert not handle.is_calibrating
 
@@ -238,9 +238,9 @@ def test_regions_that_cannot_be_told_apart_are_refused():
 def test_plans_of_no_stage_are_refused():
     block = nn.Sequential(nn.Linear(4, 4))
     schedule = ScheduleGPipe(stage(0, module=block), 2, loss_fn=torch.sum)
-    with pytest.raises(InvalidOption, match="plan for stage 2; the pipeline has stages 0 to 1"):
+    with pytest.raises(InvalidOption, match="The plans include stage 2, but the pipeline has stages 0 to 1"):
         plimsoll.distributed.apply_stages(schedule, {2: make_plan(regions=())}, ranks=[0])
-    with pytest.raises(InvalidOption, match="list does not say which plan is for which stage"):
+    with pytest.raises(InvalidOption, match="a list, which does not assign plans to stages"):
         plimsoll.distributed.apply_stages(schedule, [], ranks=[0])  # type: ignore[arg-type]
 
 

@@ -93,7 +93,7 @@ def test_parameters_may_come_in_any_order_and_say_what_is_the_default():
         ("topk:share=2", "a number from 1e-06 to 1.0"),
         ("topk:share=nan", "a number"),
         ("bits:block=32", "no parameters"),
-        ("int8:", "int8 takes"),
+        ("int8:", "int8 accepts"),
         ("int9", "int8"),
     ],
 )

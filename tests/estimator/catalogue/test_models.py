@@ -50,7 +50,9 @@ def test_a_tiny_sibling_is_traced_with_facts_of_its_own(traced: TracedTarget):
         assert facts.layers == len(trace.regions)
     if CATALOGUE[facts.name].note:
         assert any(CATALOGUE[facts.name].note in note for note in trace.notes)
-    assert any("equally many is assumed" in note for note in trace.notes) is (facts.experts is not None)
+    assert any("all experts get the same number of tokens" in note for note in trace.notes) is (
+        facts.experts is not None
+    )
 
 
 def test_experts_compute_as_many_rows_as_tokens_are_sent(traced: TracedTarget):

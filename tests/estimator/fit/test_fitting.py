@@ -137,10 +137,10 @@ def test_where_nothing_fits_single_changes_say_what_would():
         ({"global_batch": 8, "accumulation": 2}, InvalidOption, "contradict"),
         ({"global_batch": 0}, InvalidOption, "global_batch"),
         ({"most_batch": True}, InvalidOption, "most_batch"),
-        ({"sequences": [4]}, InvalidOption, "no effect"),
+        ({"sequences": [4]}, InvalidOption, "cannot be used with this batch"),
         ({"sequences": []}, InvalidOption, "empty"),
         ({"sequences": 0}, InvalidOption, "sequences"),
-        ({"model": "llama-tiny"}, InvalidOption, "brings its own"),
+        ({"model": "llama-tiny"}, InvalidOption, "has its own batch and loss"),
         ({"budget": None}, InvalidBudget, "missing"),
         ({"budget": "24G"}, InvalidBudget, "24GiB"),
     ],
@@ -167,7 +167,10 @@ def test_a_function_may_make_the_batches():
 
 @pytest.mark.parametrize(
     ("batch", "message"),
-    [(torch.tensor(1.0), "no tensor with examples"), (torch.zeros(0, 4), r"\(0, 4\), has no examples")],
+    [
+        (torch.tensor(1.0), "does not contain a tensor with examples"),
+        (torch.zeros(0, 4), r"\(0, 4\), does not contain any examples"),
+    ],
 )
 def test_a_batch_without_examples_is_refused(batch: torch.Tensor, message: str):
     with pytest.raises(InvalidBatch, match=message):
@@ -190,5 +193,5 @@ def test_layouts_want_a_global_batch_a_device_and_an_optimizer_by_name():
         plimsoll.fit("llama-tiny", None, "auto", layout="ranks=4", device_profile="H100-SXM")
     with pytest.raises(InvalidOption, match="accumulation=2"):
         plimsoll.fit("llama-tiny", None, "auto", layout="ranks=4", accumulation=2, global_batch=8)
-    with pytest.raises(InvalidOption, match="without layout="):
+    with pytest.raises(InvalidOption, match="needs layout="):
         plimsoll.fit("llama-tiny", None, "200MiB", optimizer="adamw")

@@ -112,7 +112,7 @@ def test_losses_over_other_classes_stay_as_they_are():
 
 
 def test_a_smoothed_loss_over_divided_logits_is_refused():
-    with VocabularyLoss(4, 2), pytest.raises(InvalidLayout, match="weighted or smoothed"):
+    with VocabularyLoss(4, 2), pytest.raises(InvalidLayout, match="does not support weight= or label_smoothing="):
         F.cross_entropy(torch.randn(3, 4), torch.tensor([0, 1, 7]), label_smoothing=0.1)
 
 

@@ -132,7 +132,7 @@ def test_fused_kernels_hold_less_and_deepep_has_buffers_of_its_own():
     ("name", "how", "error", "words"),
     [
         ("mixtral-tiny", {"techniques": "moe=deepep"}, InvalidOption, "every rank has all"),
-        ("llama-tiny", {"techniques": "moe=fused"}, InvalidLayout, "no experts"),
+        ("llama-tiny", {"techniques": "moe=fused"}, InvalidLayout, "does not have experts"),
         ("mixtral-tiny", {"techniques": "moe=tutel"}, InvalidOption, "fused or deepep"),
     ],
 )

@@ -121,7 +121,7 @@ def test_few_key_value_heads_are_replicated_and_that_is_said():
         assert model.model.layers[0].self_attn.k_proj.weight.shape == (4, 32)
         assert model.model.layers[0].self_attn.num_key_value_groups == 2
         model(**batch).loss.backward()
-    assert "each is held by 2 of them" in local.notes[0]
+    assert "2 ranks hold a copy of each head" in local.notes[0]
 
 
 def test_a_vocabulary_that_does_not_divide_gives_the_first_rank_most():
@@ -142,7 +142,8 @@ def test_gradients_that_are_summed_over_ranks_once_a_step_are_named():
         }
     with localised(qwen, tp=2, sequence_parallel=True) as local:
         assert {"model.layers.1.input_layernorm.weight", "model.norm.weight"} <= set(local.summed_gradients)
-        assert "gradients of 9 parameters that all 2 tensor-parallel ranks hold (768 B)" in local.notes[0]
+        assert "the 2 tensor-parallel ranks sum the gradients of the 9 parameters" in local.notes[0]
+        assert "(768 B)" in local.notes[0]
     mixture, _ = families.mixtral()
     with localised(mixture, tp=2) as local:
         assert local.summed_gradients == ("model.layers.0.mlp.gate.weight", "model.layers.1.mlp.gate.weight")
@@ -190,29 +191,34 @@ def _convolutions() -> nn.Module:
     ("make", "change", "found", "advice"),
     [
         ("llama", {"tp": 3}, "8 attention heads and 4 key-value heads of model.layers.0.self_attn", "tp=1, 2, 4, 8"),
-        ("llama", {"tp": 0}, "tp=0 is no degree", "tp=1"),
-        ("llama", {"ep": 2}, "has no experts", "ep=1"),
-        ("llama", {"sequence_parallel": True}, "no effect without tensor parallelism", "tp=2"),
-        ("llama", {"tp": 2, "roles": {"*.nowhere": "colwise"}}, "matches no weight", "module paths"),
-        ("llama", {"tp": 2, "roles": {"*": "diagonal"}}, "'diagonal' is no role", "colwise"),
-        ("llama", {"tp": 2, "roles": {"model.layers.0.mlp.down_proj": "replicate"}}, "has no other half", "roles"),
+        ("llama", {"tp": 0}, "tp=0 is not a valid degree", "tp=1"),
+        ("llama", {"ep": 2}, "does not have experts", "ep=1"),
+        ("llama", {"sequence_parallel": True}, "Sequence parallelism needs tensor parallelism", "tp=2"),
+        ("llama", {"tp": 2, "roles": {"*.nowhere": "colwise"}}, "does not match any weight", "module paths"),
+        ("llama", {"tp": 2, "roles": {"*": "diagonal"}}, "'diagonal' is not a role", "colwise"),
+        (
+            "llama",
+            {"tp": 2, "roles": {"model.layers.0.mlp.down_proj": "replicate"}},
+            "because the matching layer is missing",
+            "roles",
+        ),
         ("mixtral", {"ep": 3}, "cannot divide the 4 experts", "ep=1, 2, 4"),
         *((name, {"tp": 2, "sequence_parallel": True}, "an encoder-decoder", "") for name in families.ENCODER_DECODERS),
         (families.plain, {"tp": 3}, "cannot divide the 16 features of 0.fc1", "tp=1, 2, 4, 8, 16"),
-        (_with_layer("adapter", nn.Linear(8, 8)), {"tp": 2}, "does not know 1.adapter (Linear)", ""),
+        (_with_layer("adapter", nn.Linear(8, 8)), {"tp": 2}, "does not know how to divide 1.adapter (Linear)", ""),
         (
             _with_layer("mixer", nn.Conv1d(8, 8, 1)),
             {"tp": 2, "roles": {"1.mixer": "colwise"}},
-            "unsupported: 1.mixer as",
+            "The role 'colwise' is not supported for 1.mixer",
             '"replicate"',
         ),
         (
             _with_layer("mixer", nn.Linear(8, 8)),
             {"tp": 2, "roles": {"1.mixer": "vocab"}},
-            "unsupported: 1.mixer as",
+            "The role 'vocab' is not supported for 1.mixer",
             '"replicate"',
         ),
-        (_convolutions, {"tp": 2}, "unsupported: tensor parallelism of Sequential", ""),
+        (_convolutions, {"tp": 2}, "Tensor parallelism does not support Sequential", ""),
     ],
 )
 def test_impossible_divisions_are_refused_with_what_is_possible(
@@ -245,7 +251,7 @@ def test_a_model_that_reshapes_a_divided_sequence_is_refused():
     flat = {"lay": lambda x: x.reshape(-1, 16, 8)}  # takes the batch's shape for granted between its layers
     model = nn.Sequential(*(families.block("fc1", "fc2", **flat) for _ in range(2)))
     with (
-        pytest.raises(InvalidLayout, match="hidden states of the shape"),
+        pytest.raises(InvalidLayout, match="does not support hidden states of shape"),
         localised(model, tp=2, sequence_parallel=True),
     ):
         model(torch.randn(2, 16, 8))

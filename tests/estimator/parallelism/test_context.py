@@ -123,6 +123,9 @@ def test_the_trace_still_round_trips(ring: Trace):
 
 def test_attention_made_of_single_ops_or_with_a_mask_is_refused():
     single = trace(families.plain(), torch.randn(2, 4, 8), loss=torch.sum, device_name="H100")
-    for step, words in ((single, "attention is no single op"), (_traced(sequence=16, is_padded=True), "takes a mask")):
+    for step, words in (
+        (single, "attention is not a single fused op"),
+        (_traced(sequence=16, is_padded=True), "attention uses a mask"),
+    ):
         with pytest.raises(InvalidLayout, match=words):
             with_context_parallel(step, CP)

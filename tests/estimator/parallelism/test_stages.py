@@ -222,7 +222,7 @@ def test_megatron_wants_as_many_blocks_in_every_stage(llama: Trace):
     assert counts_by(repeated(llama, 126), StageRule.MEGATRON_BOTH, stages=16) == (7, *[8] * 14, 7)
     with pytest.raises(InvalidLayout, match=r"megatron cannot cut 6 blocks into 4 stages.*\n.*\n.*stages=1,2,2,1"):
         counts_by(llama, StageRule.MEGATRON, stages=4)
-    with pytest.raises(InvalidLayout, match="embedding and head counted as one each"):
+    with pytest.raises(InvalidLayout, match="counting embedding and head as one block each"):
         counts_by(llama, StageRule.MEGATRON_BOTH, stages=3)
 
 
@@ -233,7 +233,7 @@ def test_nanotron_weighs_the_head_by_its_words_and_no_stage_stays_empty(llama: T
     assert counts_by(eight, StageRule.NANOTRON, stages=2, vocabulary=1) == (5, 3)
     assert counts_by(eight, StageRule.NANOTRON, stages=2, vocabulary=4 * block // 64) == (7, 1)
     assert counts_by(eight, StageRule.NANOTRON, stages=4, vocabulary=40 * block // 64) == (5, 1, 1, 1)
-    with pytest.raises(InvalidLayout, match="unsupported: stages=nanotron"):
+    with pytest.raises(InvalidLayout, match="stages=nanotron is not supported"):
         stage_counts(
             eight,
             Layout(pp=2, cut=StageRule.NANOTRON),

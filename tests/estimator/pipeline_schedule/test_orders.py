@@ -123,9 +123,9 @@ def test_what_is_in_flight_never_exceeds_the_micro_batches(layout: Layout):
     [
         (
             Layout(pp=4, virtual_stages=2, micro_batches=10, schedule=INTERLEAVED),
-            "micro-batches=10 does not divide by pp=4",
+            "micro-batches=10 is not a multiple of pp=4",
         ),
-        (Layout(pp=4, virtual_stages=2, micro_batches=8), "virtual=2 with schedule=1f1b"),
+        (Layout(pp=4, virtual_stages=2, micro_batches=8), "virtual=2 cannot be combined with schedule=1f1b"),
     ],
 )
 def test_interleaving_wants_whole_rounds_and_stages_per_rank_want_interleaving(layout: Layout, message: str):

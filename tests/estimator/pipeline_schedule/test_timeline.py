@@ -122,7 +122,7 @@ def orders_of(*ranks: str) -> Orders:
         (orders_of("0F0 0F0 0B0", "1F0 1B0"), "0F0 runs twice"),
         (orders_of("0F0 0B0 1F0", "1B0"), "Stage 1 runs on two ranks"),
         (orders_of("0F0 0B0 0W0", "1F0 1B0"), "Stage 0 does not run micro-batch 0"),
-        (orders_of("0F0 0B0", "2F0 2B0"), "2F0 is no action of a pipeline of 2 stages"),
+        (orders_of("0F0 0B0", "2F0 2B0"), "2F0 is not valid in a pipeline of 2 stages"),
     ],
     ids=["deadlock", "missing", "doubled", "moved", "one half", "unknown stage"],
 )

@@ -272,11 +272,13 @@ class ScheduleAttachment(RemovedAtEnd):
         self._stop_measuring()
         if does_fit:
             return
-        said = f"is still {format_bytes(self.measured_peak_bytes)}, above the budget {format_bytes(self._budget_bytes)}"
+        said = (
+            f"is still {format_bytes(self.measured_peak_bytes)}, above the budget of {format_bytes(self._budget_bytes)}"
+        )
         if self.measured_peak_bytes <= self._budget_bytes:
-            said = "is not known: a profiler was running, or the step failed"
+            said = "is not known, because a profiler was running or the step failed"
         warnings.warn(
-            f"plimsoll: after {self._steps_run} steps the peak of the rank of stages {sorted(self._steps)} {said}",
+            f"plimsoll: after {self._steps_run} steps the peak of the rank with stages {sorted(self._steps)} {said}",
             stacklevel=5,
         )
 
@@ -429,8 +431,8 @@ def attach_schedule(
     )
     if isinstance(schedule, Schedule) and isinstance(vars(schedule).get("step"), Wrapped):
         raise InvalidModel(
-            f"This {type(schedule).__name__} has a budget already.",
-            why="two attachments cannot decide about the same stages",
+            f"This {type(schedule).__name__} already has a budget.",
+            why="two budgets cannot manage the same stages",
             next="call remove() on the first handle",
         )
     for stage in read_schedule(schedule).stages.values():

@@ -97,12 +97,12 @@ class RankPlanner:
         floor_bytes = peak.peak_bytes + excess_bytes
         stages = "stage" if len(simulations) == 1 else "stages"
         named = ", ".join(map(str, sorted(simulations)))
-        measured = f", {format_bytes(excess_bytes)} of it measured beyond what was predicted" if excess_bytes else ""
+        measured = f", and includes {format_bytes(excess_bytes)} measured beyond the prediction" if excess_bytes else ""
         return BudgetBelowFloor(
             f"budget {format_bytes(budget_bytes)} is below the smallest reachable peak of {stages} {named}, "
             f"{format_bytes(floor_bytes)}.",
-            why=f"it lies in {peak.moment}{measured}; in stage {stage} alone "
-            f"{name_holders(describe_peak(simulations[stage]))} are alive together",
+            why=f"the peak is in {peak.moment}{measured}; in stage {stage} alone, "
+            f"{name_holders(describe_peak(simulations[stage]))} are alive at the same time",
             next=f"{budget_text(floor_bytes)} ({floor_bytes} bytes), or a smaller micro-batch, or fewer layers in stage "
             f"{stage}",
         )

@@ -78,9 +78,9 @@ def read_schedule(schedule: object) -> RankSchedule:
     """
     if not isinstance(schedule, PipelineScheduleSingle | PipelineScheduleMulti):
         raise InvalidModel(
-            f"A {type(schedule).__name__} is no pipeline schedule.",
-            why="stages, micro-batches and their order are taken from a schedule of torch.distributed.pipelining",
-            next="pass the schedule whose step() runs the training, or use plimsoll.attach for a plain model",
+            f"A {type(schedule).__name__} is not a pipeline schedule.",
+            why="stages, micro-batches and their order are read from a schedule of torch.distributed.pipelining",
+            next="pass the schedule whose step() you call in training, or use plimsoll.attach for a plain model",
         )
     stages_in = "_stage" if isinstance(schedule, PipelineScheduleSingle) else "_stages"
     for name in (*_READ, stages_in, initializer(schedule)):
@@ -88,9 +88,9 @@ def read_schedule(schedule: object) -> RankSchedule:
             raise lacking(f"{type(schedule).__name__}.{name}")
     if schedule._loss_fn is None:
         raise InvalidOption(
-            f"{type(schedule).__name__} has no loss.",
-            why="without loss_fn= it runs forward only, and there is nothing to fit",
-            next="make the schedule with loss_fn=",
+            f"{type(schedule).__name__} does not have a loss.",
+            why="without loss_fn= it runs only forward and does not keep activations for backward",
+            next="create the schedule with loss_fn=",
         )
     if isinstance(schedule, PipelineScheduleSingle):
         return _single(schedule)
@@ -159,8 +159,8 @@ def _checked(schedule: Schedule, stages: dict[int, Stage], actions: Iterable[Act
     for index, stage in stages.items():
         if not any(parameter.requires_grad for parameter in stage.submod.parameters()):
             raise InvalidModel(
-                f"Stage {index} has no parameter to train.",
-                why="its step makes no gradients of its own, so there is nothing to decide about",
+                f"Stage {index} does not have trainable parameters.",
+                why="its step does not compute gradients of parameters, so it cannot be planned",
                 next="cut the model elsewhere, so that every stage has trainable parameters",
             )
     return stages
@@ -196,7 +196,7 @@ def _whole_where_first(orders: Orders) -> Orders:
 def _unreadable(schedule: Schedule) -> InvalidModel:
     return InvalidModel(
         f"The order of {type(schedule).__name__} cannot be read.",
-        why="how many micro-batches are in flight on a rank follows from the actions of its schedule",
+        why="the number of micro-batches in flight on a rank is computed from the actions of its schedule",
         next="use GPipe, 1F1B, or a schedule with a table of actions (interleaved, zero-bubble, ZBV, DualPipeV)",
     )
 
@@ -252,8 +252,8 @@ class AddedSeconds:
 
     def __str__(self) -> str:
         return (
-            f"recomputation on all ranks adds {format_seconds(self.predicted_added_seconds)} to come to "
-            f"{format_seconds(self.predicted_step_seconds)}; rank {self.critical_rank} works longest, bubbles take "
+            f"recomputation on all ranks adds {format_seconds(self.predicted_added_seconds)}, in total "
+            f"{format_seconds(self.predicted_step_seconds)}; rank {self.critical_rank} is busy longest; bubbles are "
             f"{self.predicted_bubble_share:.0%}"
         )
 
@@ -284,15 +284,15 @@ class ScheduleReport:
             ["budget", format_bytes(self.budget_bytes)],
             [
                 "predicted peak",
-                f"{format_bytes(self.predicted_peak_bytes)} in {self.moment}, {format_bytes(self.excess_bytes)} of it as "
-                "measured beyond the plans",
+                f"{format_bytes(self.predicted_peak_bytes)} in {self.moment}, including {format_bytes(self.excess_bytes)} "
+                "measured beyond the plans' predictions",
             ],
             ["measured peak", format_bytes(self.measured_peak_bytes) if self.measured_peak_bytes else "not yet"],
         ]
         rows += [
             [
                 f"stage {stage.stage}",
-                f"{stage.in_flight} micro-batches in flight at most, "
+                f"at most {stage.in_flight} micro-batches in flight, "
                 f"{format_seconds(stage.predicted_extra_seconds)} of recomputation per micro-batch",
             ]
             for stage in self.stages

@@ -106,8 +106,8 @@ def _assigned(rank: RankSchedule, plans: Mapping[int, Plan] | str | Path) -> dic
         in_flight = most_in_flight(rank.actions)[index]
         if plan.in_flight < in_flight:
             raise PlanMismatch(
-                f"The plan of stage {index} counts {plan.in_flight} micro-batches in flight; the schedule has {in_flight}.",
-                why="each holds what the plan keeps, so that the peak would be higher than it says",
+                f"The plan of stage {index} is for {plan.in_flight} micro-batches in flight, but the schedule has {in_flight}.",
+                why="every micro-batch holds the activations that the plan keeps, so the peak would exceed the prediction",
                 next="plan with the schedule and the number of micro-batches that you train with",
             )
         found[index] = renamed(plan, module, f"stage {index}")
@@ -118,16 +118,16 @@ def _check_stages(rank: RankSchedule, plans: object) -> None:
     """Raise if ``plans`` is not a mapping, or has a plan for a stage that does not exist."""
     if not isinstance(plans, Mapping):
         raise InvalidOption(
-            f"A {type(plans).__name__} does not say which plan is for which stage.",
-            why="each stage has a plan of its own",
-            next="give {stage: plan}, or the directory that plimsoll estimate --plans wrote",
+            f"The plans are a {type(plans).__name__}, which does not assign plans to stages.",
+            why="each stage has its own plan",
+            next="pass {stage: plan}, or the directory that plimsoll estimate --plans wrote",
         )
     unknown = [index for index in plans if index not in range(rank.stage_count)]
     if unknown:
         raise InvalidOption(
-            f"There is a plan for stage {unknown[0]!r}; the pipeline has stages 0 to {rank.stage_count - 1}.",
-            why="it would decide about nothing",
-            next="number plans by the stages' index in the pipeline",
+            f"The plans include stage {unknown[0]!r}, but the pipeline has stages 0 to {rank.stage_count - 1}.",
+            why="a plan for a stage that does not exist would not have an effect",
+            next="use the index of each stage in the pipeline as its key",
         )
 
 
@@ -136,9 +136,9 @@ def _read(rank: RankSchedule, directory: Path) -> dict[int, Plan]:
     paths = sorted(directory.glob(f"rank-{rank.rank}-stage-*.json"))
     if not paths:
         raise PlanFileError(
-            f"{directory} has no plan for pipeline rank {rank.rank}.",
-            why=f"files are named rank-{rank.rank}-stage-<number>.json",
-            next="name the directory that plimsoll estimate --plans wrote, or give plans as {stage: plan}",
+            f"{directory} does not contain a plan for pipeline rank {rank.rank}.",
+            why=f"its files would be named rank-{rank.rank}-stage-<number>.json",
+            next="pass the directory that plimsoll estimate --plans wrote, or pass {stage: plan}",
         )
     found: dict[int, Plan] = {}
     for path in paths:
@@ -146,9 +146,10 @@ def _read(rank: RankSchedule, directory: Path) -> dict[int, Plan]:
         fitting = [index for index, stage in rank.stages.items() if not _missing(plan, stage.submod)]
         if len(fitting) != 1 or fitting[0] in found:
             raise PlanMismatch(
-                f"{path.name} belongs to {len(fitting)} of the stages {sorted(rank.stages)}.",
+                f"{path.name} must match one stage that no other file matches, but it matches {len(fitting)} of the stages "
+                f"{sorted(rank.stages)}.",
                 why=f"its regions are {_named(plan.regions[0].name if plan.regions else 'none', len(plan.regions))}",
-                next="keep the blocks' names of the whole model in the stages' modules, or give plans as {stage: plan}",
+                next="use the block names of the whole model in the stages' modules, or pass {stage: plan}",
             )
         found[fitting[0]] = plan
     return found
@@ -164,8 +165,8 @@ def renamed(plan: Plan, module: nn.Module, what: str) -> Plan:
     if missing:
         raise PlanMismatch(
             f"The plan decides about {_named(missing[0], len(missing))}, which {what} does not have.",
-            why="it was made for another stage, or the stage's blocks have names of their own",
-            next="give each stage its own plan, and keep the blocks' names of the whole model in its modules",
+            why="the plan was made for another stage, or the stage's blocks have other names than in the whole model",
+            next="pass each stage its own plan, and use the block names of the whole model in its modules",
         )
     names = {region.name: _places(region.name, module)[0] for region in plan.regions}
     for name, path in names.items():
@@ -175,9 +176,9 @@ def renamed(plan: Plan, module: nn.Module, what: str) -> Plan:
             several = " or ".join(map(repr, fitting if len(fitting) > 1 else sharing))
             said = f"{name!r} may be {several}" if len(fitting) > 1 else f"{several} may be {path!r}"
             raise PlanMismatch(
-                f"Regions of the plan cannot be told apart in {what}: {said}.",
-                why="paths are compared from their ends, and a block is never guessed",
-                next="make the plan with the names of the stage's own module",
+                f"Regions of the plan match {what} ambiguously: {said}.",
+                why="module paths are matched from their ends, and Plimsoll does not guess",
+                next="plan with the module names of the stage",
             )
     regions = tuple(msgspec.structs.replace(region, name=names[region.name]) for region in plan.regions)
     return msgspec.structs.replace(plan, regions=regions)

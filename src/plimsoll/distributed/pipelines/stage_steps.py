@@ -94,9 +94,9 @@ def _as_batch(index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict
             named.update(named.pop(name, {}))
         elif name in named and parameter.kind in (parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY):
             raise InvalidBatch(
-                f"Stage {index} takes {name!r} by position alone, and keywords besides.",
-                why="a micro-batch is traced with arguments that have names, or with positional ones only",
-                next="give forward of the stage's module named parameters",
+                f"Stage {index} is called with keyword arguments and with {name!r}, which can only be positional.",
+                why="a micro-batch is traced with either named or positional arguments, not with both",
+                next="give the parameters of the stage module's forward names",
             )
     return named
 

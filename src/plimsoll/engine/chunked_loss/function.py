@@ -59,9 +59,9 @@ class ChunkedLosses(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise InvalidLoss(
-                "Backward ran a second time through one chunked loss.",
-                why="the gradients that forward had made were given away the first time",
-                next="compute the loss again, or use the model's own loss where retain_graph=True is needed",
+                "Backward ran twice through the same chunked loss.",
+                why="forward computes the gradients, and the first backward has already returned and released them",
+                next="compute the loss again before each backward, or use the model's own loss if you need retain_graph=True",
             )
         (scale,) = outer
         for gradient in gradients:
@@ -117,8 +117,8 @@ def _refuse_second_order() -> None:
 def _no_derivative(how: str) -> InvalidLoss:
     return InvalidLoss(
         f"The chunked loss cannot be differentiated {how}.",
-        why="its gradients are made by hand, chunk by chunk, and carry no graph",
-        next="use the full logits where derivatives of that kind are needed: handle.remove()",
+        why="it computes its gradients itself, chunk by chunk, and autograd does not record how",
+        next="call handle.remove() to use the full logits if you need this derivative",
     )
 
 

@@ -148,9 +148,9 @@ class _ChunkedHead:
             return None
         if self._made != self._used:
             raise InvalidModel(
-                f"{type(model).__name__} does not pass its head's output to its loss_function.",
-                why=f"the head ran {self._made} times, the loss {self._used} times: the loss is computed elsewhere",
-                next="remove chunk_loss, and call plimsoll.chunked.linear_cross_entropy(hidden, weight, labels) in the model",
+                f"{type(model).__name__} did not pass every output of its head to its loss_function.",
+                why=f"the head ran {self._made} times, and loss_function {self._used} times: the loss is computed elsewhere",
+                next="remove chunk_loss; call plimsoll.chunked.linear_cross_entropy(hidden, weight, labels) inside the model",
             )
         return output.to_tuple() if self._wants_tuple else None
 
@@ -206,7 +206,7 @@ class _ChunkedHead:
         if type(weight) is not nn.Parameter and type(weight) is not torch.Tensor:
             raise InvalidModel(
                 f"The head's weight is a {type(weight).__name__} when the loss is computed.",
-                why="it has to be whole on this device; a sharded weight is gathered for the head's own call only",
+                why="the loss needs the whole weight on this device, but a sharded weight is gathered only while the head runs",
                 next="leave the head in the root group of fully_shard, or remove chunk_loss",
             )
 
@@ -277,10 +277,10 @@ class DeferredLogits:
     def __getitem__(self, index: Any) -> DeferredLogits:
         parts: tuple[Any, ...] = index if isinstance(index, tuple) else (index,)
         if not all(isinstance(part, slice) or part is Ellipsis for part in parts):
-            raise _refused("takes positions one by one")
+            raise _refused("indexes single positions")
         reaches_classes = Ellipsis in parts or len(parts) >= self.dim()
         if reaches_classes and parts[-1] is not Ellipsis and parts[-1] != slice(None):
-            raise _refused("takes a part of the classes")
+            raise _refused("selects some of the classes")
         return replace(self, hidden=self.hidden[index])
 
     def __mul__(self, factor: Any) -> DeferredLogits:
@@ -318,9 +318,11 @@ def _check_rows(logits: DeferredLogits, targets: torch.Tensor, vocab_size: int |
     rows = logits.hidden.shape[:-1].numel()
     if targets.numel() != rows or (vocab_size is not None and vocab_size != logits.classes):
         raise InvalidBatch(
-            f"{rows} positions of {logits.classes} logits do not go with {targets.numel()} labels of {vocab_size} classes.",
-            why="the loss takes one label per position (logits_to_keep leaves fewer positions than labels)",
-            next="leave logits_to_keep out where labels are given",
+            f"The logits have {rows} positions and {logits.classes} classes; the labels have {targets.numel()} positions and "
+            f"vocab_size={vocab_size}.",
+            why="the loss needs one label per position and the same number of classes (logits_to_keep leaves fewer positions "
+            "than labels)",
+            next="do not pass logits_to_keep together with labels",
         )
 
 
@@ -332,31 +334,31 @@ def _causal_model(model: object) -> Any:
     """The outermost transformers model in ``model`` that has output embeddings and a loss that can be replaced."""
     if not isinstance(model, nn.Module):
         raise InvalidModel(
-            f"A {type(model).__name__} is no model.",
-            why="chunk_loss changes how a torch.nn.Module computes its loss",
-            next="pass the model that is trained",
+            f"chunk_loss got a {type(model).__name__}, which is not a torch.nn.Module.",
+            why="it changes how a module computes its loss",
+            next="pass the model that you train",
         )
     transformers: Any = sys.modules.get("transformers")  # not imported: then it is not a model of transformers
     for module in () if transformers is None else model.modules():
         if isinstance(module, transformers.PreTrainedModel) and module.get_output_embeddings() is not None:
             if isinstance(getattr(module.__dict__.get("_loss_function"), "__self__", None), _ChunkedHead):
                 raise InvalidModel(
-                    f"The loss of {type(module).__name__} is chunked already.",
-                    why="chunk_loss was called on it before",
+                    f"The loss of {type(module).__name__} is already chunked.",
+                    why="chunk_loss was called on this model before",
                     next="call remove() on the first handle",
                 )
             if module.loss_function is not _causal_lm_loss():
                 name = name_of(module.loss_function)
                 raise _no_causal_model(model, f"the loss of {type(module).__name__} is {name}, not ForCausalLMLoss")
             return module
-    raise _no_causal_model(model, "no model of transformers with output embeddings is in it")
+    raise _no_causal_model(model, "it does not contain a transformers model with output embeddings")
 
 
 def _no_causal_model(model: nn.Module, why: str) -> InvalidModel:
     return InvalidModel(
-        f"The loss of {type(model).__name__} cannot be chunked in one line.",
+        f"chunk_loss cannot chunk the loss of {type(model).__name__}.",
         why=why,
-        next="call plimsoll.chunked.linear_cross_entropy(hidden, weight, labels) where the loss is computed",
+        next="call plimsoll.chunked.linear_cross_entropy(hidden, weight, labels) where your code computes the loss",
     )
 
 
@@ -364,10 +366,10 @@ def _head_of(model: Any) -> nn.Linear:
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
         raise _no_causal_model(
-            model, f"its head is a {type(head).__name__}, and only a plain nn.Linear is known exactly"
+            model, f"its head is a {type(head).__name__}, but chunk_loss supports only a plain nn.Linear"
         )
     if "forward" in head.__dict__:
-        raise _no_causal_model(model, "something else has replaced the forward of its head")
+        raise _no_causal_model(model, "other code has replaced the forward method of its head")
     return head
 
 
@@ -383,8 +385,8 @@ class _NoLogits(InvalidModel, AttributeError):
 
 def _refused(what: str) -> InvalidModel:
     return _NoLogits(
-        f"The loss is chunked, so there are no logits, but something {what}.",
-        why="under chunk_loss a call with labels and gradients computes the loss from hidden states; output.logits stands "
-        "for logits that are never made",
-        next="call the model without labels or under torch.no_grad() for logits, or handle.remove()",
+        f"The model does not compute its logits because the loss is chunked, but other code {what}.",
+        why="under chunk_loss, a training call with labels computes the loss from the hidden states, and output.logits is only "
+        "a placeholder",
+        next="to get logits, call the model without labels or under torch.no_grad(), or call handle.remove()",
     )

@@ -158,27 +158,27 @@ def _check_options(
 ) -> None:
     if reduction not in REDUCTIONS:
         raise InvalidOption(
-            f"There is no reduction {reduction!r}.",
-            why=f"losses are reduced by {', '.join(REDUCTIONS)}",
-            next='reduction="mean"',
+            f"reduction={reduction!r} is not supported.",
+            why=f"the supported reductions are {', '.join(REDUCTIONS)}",
+            next='use one of them, such as reduction="mean"',
         )
     if not 0.0 <= label_smoothing <= 1.0:
         raise InvalidOption(
-            f"label_smoothing={label_smoothing!r} is no share.",
-            why="it is the share of a target that goes to all classes alike",
-            next="label_smoothing=0.1, or leave it out",
+            f"label_smoothing={label_smoothing!r} is not between 0 and 1.",
+            why="it is the share of each target that is spread evenly over all classes",
+            next="use a share such as label_smoothing=0.1, or leave it out",
         )
     if softcap is not None and not 0.0 < softcap < math.inf:
         raise InvalidOption(
-            f"softcap={softcap!r} is no cap.",
+            f"softcap={softcap!r} is not a positive, finite number.",
             why="logits become softcap * tanh(logits / softcap)",
-            next="softcap=30.0, or leave it out",
+            next="use a number such as softcap=30.0, or leave it out",
         )
     if accumulate_dtype is not None and not accumulate_dtype.is_floating_point:
         raise InvalidOption(
-            f"Gradients cannot be summed in {accumulate_dtype}.",
-            why="they are no whole numbers",
-            next="accumulate_dtype=torch.float32, or leave it out",
+            f"accumulate_dtype={accumulate_dtype} cannot hold gradients.",
+            why="gradients are sums of fractions, so they need a floating-point dtype",
+            next="use accumulate_dtype=torch.float32, or leave it out",
         )
 
 
@@ -187,30 +187,30 @@ def _check(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, bia
     if peek_functorch() is not None:
         raise InvalidLoss(
             "The chunked loss does not work under torch.func transforms.",
-            why="its gradients are made by hand, chunk by chunk, and carry no graph",
-            next="use the full logits there: handle.remove()",
+            why="it computes its gradients itself, chunk by chunk, and torch.func cannot transform them",
+            next="call handle.remove() to use the full logits there",
         )
     if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
         raise InvalidLoss(
-            f"Hidden states and weight do not go together: {shapes}.",
-            why="hidden is (..., features), weight (classes, features)",
-            next="pass the weight of the head as nn.Linear has it",
+            f"The shapes of hidden states and weight do not match: {shapes}.",
+            why="hidden must have shape (..., features) and weight (classes, features)",
+            next="pass the weight of the head in the layout of nn.Linear",
         )
     if hidden.shape[:-1] != labels.shape:
         raise InvalidLoss(
-            f"Hidden states and labels do not go together: {shapes}.",
-            why="there has to be one label per hidden state (with logits_to_keep there are fewer states than labels)",
-            next="slice both alike; shift labels before the call",
+            f"The shapes of hidden states and labels do not match: {shapes}.",
+            why="every hidden state needs one label (logits_to_keep leaves fewer hidden states than labels)",
+            next="slice both to the same positions, and shift the labels before the call",
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise InvalidLoss(
-            f"Weight and bias do not go together: weight {tuple(weight.shape)}, bias {tuple(bias.shape)}.",
-            why="there is one bias per class",
-            next="pass the bias of the head as nn.Linear has it",
+            f"The shapes of weight and bias do not match: weight {tuple(weight.shape)}, bias {tuple(bias.shape)}.",
+            why="the bias must have one number per class",
+            next="pass the bias of the head in the layout of nn.Linear",
         )
     if labels.dtype is not torch.int64 or not hidden.is_floating_point():
         raise InvalidLoss(
-            f"Hidden states are {hidden.dtype}, labels {labels.dtype}.",
-            why="hidden states are floating point; labels are class indices, int64 (class probabilities are not served)",
-            next="labels.long(), or the full logits",
+            f"Hidden states have dtype {hidden.dtype}, labels {labels.dtype}.",
+            why="hidden states must be floating point and labels int64 class indices (class probabilities are not supported)",
+            next="pass labels.long(), or compute the loss from full logits",
         )

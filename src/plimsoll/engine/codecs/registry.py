@@ -32,9 +32,9 @@ def _parse(cls: type[Codec], name: str) -> Codec:
         key, value = _parameter(cls, text)
         if value is None or key in values:
             raise InvalidCodec(
-                f"{name!r} is not a codec: {text!r} does not fit.",
-                why=_allowed(cls) if value is None else "it says so twice",
-                next=f'write "{cls.family}" for its defaults',
+                f"The codec name {name!r} is not valid: its part {text!r} is not allowed.",
+                why=_allowed(cls) if value is None else "it sets the same parameter twice",
+                next=f'write "{cls.family}" to use the defaults of this codec',
             )
         values[key] = value
     return cls(**values)
@@ -59,7 +59,7 @@ def _allowed(cls: type[Codec]) -> str:
         else f"{field.name}={field.metadata['numbers']}"
         for field in dataclasses.fields(cls)  # type: ignore[arg-type]  # as above
     ]
-    return f"{cls.family} takes " + ("; ".join(texts) or "no parameters")
+    return f"{cls.family} accepts " + ("; ".join(texts) or "no parameters")
 
 
 FAMILIES: dict[str, Callable[[str], Codec]] = {
@@ -83,8 +83,8 @@ def find_codec(name: str) -> Codec:
     if family not in FAMILIES:
         closest = difflib.get_close_matches(family, FAMILIES, n=3, cutoff=0.4) or list(FAMILIES)
         raise InvalidCodec(
-            f"{name!r} is not a codec.",
-            why=f"there is no family called {family!r}; closest: {', '.join(closest)}",
+            f"The codec name {name!r} is not known.",
+            why=f"no codec is called {family!r}; the closest names are {', '.join(closest)}",
             next=f"use one of {', '.join(FAMILIES)}",
         )
     return FAMILIES[family](name)

@@ -159,10 +159,10 @@ class PlannedPartitioner(Partitioner):
             here = {node.meta[_PLACE] for node in found}
             missing = next(name for at, name in enumerate(self._packed) if at not in here)
             raise PlanMismatch(
-                f"The compiled graph does not save {missing!r}, which the plan holds in another form.",
-                why="torch, the model's library or the options of torch.compile are others than when the plan was made, or the "
-                "graph breaks at this batch",
-                next="plan this model here",
+                f"The compiled graph does not save {missing!r}, but the plan compresses or offloads it.",
+                why="since planning, the version of torch or of the model's library or the options of torch.compile have "
+                "changed, or this batch causes a graph break",
+                next="plan again here",
             )
         ordered = [*found, *(node for node in saved if _PLACE not in node.meta)]
         output.args = ((*made[:outputs], *ordered, *made[outputs + len(saved) :]),)
@@ -181,9 +181,9 @@ class PlannedPartitioner(Partitioner):
         if unknown and not self.found.intersection(here):
             raise PlanMismatch(
                 f"The compiled graph saves {'.'.join(filter(None, unknown[0]))!r}, which the plan does not know.",
-                why="nor does it save anything that the plan drops: torch, the model's library or the options of torch.compile "
-                "are others than when it was made",
-                next="plan this model here",
+                why="it also saves none of the tensors that the plan drops: the version of torch or of the model's library or "
+                "the options of torch.compile have changed since planning",
+                next="plan again here",
             )
 
 

@@ -188,15 +188,15 @@ def planned_units(model: nn.Module, planned: Iterable[CompiledUnit]) -> tuple[Un
             units.append(Unit(each.path, modules[each.path], CompileCall.of(each.options)))
         else:
             raise PlanMismatch(
-                f"The plan decides about {each.path or 'the model'!r} compiled by torch.compile, and here "
+                f"The plan expects that torch.compile compiles {each.path or 'the model'!r}, but here "
                 + ("the model is compiled as a whole." if "" in found else "it is not compiled."),
-                why="it was made for a compiled model, whose graphs save other tensors",
-                next="compile it as it was when the plan was made, or plan this model",
+                why="the plan was made for a compiled model, and compiled graphs save other tensors than eager code",
+                next="compile the same modules as when the plan was made, or plan again",
             )
     if found:
         raise PlanMismatch(
-            f"{next(iter(found)) or 'The model'!r} is compiled by torch.compile, and it was not when the plan was made.",
+            f"{next(iter(found)) or 'The model'!r} is compiled by torch.compile, but was not when the plan was made.",
             why="compiled code saves other tensors than the plan decides about",
-            next="plan this model as it is compiled",
+            next="plan the compiled model",
         )
     return tuple(units)

@@ -83,8 +83,8 @@ class Transport:
         if self._owner_pid != os.getpid():
             raise OffloadFailed(
                 f"This disk link belongs to process {self._owner_pid}.",
-                why=f"process {os.getpid()} was forked from it and has none of its copying threads",
-                next="open a link in the forked process, or run the step where the link was opened",
+                why=f"this process, {os.getpid()}, was forked from it, and a fork does not have the threads that copy",
+                next="open a new link in the forked process, or run the step in the process that opened the link",
             )
 
     def check_open(self) -> None:
@@ -96,8 +96,8 @@ class Transport:
         if self._is_closed:
             raise OffloadFailed(
                 "This disk link is closed.",
-                why="close() was called and its file is gone",
-                next="open another link, and close it after the last backward",
+                why="close() was called, which deletes its file",
+                next="open another link, and close it only after the last backward",
             )
 
     def close(self) -> None:

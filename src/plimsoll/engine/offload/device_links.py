@@ -66,8 +66,8 @@ class PinnedLink(Link):
         if self._is_closed:
             raise OffloadFailed(
                 "This host link is closed.",
-                why="close() was called and its buffers are gone",
-                next="open another link, and close it after the last backward",
+                why="close() was called, which frees its buffers",
+                next="open another link, and close it only after the last backward",
             )
 
 

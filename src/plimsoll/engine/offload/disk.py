@@ -94,9 +94,10 @@ class DiskLink(Link):
             extent = self._extents.fit(nbytes)
             if self._most_bytes is not None and extent.end > self._most_bytes:
                 raise OffloadFailed(
-                    f"{format_bytes(nbytes)} do not fit on the disk link, which may hold {format_bytes(self._most_bytes)}.",
-                    why=f"{format_bytes(self._extents.taken_bytes)} are in it now, and no hole between them is large enough",
-                    next="allow the link more bytes, or offload less with a larger memory budget",
+                    f"A tensor of {format_bytes(nbytes)} does not fit on the disk link; its limit is "
+                    f"{format_bytes(self._most_bytes)}.",
+                    why=f"the link now holds {format_bytes(self._extents.taken_bytes)}, and no free gap is large enough",
+                    next="raise the limit of the link, or offload less by planning with a larger memory budget",
                 )
             self._transport.file.reserve(extent.end)
             self._extents.take(extent)
@@ -123,7 +124,7 @@ class DiskTicket:
     def settle(self) -> None:
         if not self._has_left():
             assert self._leaving is not None, "what has not left is held"
-            raise self._failed("did not leave for", self._leaving[1].error)
+            raise self._failed("could not be written to", self._leaving[1].error)
 
     def prefetch(self) -> None:
         if self._arriving is None and self._has_left():
@@ -137,9 +138,9 @@ class DiskTicket:
         copy.finish()
         self._arriving = None
         if copy.error is not None:
-            raise self._failed("did not come back from", copy.error)
+            raise self._failed("could not be read from", copy.error)
         if copy.checksum != self._checksum:
-            raise self._failed("came back changed from", None)
+            raise self._failed("was changed by", None)
         return tensor
 
     def _has_left(self) -> bool:
@@ -161,11 +162,13 @@ class DiskTicket:
 
     def _failed(self, how: str, error: OSError | None) -> OffloadFailed:
         size = format_bytes(self._length * self._dtype.itemsize)
-        said = "its checksum differs: the disk or the link lost bytes" if error is None else f"the system says: {error}"
+        said = (
+            "the checksum differs: the disk or the link lost bytes" if error is None else f"the system reports: {error}"
+        )
         failure = OffloadFailed(
             f"A tensor of {size} {how} the disk of {self._transport.file.directory!r}.",
             why=said,
-            next="set TMPDIR in the environment to a directory on another disk, or offload less with a larger budget",
+            next="set TMPDIR in the environment to a directory on another disk, or plan with a larger budget to offload less",
         )
         failure.__cause__ = error
         return failure
@@ -175,8 +178,8 @@ def _default_directory() -> str:
     directory = tempfile.gettempdir()
     if is_in_memory(directory):
         raise OffloadFailed(
-            f"The directory for temporary files, {directory!r}, lies in RAM.",
-            why="what is offloaded there would still take the memory that offloading is to free",
+            f"The directory for temporary files, {directory!r}, is in RAM.",
+            why="tensors offloaded to it would still use the memory that offloading is meant to free",
             next="set TMPDIR in the environment to a directory on a disk, such as '/var/tmp', before Python starts",
         )
     return directory

@@ -68,8 +68,8 @@ class BackingFile:
             self._fd = _open_unlinked(directory)
         except OSError as error:
             raise OffloadFailed(
-                f"No file can be made in {directory!r}.",
-                why=f"the system says: {error.strerror}",
+                f"Offloading cannot create a file in {directory!r}.",
+                why=f"the system reports: {error.strerror}",
                 next="set TMPDIR in the environment to a directory on a disk that you may write to",
             ) from error
 
@@ -89,7 +89,7 @@ class BackingFile:
         if missing_bytes > free_bytes - margin_bytes:
             raise OffloadFailed(
                 f"Offloading needs {format_bytes(missing_bytes)} more on the disk of {self.directory!r}.",
-                why=f"{format_bytes(free_bytes)} are free there, of which {format_bytes(margin_bytes)} stay free",
+                why=f"{format_bytes(free_bytes)} are free there, and offloading must leave {format_bytes(margin_bytes)} free",
                 next="set TMPDIR in the environment to a directory on another disk, or offload less with a larger budget",
             )
         self._promised_bytes = end_bytes
@@ -101,7 +101,7 @@ class BackingFile:
             while done < len(data):
                 taken = os.pwrite(self._fd, data[done:], offset + done)
                 if not taken:
-                    raise OSError(errno.EIO, "the disk takes no more bytes")
+                    raise OSError(errno.EIO, "the disk does not accept more bytes")
                 done += taken
 
     def read(self, data: memoryview, offset: int) -> None:

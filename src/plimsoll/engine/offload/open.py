@@ -49,15 +49,15 @@ def open_link(name: str, device: torch.device, *, host_budget: int | None, direc
         if device.type == "cuda":
             return PinnedLink(device, host_budget)
         raise OffloadFailed(
-            f"The link 'host' cannot take tensors of the device '{device}'.",
+            f"The link 'host' cannot offload tensors from the device '{device}'.",
             why="it moves tensors from a CUDA device to host memory"
-            + (", and there they are already" if device.type == "cpu" else ""),
+            + (", and these tensors are already there" if device.type == "cpu" else ""),
             next="use the link 'disk'",
         )
     raise OffloadFailed(
-        f"There is no link {name!r}.",
-        why=f"links are {', '.join(LINK_NAMES)}",
-        next="name one of them, or none for the default",
+        f"link={name!r} is not known.",
+        why=f"the links are {', '.join(LINK_NAMES)}",
+        next="use one of them, or leave link= out for the default",
     )
 
 

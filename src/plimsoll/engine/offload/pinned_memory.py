@@ -220,10 +220,10 @@ class PinnedPool:
     def _spent(self, nbytes: int, size_bytes: int) -> OffloadFailed:
         lent_bytes = sum(buffer.size_bytes for buffer in self._lent)
         return OffloadFailed(
-            f"Offloading {format_bytes(nbytes)} needs {format_bytes(size_bytes)} of pinned host memory; "
-            f"the host budget is {format_bytes(self.most_bytes or 0)}.",
-            why=f"{format_bytes(lent_bytes)} of it hold tensors now; pinned memory comes in powers of two",
-            next="raise host_budget, offload to disk, or offload less with a larger memory budget",
+            f"Offloading {format_bytes(nbytes)} needs {format_bytes(size_bytes)} of pinned host memory, "
+            f"which exceeds what is left of the host budget, {format_bytes(self.most_bytes or 0)}.",
+            why=f"offloaded tensors now use {format_bytes(lent_bytes)} of it; pinned memory is allocated in powers of two",
+            next="raise host_budget, offload to disk, or plan with a larger memory budget to offload less",
         )
 
 

@@ -54,7 +54,7 @@ def known_models() -> Mapping[str, CatalogueModel]:
             try:
                 known[name] = _model(name, table, known)
             except (KeyError, TypeError) as error:
-                raise ValueError(f"{name} in {family}.toml is no model of the catalogue: {error}") from error
+                raise ValueError(f"{name} in {family}.toml is not a valid model of the catalogue: {error}") from error
     return types.MappingProxyType(known)
 
 

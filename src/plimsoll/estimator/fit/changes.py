@@ -77,7 +77,7 @@ class _Finder:
         name = f"compress saved tensors, gradient error up to {_TOLERATED}"
         if self.training.is_elsewhere:
             return FitChange(
-                name=name, does_fit=None, note="what codecs take and lose is measured on the device itself"
+                name=name, does_fit=None, note="time and error of codecs can be measured only on the device itself"
             )
         trace, costs = self.device.traced(self.shape)
         options = PlanOptions.read(allow=("recompute", "compress"), max_error=_TOLERATED)
@@ -92,7 +92,7 @@ class _Finder:
         """Yield changes of the optimizer and of the layout, each evaluated with ``estimate``."""
         optimizer = self._optimizer_name()
         if optimizer is not None and optimizer not in known_optimizers():
-            note = f"{optimizer} is not among the optimizers that estimates know"
+            note = f"estimates do not support the optimizer {optimizer}"
             yield FitChange(name="an 8-bit optimizer, or more ranks", does_fit=None, note=note)
             return
         narrow = f"{optimizer}-8bit"
@@ -112,7 +112,9 @@ class _Finder:
         """Estimate the same micro-batch with one change; give seconds only if this fit's own are from a roofline too."""
         training, count = self.training, self.device.accumulation.of(self.shape.batch)
         if training.options.regions is not None:
-            return FitChange(name=name, does_fit=None, note="estimates choose regions themselves: regions= was given")
+            return FitChange(
+                name=name, does_fit=None, note="estimates choose regions themselves, but regions= was passed"
+            )
         try:
             found = estimate(
                 training.model,

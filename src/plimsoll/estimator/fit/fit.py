@@ -178,8 +178,8 @@ def fit(
     if budget is None:
         raise InvalidBudget(
             "budget= is missing.",
-            why="without a limit the largest micro-batch without a plan is always the best",
-            next='budget="70GiB", or budget="auto" for the memory of the device',
+            why="without a limit, the largest micro-batch without a plan is always best",
+            next='pass budget="70GiB", or budget="auto" for the memory of the device',
         )
     limit = Budget.read(budget)
     job = _Job(training, count, report)
@@ -201,25 +201,25 @@ class _LayoutFit(NamedTuple):
         """Refuse options without effect on layouts, and an optimizer's name without a layout."""
         if not self.layout:
             raise InvalidOption(
-                f"optimizer={self.optimizer!r} without layout=.",
-                why="on one device the optimizer itself is asked what it holds",
-                next="pass the optimizer, or its class",
+                f"optimizer={self.optimizer!r} needs layout=.",
+                why="without a layout, the optimizer itself is traced, and a name is not enough",
+                next="pass the optimizer or its class, or add layout=",
             )
         if accumulation != 1 or regions is not None:
             raise InvalidOption(
-                f"accumulation={accumulation} or regions={regions} with layout={self.layout!r}.",
-                why="micro-batches follow from the layout and the global batch, and blocks are found by the estimate",
-                next="leave them out",
+                f"accumulation={accumulation} and regions={regions} cannot be combined with layout={self.layout!r}.",
+                why="the layout and the global batch set the number of micro-batches, and the estimate finds the blocks",
+                next="leave out accumulation= and regions=",
             )
 
     def run(self, target: nn.Module | str, batch: Any, sequences: Sequence[int] | None, report: Progress) -> Estimate:
         """Return the estimate of the fastest layout, for the sequence with the most tokens per second."""
         if self.global_batch is None or self.device is None or not isinstance(self.optimizer, str):
             raise InvalidOption(
-                f"layout={self.layout!r} with global_batch={self.global_batch}, device_profile={self.device}, "
+                f"layout={self.layout!r} cannot be used with global_batch={self.global_batch}, device_profile={self.device}, "
                 f"optimizer={self.optimizer!r}.",
-                why="layouts are compared by the seconds of a step of so many examples, on devices that are not here",
-                next='give all of them: global_batch=512, device_profile="H100-SXM", optimizer="adamw"',
+                why="layouts are compared by the seconds of one step over the global batch, estimated for a device profile",
+                next='pass all three: global_batch=512, device_profile="H100-SXM", optimizer="adamw"',
             )
         words = [word for word in self.layout.split(",") if not word.strip().startswith("samples=")]
         found = [
@@ -351,8 +351,8 @@ def _loaded(
     """
     if batch is not None or loss is not None:
         raise InvalidOption(
-            f"{'batch=' if batch is not None else 'loss='} has no effect beside the target {target!r}.",
-            why="a target in words brings its own",
+            f"{'batch=' if batch is not None else 'loss='} cannot be combined with the target {target!r}.",
+            why="a target given by name has its own batch and loss",
             next="leave it out, or pass the model itself",
         )
     longest = None if sequences is None or ":" in target else max(sequences)
@@ -366,15 +366,15 @@ def _notes(device: SingleDevice, points: Sequence[FitPoint], measured: Claim | N
     inexact_bytes = max(map(device.inexact_bytes, predicted), default=0)
     if inexact_bytes:
         yield (
-            f"Up to {format_bytes(inexact_bytes)} of a predicted point's storages are estimates: their sizes "
+            f"Up to {format_bytes(inexact_bytes)} of a predicted point's tensors are estimates, because their sizes "
             "do not follow from micro-batch and sequence."
         )
     for shape, why in device.strays().items():
-        yield f"Nothing is predicted from the trace at {shape}, whose step runs other ops ({why})."
+        yield f"The trace at {shape} is not used for predictions, because its step runs other ops ({why})."
     over_bytes = 0 if measured is None else measured.measured_peak_bytes - device.budget_bytes
     if over_bytes > 0:
         over = format_bytes(over_bytes)
-        yield f"Run once, the best plan takes {over} more than the budget, and no plan was found that does not: lower it."
+        yield f"The best plan was run once and exceeds the budget by {over}; no plan was found that fits. Lower the budget."
 
 
 def _seconds_error(measured: Claim | None, costs: Costs) -> float:
@@ -394,8 +394,8 @@ def _sequences(sequences: Sequence[int] | int | None) -> tuple[int, ...] | None:
     if not given:
         raise InvalidOption(
             "sequences= is empty.",
-            why="there is no length to choose",
-            next="leave it out for the length of the sample, or name some",
+            why="it must contain at least one sequence length",
+            next="leave sequences= out to use the length of the sample, or list some lengths",
         )
     return tuple(sorted(set(given)))
 
@@ -412,8 +412,8 @@ def _space(
     if accumulation != 1:
         raise InvalidOption(
             f"global_batch={global_batch} and accumulation={accumulation} contradict each other.",
-            why="with a global batch the accumulation follows from the micro-batch",
-            next="give one of them",
+            why="with a global batch, the micro-batch determines the accumulation",
+            next="pass only one of them",
         )
     allowed = tuple(size for size in range(1, min(global_batch, most_batch) + 1) if global_batch % size == 0)
     space = Space(sequences=training.batches.sequences, most_batch=most_batch, allowed=allowed)

@@ -58,10 +58,10 @@ class MicroBatches:
         first = next((tensor for tensor in call_tensors(args, kwargs) if tensor.dim() > 0), None)
         if first is None or not first.shape[0]:
             raise InvalidBatch(
-                "The batch has no tensor with examples in it."
+                "The batch does not contain a tensor with examples."
                 if first is None
-                else f"The batch's first tensor, of shape {tuple(first.shape)}, has no examples in it.",
-                why="its size is what is to be found",
+                else f"The batch's first tensor, of shape {tuple(first.shape)}, does not contain any examples.",
+                why="fit varies the number of examples, so it must know the dimension that counts them",
                 next="pass tensors with the examples along their first dimension, or batch=lambda size, sequence: ...",
             )
         self._examples = first.shape[0]
@@ -69,9 +69,9 @@ class MicroBatches:
         self.items_name = "examples" if tokens is None else "tokens"
         if tokens is None and sequences:
             raise InvalidOption(
-                "sequences= has no effect on this batch.",
-                why="it has no two-dimensional tensor of token ids whose length could be varied",
-                next="leave it out, or pass batch=lambda size, sequence: ...",
+                "sequences= cannot be used with this batch.",
+                why="the batch does not contain a two-dimensional tensor of token ids whose length could be varied",
+                next="leave sequences= out, or pass batch=lambda size, sequence: ...",
             )
         self.sequences = sequences or (self._positions or 1,)
 

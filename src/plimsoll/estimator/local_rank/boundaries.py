@@ -49,8 +49,8 @@ class Boundaries:
         for path in mixtures:
             if path == block.path:
                 raise InvalidLayout(
-                    f"unsupported: the experts of {path} stand directly in their block.",
-                    why="router and experts need a module of their own, at whose ends tokens are gathered and summed",
+                    f"Tensor parallelism does not support {path}, because its experts are directly in the block.",
+                    why="tokens are gathered before and summed after the module that contains router and experts",
                     next="leave tensor parallelism out for this model; expert parallelism works",
                 )
             self._before_inputs(path, self._enter)
@@ -146,8 +146,8 @@ class Boundaries:
         if x.dim() != 3 or (x.shape[0], x.shape[1] * ranks) not in self._streams:
             expected = " or ".join(f"[{batch}, {size // ranks}, …]" for batch, size in sorted(self._streams))
             raise InvalidLayout(
-                f"unsupported: sequence parallelism over hidden states of the shape {list(x.shape)}.",
-                why=f"between its blocks' layers the model reshapes them, where {expected} is expected",
+                f"Sequence parallelism does not support hidden states of shape {list(x.shape)}.",
+                why=f"the model reshapes them between the layers of its blocks, but shape {expected} is expected",
                 next="leave sequence parallelism out for this model",
             )
         return x
@@ -195,7 +195,7 @@ def _change_first(path: str, args: tuple[Any, ...], kwargs: dict[str, Any], chan
     name = next((name for name in names if _is_hidden(kwargs.get(name))), None)
     if name is None:
         raise InvalidLayout(
-            f"unsupported: {path} gets no hidden states that could be divided.",
+            f"Tensor parallelism does not support {path}, because its inputs do not include hidden states.",
             why="none of its arguments is a floating-point tensor",
             next="leave tensor parallelism out for this model",
         )

@@ -169,8 +169,8 @@ def split(x: torch.Tensor, dim: int, ranks: int, group: str) -> torch.Tensor:
     if size % ranks:
         raise InvalidLayout(
             f"Sequence parallelism cannot divide {size} positions among {ranks} ranks.",
-            why=f"{size} is no multiple of {ranks}, and every rank holds as many positions of the residual stream",
-            next=f"take a sequence of {size // ranks * ranks or ranks} or {(size // ranks + 1) * ranks}, "
+            why=f"{size} is not a multiple of {ranks}, but every rank must hold the same number of positions",
+            next=f"use a sequence of {size // ranks * ranks or ranks} or {(size // ranks + 1) * ranks}, "
             "or leave sequence parallelism out",
         )
     return _Split.apply(x, dim, ranks, group)  # type: ignore[no-any-return]

@@ -182,13 +182,13 @@ def _check_heads(group: Group, heads: Heads, tp: int) -> tuple[str, ...]:
             counts += f" and {heads.keys} key-value heads"
         raise InvalidLayout(
             f"Tensor parallelism over {tp} ranks cannot divide the {counts} of {group.parent}.",
-            why="a head stays whole on one rank",
-            next=f"take one of tp={', '.join(map(str, possible))}",
+            why="each head must stay whole on one rank",
+            next=f"use one of tp={', '.join(map(str, possible))}",
         )
     if heads.keys < tp:
         return (
-            f"{heads.keys} key-value heads on {tp} ranks: each is held by {tp // heads.keys} of them, as in Megatron, "
-            "so the shares of its projections add up to more than the whole",
+            f"{heads.keys} key-value heads on {tp} ranks: {tp // heads.keys} ranks hold a copy of each head, as in Megatron; "
+            "the ranks together hold more than one copy of the key and value projections",
         )
     return ()
 
@@ -220,8 +220,9 @@ def _column_share(path: str, module: nn.Module, heads: Heads | None, tp: int) ->
 
 def _unsupported_width(path: str, outputs: int, parts: tuple[int, ...], whole: int) -> InvalidLayout:
     return InvalidLayout(
-        f"unsupported: {path} makes {outputs} outputs, not {' or '.join(str(p * whole) for p in parts)}.",
-        why="queries, keys and values in one layer are only divided where each is as wide as the others",
+        f"Tensor parallelism does not support {path}: it has {outputs} outputs, not "
+        f"{' or '.join(str(p * whole) for p in parts)}.",
+        why="a layer that computes queries, keys and values together can be divided only if all three have the same width",
         next="leave tensor parallelism out for this model",
     )
 
@@ -230,8 +231,8 @@ def _check_width(path: str, width: int, tp: int) -> None:
     if width % tp:
         raise InvalidLayout(
             f"Tensor parallelism over {tp} ranks cannot divide the {width} features of {path}.",
-            why=f"{width} is no multiple of {tp}",
-            next=f"take one of tp={_degrees_of(width)}",
+            why=f"{width} is not a multiple of {tp}",
+            next=f"use one of tp={_degrees_of(width)}",
         )
 
 
@@ -294,8 +295,8 @@ def divide_experts(experts: Mapping[str, nn.Module], ep: int, edits: Edits, kern
         if count % ep:
             raise InvalidLayout(
                 f"Expert parallelism over {ep} ranks cannot divide the {count} experts of {path}.",
-                why=f"{count} is no multiple of {ep}, and an expert stays whole on one rank",
-                next=f"take one of ep={_degrees_of(count)}",
+                why=f"{count} is not a multiple of {ep}, and each expert must stay whole on one rank",
+                next=f"use one of ep={_degrees_of(count)}",
             )
         for parameter in stacks:
             edits.shard(parameter, Shard(dim=0, kept=count // ep, ranks=ep, group=_GROUP))
@@ -442,8 +443,8 @@ def fuse_experts(experts: Mapping[str, nn.Module], edits: Edits) -> None:
         known = vars(module)
         if known.get("has_bias") or known.get("has_post_expert_norm"):
             raise InvalidLayout(
-                f"unsupported: fused kernels for the experts of {path}.",
-                why="they have biases, or a norm behind each expert, which no fused kernel is known for",
+                f"moe= does not support the experts of {path}.",
+                why="they have biases, or a norm after each expert, and the fused kernels do not support either",
                 next="leave moe= out",
             )
         edits.replace_forward(module, _FusedExperts(module))

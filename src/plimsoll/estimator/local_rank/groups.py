@@ -136,9 +136,9 @@ def _heads(
     counts = [known[name] for name in _HEAD_COUNTS if name in known]
     if not sizes and not counts:
         raise InvalidLayout(
-            f"unsupported: {parent} does not say how many attention heads it has.",
-            why=f"it has none of the attributes {', '.join((*_HEAD_SIZES, *_HEAD_COUNTS))}, and heads stay whole",
-            next="give it one of them (head_dim, for instance)",
+            f"Tensor parallelism cannot find how many attention heads {parent} has.",
+            why=f"heads must stay whole, but it has none of the attributes {', '.join((*_HEAD_SIZES, *_HEAD_COUNTS))}",
+            next="set one of these attributes on it, such as head_dim",
         )
     size = sizes[0] if sizes else width // counts[0]
     keys = next((widths(named[name])[1] // size for name in ("k_proj", "wk") if name in named), width // size)
@@ -159,15 +159,15 @@ def _parent(path: str) -> str:
 
 def _unknown(block: nn.Module, path: str, unknown: Sequence[str]) -> InvalidLayout:
     return InvalidLayout(
-        f"unsupported: tensor parallelism does not know {', '.join(unknown)} in {path} ({type(block).__name__}).",
-        why="neither the model's own plan nor the field's names say how ranks share it, and half a block is not divided",
-        next=f'say it: roles={{"{unknown[0].split(" ")[0]}": …}} with "colwise" or "rowwise" (linear layers) or "replicate"',
+        f"Tensor parallelism does not know how to divide {', '.join(unknown)} in {path} ({type(block).__name__}).",
+        why="neither the model's own tensor-parallel plan nor the layer names tell, and a block is divided only as a whole",
+        next=f'set it: roles={{"{unknown[0].split(" ")[0]}": …}} with "colwise" or "rowwise" (linear layers) or "replicate"',
     )
 
 
 def _unpaired(orphans: Sequence[str]) -> InvalidLayout:
     return InvalidLayout(
-        f"unsupported: {', '.join(orphans)} has no other half under tensor parallelism.",
-        why="a column-parallel layer needs the row-parallel one that ends it, and the other way round",
-        next='give the roles of both: roles={"…": "colwise", "…": "rowwise"}, or "replicate" for this one',
+        f"Tensor parallelism cannot divide {', '.join(orphans)}, because the matching layer is missing.",
+        why="a column-parallel layer needs a row-parallel layer after it, and a row-parallel layer needs one before it",
+        next='set the roles of both layers: roles={"…": "colwise", "…": "rowwise"}, or "replicate" for this one',
     )

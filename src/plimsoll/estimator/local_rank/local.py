@@ -146,7 +146,9 @@ class _Division:
         for module in words.values():
             size = module.get_parameter("weight").shape[0]
             if size % tp:
-                self.notes.append(f"{size} words on {tp} ranks: the first, which is the one estimated, holds {local}")
+                self.notes.append(
+                    f"{size} words on {tp} ranks: the estimate is for the first rank, which holds {local} words"
+                )
         return local if heads else 0
 
     def divide_experts(self, ep: int, kernels: str) -> None:
@@ -154,9 +156,9 @@ class _Division:
         experts = {path: module for path, module in self._modules.items() if is_experts(module)}
         if not experts:
             raise InvalidLayout(
-                f"{type(self._model).__name__} has no experts to "
-                + (f"divide among {ep} ranks." if ep > 1 else f"run in kernels of moe={kernels}."),
-                why="no module holds its experts' matrices as stacks with a down_proj",
+                f"{type(self._model).__name__} does not have experts "
+                + (f"that {ep} ranks could divide." if ep > 1 else f"for the kernels of moe={kernels}."),
+                why="experts are found as stacked matrices with a down_proj, and the model does not contain any",
                 next="leave expert parallelism out: ep=1" if ep > 1 else "leave moe= out",
             )
         if ep > 1:
@@ -195,8 +197,8 @@ def _note_on_sums(model: nn.Module, names: Collection[str], tp: int) -> list[str
         return []
     size = sum(p.numel() * p.element_size() for name, p in model.named_parameters() if name in names)
     return [
-        f"gradients of {len(names)} parameters that all {tp} tensor-parallel ranks hold ({format_bytes(size)}) are summed "
-        "among them once a step, which is not priced"
+        f"once a step, the {tp} tensor-parallel ranks sum the gradients of the {len(names)} parameters that all of them hold "
+        f"({format_bytes(size)}); the estimate does not include the time for that"
     ]
 
 
@@ -204,20 +206,20 @@ def _check_degrees(model: nn.Module, tp: int, ep: int, *, sequence_parallel: boo
     for name, degree in (("tp", tp), ("ep", ep)):
         if degree < 1:
             raise InvalidLayout(
-                f"{name}={degree} is no degree of parallelism.",
-                why="a group has one rank at least",
-                next=f"take {name}=1 to leave it out",
+                f"{name}={degree} is not a valid degree of parallelism.",
+                why="a group has at least 1 rank",
+                next=f"use {name}=1 for no parallelism of this kind",
             )
     if sequence_parallel and tp == 1:
         raise InvalidLayout(
-            "Sequence parallelism has no effect without tensor parallelism.",
-            why="it divides the residual stream among the ranks of the tensor-parallel group",
-            next="take tp=2 or more, leave sequence_parallel out, or divide the sequence with cp",
+            "Sequence parallelism needs tensor parallelism.",
+            why="it divides the residual stream among the ranks of the tensor-parallel group, and tp is 1",
+            next="use tp=2 or more, leave sequence_parallel out, or divide the sequence with cp",
         )
     if sequence_parallel and _is_encoder_decoder(model):
         raise InvalidLayout(
-            f"unsupported: sequence parallelism of {type(model).__name__}, an encoder-decoder.",
-            why="its decoder reads the encoder's output at every layer, which would be gathered anew each time",
+            f"Sequence parallelism does not support {type(model).__name__}, because it is an encoder-decoder.",
+            why="every layer of its decoder reads the encoder's output, so each layer would gather it again",
             next="leave sequence_parallel out",
         )
 
@@ -229,9 +231,9 @@ def _is_encoder_decoder(model: nn.Module) -> bool:
 
 def _nothing_to_divide(model: nn.Module, blocks: Mapping[str, nn.Module]) -> InvalidLayout:
     kinds = sorted({type(block).__name__ for block in blocks.values()})
-    found = f"its repeated blocks are {', '.join(kinds)}" if kinds else "it has no repeated blocks"
+    found = f"its repeated blocks are {', '.join(kinds)}" if kinds else "it does not have repeated blocks"
     return InvalidLayout(
-        f"unsupported: tensor parallelism of {type(model).__name__}.",
-        why=f"{found}, and none holds a column-parallel layer with its row-parallel one",
-        next='name them: roles={"layers.*.fc_a": "colwise", "layers.*.fc_b": "rowwise"}, or leave tp out',
+        f"Tensor parallelism does not support {type(model).__name__}.",
+        why=f"{found}; no block with a column-parallel and a row-parallel layer was found",
+        next='name the layers: roles={"layers.*.fc_a": "colwise", "layers.*.fc_b": "rowwise"}, or leave tp out',
     )

@@ -124,9 +124,9 @@ class RoleBook:
                 continue
             if style not in _STYLES:
                 raise InvalidLayout(
-                    f"unsupported: the model's own tensor-parallel plan gives {path} the style {style!r}.",
-                    why=f"known are {', '.join(_STYLES)}",
-                    next="pass its role with roles=, or leave tensor parallelism out",
+                    f"The model's own tensor-parallel plan gives {path} the style {style!r}, which is not supported.",
+                    why=f"the supported styles are {', '.join(_STYLES)}",
+                    next="set the role of this layer with roles=, or leave tensor parallelism out",
                 )
             return _STYLES[style]
         if isinstance(module, nn.Embedding):
@@ -145,9 +145,9 @@ class RoleBook:
         """Refuse patterns that did not match any module."""
         for pattern in self._overrides.keys() - self._matched:
             raise InvalidLayout(
-                f"The pattern {pattern.pattern!r} in roles= matches no weight of {type(model).__name__}.",
-                why="a role without a module would change nothing",
-                next='use module paths, in which * stands for one level: {"*.layers.*.attn.qkv": "colwise"}',
+                f"The pattern {pattern.pattern!r} in roles= does not match any weight of {type(model).__name__}.",
+                why="a role without a layer would not have an effect",
+                next='use module paths, with * for one level: {"*.layers.*.attn.qkv": "colwise"}',
             )
 
 
@@ -155,9 +155,9 @@ def _check_kind(role: Role, path: str, module: nn.Module) -> None:
     if role is Role.REPLICATE or (role is not Role.VOCABULARY and is_linear(module)):
         return
     raise InvalidLayout(
-        f"unsupported: {path} as {role.value!r}, a {type(module).__name__} inside a block.",
-        why="inside blocks linear layers are divided by their outputs or inputs, and anything else stays whole",
-        next=f'roles={{"{path}": "replicate"}} leaves it whole on every rank',
+        f"The role {role.value!r} is not supported for {path}, a {type(module).__name__} inside a block.",
+        why="inside blocks, only linear layers are divided (by outputs or inputs); all other modules stay whole",
+        next=f'use roles={{"{path}": "replicate"}} to keep it whole on every rank',
     )
 
 
@@ -217,8 +217,8 @@ def _role_of_user(text: str) -> Role:
     known = {role.value: role for role in _OF_USERS}
     if text not in known:
         raise InvalidLayout(
-            f"{text!r} is no role of a weight under tensor parallelism.",
-            why="colwise divides the outputs, rowwise the inputs, vocab the words; replicate leaves it whole",
+            f"{text!r} is not a role for tensor parallelism.",
+            why="colwise divides a layer's outputs, rowwise its inputs, vocab the vocabulary; replicate keeps the layer whole",
             next='pass roles={"layers.*.attn.wq": "colwise", "layers.*.attn.wo": "rowwise"}',
         )
     return known[text]

@@ -43,9 +43,9 @@ def divide_words(modules: Mapping[str, nn.Module], model: nn.Module, tp: int, ed
     words = max(sizes)
     if len(sizes) > 1:
         raise InvalidLayout(
-            f"unsupported: tables of {' and '.join(map(str, sorted(sizes)))} words under tensor parallelism.",
-            why="the loss over divided logits knows one vocabulary",
-            next='leave the other one whole: roles={"path.of.it": "replicate"}',
+            f"Tensor parallelism does not support vocabularies of {' and '.join(map(str, sorted(sizes)))} words in one model.",
+            why="the loss over divided logits supports only one vocabulary size",
+            next='keep the other table whole: roles={"path.of.it": "replicate"}',
         )
     local = local_words(words, tp)
     for module in modules.values():
@@ -142,8 +142,8 @@ class VocabularyLoss(TorchFunctionMode):
             )
         if weight is not None or label_smoothing or size_average is not None or reduce is not None:
             raise InvalidLayout(
-                "unsupported: a weighted or smoothed cross entropy over divided logits.",
-                why="it needs more than the three reductions per token that are modelled",
+                "Tensor parallelism does not support weight= or label_smoothing= in cross entropy over divided logits.",
+                why="they need more than the three reductions per token that the estimate models",
                 next="leave weight= and label_smoothing= out, or keep the head whole: "
                 'roles={"lm_head": "replicate", "model.embed_tokens": "replicate"}',
             )

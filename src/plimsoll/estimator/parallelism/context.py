@@ -69,8 +69,8 @@ def with_context_parallel(trace: Trace, cp: int) -> Trace:
     places = [tick for tick, op in enumerate(trace.ops) if _ATTENTION.fullmatch(op.name)]
     if not places:
         raise InvalidLayout(
-            f"unsupported: context parallelism of {trace.model}, whose attention is no single op.",
-            why="a ring passes keys and values between calls of a fused kernel; products and softmax apart hold whole rows",
+            f"Context parallelism does not support {trace.model}, because its attention is not a single fused op.",
+            why="a ring passes keys and values between calls of a fused kernel; separate products and softmax need whole rows",
             next="trace with attn_implementation='sdpa', or leave context parallelism out",
         )
     rings = {key: _ring(key, trace, cp) for key in {trace.ops[tick].cost_key for tick in places}}
@@ -104,8 +104,8 @@ def _ring(key: str, trace: Trace, cp: int) -> _Ring:
     mask = arguments[places[is_backward]] if places else key.partition("attn_mask=")[2]
     if _TENSOR.match(mask):
         raise InvalidLayout(
-            f"unsupported: context parallelism of {trace.model}, whose attention takes a mask.",
-            why="its columns are the whole sequence's, of which the trace knows the local ones only",
+            f"Context parallelism does not support {trace.model}, because its attention uses a mask.",
+            why="the mask has a column for every position of the sequence, but the trace has only one rank's positions",
             next="train without padding, or leave context parallelism out",
         )
     local_bytes = _bytes_of(keys) + _bytes_of(values)

@@ -73,9 +73,9 @@ def read_layout(layout: str | Layout) -> Layout:
             values[_FIELDS[key]] = _degree(key, text)
     if "schedule" in values and values.get("pp", 1) == 1:
         raise InvalidLayout(
-            f"A schedule, {values['schedule']}, but no pipeline.",
-            why="a schedule orders the micro-batches of several stages, and pp is 1",
-            next="give pp=, the number of pipeline ranks, or leave schedule= out",
+            f"schedule={values['schedule']} needs a pipeline.",
+            why="a schedule orders the micro-batches of several stages, but pp is 1",
+            next="set pp= to the number of pipeline ranks, or leave schedule= out",
         )
     found = msgspec.convert(values, Layout)
     _check(found)
@@ -86,15 +86,17 @@ def layout_notes(layout: Layout) -> tuple[str, ...]:
     """Notes on effects of a valid layout that the user may not want."""
     notes = []
     if layout.zero and layout.shards == 1:
-        notes.append(f"zero={layout.zero} with one data-parallel rank shards nothing: dp x cp is 1")
+        notes.append(
+            f"zero={layout.zero} does not shard anything, because there is one data-parallel rank (dp x cp is 1)"
+        )
     elif layout.zero == _HIGHEST_ZERO and layout.pp > 1:
         notes.append(
-            f"zero=3 with pp={layout.pp}: every micro-batch gathers the parameters again, {layout.micro_batches} times a step"
+            f"zero=3 with pp={layout.pp} gathers the parameters for every micro-batch, {layout.micro_batches} times a step"
         )
     if layout.pp > layout.micro_batches:
         notes.append(
-            f"pp={layout.pp} with micro-batches={layout.micro_batches}: never more than {layout.micro_batches} of the "
-            f"{layout.pp} compute at a time"
+            f"pp={layout.pp} with micro-batches={layout.micro_batches}: at most {layout.micro_batches} of the {layout.pp} "
+            "pipeline ranks compute at the same time"
         )
     return tuple(notes)
 
@@ -118,7 +120,7 @@ def layout_entries(text: str, also: tuple[str, ...] = ()) -> Iterator[tuple[str,
             raise _unknown_key(key)
         if key in seen:
             raise InvalidLayout(
-                f"{key} is given twice in {text!r}.", why="only one value can hold", next=f"give {key} once"
+                f"{key} occurs twice in {text!r}.", why="it can have only one value", next=f"write {key} once"
             )
         seen.add(key)
         yield key, value
@@ -128,8 +130,8 @@ def _unknown_key(key: str) -> InvalidLayout:
     meant = _SPELLINGS.get(key.lower())
     close = [meant] if meant else difflib.get_close_matches(key.lower(), _KEYS, n=3, cutoff=0.5)
     return InvalidLayout(
-        f"A layout has no {key!r}." if key else "A layout has an empty entry.",
-        why=f"it is made of {', '.join(_KEYS)}",
+        f"The layout contains {key!r}, which is not known." if key else "The layout contains an empty entry.",
+        why=f"the entries of a layout are {', '.join(_KEYS)}",
         next=f"try {' or '.join(close)}" if close else 'write for example "dp=8,tp=2,sp,zero=3"',
     )
 
@@ -137,7 +139,7 @@ def _unknown_key(key: str) -> InvalidLayout:
 def _flag(text: str) -> bool:
     if text not in ("", "1", "true"):
         raise InvalidLayout(
-            f"sp={text} means nothing.", why="sequence parallelism is on or off", next="write sp alone, or leave it out"
+            f"sp={text} is not valid.", why="sequence parallelism is on or off", next="write sp, or leave it out"
         )
     return True
 
@@ -148,9 +150,9 @@ def _named(kind: type[_Name], what: str, text: str) -> _Name:
         return kind(text)
     close = difflib.get_close_matches(text.lower(), names, n=2, cutoff=0.3)
     raise InvalidLayout(
-        f"No {what} is called {text!r}.",
-        why=f"there are {', '.join(names)}",
-        next=f"try {' or '.join(close)}" if close else "pick one of these",
+        f"The {what} {text!r} is not known.",
+        why=f"the known names are {', '.join(names)}",
+        next=f"try {' or '.join(close)}" if close else "use one of these",
     )
 
 
@@ -162,8 +164,8 @@ def _degree(key: str, text: str) -> int:
 
 def _no_degree(key: str, found: str) -> InvalidLayout:
     return InvalidLayout(
-        f"{key}={found} is no degree.",
-        why=f"a degree is a whole number of ranks, stages or micro-batches, {_MOST:,} at most",
+        f"{key}={found} is not a valid degree.",
+        why=f"a degree is a whole number of ranks, stages or micro-batches, at most {_MOST:,}",
         next=f"write {key}=2, or leave it out",
     )
 
@@ -175,7 +177,7 @@ def _check(layout: Layout) -> None:
         if value < least:
             raise InvalidLayout(
                 f"{key}={value} is too small.",
-                why=f"the least is {least}",
+                why=f"the smallest valid value is {least}",
                 next=f"write {key}={least}, or leave it out",
             )
         if value > _MOST:
@@ -187,26 +189,26 @@ def _check(layout: Layout) -> None:
 def _check_pipeline(layout: Layout) -> None:
     if layout.pp == 1 and (layout.schedule is not PipelineSchedule.ONE_F_ONE_B or layout.virtual_stages > 1):
         raise InvalidLayout(
-            f"schedule={layout.schedule}, virtual={layout.virtual_stages}, but no pipeline.",
-            why="pp is 1: there are no stages to order",
-            next="give pp=, the number of pipeline ranks, or leave schedule= and virtual= out",
+            f"schedule={layout.schedule} and virtual={layout.virtual_stages} need a pipeline.",
+            why="pp is 1, so the model is not divided into stages",
+            next="set pp= to the number of pipeline ranks, or leave schedule= and virtual= out",
         )
     if layout.schedule is PipelineSchedule.INTERLEAVED and layout.virtual_stages == 1:
         raise InvalidLayout(
-            "schedule=interleaved with one stage per rank.",
-            why="interleaving is what several stages per rank are for; with one it is 1f1b",
-            next="give virtual=2 or more, or write schedule=1f1b",
+            "schedule=interleaved needs several stages per rank.",
+            why="with one stage per rank it is the same as 1f1b",
+            next="set virtual=2 or more, or write schedule=1f1b",
         )
     check_rounds(layout)
     if layout.pp == 1 and layout.cut is not StageRule.BLOCKS:
         raise InvalidLayout(
-            "Blocks are dealt out to stages, but there is no pipeline.",
-            why="pp is 1: one stage has them all",
-            next="give pp=, the number of pipeline ranks, or leave stages= out",
+            "stages= needs a pipeline.",
+            why="pp is 1, so one stage holds all blocks",
+            next="set pp= to the number of pipeline ranks, or leave stages= out",
         )
     if isinstance(layout.cut, tuple) and len(layout.cut) != layout.stages:
         raise InvalidLayout(
-            f"stages={','.join(map(str, layout.cut))} says how many blocks {len(layout.cut)} stages have.",
+            f"stages={','.join(map(str, layout.cut))} lists the blocks of {len(layout.cut)} stages.",
             why=f"the pipeline has {layout.stages} stages (pp={layout.pp} x virtual={layout.virtual_stages})",
             next=f"give {layout.stages} numbers, first stage to last",
         )
@@ -215,31 +217,31 @@ def _check_pipeline(layout: Layout) -> None:
 def _check_sharding(layout: Layout) -> None:
     if layout.sequence_parallel and layout.tp == 1:
         raise InvalidLayout(
-            "sp without tp.",
-            why="sequence parallelism splits the sequence among the tensor-parallel ranks, and there is one",
-            next="give tp=2 or more; to split the sequence without tensor parallelism use cp=",
+            "sp (sequence parallelism) needs tp=2 or more.",
+            why="it splits the sequence among the tensor-parallel ranks, and there is only one",
+            next="set tp=2 or more, or use cp= to split the sequence without tensor parallelism",
         )
     if layout.zero > _HIGHEST_ZERO:
         raise InvalidLayout(
-            f"zero={layout.zero} does not exist.",
-            why="1 shards the optimizer state, 2 also gradients, 3 also parameters",
-            next="write zero=3",
+            f"zero={layout.zero} is not a stage of ZeRO.",
+            why="stage 1 shards the optimizer state, stage 2 also gradients, stage 3 also parameters",
+            next="write zero=1, zero=2 or zero=3",
         )
     if layout.replicas > 1 and (layout.zero < 2 or layout.dp % layout.replicas or layout.ep > 1):
         raise InvalidLayout(
-            f"replicas={layout.replicas} with dp={layout.dp},zero={layout.zero},ep={layout.ep}.",
-            why="HSDP shards gradients or parameters within each of so many equal groups of the dp ranks; experts are not "
-            "modelled in it",
-            next="give zero=3, a dp that the replicas divide and no ep, or leave replicas= out",
+            f"replicas={layout.replicas} cannot be combined with dp={layout.dp},zero={layout.zero},ep={layout.ep}.",
+            why="replicas= divides the dp ranks into equal groups that each shard gradients or parameters (HSDP), and expert "
+            "parallelism is not modelled with it",
+            next="use zero=2 or 3, a dp that is a multiple of replicas, and no ep; or leave replicas= out",
         )
     if layout.shards % layout.ep:
         degrees = [each for each in range(2, layout.shards + 1) if layout.shards % each == 0]
         raise InvalidLayout(
             f"ep={layout.ep} does not divide the {layout.shards} data-parallel ranks (dp={layout.dp} x cp={layout.cp}).",
-            why="expert parallelism spreads the experts over ranks of the data-parallel dimension; it adds none",
+            why="expert parallelism uses the data-parallel ranks and does not add ranks",
             next=f"write ep={' or '.join(map(str, degrees))}"
             if degrees
-            else "give dp= a multiple of ep, or leave ep= out",
+            else "set dp= to a multiple of ep, or leave ep= out",
         )
 
 
@@ -265,14 +267,14 @@ def check_layout(layout: Layout, facts: ModelFacts) -> None:
             f" x virtual={layout.virtual_stages})" if layout.virtual_stages > 1 else ")"
         )
         raise InvalidLayout(
-            f"{stages}, but {facts.name} has {facts.layers} blocks.",
-            why="a stage holds at least one block",
+            f"The layout has {stages}, but {facts.name} has {facts.layers} blocks.",
+            why="every stage needs at least one block",
             next=f"use {facts.layers} stages or fewer: pp={facts.layers // layout.virtual_stages or 1}",
         )
     divided = {"attention heads": facts.heads, "feed-forward width": facts.intermediate}
     for what, size in divided.items():
         _check_divides(
-            size, layout.tp, f"tp={layout.tp}", what, facts.name, "tensor parallelism gives every rank as much"
+            size, layout.tp, f"tp={layout.tp}", what, facts.name, "tensor parallelism divides it evenly among the ranks"
         )
     _check_key_heads(layout, facts)
     _check_divides(
@@ -281,17 +283,19 @@ def check_layout(layout: Layout, facts: ModelFacts) -> None:
         f"ep={layout.ep}",
         "experts",
         facts.name,
-        "expert parallelism gives every rank as many experts",
+        "expert parallelism gives every rank the same number of experts",
     )
     if layout.ep > 1 and facts.experts is None and facts.layers is not None:
         raise InvalidLayout(
-            f"ep={layout.ep}, but {facts.name} has no experts.",
-            why="its configuration names none",
+            f"ep={layout.ep} needs a model with experts, and {facts.name} does not have any.",
+            why="its configuration does not mention experts",
             next="leave ep= out, or use dp= for more ranks",
         )
     split = layout.cp * (layout.tp if layout.sequence_parallel else 1)
     degrees = f"cp={layout.cp}" + (f" x tp={layout.tp} (sp)" if layout.sequence_parallel else "")
-    _check_divides(facts.sequence, split, degrees, "sequence", facts.name, "every rank takes as many tokens")
+    _check_divides(
+        facts.sequence, split, degrees, "sequence", facts.name, "every rank processes the same number of tokens"
+    )
 
 
 def _check_key_heads(layout: Layout, facts: ModelFacts) -> None:
@@ -300,8 +304,8 @@ def _check_key_heads(layout: Layout, facts: ModelFacts) -> None:
     if heads is None or heads % layout.tp == 0 or layout.tp % heads == 0:
         return
     raise InvalidLayout(
-        f"tp={layout.tp} and the {heads} key-value heads of {facts.name} do not divide each other.",
-        why="key-value heads are split evenly among ranks, or each is copied to as many ranks",
+        f"Neither of tp={layout.tp} and the {heads} key-value heads of {facts.name} is a multiple of the other.",
+        why="key-value heads are split evenly among the ranks, or each head is copied to the same number of ranks",
         next=f"use tp={_degrees(heads)}",
     )
 
@@ -312,7 +316,7 @@ def _check_divides(size: int | None, degree: int, given: str, what: str, name: s
     raise InvalidLayout(
         f"{given} does not divide the {what} of {name}, {size}.",
         why=why,
-        next=f"{size} divides by {_degrees(size)}",
+        next=f"use a divisor of {size}: {_degrees(size)}",
     )
 
 

@@ -124,11 +124,11 @@ def _as_layers(blocks: int, stages: int, rule: StageRule) -> tuple[int, ...]:
     counts[0] -= weight
     counts[-1] -= weight
     if min(counts) < 1 or (more and rule is not StageRule.TORCHTITAN):
-        with_both = ", embedding and head counted as one each" if weight else ""
+        with_both = ", counting embedding and head as one block each" if weight else ""
         raise InvalidLayout(
             f"stages={rule.value} cannot cut {blocks} blocks into {stages} stages{with_both}.",
-            why="it gives every stage as many, and at least one",
-            next=f"say how many each has, stages={','.join(map(str, even_counts(blocks, stages)))}, or leave stages= out",
+            why="this rule gives every stage the same number of blocks, at least one",
+            next=f"list the blocks per stage, stages={','.join(map(str, even_counts(blocks, stages)))}, or leave stages= out",
         )
     return tuple(counts)
 
@@ -138,9 +138,9 @@ def _as_nanotron(blocks: int, stages: int, facts: ModelFacts) -> tuple[int, ...]
     hidden, wide, words = facts.hidden, facts.intermediate, facts.vocabulary
     if hidden is None or wide is None or words is None:
         raise InvalidLayout(
-            f"unsupported: stages=nanotron for {facts.name}.",
-            why="it weighs a block by hidden and feed-forward width and the head by the vocabulary, which are not known",
-            next="say how many blocks each stage has, stages=9,8,8,7",
+            f"stages=nanotron is not supported for {facts.name}.",
+            why="it weighs blocks by hidden and feed-forward width and the head by vocabulary size, and these are not known",
+            next="list the blocks of each stage, such as stages=9,8,8,7",
         )
     block = 4 * hidden * hidden + 3 * wide * hidden
     total = block * blocks + words * hidden

@@ -362,15 +362,15 @@ def sharding_notes(layout: Layout) -> tuple[str, ...]:
     notes = []
     if layout.zero == _PARAMETER_SHARDS and layout.shards > 1:
         notes.append(
-            "FSDP2's defaults: every block and the model sharded, blocks resharded after forward, the rest after backward"
+            "FSDP2's defaults: every block and the model are sharded; blocks reshard after forward, the rest after backward"
         )
     if layout.zero >= PARTLY_SHARDED and layout.shards > 1 and layout.micro_batches > 1:
         notes.append("gradients are reduce-scattered after every micro-batch")
     if layout.ep > 1:
         ranks = layout.shards // layout.ep
         notes.append(
-            f"{ranks} ranks hold the same experts; their collectives are priced as those of {layout.shards}"
+            f"{ranks} ranks hold the same experts; their collectives are priced as if among {layout.shards} ranks"
             if ranks > 1
-            else "every rank of the data-parallel dimension has experts of its own, which nothing reduces or shards"
+            else "every data-parallel rank has its own experts, whose gradients are neither reduced nor sharded"
         )
     return tuple(notes)

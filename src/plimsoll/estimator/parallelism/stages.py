@@ -111,8 +111,8 @@ def _checked(trace: Trace, layout: Layout, counts: Sequence[int] | None) -> tupl
     calls = len(trace.regions)
     if layout.stages > calls:
         raise InvalidLayout(
-            f"{layout.stages} stages, but {trace.model} has {calls} blocks.",
-            why="a stage holds at least one block",
+            f"The layout has {layout.stages} stages, but {trace.model} has {calls} blocks.",
+            why="every stage needs at least one block",
             next=f"use {calls} stages or fewer",
         )
     if counts is None:
@@ -120,8 +120,8 @@ def _checked(trace: Trace, layout: Layout, counts: Sequence[int] | None) -> tupl
     if len(counts) != layout.stages or sum(counts) != calls or min(counts) < 1:
         raise InvalidLayout(
             f"The split {tuple(counts)} does not cut {calls} blocks into {layout.stages} stages.",
-            why="every stage needs at least one block, and every block one stage",
-            next=f"give {layout.stages} numbers that add up to {calls}, as {even_counts(calls, layout.stages)} do",
+            why="every stage needs at least one block, and every block belongs to one stage",
+            next=f"pass {layout.stages} numbers that add up to {calls}, such as {even_counts(calls, layout.stages)}",
         )
     return tuple(counts)
 
@@ -253,11 +253,11 @@ class _Stage:
         if anew:
             total = sum(self.trace.storages[s].bytes for s in anew)
             notes.append(
-                f"{len(anew)} values of {total} bytes that depend on the batch alone are made anew in this stage"
+                f"this stage computes {len(anew)} tensors of {total} bytes itself, because they depend only on the batch"
             )
         tied = [p.name for p in tied_parameters(self.trace, self.members) if p.storage in self.ids]
         if tied:
             notes.append(
-                f"{', '.join(tied)}: tied, a copy in every stage that uses it; their gradients are added up over the stages"
+                f"{', '.join(tied)}: tied, with a copy in every stage that uses it; the stages add up the copies' gradients"
             )
         return notes

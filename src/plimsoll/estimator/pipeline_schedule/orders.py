@@ -81,16 +81,16 @@ def check_rounds(layout: Layout) -> None:
     is_interleaved = layout.schedule is PipelineSchedule.INTERLEAVED
     if layout.virtual_stages > 1 and not is_interleaved:
         raise InvalidLayout(
-            f"virtual={layout.virtual_stages} with schedule={layout.schedule}.",
-            why="only the interleaved schedule gives a rank several stages",
+            f"virtual={layout.virtual_stages} cannot be combined with schedule={layout.schedule}.",
+            why="only the interleaved schedule supports several stages per rank",
             next="write schedule=interleaved, or leave virtual= out",
         )
     if is_interleaved and layout.micro_batches % layout.pp:
         below = layout.micro_batches // layout.pp * layout.pp
         choices = [str(below)] if below else []
         raise InvalidLayout(
-            f"micro-batches={layout.micro_batches} does not divide by pp={layout.pp}.",
-            why="an interleaved schedule goes through its stages in rounds of as many micro-batches as there are ranks",
+            f"micro-batches={layout.micro_batches} is not a multiple of pp={layout.pp}.",
+            why="an interleaved schedule runs its stages in rounds of pp micro-batches",
             next=f"write micro-batches={' or '.join([*choices, str(below + layout.pp)])}, or schedule=1f1b",
         )
 
@@ -191,11 +191,13 @@ def check_orders(orders: Orders, stages: int) -> None:
     for rank, actions in enumerate(orders):
         for action in actions:
             if not 0 <= action.stage < stages or action.micro_batch < 0:
-                raise invalid_orders(f"{action} is no action of a pipeline of {stages} stages.", "stages count from 0")
+                raise invalid_orders(f"{action} is not valid in a pipeline of {stages} stages.", "stages count from 0")
             if action in seen:
                 raise invalid_orders(f"{action} runs twice.", "every stage runs every micro-batch once")
             if rank_of.setdefault(action.stage, rank) != rank:
-                raise invalid_orders(f"Stage {action.stage} runs on two ranks.", "a stage's weights lie on one rank")
+                raise invalid_orders(
+                    f"Stage {action.stage} runs on two ranks.", "only one rank holds a stage's weights"
+                )
             seen.add(action)
     micro_batches = {action.micro_batch for action in seen}
     for stage in range(stages):
@@ -214,6 +216,4 @@ def check_orders(orders: Orders, stages: int) -> None:
 
 
 def invalid_orders(found: str, why: str) -> InvalidLayout:
-    return InvalidLayout(
-        found, why=why, next="take the orders from pipeline_orders, or correct the ones written by hand"
-    )
+    return InvalidLayout(found, why=why, next="use orders from pipeline_orders, or correct the orders that you wrote")

@@ -184,7 +184,7 @@ class _Machine:
             action = state.actions[state.at]
             need = self._missing(action)
             raise invalid_orders(
-                f"The ranks wait for each other: rank {rank} cannot run {action} before {need}, which never runs.",
+                f"The pipeline would deadlock: rank {rank} cannot run {action} before {need}, which never runs.",
                 f"{len(stuck)} of {len(self.ranks)} ranks are stuck",
             )
 

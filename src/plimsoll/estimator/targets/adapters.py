@@ -61,11 +61,11 @@ def adapted(model: nn.Module, how: Techniques) -> Iterator[tuple[str, ...]]:
         count = _add_low_rank(model, how, undo) if rank else _add_bottlenecks(model, how.adapters, undo)
         if not count:
             raise InvalidOption(
-                f"{how} finds no layer in {type(model).__name__}.",
-                why="adapters stand in linear layers of its blocks, by the names that transformers gives them",
-                next="lora-on=all, or build the model with its adapters and give that",
+                f"{how} does not match any layer of {type(model).__name__}.",
+                why="adapters are added to linear layers of its blocks that have the names used by transformers",
+                next="use lora-on=all, or build the model with its adapters and pass that model",
             )
-        yield (f"{count} adapters are trained, everything else is frozen",)
+        yield (f"{count} adapters are trained; all other parameters are frozen",)
     finally:
         for each in reversed(undo):
             each()

@@ -88,7 +88,7 @@ def _offline() -> Iterator[None]:
     def refuse(*address: Any, **options: Any) -> Any:
         if threading.get_ident() != own:
             return look_up(*address, **options)
-        raise OSError(f"models are built without a network, and this one asks for {address[0]}")
+        raise OSError(f"models are built without network access, but this model connects to {address[0]}")
 
     socket.getaddrinfo, constants.HF_HUB_OFFLINE = refuse, True
     try:
@@ -105,8 +105,8 @@ def _class_of(transformers: Any, config: Any, architecture: str) -> Any:
                 found = known[type(config)]
                 return found[0] if isinstance(found, tuple) else found
         raise InvalidTarget(
-            f'the configuration of {config.model_type!r} names no class in "architectures".',
-            why="and transformers has no class for it whose loss is known",
+            f'The configuration of {config.model_type!r} does not name a class in "architectures".',
+            why="transformers does not have a default class with a known loss for it",
             next='add "architectures": ["…"], or write a function and give package.module:function',
         )
     class_ = getattr(transformers, architecture, None)
@@ -119,8 +119,8 @@ def _class_of(transformers: Any, config: Any, architecture: str) -> Any:
 def _unknown(transformers: Any, what: str, name: str, known: Sequence[str]) -> InvalidTarget:
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
     return InvalidTarget(
-        f"transformers {transformers.__version__} knows no {what} {name!r}.",
-        why=f"the closest names are {', '.join(close)}" if close else f"nothing among its {len(known)} is close to it",
+        f"transformers {transformers.__version__} does not know the {what} {name!r}.",
+        why=f"the closest names are {', '.join(close)}" if close else f"none of its {len(known)} names is similar",
         next="correct the configuration, upgrade transformers, or write a function and give package.module:function",
     )
 
@@ -180,8 +180,8 @@ def build_classifier(recipe: Recipe, dtype: torch.dtype | None) -> Classificatio
     if name not in timm.list_models() and name not in timm.list_models(pretrained=True):
         close = difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.6)
         raise InvalidTarget(
-            f"timm {timm.__version__} knows no model {name!r}.",
-            why=f"the closest names are {', '.join(close)}" if close else "nothing among its models is close to it",
+            f"timm {timm.__version__} does not know the model {name!r}.",
+            why=f"the closest names are {', '.join(close)}" if close else "none of its models has a similar name",
             next="correct the name, upgrade timm, or write a function and give package.module:function",
         )
     try:
@@ -191,8 +191,8 @@ def build_classifier(recipe: Recipe, dtype: torch.dtype | None) -> Classificatio
         raise _cannot_build(timm, name, error) from error
     if not getattr(made, "num_classes", 0):
         raise InvalidTarget(
-            f"{name} of timm has no classes.",
-            why="it gives features, and Plimsoll knows no loss for them",
+            f"The timm model {name} does not have classes.",
+            why="it returns features, and Plimsoll does not know a loss for features",
             next="write a function that returns (model, batch, loss) and give package.module:function",
         )
     model = Classification(made).train()
@@ -209,8 +209,8 @@ def build_denoiser(recipe: Recipe, dtype: torch.dtype | None) -> NoisePrediction
     if recipe.architecture not in _DENOISERS:
         close = difflib.get_close_matches(recipe.architecture, _DENOISERS, n=1, cutoff=0.4)
         raise InvalidTarget(
-            f"{recipe.architecture} of diffusers is unsupported.",
-            why=f"batches are known for {', '.join(_DENOISERS)}",
+            f"The diffusers class {recipe.architecture} is not supported.",
+            why=f"Plimsoll can make batches for {', '.join(_DENOISERS)}",
             next=f"did you mean {close[0]}?" if close else "write a function and give package.module:function",
         )
     try:
@@ -236,9 +236,9 @@ def _import(library: str, package: str) -> Any:
     except Exception as error:  # broken installations raise anything
         missing = error.name if isinstance(error, ImportError) else ""
         raise InvalidTarget(
-            f"this target needs {library}, which {'is not installed' if missing == library else 'does not import'}.",
+            f"This target needs {library}, which {'is not installed' if missing == library else 'cannot be imported'}.",
             why=f"{type(error).__name__}: {error}",
-            next=f"pip install '{package if missing == library else missing or library}', or give package.module:function",
+            next=f"pip install '{package if missing == library else missing or library}', or use package.module:function",
         ) from error
 
 
@@ -282,8 +282,8 @@ def refuse_too_large(what: str, needed_bytes: int, device: str) -> None:
     if device_bytes is not None and needed_bytes > device_bytes:
         raise InvalidTarget(
             f"{what} do not fit on {device}.",
-            why=f"they take {format_bytes(needed_bytes)}, and there are {format_bytes(device_bytes)}",
-            next="make it smaller, plan for a device that is not here with --device-profile, or use `plimsoll estimate`",
+            why=f"they need {format_bytes(needed_bytes)}, but the device has {format_bytes(device_bytes)}",
+            next="use smaller sizes, plan for another machine's device with --device-profile, or use `plimsoll estimate`",
         )
 
 
@@ -310,8 +310,8 @@ def make_batch(model: nn.Module, size: BatchSize) -> dict[str, Any]:
     if "input_ids" in names and "labels" in names and "vocab_size" in known and "pixel_values" not in names:
         return maker.text(known)
     raise InvalidTarget(
-        f"no batch is known for {type(model).__name__}.",
-        why="Plimsoll makes random batches for models of text with a loss, image classifiers, CLIP, Whisper and denoisers",
+        f"Plimsoll cannot make a batch for {type(model).__name__}.",
+        why="it makes random batches for text models with a loss, image classifiers, CLIP, Whisper and denoisers",
         next="write a function that returns (model, batch) and give package.module:function",
     )
 
@@ -338,7 +338,7 @@ class _Maker:
         return {"input_ids": tokens, "labels": labels}
 
     def pictures(self, known: dict[str, Any], classes: int) -> dict[str, Any]:
-        self._refuse_sequence("its batch is images, whose size the configuration decides")
+        self._refuse_sequence("its batch is images, and the configuration sets their size")
         return {"pixel_values": self._pixels(known), "labels": self._integers(classes)}
 
     def pairs(self, known: dict[str, Any]) -> dict[str, Any]:
@@ -355,13 +355,13 @@ class _Maker:
         return {"input_features": features, "labels": labels}
 
     def images(self, classifier: Any) -> dict[str, Any]:
-        self._refuse_sequence("its batch is images, whose size the model decides")
+        self._refuse_sequence("its batch is images, and the model sets their size")
         pixels = self._floats(*classifier.default_cfg["input_size"])
         return {"pixel_values": pixels, "labels": self._integers(classifier.num_classes)}
 
     def latents(self, denoiser: nn.Module) -> dict[str, Any]:
         """Latents of the size in the denoiser's configuration, or of Stable Diffusion's size."""
-        self._refuse_sequence("its batch is latents, whose size the configuration decides")
+        self._refuse_sequence("its batch is latents, and the configuration sets their size")
         known: Any = denoiser.config
         if "axes_dims_rope" in known:
             return self._packed_latents(known)
@@ -412,12 +412,14 @@ class _Maker:
         sizes = (self._size.samples, *shape)
         if self._size.is_meta:
             return torch.empty(sizes, dtype=self._dtype, device=self._home)
-        refuse_too_large("The numbers of the batch", math.prod(sizes) * self._dtype.itemsize, self._size.device)
+        refuse_too_large(
+            "The floating-point tensors of the batch", math.prod(sizes) * self._dtype.itemsize, self._size.device
+        )
         return torch.rand(sizes, generator=self._random).to(self._size.device, self._dtype)
 
     def _integers(self, below: int, *shape: int) -> torch.Tensor:
         sizes = (self._size.samples, *shape)
-        refuse_too_large("The integers of the batch", math.prod(sizes) * torch.long.itemsize, _HOST)
+        refuse_too_large("The integer tensors of the batch", math.prod(sizes) * torch.long.itemsize, _HOST)
         drawn = torch.randint(below, sizes, generator=self._random)
         return drawn.to(self._size.device)
 
@@ -429,16 +431,16 @@ class _Maker:
         for name, parameter in self._model.named_parameters():
             if _LEARNED_POSITIONS.search(name) and "vision" not in name and parameter.shape[0] < sequence:
                 raise InvalidTarget(
-                    f"{type(self._model).__name__} takes at most {parameter.shape[0]:,} tokens per sample, not {sequence:,}.",
-                    why=f"its positions are learned: {name} has {parameter.shape[0]:,} of them",
-                    next=f"--seq {parameter.shape[0]} or less, or a configuration with more positions",
+                    f"{type(self._model).__name__} accepts at most {parameter.shape[0]:,} tokens per sample, not {sequence:,}.",
+                    why=f"its positions are learned, and {name} has {parameter.shape[0]:,} positions",
+                    next=f"use --seq {parameter.shape[0]} or less, or a configuration with more positions",
                 )
         return sequence
 
     def _refuse_sequence(self, why: str) -> None:
         if self._size.is_asked:
             raise InvalidTarget(
-                f"--seq would have no effect on {type(self._model).__name__}.",
+                f"--seq would not have an effect on {type(self._model).__name__}.",
                 why=why,
-                next="leave it out, or change the size in the configuration",
+                next="leave --seq out, or change the size in the configuration",
             )

@@ -75,11 +75,11 @@ def find_recipe(text: str) -> Recipe | None:
         return None
     close = difflib.get_close_matches(text.lower(), catalogue, n=3, cutoff=0.5)
     raise InvalidTarget(
-        f"{text!r} is no target.",
+        f"{text!r} is not a target.",
         why=f"a target is {_FORMS}",
         next=f"did you mean {' or '.join(close)}?"
         if close
-        else "nothing is downloaded: save its config.json and give the file"
+        else "save the model's config.json and pass that file (Plimsoll does not download anything)"
         if slash
         else f"the catalogue has {', '.join(catalogue)}",
     )
@@ -97,7 +97,7 @@ def _from_library(library: str, own_name: str) -> Recipe:
         raise InvalidTarget(
             f"{library}/{own_name} needs {library}, which is not installed.",
             why=f"{library} itself builds the model, with random weights",
-            next=f"pip install {library}, or give package.module:function",
+            next=f"pip install {library}, or use package.module:function",
         )
     return Recipe(
         name=f"{library}/{own_name}", architecture=own_name, fields={}, batch=_BATCH, sequence=None, library=library
@@ -113,8 +113,8 @@ def split_target(text: str) -> tuple[str, str]:
     module_name, _, function_name = text.partition(":")
     if not all(name.isidentifier() for name in (*module_name.split("."), function_name)):
         raise InvalidTarget(
-            f"{text!r} is no target.",
-            why="it should read package.module:function",
+            f"{text!r} is not a target.",
+            why="a target that is your own function has the form package.module:function",
             next="write for example my_project.training:make_step",
         )
     return module_name, function_name
@@ -137,9 +137,9 @@ def check_target(text: str) -> None:
 def explain_import(module_name: str, error: BaseException) -> InvalidTarget:
     """Make the error for a module that does not import."""
     return InvalidTarget(
-        f"{module_name} does not import.",
+        f"The module {module_name} cannot be imported.",
         why=f"{type(error).__name__}: {error}",
-        next=f"run `python -c 'import {module_name}'` here, in {Path.cwd()}",
+        next=f"run `python -c 'import {module_name}'` in the current directory, {Path.cwd()}, to see where it fails",
     )
 
 
@@ -169,7 +169,7 @@ def _from_file(path: Path) -> Recipe:
         raise InvalidTarget(
             f"{path} cannot be read as JSON.",
             why=str(error),
-            next="give the config.json of a Hugging Face model",
+            next="pass the config.json of a Hugging Face model",
         ) from error
     notes: list[str] = []
     fields = _harmless(fields, str(path), notes)
@@ -187,9 +187,9 @@ def _from_file(path: Path) -> Recipe:
         )
     if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):
         raise InvalidTarget(
-            f"{path} is no configuration of a model.",
-            why='it has no "model_type"',
-            next="give the config.json of a Hugging Face model; `plimsoll show` displays plans",
+            f"{path} is not a model configuration.",
+            why='it does not contain "model_type"',
+            next="pass the config.json of a Hugging Face model; `plimsoll show` displays plans",
         )
     architectures = fields.get("architectures") or [""]
     return Recipe(
@@ -217,7 +217,7 @@ def _harmless(node: Any, path: str, notes: list[str], place: str = "") -> Any:
         named = f"{place}{key}"
         reason = _reason_to_leave_out(key, value)
         if reason:
-            notes.append(f"{path}: its {named} is left out; {reason}")
+            notes.append(f"{path}: ignored {named}; {reason}")
             continue
         _refuse_too_many(key, value, named, path)
         kept[key] = _harmless(value, path, notes, f"{named}.")
@@ -226,11 +226,11 @@ def _harmless(node: Any, path: str, notes: list[str], place: str = "") -> Any:
 
 def _reason_to_leave_out(key: str, value: object) -> str:
     if key == "quantization_config" and value is not None:
-        return "training in quantized weights is unsupported"
+        return "training with quantized weights is not supported"
     if key == "use_pretrained_backbone" and value:
         return "nothing is downloaded, and all weights are random"
     if key.endswith("_implementation") and value not in _IMPLEMENTATIONS:
-        return f"only {', '.join(map(str, _IMPLEMENTATIONS[1:]))} run without code from elsewhere"
+        return f"only {', '.join(map(str, _IMPLEMENTATIONS[1:]))} run without downloaded kernels"
     return ""
 
 
@@ -240,7 +240,7 @@ def _refuse_too_many(key: str, value: object, named: str, path: str) -> None:
     if sum(numbers) > _MOST_LAYERS or len(counts) > _MOST_LAYERS:
         raise InvalidTarget(
             f"{path} asks for {max(sum(numbers), len(counts)):.6g} as its {named}.",
-            why=f"each is built as a module of its own, and no model has more than {_MOST_LAYERS:,}",
+            why=f"each would be built as a module, and no known model has more than {_MOST_LAYERS:,}",
             next="correct the configuration",
         )
 

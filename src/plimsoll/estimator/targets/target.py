@@ -99,8 +99,8 @@ def _refuse_sizes(text: str, options: TargetOptions) -> None:
     ]
     if ignored:
         raise InvalidTarget(
-            f"{' and '.join(ignored)} would have no effect on {text}.",
-            why="the function itself decides about its batch and its device; these options are for configurations",
+            f"{' and '.join(ignored)} would not have an effect on {text}.",
+            why="the function itself chooses batch and device; these options are for configurations",
             next=f"leave {'it' if len(ignored) == 1 else 'them'} out, and set sizes and device inside the function",
         )
 
@@ -113,9 +113,9 @@ def _load_function(text: str, precision: Precision | None) -> Target:
             made = function()
         except (Exception, SystemExit) as error:  # user code may raise anything, and the message says what
             raise InvalidTarget(
-                f"{text} failed.",
+                f"The target {text} failed.",
                 why=f"{type(error).__name__}: {error}",
-                next=f"call {function_name}() from Python to see where; it takes no arguments",
+                next=f"call {function_name}() without arguments from Python to see where it fails",
             ) from error
     return replace(_unpack(text, made), precision=precision)
 
@@ -146,7 +146,7 @@ def _unpack(text: str, made: object) -> Target:
     found = f"a tuple of {len(made)}" if isinstance(made, tuple) else f"an object of type {type(made).__name__}"
     raise InvalidTarget(
         f"{text} returned {found}.",
-        why="a target returns (model, batch) or (model, batch, loss), the model being a torch.nn.Module",
+        why="a target returns (model, batch) or (model, batch, loss), where model is a torch.nn.Module",
         next="return model, batch",
     )
 
@@ -166,7 +166,7 @@ def _with_stream(text: str, model: torch.nn.Module, batch: Any, loss: Callable[[
     if first is None:
         raise InvalidTarget(
             f"{text} returned a stream without batches.",
-            why=f"the first pass through the {type(batch).__name__} gave none",
+            why=f"the first pass through the {type(batch).__name__} did not yield a batch",
             next="return at least one batch",
         )
     return Target(model=model, batch=first, loss=loss, batches=batches)
@@ -234,7 +234,7 @@ def _refuse_absent(device: str) -> None:
         torch.zeros(1, device=device).item()  # `item` fails on the meta device, whose tensors do not have values
     except Exception as error:  # torch raises AssertionError, RuntimeError or NotImplementedError, by kind of device
         raise InvalidTarget(
-            f"There is no device {device!r} here.",
+            f"The device {device!r} is not available on this machine.",
             why=f"torch {torch.__version__} says: {str(error).strip().split(chr(10))[0]}",
-            next="leave --device out for the CPU, or plan for a device that is not here with --device-profile",
+            next="leave --device out to use the CPU, or plan for a device of another machine with --device-profile",
         ) from error

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     import torch
 
 _BALANCED = (
-    "experts: every token goes to experts_per_token of them in one grouped product, none is dropped; "
-    "that all experts get equally many is assumed"
+    "experts: every token goes to experts_per_token experts in one grouped product, and no token is dropped; "
+    "the estimate assumes that all experts get the same number of tokens"
 )
 
 
@@ -127,9 +127,9 @@ def _load(request: TraceRequest, progress: Progress) -> Target:
     if isinstance(request.target, Target):
         if request.batch is not None or request.sequence is not None:
             raise InvalidTarget(
-                "batch and sequence would have no effect on a model that is built already.",
-                why="its batch is given with it",
-                next="leave them out, or give a catalogue name or a config.json",
+                "batch and sequence would not have an effect on a model that is already built.",
+                why="the model comes with its own batch",
+                next="leave batch and sequence out, or pass a catalogue name or a config.json",
             )
         return request.target
     progress(f"building {request.target}", 0.0)

@@ -55,7 +55,7 @@ def wrap(function: Callable[..., Any], plan: Plan, *, argnums: int | Sequence[in
     if plan.framework != FRAMEWORK:
         raise PlanMismatch(
             f"This plan was made for {plan.framework}, not for JAX.",
-            why="its decisions name tensors or layers of another framework, and a jaxpr has none of them",
+            why="its decisions name tensors or layers of another framework, which a jaxpr does not have",
             next="plan the function with plimsoll.integrations.jax.plan",
         )
 

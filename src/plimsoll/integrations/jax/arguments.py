@@ -73,9 +73,9 @@ class Arguments:
             now = {path: jax.tree.flatten(variable) for path, variable in _variables(after)[1]}
             if [(v.path, v.tree) for v in each.variables] != [(path, tree) for path, (_, tree) in now.items()]:
                 raise InvalidOption(
-                    f"The function gives {type(after).__name__} other variables than it came with.",
-                    why="what is planned has the same arrays before and after a call",
-                    next="return such values from the function, or make the variables before it is planned",
+                    f"The function adds, removes or restructures variables of a {type(after).__name__}.",
+                    why="a planned function must have the same variables, with the same structure, before and after a call",
+                    next="return new values from the function, or create the variables before planning",
                 )
             for variable in each.variables:
                 pairs = zip(variable.leaves, now[variable.path][0], strict=True)

@@ -79,9 +79,10 @@ class JaxCall:
         if found != plan.fingerprint:
             raise PlanMismatch(
                 f"This plan was made for another function: {plan.fingerprint}, not {found}.",
-                why="the jaxpr has other operations than the one that was planned, argnums differ, or what was a number of "
-                "Python in one call is an array in the other, as jit makes it",
-                next="plan this function, call it as it was planned, or plan with arrays in place of numbers",
+                why="its jaxpr has other operations than the planned jaxpr, argnums differ, or an argument was a Python number "
+                "in one case and an array in the other (jit turns numbers into arrays)",
+                next="plan this function, call it with the kinds of arguments it was planned with, or plan with arrays "
+                "instead of numbers",
             )
         result, changed = jax.tree.unflatten(self._out, self.evaluate(plan.regions, *self.arrays))
         self._given.write(changed)

@@ -72,16 +72,16 @@ class Searched:
     ) -> None:
         if not callable(function):
             raise InvalidOption(
-                f"A {type(function).__name__} is no function.",
-                why="what is planned is a function of arrays",
-                next="pass the loss first, and its arguments after it",
+                f"The first argument is a {type(function).__name__}, which is not a function.",
+                why="plans are made for functions of arrays",
+                next="pass the loss function first, then its arguments",
             )
         self.call = JaxCall(function, args, {}, argnums)
         if not any(self.call.active):
             raise InvalidOption(
-                "No argument of this function has a gradient.",
-                why=f"argnums={argnums} names no array of floats",
-                next="name the argument that holds the parameters with argnums=",
+                "This function is not differentiated with respect to any argument.",
+                why=f"argnums={argnums} does not select an array of floats",
+                next="set argnums= to the position of the argument that holds the parameters",
             )
         clock = clock_for(device)
         self._offload = offload

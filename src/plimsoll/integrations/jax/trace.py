@@ -71,9 +71,9 @@ def obstacle_of(region: Region) -> str:
     """Why a region cannot run again; empty if it can."""
     for node in region.part.nodes:
         if any(word in node.name for word in _EFFECTS):
-            return f"{node.name} has an effect, which would happen twice"
+            return f"{node.name} has a side effect, and recomputing would repeat it"
         if node.name in ("checkpoint", "remat2"):
-            return "the function itself puts jax.checkpoint here"
+            return "the function itself uses jax.checkpoint here"
     return ""
 
 

@@ -261,12 +261,22 @@ def _check(model: Any, backends: Sequence[str]) -> str:
     if backend in backends and model.built and model.compiled:
         return backend
     if backend in backends:
-        why, next_ = "the model has no variables or no loss yet", "call model.build(...), model.compile(loss=...) first"
+        why, next_ = (
+            "the model is not built or not compiled yet",
+            "call model.build(...) and model.compile(loss=...) first",
+        )
     elif backend == "torch":
-        why = "a Keras model is a module of torch there"
+        why = "on the torch backend, a Keras model is a torch.nn.Module"
         next_ = "call plimsoll.plan(model, batch, ...) and plimsoll.apply"
     elif backend == "tensorflow":
-        why, next_ = "values are planned on the JAX backend alone", "call plan_layers and rebuild, which plan layers"
+        why, next_ = (
+            "single values are planned only on the JAX backend",
+            "call plan_layers and rebuild, which plan layers",
+        )
     else:
-        why, next_ = f"the backend is {backend}", "start with KERAS_BACKEND=jax, =tensorflow or =torch"
-    raise InvalidOption(f"This Keras model has no step of {' or '.join(backends)} to plan.", why=why, next=next_)
+        why, next_ = f"the backend is {backend}", "set KERAS_BACKEND to jax, tensorflow or torch"
+    raise InvalidOption(
+        f"This Keras model does not have a {' or '.join(backends)} training step that can be planned.",
+        why=why,
+        next=next_,
+    )

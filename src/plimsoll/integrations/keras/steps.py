@@ -11,9 +11,9 @@ from typing import Any
 from plimsoll.integrations.layers import LayeredStep, LayerPlans, RerunLayer, calling, kinds_of, rerun_meter
 
 FRAMEWORK = "keras"
-_STATE = "it writes state (moving averages, seeds), which must not leave jax.checkpoint"
-_TRAINING = "its call asks for the value of an argument, of which jax.checkpoint makes an array"
-_BY_NAME = "its call takes training, and tf.recompute_grad takes no arguments by name"
+_STATE = "it writes state (moving averages, seeds), and jax.checkpoint does not allow that"
+_TRAINING = "its call needs the value of an argument, but jax.checkpoint turns arguments into traced arrays"
+_BY_NAME = "its call needs the keyword argument training, and tf.recompute_grad does not pass keyword arguments"
 
 
 def bytes_of(arrays: Iterable[Any]) -> int:

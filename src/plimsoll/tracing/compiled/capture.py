@@ -330,6 +330,6 @@ def _spied(
             raise InvalidModel(
                 "torch.compile(fullgraph=True) cannot compile this model as one graph.",
                 why=f"{str(error).partition(chr(10))[0]}, in {_place(error)}",
-                next="take out what breaks the graph, or leave out fullgraph=True: each graph is then planned",
+                next="remove the code that breaks the graph, or omit fullgraph=True: then each graph is planned",
             ) from error
     return spies

@@ -115,7 +115,7 @@ class JointGraph:
         """True if forward's outputs do not need a node. Items of an op's output are treated like the op."""
         return op_of(node) not in self._in_forward
 
-    @functools.cache  # noqa: B019 - a graph is read once and let go
+    @functools.cache  # noqa: B019 - a graph is read once, then freed
     def base(self, node: fx.Node) -> fx.Node:
         """The node whose memory a node uses: the node itself, unless it is a view."""
         while node.op == "call_function":
@@ -276,7 +276,7 @@ class JointGraph:
     def _is_tuple(node: fx.Node) -> bool:
         return isinstance(node.meta.get("val"), (tuple, list))
 
-    @functools.cache  # noqa: B019 - a graph is read once and let go
+    @functools.cache  # noqa: B019 - a graph is read once, then freed
     def sources(self, node: fx.Node) -> tuple[fx.Node, ...]:
         """Return the buffers that a kernel recomputes a node from. A node that cannot be recomputed becomes a buffer."""
         if self.is_buffer(node):

@@ -88,16 +88,16 @@ def obstacle(node: fx.Node) -> str:
     if op_name(node) in SEEDS or draws(target, node.args, node.kwargs):
         return "draws random numbers"
     if IS_BEFORE in node.meta:
-        return "reads what the step changes"
+        return "reads memory that the step overwrites"
     if isinstance(target, torch._ops.HigherOrderOperator):
-        return "is a graph of its own"
+        return "is a higher-order op that runs its own graph"
     if isinstance(target, torch._ops.OpOverload):
         if target.namespace in ("_c10d_functional", "c10d_functional"):
             return "is a collective"
         if target._schema.is_mutable:
             return "writes to its inputs"
         if target.namespace not in _KNOWN:
-            return "is a custom op, which may do more than torch is told"
+            return "is a custom op, which may have effects that torch does not know"
     return ""
 
 

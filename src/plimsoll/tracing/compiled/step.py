@@ -27,7 +27,7 @@ from plimsoll.tracing.compiled.nodes import input_names, node_bytes
 from plimsoll.tracing.compiled.seconds import kernel_key, kernel_spec, timed
 from plimsoll.tracing.torch_internals import is_at_least
 
-_UNCOMPILED = "torch.compile runs it without compiling it"
+_UNCOMPILED = "torch.compile runs it eagerly"
 
 
 Parts = Mapping[tuple[str, int], CompiledPart]
@@ -161,7 +161,7 @@ class _Weaver:
         """Return why the engine cannot manage a region that runs eagerly."""
         around = next((place.part for place in self.places.values() if call in place.inner), None)
         if around is not None and not around.path:
-            return "lies in a model that torch.compile compiles as a whole"
+            return "is part of a model that torch.compile compiles as a whole"
         return _UNCOMPILED if call.index in self._uncompiled else ""
 
     def _outer_storages(self, storages: Iterable[Storage]) -> dict[int, int]:
@@ -473,7 +473,7 @@ class _Piece:
     def _held_elsewhere(self, kernel: Kernel) -> str:
         """Return an obstacle if another region's backward reads the kernel's output: then it is saved for all."""
         readers = (reader for node in kernel.writes for reader in self.readers[node])
-        return "is held for another region" if any(r.is_backward and r.region != kernel.region for r in readers) else ""
+        return "is read by another region" if any(r.is_backward and r.region != kernel.region for r in readers) else ""
 
     def _leaves(self, node: fx.Node, region: str) -> bool:
         """True if another region's forward, or the unit's caller, uses a buffer of this region."""

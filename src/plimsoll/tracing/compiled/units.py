@@ -53,9 +53,9 @@ class CompileCall:
         """
         if isinstance(compiled, PlannedCall):
             raise InvalidModel(
-                f"{type(compiled.module).__name__} is compiled under a plan already.",
+                f"A plan already compiles {type(compiled.module).__name__}.",
                 why="two plans cannot decide about the same tensors",
-                next="call handle.remove() on the first one",
+                next="call remove() on the handle of the first plan",
             )
         if isinstance(compiled, functools.partial):
             compiled = compiled.args[0] if compiled.func is _apart else compiled.func
@@ -83,21 +83,21 @@ class CompileCall:
         wrong = [name for name in _KINDS.keys() & given.keys() if not isinstance(given[name], _KINDS[name])]
         if unknown or wrong or (not isinstance(options, Mapping) and options is not True):
             raise InvalidOption(
-                f"compile={options!r} is no way to call torch.compile.",
-                why=f"it has no {', '.join(sorted(unknown))}"
+                f"compile={options!r} is not valid.",
+                why=f"compile= does not accept {', '.join(sorted(unknown))}"
                 if unknown
-                else f"{wrong[0]} is no {type(given[wrong[0]]).__name__}"
+                else f"{wrong[0]} cannot have type {type(given[wrong[0]]).__name__}"
                 if wrong
-                else "it is True, or keywords of torch.compile",
-                next='compile=True, or compile={"dynamic": False}: fullgraph, dynamic, mode and options are passed on',
+                else "compile= is True, or a dict of keyword arguments for torch.compile",
+                next='pass compile=True or a dict such as compile={"dynamic": False}, with fullgraph, dynamic, mode or options',
             )
         try:
             return cls.read(torch.compile(_nothing, **given))
         except (RuntimeError, TypeError) as error:
             raise InvalidOption(
-                f"compile={options!r} is no way to call torch.compile.",
+                f"torch.compile does not accept compile={options!r}.",
                 why=str(error).partition("\n")[0],
-                next="keywords and values that torch.compile takes",
+                next="pass keyword arguments and values that torch.compile accepts",
             ) from error
 
     @property
@@ -259,8 +259,8 @@ class PlannedCall:
             refuse_compiler(self.module, is_compiled=True)
         if torch.is_grad_enabled() and _is_switched_off():
             warnings.warn(
-                f"plimsoll: torch.compile is switched off, and {type(self.module).__name__} is trained under a plan for "
-                "compiled code: it keeps what it saves, and may take more than the budget",
+                f"plimsoll: torch.compile is switched off, but {type(self.module).__name__} trains under a plan for compiled "
+                "code. So it keeps all its activations and may exceed the budget",
                 stacklevel=2,
             )
         return self._compiled(self.module, *args, **kwargs)
@@ -357,9 +357,9 @@ def _refuse(refusal: InvalidModel | None) -> None:
 
 def _compiled_reducer() -> InvalidModel:
     return InvalidModel(
-        "DistributedDataParallel is compiled in place.",
-        why="ddp.compile() takes the wrapper's own forward in, and a plan replaces what is compiled of the model inside",
-        next="compile the blocks before wrapping (layer.compile() for each), or torch.compile(ddp)",
+        "DistributedDataParallel was compiled in place by ddp.compile().",
+        why="that also compiles the wrapper's forward, but a plan can replace only the compiled code of the model inside",
+        next="call layer.compile() for each block before wrapping, or use torch.compile(ddp)",
     )
 
 
@@ -369,21 +369,21 @@ def _refusal(unit: Unit) -> InvalidModel | None:
     if unit.call.backend != INDUCTOR:
         return InvalidModel(
             f"{what} is compiled by torch.compile for the backend {unit.call.backend!r}.",
-            why="a plan decides through inductor's partitioner, and this backend takes none",
-            next="torch.compile(model) with its default backend, or train it uncompiled",
+            why="a plan is carried out by inductor's partitioner, and this backend does not use a partitioner",
+            next="call torch.compile(model) with the default backend, or train the model uncompiled",
         )
     of_process = getattr(sys.modules.get("torch._inductor.config"), "custom_partitioner_fn", None)
     if (unit.call.options.get("custom_partitioner_fn") or of_process) is not None:
         return InvalidModel(
-            f"{what} is compiled with custom_partitioner_fn= of its own.",
-            why="one partitioner decides what a graph saves, and a plan brings one",
-            next="leave custom_partitioner_fn out of the options of torch.compile, and of torch._inductor.config",
+            f"{what} is compiled with its own custom_partitioner_fn.",
+            why="only one partitioner can decide what a graph saves, and the plan installs one",
+            next="remove custom_partitioner_fn from the options of torch.compile and from torch._inductor.config",
         )
     if torch._functorch.config.activation_memory_budget != 1.0:
         return InvalidModel(
             "torch._functorch.config.activation_memory_budget is set.",
-            why="it decides about the same tensors, by a share of the bytes that each graph saves",
-            next="set it back to 1.0; the plan keeps to a budget in bytes instead",
+            why="it decides about the same tensors as the plan, with a share of each graph's saved bytes as its limit",
+            next="set it back to 1.0; the plan enforces a budget in bytes instead",
         )
     return None
 
@@ -403,9 +403,9 @@ def check_compiler(device: torch.device) -> None:
     if _is_switched_off():
         raise InvalidModel(
             "torch.compile is switched off here.",
-            why='torch.compiler.set_stance("force_eager") or TORCH_COMPILE_DISABLE=1 runs the model uncompiled, and a plan is '
-            "for what it is compiled to",
-            next="plan with it switched on, or plan the uncompiled model",
+            why='torch.compiler.set_stance("force_eager") or TORCH_COMPILE_DISABLE=1 runs the model uncompiled, but a plan for '
+            "a compiled model needs the compiled graphs",
+            next="switch torch.compile on, or plan the uncompiled model",
         )
     if device.type != "cpu":
         return
@@ -416,9 +416,9 @@ def check_compiler(device: torch.device) -> None:
         get_cpp_compiler()
     except InvalidCxxCompiler as error:
         raise InvalidModel(
-            "torch.compile finds no C++ compiler here.",
-            why="on a CPU inductor compiles its kernels with one, and a plan is compiled and run before it is returned",
-            next="install g++ (apt-get install g++), or name one in the environment: CXX=clang++",
+            "torch.compile cannot find a C++ compiler on this machine.",
+            why="on a CPU, inductor compiles kernels with a C++ compiler, and planning compiles and runs the plan once",
+            next="install g++ (apt-get install g++), or name a compiler in the environment: CXX=clang++",
         ) from error
 
 

@@ -233,7 +233,7 @@ class _CpuMeter:
         atexit.unregister(_end_profiler)
         events = _disable_profiler().experimental_event_tree() if self.is_measuring else []
         if is_profiled():
-            # before 2.13 the user's profiler, which ours has ended, fails if there is none to stop
+            # our profiler has ended the user's; before torch 2.13 the user's then fails if no profiler is running
             self._run_profiler()
         self._watched.clear()
         # Every access to an event's fields makes an object, and there are many events.
@@ -244,9 +244,9 @@ class _CpuMeter:
         ]
         if not found:
             raise MeasurementLost(
-                "Nothing was measured: the log of allocations is empty.",
-                why="torch has one profiler, which measures memory on a CPU, and another one ended it meanwhile",
-                next="measure again, without a profiler or a PeakMeter inside",
+                "Memory was not measured: the log of allocations is empty.",
+                why="on a CPU, memory is measured with torch's profiler; only one can run, and other code ended it",
+                next="measure again, without starting a profiler or another PeakMeter inside",
             )
         first = min(found, key=operator.itemgetter(0))
         logged = [
@@ -304,9 +304,9 @@ class _CudaMeter:
 
     def peak_bytes_without(self, addresses: set[int]) -> int:
         raise PlimsollError(
-            f"Peaks without some tensors cannot be measured on {self.device}.",
-            why="the allocator's counters do not tell storages apart",
-            next="measure the whole peak, or on the CPU",
+            f"A peak that leaves out some tensors cannot be measured on {self.device}.",
+            why="the allocator's counters do not show which tensor an allocation belongs to",
+            next="measure the whole peak, or measure on the CPU",
         )
 
     def _close(self) -> None:

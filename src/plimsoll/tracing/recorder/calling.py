@@ -34,8 +34,8 @@ def split_batch(batch: Any) -> Call:
     if isinstance(batch, Mapping):
         return (), {str(name): value for name, value in batch.items()}
     raise InvalidBatch(
-        f"A batch of type {type(batch).__name__} cannot be passed to a model.",
-        why="a tensor is one argument, a tuple is positional arguments, a dict is keyword arguments",
+        f"The batch is a {type(batch).__name__}, which cannot be passed to the model.",
+        why="a tensor is passed as one argument, a tuple as positional arguments, a dict as keyword arguments",
         next="pass a tensor, a tuple or a dict",
     )
 
@@ -46,8 +46,8 @@ def check_devices(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     for tensor in call_tensors(args, kwargs):
         if tensor.device not in homes and tensor.dim() > 0:
             raise InvalidBatch(
-                f"The batch is on {tensor.device}, the model on {', '.join(sorted(map(str, homes)))}.",
-                why=f"a tensor of shape {tuple(tensor.shape)} would meet parameters of another device",
+                f"The batch is on {tensor.device}, but the model is on {', '.join(sorted(map(str, homes)))}.",
+                why=f"its tensor of shape {tuple(tensor.shape)} is not on the device of the parameters",
                 next=f"move the batch: batch.to({str(next(iter(homes)))!r})",
             )
 
@@ -57,8 +57,9 @@ def check_context(context: object) -> None:
     if not callable(context):
         raise InvalidOption(
             f"context= is a {type(context).__name__}, which cannot be called.",
-            why="every step runs in a context of its own, and one that was left may not be entered again",
-            next="context=lambda: ..., or the class itself, as in context=torch.autograd.graph.save_on_cpu",
+            why="every step enters a new context, because many contexts cannot be entered twice",
+            next="pass a function that makes the context, such as context=lambda: ..., or the class itself, such as "
+            "context=torch.autograd.graph.save_on_cpu",
         )
 
 
@@ -66,7 +67,7 @@ def scalar_loss(output: Any, loss: Loss | None) -> torch.Tensor:
     """Return the scalar to call backward on: ``loss(output)``, else ``output.loss``, else the output itself.
 
     Raises:
-        InvalidLoss: there is no scalar that depends on parameters.
+        InvalidLoss: the loss is not a scalar, or does not depend on parameters.
     """
     if loss is not None:
         value = loss(output)
@@ -78,15 +79,15 @@ def scalar_loss(output: Any, loss: Loss | None) -> torch.Tensor:
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         shape = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
         raise InvalidLoss(
-            f"No scalar loss: {origin} {shape}.",
-            why="a training step needs one number to call backward on",
+            f"The step does not have a scalar loss: {origin} {shape}.",
+            why="backward starts from a single number",
             next="pass loss=lambda output: ..., or put labels into the batch",
         )
     if not value.requires_grad:
         raise InvalidLoss(
             "The loss does not depend on any parameter.",
-            why="it has no gradient: the model is frozen, or grad mode is off",
-            next="unfreeze parameters, and call Plimsoll outside of torch.no_grad()",
+            why="it does not require a gradient: the model is frozen, or grad mode is off",
+            next="unfreeze parameters, and call Plimsoll outside torch.no_grad()",
         )
     return value
 
@@ -138,15 +139,15 @@ def refuse_foreign_graph(loss: torch.Tensor, first_node: int, *, has_met_threads
         if node._sequence_nr() < first_node and any(name.startswith("_raw_saved") for name in dir(node)):
             if has_met_threads:
                 raise InvalidBatch(
-                    f"The step runs modules in threads of its own: one has made {node.name()}.",
-                    why="torch's hooks and modes belong to one thread, so a plan would not see what autograd saves in another",
+                    f"The step runs modules in other threads: one of these threads created {node.name()}.",
+                    why="torch's hooks and modes apply to one thread, so a plan would not see what other threads save",
                     next="run the branches one after the other, or manage a part of the model that runs in one thread",
                 )
             raise InvalidBatch(
-                f"The step goes back into the graph of an earlier call or of another thread, to {node.name()}.",
-                why="to plan, its backward runs once more, which would free what your own backward needs there",
-                next="detach what one call hands to the next (a cache, a hidden state), run all of it in one thread, or attach "
-                "to a module whose forward makes both",
+                f"Backward reaches {node.name()} in the graph of an earlier call or of another thread.",
+                why="planning runs backward once more, which would free tensors that your own backward needs in that graph",
+                next="detach tensors that one call passes to the next (a cache, a hidden state), run everything in one thread, "
+                "or attach to a module whose forward makes both graphs",
             )
         left.extend(following for following, _ in node.next_functions)
 

@@ -15,7 +15,7 @@ import torch
 from plimsoll.tracing.recorder.calling import flat_tensors
 from plimsoll.tracing.torch_internals import resolve_group
 
-IS_ROUTING = "decides which token goes where"
+IS_ROUTING = "chooses where tokens are routed"
 """The obstacle of ops whose results choose tokens, experts or rows."""
 _NAMESPACES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor", "symm_mem"})
 _REPEATABLE = frozenset({"_c10d_functional", "_c10d_functional_autograd", "_dtensor"})

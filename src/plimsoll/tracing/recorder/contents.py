@@ -337,7 +337,7 @@ class _NotAdvanced(Iterator[Any]):
         raise InvalidBatch(
             f"The step advances a Python {self._kind} that the model or the batch holds.",
             why="Plimsoll runs trial steps, and Python cannot rewind this iterator after them",
-            next="hold a list and an index, an itertools.count, a random.Random or a numpy generator in its place",
+            next="replace it by a list and an index, an itertools.count, a random.Random or a numpy generator",
         )
 
     def send(self, *_: Any) -> Any:

@@ -239,7 +239,7 @@ class OpRecorder(TorchDispatchMode):
             if isinstance(value, list | tuple):
                 return type(value)(template(item) for item in value)
             if isinstance(value, torch.Generator):
-                obstacles.append("draws from a generator of its own")
+                obstacles.append("draws from its own random generator")
             return value
 
         if signature.is_collective and not (self._repeats_collectives and is_repeatable_collective(func)):
