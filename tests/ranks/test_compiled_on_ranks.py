@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 import plimsoll
 from launching import on_ranks
 from plimsoll.artifacts.progress import silent
-from plimsoll.session.compiled import CompiledPlanner, SharedCompiledPlanner
+from plimsoll.session.compiled import CompiledPlanner
 from plimsoll.session.options import PlanOptions
 from steps import Stack, mean_square
 
@@ -48,11 +49,12 @@ def test_a_rank_that_runs_out_of_memory_in_a_trial_does_not_go_on_alone(monkeypa
         raise torch.OutOfMemoryError("planted")
 
     plan = plimsoll.plan(Stack(2, 8), torch.randn(4, 8), strategy="none", loss=mean_square)
-    alone, shared = (kind.__new__(kind) for kind in (CompiledPlanner, SharedCompiledPlanner))
-    for planner in (alone, shared):
+    alone, shared = (CompiledPlanner.__new__(CompiledPlanner) for _ in range(2))
+    for planner, ranks in ((alone, 1), (shared, 2)):
         monkeypatch.setattr(planner, "run", run, raising=False)
         monkeypatch.setattr(planner, "solve", lambda *_: plan, raising=False)
-        planner.options, planner.budget_bytes = PlanOptions(), 1
+        planner.options, planner.ranks = PlanOptions(), SimpleNamespace(budget_bytes=1)
+        planner._agreement = SimpleNamespace(size=ranks)
     assert alone._in_own_order("auto", None, silent) is None
     with pytest.raises(torch.OutOfMemoryError):  # which ends what the other ranks wait for
         shared._in_own_order("auto", None, silent)

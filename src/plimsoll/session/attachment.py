@@ -58,10 +58,9 @@ from plimsoll.session.shapes import ShapePlans, can_follow_shapes, told
 from plimsoll.session.situations import MeteredSituations, Situation, planned_situation
 from plimsoll.session.states import TABLE, Event, State
 from plimsoll.session.step_levels import is_more
-from plimsoll.session.step_planner import StepPlanner
+from plimsoll.session.step_planner import StepPlanner, first_planner
 from plimsoll.session.step_watch import StepWatch
 from plimsoll.session.task import TrainingTask, task_of_call
-from plimsoll.session.tightest_rank import first_planner
 from plimsoll.tracing.compiled.units import Unit
 from plimsoll.tracing.ddp import inner_module, is_without_reduction
 from plimsoll.tracing.fsdp2 import every_gradient, every_parameter
@@ -330,6 +329,8 @@ class Attachment(RemovedAtEnd):
         """The account after a step exceeded the budget, until plans are made for it."""
         self._traces_left = self._ran_more_bytes = 0
         """How many steps are traced to find one that runs as much as a step that took ``_ran_more_bytes``."""
+        self._is_named = False
+        """Whether the user was told before the current step that it may exceed the budget."""
         self._counted, self._metered = CountedState(), MeteredSituations()
         self._seen: set[object] = set()
         """Effects (`Plan.effect`) of the plans that have run before."""
@@ -513,9 +514,9 @@ class Attachment(RemovedAtEnd):
         if measured is not None:
             state_bytes = max(self._watch.bytes_after, planned_state_bytes(own))
             planner.count_loss(own, measured.loss_peak_bytes - (measured_bytes - taken.lasting_bytes - state_bytes))
-        floor_bytes = planner.worst_bytes(taken.bytes)
-        most_bytes = planner.worst_bytes(taken.most_bytes)
-        if planner.worst_bytes(taken.optimizer_bytes) > planner.budget_bytes:
+        floor_bytes = planner.ranks.worst_bytes(taken.bytes)
+        most_bytes = planner.ranks.worst_bytes(taken.most_bytes)
+        if planner.ranks.worst_bytes(taken.optimizer_bytes) > planner.budget_bytes:
             raise planner.refusal(lowest, most_bytes, is_optimizer=True)
         try:
             plan = self._confirmed(traced, task)
@@ -656,6 +657,7 @@ class Attachment(RemovedAtEnd):
         limit_bytes = (planner.own_budget_bytes or 0) - self._room.account.withheld
         peak_bytes, cause = self._steps.taken_by(self._state_bytes(), self._metered, limit_bytes)
         over_bytes = peak_bytes - limit_bytes
+        is_named, self._is_named = self._is_named, False
         next_ = "the next step is planned with that taken off, where a plan takes less"
         is_other_step = self._metered.has_run_more or self._steps.is_reordered
         may_trace = self._shaped is not None and self.agreement.size == 1 and not self.is_compiled
@@ -675,7 +677,8 @@ class Attachment(RemovedAtEnd):
             error_bytes = peak_bytes - predicted_before_optimizer(planner.own(plan))
             account = self._room.account
             self._corrected = account.measuring(max(account.measured_bytes() + over_bytes, error_bytes))
-        warn_of_overrun(peak_bytes, limit_bytes, cause, next_)
+        if not is_named:
+            warn_of_overrun(peak_bytes, limit_bytes, cause, next_)
 
     def _state_bytes(self) -> int:
         """The optimizer state to add to a measured peak. A compiled plan counts it from its first step on."""
@@ -689,6 +692,7 @@ class Attachment(RemovedAtEnd):
         if self._shaped is None:
             everyone = self.agreement.gathered(f"over the budget in call {self._calls}", waiting, int)
         if waiting > planner.in_flight:
+            self._is_named = True
             warn_of_waiting(waiting, planner.in_flight, is_planned=everyone is not None)
         if everyone is not None:
             with self.agreement:
@@ -800,7 +804,7 @@ class Attachment(RemovedAtEnd):
     def _solve_for_budget(self, traced: TracedStep) -> Plan:
         """The plan for the budget less the account of the tightest rank."""
         planner = traced.planner
-        excess_bytes = planner.excess_bytes(self._room.account.total_bytes())
+        excess_bytes = planner.ranks.excess_bytes(self._room.account.total_bytes())
         return planner.solve(planner.budget_bytes, excess_bytes=excess_bytes, error_scale=traced.error_scale)
 
     def _replan(self, why: str) -> None:

@@ -31,7 +31,6 @@ from plimsoll.session.manage import manage
 from plimsoll.session.options import Budget, PlanOptions
 from plimsoll.session.step_planner import StepPlanner
 from plimsoll.session.task import TrainingTask
-from plimsoll.session.tightest_rank import SharedPlanner
 from plimsoll.session.training_step import TrainingStep
 from plimsoll.session.trial import TrialRun, with_note
 from plimsoll.tracing.capture import saved_as_zeros
@@ -147,9 +146,7 @@ def compiled_planner(
     with agreement.stepping():
         traced, costs = trace_compiled(task, options, progress, limit_bytes=limit_bytes)
     budget_bytes, parts = budget.bytes_on(costs), planned_parts(task, options.regions)
-    if agreement.size == 1:
-        return CompiledPlanner(parts, traced, costs, options, budget_bytes)
-    return SharedCompiledPlanner(parts, agreement, (traced, costs), options, budget_bytes)
+    return CompiledPlanner(parts, traced, costs, options, budget_bytes, agreement)
 
 
 def planned_parts(task: TrainingTask, patterns: tuple[str, ...] | None) -> tuple[CompiledUnit, ...]:
@@ -217,9 +214,6 @@ def _trace(
 class CompiledPlanner(StepPlanner):
     """Makes plans of a step with compiled parts. Without a plan the step runs in torch.compile's default partition."""
 
-    _may_fail: tuple[type[BaseException], ...] = (BudgetBelowFloor, torch.OutOfMemoryError)
-    """Errors from one kernel order that make us try the other."""
-
     def __init__(self, compiled: tuple[CompiledUnit, ...], *planner: Any) -> None:
         """``planner`` are the arguments of `StepPlanner`."""
         super().__init__(*planner)
@@ -283,11 +277,19 @@ class CompiledPlanner(StepPlanner):
         is_one_graph = any(not unit.path for unit in self._compiled)
         return max(self._default_bytes, self.extremes.unmanaged_peak_bytes if is_one_graph else 0)
 
+    @property
+    def _may_fail(self) -> tuple[type[BaseException], ...]:
+        """Errors from one kernel order that make us try the other.
+
+        If a rank runs out of memory, others wait in a collective of that step. The error must leave the step to release them.
+        """
+        return (BudgetBelowFloor,) if self._agreement.size > 1 else (BudgetBelowFloor, torch.OutOfMemoryError)
+
     def _is_far_above_budget(self, plan: Plan) -> bool:
         """True if the prediction alone shows that the plan does not fit. Running it could run out of memory."""
         if self.budget_bytes is None:
             return False
-        return self.worst_bytes(self.own(plan).predicted_peak_bytes) > _FAR_ABOVE * self.budget_bytes
+        return self.ranks.worst_bytes(self.own(plan).predicted_peak_bytes) > _FAR_ABOVE * self.budget_bytes
 
     def _in_own_order(self, strategy: str, step: TrainingStep, progress: Progress) -> Plan | None:
         """Return the plan in inductor's own order, or ``None`` if no such plan keeps to the budget.
@@ -312,8 +314,10 @@ class CompiledPlanner(StepPlanner):
         return msgspec.structs.replace(plan, predicted_peak_bytes=taken_bytes)
 
     def _share_of_seconds(self, step: TrainingStep, one: Plan, other: Plan) -> float:
-        """Return the seconds of a step under ``one``, divided by those under ``other``: the median over alternating rounds."""
-        with untouched(step.model, one.written), manage(step.model, one) as work:
+        """Return the seconds of a step under ``one``, divided by the seconds under ``other``: the median over alternating
+        rounds, of the rank that gains least.
+        """
+        with self._agreement.stepping(), untouched(step.model, one.written), manage(step.model, one) as work:
 
             def under(plan: Plan) -> None:
                 work.switch(plan)
@@ -323,7 +327,7 @@ class CompiledPlanner(StepPlanner):
             first, second = time_in_turns(
                 steps, device=step.device, rounds=_ROUNDS, threads=torch.get_num_threads()
             ).values()
-        return paired_ratio(first, second).median
+        return max(self._agreement.all_of("seconds", paired_ratio(first, second).median, float))
 
     def solve(self, budget_bytes: int | None, strategy: str = "auto", **how: Any) -> Plan:
         """Override `StepPlanner.solve`: add the compiled units, their order, and the measured baseline."""
@@ -384,16 +388,3 @@ class CompiledPlanner(StepPlanner):
 def _copied_inputs(trace: Trace, unit: CompiledUnit) -> tuple[str, ...]:
     """Return the names of inputs that backward reads copies of, in any call of a unit's regions."""
     return tuple(sorted({name for call in trace.regions if call.name in unit.regions for name in call.copied_inputs}))
-
-
-class SharedCompiledPlanner(CompiledPlanner, SharedPlanner):
-    """A `CompiledPlanner` that plans together with other ranks. All ranks compile the same decisions."""
-
-    _may_fail = (BudgetBelowFloor,)
-    """If a rank runs out of memory, others wait in a collective of that step. The error must leave the step to release them."""
-
-    def _share_of_seconds(self, step: TrainingStep, one: Plan, other: Plan) -> float:
-        """Override `CompiledPlanner._share_of_seconds`: return the largest share, of the rank that gains least."""
-        with self._agreement.stepping():
-            own = super()._share_of_seconds(step, one, other)
-        return max(self._agreement.all_of("seconds", own, float))

@@ -22,8 +22,8 @@ from plimsoll.session.manage import check_plan, manage_together, refuse_other_mo
 from plimsoll.session.options import Budget, PlanOptions
 from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS
 from plimsoll.session.retry import AppliedPlan, can_retry
+from plimsoll.session.step_planner import eager_planner
 from plimsoll.session.task import TrainingTask, check_module
-from plimsoll.session.tightest_rank import eager_planner
 from plimsoll.tracing.recorder.calling import Loss
 from plimsoll.units import check_count
 

@@ -30,10 +30,9 @@ from plimsoll.session.optimizer_watch import optimizer_in_view
 from plimsoll.session.options import Budget, PlanOptions
 from plimsoll.session.rendezvous.joint_step import JointStep
 from plimsoll.session.rendezvous.world import find_participants
-from plimsoll.session.step_planner import StepPlanner
+from plimsoll.session.step_planner import StepPlanner, first_planner
 from plimsoll.session.step_snapshot import Companions, StepSnapshot
 from plimsoll.session.task import task_of_call
-from plimsoll.session.tightest_rank import first_planner
 from plimsoll.tracing import ddp, fsdp2
 from plimsoll.tracing.ddp import inner_module
 from plimsoll.tracing.zero import steps_with_buckets

@@ -1,14 +1,16 @@
 """From a training task to its plans: trace the step, cost its ops, try codecs and links, and solve.
 
-Here one process plans for itself. If several ranks plan together, `tightest_rank.SharedPlanner` does the same steps in
-agreement with the other ranks.
+Several ranks plan one step together: all run the same steps, the tightest rank solves, and every rank gets its plan (see
+``tightest_rank``). One process plans in the same way, without an exchange.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import torch
@@ -21,6 +23,7 @@ from plimsoll.artifacts.trace import Trace
 from plimsoll.errors import BudgetBelowFloor, InvalidModel, TracingFailed
 from plimsoll.planning.costing.devices import find_device
 from plimsoll.planning.costing.roofline import roofline_costs
+from plimsoll.planning.describe import classes_at_peak, describe_timeline
 from plimsoll.planning.explain import floor_error, optimizer_floor_error
 from plimsoll.planning.ladder import rungs_of
 from plimsoll.planning.replay_schedule import Unreachable
@@ -30,12 +33,14 @@ from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import Extremes, codecs_of_strategy, find_extremes
 from plimsoll.planning.what_if import peak_with_chunked_loss
 from plimsoll.session.account import predicted_optimizer_bytes
+from plimsoll.session.agreement import Agreement
 from plimsoll.session.device_costs import measure_engine, measured_costs
 from plimsoll.session.forms import Sensed, sense_forms
-from plimsoll.session.options import PlanOptions
+from plimsoll.session.options import Budget, PlanOptions
 from plimsoll.session.task import TrainingTask
+from plimsoll.session.tightest_rank import TightestRank
 from plimsoll.session.training_step import TrainingStep
-from plimsoll.session.trial import Gradients, Managing, TrialRun, confirmed, run_trial
+from plimsoll.session.trial import Gradients, Managing, TrialRun, confirmed, error_scale, run_trial
 from plimsoll.tracing.fsdp2 import holds_gradients_back
 from plimsoll.tracing.trace import trace as trace_step
 
@@ -110,13 +115,29 @@ def trace_task(
 
 
 class StepPlanner:
-    """Makes plans of one step under a budget (``None``: no limit)."""
+    """Makes plans of one step under a budget (``None``: no limit).
 
-    def __init__(self, trace: Trace, costs: Costs, options: PlanOptions, budget_bytes: int | None) -> None:
+    With several ranks, every method must be called on all of them, unless its description says otherwise.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        costs: Costs,
+        options: PlanOptions,
+        budget_bytes: int | None,
+        agreement: Agreement | None = None,
+    ) -> None:
+        """Create a planner. ``agreement`` is of the ranks that plan together; by default this process plans alone."""
         self.trace = options.opened(trace)
         self.costs = costs
         self.options = options
-        self.budget_bytes = self.own_budget_bytes = budget_bytes
+        self.own_budget_bytes = budget_bytes
+        self._agreement = agreement or Agreement(None, "plan")
+        self._index: StepIndex | None = None
+        self._solver: Planner | None = None
+        unmanaged_bytes = 0 if self._agreement.size == 1 else self.extremes.unmanaged_peak_bytes
+        self.ranks = TightestRank(self._agreement, budget_bytes, unmanaged_bytes)
         self.gradients: Gradients | None = None
         self.in_flight = 1
         self.loss_share = 0.0
@@ -133,9 +154,19 @@ class StepPlanner:
         """The last trial as measured in this process."""
         self._sensed: Sensed | None = None
 
+    @property
+    def budget_bytes(self) -> int | None:
+        """The budget that plans are solved for: of the tightest rank."""
+        return self.ranks.budget_bytes
+
     def alone(self) -> StepPlanner:
-        """Return a planner that does not contact other ranks."""
-        return self
+        """Return a planner of this rank's own step under its own budget. It does not contact other ranks."""
+        if self._agreement.size == 1:
+            return self
+        own = self.beside(self.trace, self.costs)
+        own.wait_for(self.in_flight)
+        own.extremes, own._index, own._solver = self.extremes, self._index, self._solver  # these take long to compute
+        return own
 
     def beside(self, trace: Trace, costs: Costs) -> StepPlanner:
         """Return a planner for another step of the same model under the same budget. It does not contact other ranks."""
@@ -159,8 +190,10 @@ class StepPlanner:
         return find_extremes(self.trace, self.costs)
 
     def fits_unmanaged(self) -> bool:
-        """True if the step keeps to its budget without a plan."""
-        return self.own_budget_bytes is not None and self.own_budget_bytes >= self.extremes.unmanaged_peak_bytes
+        """True if every rank's step keeps to its budget without a plan."""
+        own_bytes = self.own_budget_bytes
+        fits = own_bytes is not None and own_bytes >= self.extremes.unmanaged_peak_bytes
+        return self._agreement.every("budgets", holds=fits)
 
     def try_forms(self, step: Callable[[], TrainingStep], progress: Progress = silent) -> None:
         """Run the step once to try codecs and links on its values, if the options allow them and the budget needs them.
@@ -169,7 +202,8 @@ class StepPlanner:
         """
         if self.options.wants_forms and (not self.fits_unmanaged() or self.options.insists_on_forms):
             progress("trying codecs and links", 0.0)
-            self._sensed = self._sense(step())
+            with self._agreement.stepping():
+                self._sensed = self._sense(step())
             self.gradients = self._sensed.gradients if self.options.wants_lossy else None
         progress("solving", 0.0 if self._sensed is None else 0.4)
 
@@ -240,22 +274,27 @@ class StepPlanner:
         return map(self.options.written_into, rungs_of(self._planner))
 
     def predicted_bytes(self, plan: Plan) -> int | None:
-        """Return the peak of this step under a plan made for another one, or None if the plan cannot be replayed here."""
+        """Return the peak of this rank's step under a plan made for another one, or None if the plan cannot be replayed
+        here.
+        """
         try:
-            return run_choices(self._index, choices_of(self._index, plan.regions)).peak_bytes
+            return run_choices(self.index, choices_of(self.index, plan.regions)).peak_bytes
         except Unreachable:
             return None
 
     def is_kept_by(self, plan: Plan, excess_bytes: int) -> bool:
-        """True if a plan made for another step keeps this one within the budget, with ``excess_bytes`` on top."""
+        """True if a plan made for another step keeps this rank's one within its budget, with ``excess_bytes`` on top."""
         predicted_bytes = self.predicted_bytes(plan)
         return predicted_bytes is not None and predicted_bytes <= (self.own_budget_bytes or 0) - excess_bytes
 
     def halfway_bytes(self, plan: Plan, error_scale: float = 1.0) -> int | None:
-        """Return a peak halfway between a plan's and the lowest one.
+        """Return a peak of the tightest rank's step halfway between a plan's and the lowest one.
 
         If the two are close, return the lowest peak. If the plan has the lowest peak already, return None.
         """
+        return self.ranks.of_tightest("halfway", self._own_halfway_bytes(plan, error_scale), int | None)
+
+    def _own_halfway_bytes(self, plan: Plan, error_scale: float) -> int | None:
         taken_bytes, lowest_bytes = self.predicted_bytes(plan), self.lowest_for_now(error_scale).predicted_peak_bytes
         # The OutOfMemoryError does not say how much memory is free, except in its text, and we do not parse texts. So go half
         # way.
@@ -274,7 +313,7 @@ class StepPlanner:
         """
         assert self.budget_bytes is not None
         lowest = self.lowest_for_now(error_scale)
-        if self.worst_bytes(self.own(lowest).predicted_peak_bytes) <= (1 - CLOSE) * self.budget_bytes:
+        if self.ranks.worst_bytes(self.own(lowest).predicted_peak_bytes) <= (1 - CLOSE) * self.budget_bytes:
             return lowest
         return self.lowest_that_fits(step(), error_scale)
 
@@ -297,7 +336,7 @@ class StepPlanner:
         self.mistake_bytes = self._ran.steady_bytes - own.predicted_peak_bytes
         most_error = self.options.most_error("auto")
         is_wrong = run.error is not None and most_error is not None and run.error > most_error
-        floor_bytes = max(run.fresh_bytes, self.worst_bytes(predicted_optimizer_bytes(own)))
+        floor_bytes = max(run.fresh_bytes, self.ranks.worst_bytes(predicted_optimizer_bytes(own)))
         if floor_bytes > self.budget_bytes or is_wrong:
             # The first recorded step of a process was seen to take 2.8 KiB less than later ones. The budget that the error
             # names must work, so measure again and take the larger peak.
@@ -310,7 +349,7 @@ class StepPlanner:
     def refusal(
         self, lowest: Plan, floor_bytes: int, *, accumulating_bytes: int = 0, is_optimizer: bool = False
     ) -> BudgetBelowFloor:
-        """Return the error for a budget below the measured peak of the lowest plan.
+        """Return the error for a budget below the measured peak of the lowest plan. All ranks get the tightest rank's.
 
         Args:
             lowest: the plan.
@@ -320,15 +359,17 @@ class StepPlanner:
         """
         assert self.budget_bytes is not None
         if is_optimizer:
-            return optimizer_floor_error(self.budget_bytes, floor_bytes)
-        has_solved = "_planner" in self.__dict__  # with several ranks, only one of them solves
-        return floor_error(
-            self.budget_bytes,
-            lowest.peak,
-            floor_bytes - lowest.peak.bytes,
-            chunked_bytes=peak_with_chunked_loss(self._planner.floor) if has_solved else None,
-            accumulating_bytes=accumulating_bytes,
-        )
+            error = optimizer_floor_error(self.budget_bytes, floor_bytes)
+        else:
+            solver = self._solver  # with several ranks, only one of them solves
+            error = floor_error(
+                self.budget_bytes,
+                lowest.peak,
+                floor_bytes - lowest.peak.bytes,
+                chunked_bytes=None if solver is None else peak_with_chunked_loss(solver.floor),
+                accumulating_bytes=accumulating_bytes,
+            )
+        return self.ranks.refused(error, floor_bytes)
 
     def wait_for(self, in_flight: int) -> None:
         """Plan for ``in_flight`` forwards before one backward."""
@@ -341,7 +382,7 @@ class StepPlanner:
 
         ``measured_bytes`` is what a step under ``plan`` took between forward and backward.
         """
-        index = self._index
+        index = self.index
         curve = run_choices(index, choices_of(index, plan.regions)).curve
         loss_bytes = measured_bytes - int(curve[index.handover])
         if loss_bytes > 0 and index.between_bytes > 0:
@@ -349,8 +390,7 @@ class StepPlanner:
             self._forget_index()
 
     def _forget_index(self) -> None:
-        self.__dict__.pop("_planner", None)
-        self.__dict__.pop("_index", None)
+        self._index = self._solver = None
 
     def solve(
         self,
@@ -363,11 +403,62 @@ class StepPlanner:
     ) -> Plan:
         """Return a plan, not yet run, for a budget (``None``: as much as it takes) less ``excess_bytes``.
 
-        ``error_scale`` says how many times larger than expected the errors of lossy forms are.
+        With several ranks, the tightest one solves and all get its plan. If the plan is for the budget, solve again until every
+        rank's predicted peak is within its own budget. ``error_scale`` says how many times larger than expected the errors of
+        lossy forms are.
 
         Raises:
             BudgetBelowFloor: nothing fits, or nothing was found in time, unless ``raise_below_floor`` is False.
         """
+        how: dict[str, Any] = {"error_scale": error_scale, "raise_below_floor": raise_below_floor}
+        if self._agreement.size == 1:
+            return self._solve_here(budget_bytes, strategy, excess_bytes=excess_bytes, **how)
+        is_for_all = strategy == "auto" and budget_bytes is not None and budget_bytes == self.budget_bytes
+        for attempt in itertools.count():
+            make = functools.partial(self._solve_here, budget_bytes, strategy, excess_bytes=excess_bytes, **how)
+            try:
+                made = self.ranks.made(f"solving {strategy}", make)
+            except BudgetBelowFloor as refusal:
+                if not is_for_all:
+                    raise
+                return self._lowest_for_all(refusal, attempt)
+            over = self._over_bytes(made) if is_for_all and made.status.is_usable else [0]
+            if max(over) <= 0:
+                return made
+            assert budget_bytes is not None
+            # Another rank's overshoot may shrink more slowly than this rank's peak, so double the step in each attempt.
+            excess_bytes = budget_bytes - made.predicted_peak_bytes + (max(over) << attempt)
+        raise AssertionError("the lowest peak ends it")
+
+    def _lowest_for_all(self, refusal: BudgetBelowFloor, attempt: int) -> Plan:
+        """Return the plan with the lowest peak if every rank is predicted to keep to its budget under it; else raise
+        ``refusal``.
+
+        A refusal in the first attempt means that the tightest rank cannot keep to its own budget; then it is raised too.
+        """
+        made = self.ranks.made(
+            "solving for the lowest peak", lambda: self._solve_here(self._planner.floor.peak_bytes, "auto")
+        )
+        if max(self._over_bytes(made)) <= 0 and attempt:
+            return msgspec.structs.replace(made, budget_bytes=self.budget_bytes)
+        raise refusal
+
+    def _over_bytes(self, plan: Plan) -> list[int]:
+        """Return each rank's overshoot under a plan, including what it measured on top of its trace."""
+        taken_bytes = self.own(plan).predicted_peak_bytes + self.ranks.own_excess_bytes
+        budget_bytes = taken_bytes if self.own_budget_bytes is None else self.own_budget_bytes
+        return self._agreement.all_of("predicted peaks", taken_bytes - budget_bytes, int)
+
+    def _solve_here(
+        self,
+        budget_bytes: int | None,
+        strategy: str,
+        *,
+        excess_bytes: int = 0,
+        error_scale: float = 1.0,
+        raise_below_floor: bool = True,
+    ) -> Plan:
+        """Solve in this process. See `solve`."""
         planner = self._planner
         limits = self.options.limits(error_scale)
         if codecs_of_strategy(strategy):
@@ -395,47 +486,106 @@ class StepPlanner:
         notes = made.notes
         if self.options.wants_forms and not planner.index.forms.regions:
             notes = (*notes, "Nothing is compressed or offloaded although it was allowed: everything fits as it is.")
-        return msgspec.structs.replace(self.options.written_into(made), notes=notes)
+        return self.ranks.noted(msgspec.structs.replace(self.options.written_into(made), notes=notes))
 
     def own(self, plan: Plan) -> Plan:
-        """Return the plan as this process would run it, with the peak and the timeline of its own step."""
-        return plan
+        """Return the plan with the peak, the timeline and the classes of this rank's own step."""
+        if self._agreement.size == 1:
+            return plan
+        try:
+            own = run_choices(self.index, choices_of(self.index, plan.regions))
+        except Unreachable:  # this rank's step is different: regions without a recipe keep everything
+            own = run_choices(self.index, choices_of(self.index, ()))
+        return msgspec.structs.replace(
+            plan,
+            predicted_peak_bytes=own.peak_bytes,
+            timeline=describe_timeline(own),
+            classes=classes_at_peak(own),
+        )
 
     def run(self, step: TrainingStep, plan: Plan, *, unseen_bytes: int = 0) -> TrialRun:
-        """Run a plan and measure it. ``unseen_bytes``, which the trial does not show, are added."""
-        trial = run_trial(step, plan, self.gradients, self.managing)
+        """Run a plan and measure it. ``unseen_bytes``, which the trial does not show, are added.
+
+        With several ranks, the peak is the plan's budget plus the largest overshoot of any rank.
+        """
+        with self._agreement.stepping():
+            trial = run_trial(step, plan, self.gradients, self.managing)
         self._ran = trial
         self.tried_bytes = max(self.tried_bytes, trial.fresh_bytes)
-        return dataclasses.replace(
-            trial, peak_bytes=trial.peak_bytes + unseen_bytes, fresh_bytes=trial.fresh_bytes + unseen_bytes
+        return self.ranks.worst_trial(
+            dataclasses.replace(
+                trial, peak_bytes=trial.peak_bytes + unseen_bytes, fresh_bytes=trial.fresh_bytes + unseen_bytes
+            )
         )
 
-    def excess_bytes(self, own_excess_bytes: int) -> int:
-        """Return the bytes to subtract from the budget if this rank's step exceeds its prediction by ``own_excess_bytes``."""
-        return own_excess_bytes
+    @property
+    def index(self) -> StepIndex:
+        """The traced step, prepared for solving. It is made when it is first needed."""
+        if self._index is None:
+            self._index = StepIndex(
+                self.trace,
+                self.costs,
+                None if self._sensed is None else self._sensed.forms,
+                may_recompute=self.options.may_recompute,
+                in_flight=self.in_flight,
+                loss_share=self.loss_share,
+            )
+        return self._index
 
-    def worst_bytes(self, own_bytes: int) -> int:
-        """Translate a peak: return this planner's budget plus the worst rank's overshoot. With one rank that is
-        ``own_bytes``.
-        """
-        return own_bytes
-
-    @functools.cached_property
-    def _index(self) -> StepIndex:
-        return StepIndex(
-            self.trace,
-            self.costs,
-            None if self._sensed is None else self._sensed.forms,
-            may_recompute=self.options.may_recompute,
-            in_flight=self.in_flight,
-            loss_share=self.loss_share,
-        )
-
-    @functools.cached_property
+    @property
     def _planner(self) -> Planner:
-        if self._sensed is None:
-            return Planner(self._index, overrides=self.options.overrides_without_forms)
-        return Planner(self._index, overrides=self.options.overrides, limits=self.options.limits())
+        if self._solver is None:
+            if self._sensed is None:
+                self._solver = Planner(self.index, overrides=self.options.overrides_without_forms)
+            else:
+                self._solver = Planner(self.index, overrides=self.options.overrides, limits=self.options.limits())
+        return self._solver
 
     def _sense(self, step: TrainingStep) -> Sensed:
         return sense_forms(step, self.trace, self.costs, self.extremes.lowest, self.options)
+
+
+def eager_planner(
+    agreement: Agreement,
+    task: TrainingTask,
+    options: PlanOptions,
+    budget: Budget,
+    progress: Progress = silent,
+    *,
+    optimizer_is_optional: bool = False,
+    limit_bytes: int | None = None,
+) -> StepPlanner:
+    """Trace and time a step and return its planner. Errors are those of `plimsoll.plan`."""
+    with agreement.stepping():
+        traced = trace_and_cost(
+            task, options, progress, optimizer_is_optional=optimizer_is_optional, limit_bytes=limit_bytes
+        )
+    return StepPlanner(*traced, options, budget.bytes_on(traced[1]), agreement)
+
+
+def first_planner(
+    agreement: Agreement,
+    task: TrainingTask,
+    options: PlanOptions,
+    budget: Budget,
+    *,
+    optimizer_is_optional: bool,
+    taken_bytes: int = 0,
+) -> tuple[StepPlanner, float]:
+    """Trace a step and try other forms of its values if they are allowed. Return its planner and the scale of errors.
+
+    The scale says how many times larger than expected the measured errors are. The trace is part of a training call, so it
+    keeps to the budget minus ``taken_bytes``, which the trace does not see.
+    """
+    planner = eager_planner(
+        agreement,
+        task,
+        options,
+        budget,
+        optimizer_is_optional=optimizer_is_optional,
+        limit_bytes=None if budget.asked_bytes is None else budget.asked_bytes - taken_bytes,
+    )
+    planner.try_forms(task.step)
+    if planner.gradients is None:
+        return planner, 1.0
+    return planner, error_scale(planner.solve(planner.budget_bytes), functools.partial(planner.run, task.step()))

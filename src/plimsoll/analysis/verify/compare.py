@@ -38,9 +38,8 @@ from plimsoll.session.compiled import compiled_planner
 from plimsoll.session.manage import manage
 from plimsoll.session.options import Budget, PlanOptions
 from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS
-from plimsoll.session.step_planner import StepPlanner
+from plimsoll.session.step_planner import StepPlanner, eager_planner
 from plimsoll.session.task import TrainingTask
-from plimsoll.session.tightest_rank import eager_planner
 from plimsoll.session.training_step import TrainingStep
 from plimsoll.tracing.compiled.units import Unit, install, split_regions
 from plimsoll.tracing.meters.timing import Timing, paired_ratio, time_in_turns

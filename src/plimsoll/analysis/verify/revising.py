@@ -21,9 +21,8 @@ from plimsoll.planning.costing.devices import find_device
 from plimsoll.planning.costing.roofline import optimizer_seconds, roofline_costs
 from plimsoll.session.agreement import Agreement
 from plimsoll.session.options import PlanOptions
-from plimsoll.session.step_planner import trace_and_cost
+from plimsoll.session.step_planner import StepPlanner, trace_and_cost
 from plimsoll.session.task import TrainingTask
-from plimsoll.session.tightest_rank import planner_for
 from plimsoll.session.training_step import TrainingStep
 from plimsoll.units import format_bytes
 
@@ -82,7 +81,7 @@ class Reviser:
     def _solve(self, plan: Plan, traced: Trace, costs: Costs) -> Plan:
         """Solve the plan again with measured costs, and run it until it keeps to its budget."""
         options = PlanOptions.read(strategies=plan.strategy, allow=plan.allow)
-        planner = planner_for(self.agreement, (traced, costs), options, plan.budget_bytes)
+        planner = StepPlanner(traced, costs, options, plan.budget_bytes, self.agreement)
         planner.try_forms(lambda: self.step)
         self.report("solving with measured costs", 0.4)
         return planner.plan(plan.strategy, lambda: self.step, part_of(self.report, 0.5, 0.7))
