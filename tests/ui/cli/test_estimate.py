@@ -52,4 +52,4 @@ def test_a_run_is_set_beside_and_the_device_saved_as_it_measured_it(run):
 
 
 def test_a_device_is_not_corrected_by_nothing(run):
-    assert "--save-device without a run" in run(*TINY, "--save-device", "mine.json", code=2).err
+    assert "--save-device was given without --compare-with" in run(*TINY, "--save-device", "mine.json", code=2).err
