@@ -60,7 +60,7 @@ def test_what_differs_is_named_by_the_part_that_differs(estimated: Estimate):
     assert "fragmentation" in found["reserved beyond that"].note
     assert "NCCL" in found["beside the allocator"].note
     shown = str(set_beside(estimated, RunFigures(reserved="3GiB"), Path("run.json")))
-    assert "Beside run.json" in shown
+    assert "Compared with run.json" in shown
     assert "0 of 1 figures lie inside" in shown
 
 

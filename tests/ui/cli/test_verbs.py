@@ -44,11 +44,11 @@ def test_a_budget_that_nothing_keeps_to_ends_with_its_own_code(run):
 
 def test_a_target_that_checkpoints_is_explained_shown_and_saved(run):
     text = run("explain", "targets:own", "--optimizer", "none", "--output", "explanation.json").words
-    for part in ("Explanation of the peak of Own", "torch.utils.checkpoint (3 times a step)", "Made again in backward"):
+    for part in ("Explanation of the peak of Own", "torch.utils.checkpoint (3 times a step)", "Recomputed in backward"):
         assert part in text
     assert "saved to explanation.json" in text
     assert isinstance(load_any("explanation.json"), Explanation)
-    assert "What would lower it" in run("show", "explanation.json").out
+    assert "What would lower the peak" in run("show", "explanation.json").out
 
 
 def test_json_is_the_explanation(run):
