@@ -255,7 +255,7 @@ def test_the_text_says_what_sharding_does_what_is_left_out_and_whose_sequence_it
         ({"precision": "fp8"}, InvalidOption, "unsupported"),
         ({"optimizer": "none", "has_master_weights": True}, InvalidOption, "Master weights without"),
         ({"layout": "dp=2,ep=2"}, InvalidLayout, "no experts"),
-        ({"layout": "dp=2", "device": "cpu"}, InvalidLayout, "no link"),
+        ({"layout": "dp=2", "device": "cpu"}, InvalidLayout, "does not have a link"),
         ({"sequence": 255, "layout": "cp=2,dp=1"}, InvalidLayout, "255"),
     ],
 )

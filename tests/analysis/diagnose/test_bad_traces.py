@@ -46,7 +46,7 @@ BROKEN = {
     "a number": (b"3", "no trace of torch.profiler"),
     "no events": (b'{"traceEvents": []}', "holds no operations"),
     "only metadata": (b'[{"ph": "M", "name": "process_name"}]', "holds no operations"),
-    "binary": (b"\x00\xff\xfe", "is not whole JSON"),
+    "binary": (b"\x00\xff\xfe", "is not complete JSON"),
     "cut gzip": (gzip.compress(b'{"traceEvents": []}' * 50)[:40], "cannot be read"),
     "damaged database": (b"SQLite format 3\x00" + b"\xff" * 200, "damaged database"),
 }
@@ -65,7 +65,7 @@ def test_a_broken_trace_is_refused_by_what_is_wrong(kind: str, tmp_path: Path, g
 def test_a_truncated_trace_and_a_missing_one_are_refused(tmp_path: Path, good: Path):
     path = tmp_path / "cut.json"
     path.write_bytes(good.read_bytes()[:500])
-    assert "is not whole JSON" in refusal(path, good).found
+    assert "is not complete JSON" in refusal(path, good).found
     assert "cannot be read" in refusal(good, tmp_path / "absent.json").found
 
 

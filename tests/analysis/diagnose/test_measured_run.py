@@ -240,5 +240,5 @@ def test_a_correction_that_no_device_explains_is_refused(estimated: Estimate, tm
     (tmp_path / "bad.json").write_text('{"device": "H100-SXM", "arithmetic": -1}')
     with pytest.raises(UnknownDevice, match="factors"):
         find_device(str(tmp_path / "bad.json"))
-    with pytest.raises(UnknownDevice, match="describes no device"):
+    with pytest.raises(UnknownDevice, match="does not describe a device"):
         find_device(str(tmp_path / "missing.json"))

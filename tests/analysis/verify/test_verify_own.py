@@ -187,7 +187,7 @@ def test_an_option_that_means_nothing_is_refused(checkpointed, options, found):
 @pytest.mark.parametrize("options", [{"verify_every": -1}, {"verify_every": "10"}, {"sentinel_every": 0}])
 def test_apply_refuses_numbers_of_steps_that_mean_nothing(options, plan):
     model, _ = step_of_two()
-    with pytest.raises(InvalidOption, match="is no count"):
+    with pytest.raises(InvalidOption, match="is not a valid count"):
         plimsoll.apply(model, plan, **options)
     assert "forward" not in model.blocks[0].__dict__
     with pytest.raises(InvalidOption, match="verify_every=-1"):

@@ -164,7 +164,7 @@ def _decode(content: bytes, path: Path) -> _Trace:
         ) from error
     except (msgspec.DecodeError, UnicodeError) as error:
         raise InvalidTrace(
-            f"{path} is not whole JSON.",
+            f"{path} is not complete JSON.",
             why=f"reading stopped: {error}",
             next="export the trace again, after the profiler has stopped; an .nsys-rep has to be exported to SQLite first",
         ) from error
