@@ -143,7 +143,9 @@ def test_a_link_that_only_costs_time_is_declined_with_a_note() -> None:
     slow = block_forms(TRACE, COSTS, bytes_per_second=0.01)
     plan = plan_at(0.5, Planner(StepIndex(TRACE, COSTS, without(slow, Decision.COMPRESS))))
     assert not values(plan, Decision.OFFLOAD)
-    assert plan.notes == ("Nothing is offloaded although it was allowed: other decisions reach the budget in less time.",)
+    assert plan.notes == (
+        "Nothing is offloaded although it was allowed: other decisions reach the budget in less time.",
+    )
 
 
 def test_a_named_strategy_declines_nothing() -> None:

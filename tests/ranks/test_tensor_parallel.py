@@ -29,7 +29,9 @@ def test_a_split_block_drops_nine_tenths_of_what_the_whole_one_drops(ranks: Told
 def test_what_lies_behind_collectives_is_kept_unless_they_may_be_repeated(ranks: Told):
     for found in ranks:
         assert 0.7 < min(found["sequence parallel"]["shares"]) <= max(found["sequence parallel"]["shares"]) < 0.9
-        assert found["sequence parallel"]["obstacles"] == ["it cannot be recomputed: _c10d_functional.wait_tensor: is a collective"]
+        assert found["sequence parallel"]["obstacles"] == [
+            "it cannot be recomputed: _c10d_functional.wait_tensor: is a collective"
+        ]
         assert min(found["sequence parallel, repeated"]["shares"]) == 1.0
         assert found["sequence parallel, repeated"]["obstacles"] == []
 
