@@ -55,9 +55,9 @@ def parse_bytes(amount: int | str) -> int:
             is_negative = amount.lstrip().startswith("-")
             raise InvalidBudget(
                 f"{reprlib.repr(amount)} is not an amount of memory.",
-                why="a budget is positive"
+                why="a budget must be positive"
                 if is_negative
-                else "it is no number, such as 24 or 1.5, with a unit after it",
+                else "it is not a number with a unit after it, such as 24GiB or 1.5GiB",
                 next='write "24GiB"',
             )
         number, unit = match.group(1).replace("_", ""), match.group(2)
@@ -65,22 +65,26 @@ def parse_bytes(amount: int | str) -> int:
             decimal = float(number) * _BYTES_PER_UNIT[unit.upper() + "B"]
             binary = float(number) * _BYTES_PER_UNIT[unit.upper() + "IB"]
             raise InvalidBudget(
-                f"{amount!r} has two readings.",
+                f"{amount!r} is ambiguous.",
                 why=f"{number}{unit.upper()}B is {int(decimal):,} bytes, {number}{unit.upper()}iB is {int(binary):,} bytes",
                 next=f'write "{number}{unit.upper()}iB" or "{number}{unit.upper()}B"',
             )
         if unit.upper() not in _BYTES_PER_UNIT:
             raise InvalidBudget(
-                f"{amount!r} has no unit that Plimsoll knows.",
-                why=f"found the unit {unit!r}" if unit else "a bare number in text could be anything",
+                f"{amount!r} does not have a unit that Plimsoll knows.",
+                why=f"its unit is {unit!r}" if unit else "text without a unit could mean bytes, MiB or GiB",
                 next='use B, KiB, MiB, GiB, TiB, KB, MB, GB or TB, as in "24GiB"',
             )
         bytes_ = int(float(number) * _BYTES_PER_UNIT[unit.upper()])
     if bytes_ <= 0:
-        raise InvalidBudget(f"{amount!r} is no memory at all.", why="a budget is positive", next='write "24GiB"')
+        raise InvalidBudget(
+            f"{amount!r} is not a positive amount of memory.", why="a budget must be positive", next='write "24GiB"'
+        )
     if bytes_ > _MOST:
         raise InvalidBudget(
-            "The amount is more than any device has.", why=f"the most is {_MOST} bytes", next='write "24GiB"'
+            "The amount of memory is too large.",
+            why=f"the largest accepted amount is {_MOST} bytes",
+            next='write "24GiB"',
         )
     return bytes_
 
@@ -165,7 +169,7 @@ def check_count(name: str, count: object, *, least: int) -> None:
     if isinstance(count, int) and not isinstance(count, bool) and least <= count <= _MOST:
         return
     raise InvalidOption(
-        f"{name}={reprlib.repr(count)} is no count.",
-        why=f"it has to be a whole number, {least} or more and at most 2**63 - 1",
+        f"{name}={reprlib.repr(count)} is not a valid count.",
+        why=f"it must be a whole number from {least} to 2**63 - 1",
         next=f"{name}={max(least, 1)}" + (f", or {name}=0 for never" if least == 0 else ""),
     )

@@ -34,6 +34,6 @@ def test_what_is_not_traced_is_unsupported_and_not_guessed(text: str):
 
 
 def test_an_unknown_precision_shows_the_closest():
-    with pytest.raises(InvalidOption, match="no precision is called") as caught:
+    with pytest.raises(InvalidOption, match="is not the name of a precision") as caught:
         parse_precision("bf16-mxed")
     assert "'bf16-mixed'" in caught.value.next

@@ -115,13 +115,13 @@ WHOLE = to_json(make_plan())
 FIELDS = json.loads(WHOLE)
 WITHOUT_SCHEMA = {name: value for name, value in FIELDS.items() if name != "schema_version"}
 REFUSED: list[tuple[bytes | str | dict[str, object], str]] = [
-    *((WHOLE[: int(len(WHOLE) * share)], "not whole JSON") for share in (0.1, 0.5, 0.99)),
-    ("", "not whole JSON"),
-    (b'\xff\xfe\x00"plimsoll', "not whole JSON"),
+    *((WHOLE[: int(len(WHOLE) * share)], "not complete JSON") for share in (0.1, 0.5, 0.99)),
+    ("", "not complete JSON"),
+    (b'\xff\xfe\x00"plimsoll', "not complete JSON"),
     (FIELDS | {"schema_version": 7}, "schema 7"),
     (FIELDS | {"schema_version": 7}, "schema 3"),
     (WITHOUT_SCHEMA, "schema"),
-    *((text, "no plan") for text in ("{}", "[1, 2]", "3", '{"model_type": "llama"}')),
+    *((text, "not a file of Plimsoll") for text in ("{}", "[1, 2]", "3", '{"model_type": "llama"}')),
     *((f'{{"plimsoll": {kind}, "schema_version": 1}}', "does not know") for kind in ('"diagnosis"', "3", "[]", "null")),
     (FIELDS | {"regions": 3}, "regions"),
     (FIELDS | {"status": "GREAT"}, "status"),
@@ -149,7 +149,7 @@ def test_a_receipt_with_an_error_below_zero_is_refused(tolerance: float, tmp_pat
     (tmp_path / "receipt.json").write_text(json.dumps(fields))
     with pytest.raises(PlanFileError, match="rounding_tolerance"):
         load_any(tmp_path / "receipt.json")
-    with pytest.raises(ValueError, match="never below zero"):
+    with pytest.raises(ValueError, match="never below 0"):
         make_receipt(rounding_tolerance=tolerance)
 
 

@@ -49,8 +49,8 @@ OPTIONS: dict[type[errors.PlimsollError], list[tuple[Options, str]]] = {
         ({"budget": budget}, part)
         for budget, part in (
             ("24G", "24GiB"),
-            ("abc", "no number"),
-            ("24", "no unit"),
+            ("abc", "not a number"),
+            ("24", "does not have a unit"),
             (0, "positive"),
             (-5, "positive"),
             (2.5, "float"),

@@ -164,7 +164,7 @@ def test_stages_are_cut_as_given_and_the_verdict_names_both_the_device_and_the_b
     found = on_gpu(layout="pp=2,micro-batches=4,stages=1,3", budget="60MiB")
     assert [stage.regions for stage in found.stages] == ["model.layers.0", "model.layers.1–3"]
     shown = str(found)
-    assert " of 79.1 GiB; of these its tensors " in shown
+    assert " of 79.1 GiB; its tensors need " in shown
     assert "of a budget of 60.0 MiB" in shown
     with pytest.raises(InvalidLayout, match="does not cut 4 blocks into 2 stages"):
         on_gpu(layout="pp=2,micro-batches=4,stages=1,2")
@@ -182,7 +182,7 @@ def test_mfu_is_also_given_as_published_figures_count_it():
     speed, facts = found.throughput, found.facts
     per_token = 6 * facts.parameters + 12 * facts.layers * facts.hidden * 256
     assert speed.published_mfu == pytest.approx(per_token * speed.tokens_per_second / 989.4e12)
-    assert " as published figures count)" in str(found)
+    assert " by the convention of published figures)" in str(found)
     assert on_gpu(device="cpu", precision="fp32").throughput.published_mfu is None
 
 
@@ -255,7 +255,7 @@ def test_the_text_says_what_sharding_does_what_is_left_out_and_whose_sequence_it
         ({"precision": "fp8"}, InvalidOption, "unsupported"),
         ({"optimizer": "none", "has_master_weights": True}, InvalidOption, "Master weights need an optimizer"),
         ({"layout": "dp=2,ep=2"}, InvalidLayout, "needs a model with experts"),
-        ({"layout": "dp=2", "device": "cpu"}, InvalidLayout, "no link"),
+        ({"layout": "dp=2", "device": "cpu"}, InvalidLayout, "does not have a link"),
         ({"sequence": 255, "layout": "cp=2,dp=1"}, InvalidLayout, "255"),
     ],
 )

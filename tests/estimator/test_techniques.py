@@ -44,15 +44,15 @@ def test_what_techniques_print_is_read_back():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("loss=liger", "loss=liger means nothing.*\\n.*\\n.*loss=chunked or fused"),
-        ("loss", "loss means nothing"),
-        ("tf32=1", "tf32=1 means nothing.*\\n.*stands alone"),
+        ("loss=liger", "loss=liger is not a valid technique.*\\n.*\\n.*loss=chunked or fused"),
+        ("loss", "loss is not a valid technique"),
+        ("tf32=1", "tf32=1 is not a valid technique.*\\n.*does not have a value"),
         ("gradient=fp32", "No technique is called 'gradient'.*\\n.*\\n.*try gradients"),
         ("tf32,tf32", "tf32 is given twice"),
         ("tf32,", "No technique is called ''"),
-        ("offload=optimizer+optimizer", "means nothing"),
-        ("offload=optimizer+weights", "means nothing"),
-        ("packed=0", "packed=0 means nothing.*\\n.*\\n.*packed=1024"),
+        ("offload=optimizer+optimizer", "is not a valid technique"),
+        ("offload=optimizer+weights", "is not a valid technique"),
+        ("packed=0", "packed=0 is not a valid technique.*\\n.*\\n.*packed=1024"),
     ],
 )
 def test_words_that_mean_nothing_are_refused(text: str, message: str):

@@ -87,23 +87,23 @@ def test_a_pattern_meets_the_values_of_every_region_that_it_matches_and_the_last
 def test_an_override_that_matches_nothing_names_the_closest_values() -> None:
     with pytest.raises(InvalidStrategy) as raised:
         pinned_index("layers.0.mlp.act::gellu=keep")
-    assert "matches no saved value" in raised.value.found
+    assert "does not match any saved value" in raised.value.found
     assert "layers.0.mlp.act::gelu#13" in raised.value.next
 
 
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("layers.0::input:0=recompute", "no recipe"),
-        ("layers.0.*gelu*=compress:fp8", "do not take that form"),
-        ("layers.3.*gelu*=offload", "do not take that form"),
+        ("layers.0::input:0=recompute", "cannot be recomputed"),
+        ("layers.0.*gelu*=compress:fp8", "cannot be held in it"),
+        ("layers.3.*gelu*=offload", "cannot be held in it"),
     ],
 )
 def test_a_demand_that_a_value_cannot_meet_says_why_and_what_it_can(text: str, why: str) -> None:
     with pytest.raises(InvalidStrategy) as raised:
         pinned_index(text)
     assert why in raised.value.why
-    assert "possible here: keep, " in raised.value.next
+    assert "choose one of: keep, " in raised.value.next
     assert "compress:int8" in raised.value.next
     assert "=keep'" in raised.value.next
 
@@ -141,7 +141,7 @@ def test_auto_plans_around_overrides_at_every_budget(
     assert plan.status.is_usable
     assert decisions(plan, "gelu") == [decision] * 4
     reasons = {d.reason for region in plan.regions for d in region.decisions if "gelu" in d.value}
-    assert reasons == {"as you decided by an override"}
+    assert reasons == {"set by your override"}
     assert plan.lower_bound_seconds <= plan.predicted_seconds
 
 
@@ -158,7 +158,7 @@ def test_an_input_that_an_override_decides_about_stays_at_its_boundary() -> None
     assert [region.is_boundary_dropped for region in plan.regions] == [False, False, True, True]
     assert decisions(plan, "input:0")[1] == (Decision.COMPRESS, "zeros")
     linked = [d.reason for d in plan.regions[2].decisions if d.value == "input:0"]
-    assert linked == ["not held either: the region before rebuilds it"]
+    assert linked == ["not held: the region before recomputes it"]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])

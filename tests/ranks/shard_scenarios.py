@@ -142,7 +142,9 @@ def _full(model: nn.Module, batch: Any, *, loss: Any = None, allow: tuple[str, .
         "engines": sorted({str(outcome.engine) for outcome in outcomes}),
         "shares": [outcome.dropped_bytes / max(1, outcome.activation_bytes) for outcome in outcomes],
         "collectives": (without.count, managed.count),
-        "obstacles": sorted({d.reason for region in plan.regions for d in region.decisions if "recipe" in d.reason}),
+        "obstacles": sorted(
+            {d.reason for region in plan.regions for d in region.decisions if "cannot be recomputed" in d.reason}
+        ),
     }
 
 

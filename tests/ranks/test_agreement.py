@@ -246,7 +246,7 @@ def test_an_error_is_printed_once_and_ends_every_rank(told: Told, name: str):
 def test_a_command_of_one_process_says_so_once_under_torchrun_and_writes_nothing(told: Told, name: str):
     first, second = (rank["commands"][name] for rank in told)
     assert (first["code"], second["code"]) == (2, 0)
-    assert f"plimsoll {name} is work of one process, and torchrun started 2" in first["stderr"]
+    assert f"plimsoll {name} runs in one process, but torchrun started 2" in first["stderr"]
     assert first["stdout"] + second["stdout"] + second["stderr"] == ""
     assert first["files"] == ["plan.json"]
 

@@ -262,7 +262,7 @@ def test_what_a_loss_of_ones_own_takes_is_refused_in_the_second_call_with_a_budg
 
     plimsoll.attach(model, "4MiB")
     step()
-    with pytest.raises(BudgetBelowFloor, match="measured on top") as refused:
+    with pytest.raises(BudgetBelowFloor, match="more were measured") as refused:
         step()
     assert not [m for m in model.modules() if "forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks]
     assert not torch_optimizer._global_optimizer_post_hooks

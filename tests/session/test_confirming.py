@@ -186,7 +186,7 @@ def test_the_revised_plan_is_saved_to_a_new_file_only(tmp_path: Path, monkeypatc
     arguments = ["verify", "steps:stack", "--plan", "plan.json", "--optimizer", "none", "--steps", "1"]
     refused = run.invoke(app, [*arguments, "--revised-plan", "plan.json"])
     assert refused.exit_code == 2
-    assert "is there already" in refused.output
+    assert "already exists" in refused.output
     saved = run.invoke(app, [*arguments, "--revised-plan", "new.json"])
     assert saved.exit_code == 0, saved.output
     assert "revised plan saved to new.json" in saved.output

@@ -96,7 +96,7 @@ def test_pointing_at_a_cell_tells_bytes_seconds_price_and_reason(plan: Plan):
     _, _, compressed = cells.rows[0][2]
     for words in (
         "COMPRESS",
-        "3.0 MiB, 512.0 KiB stay as int8",
+        "3.0 MiB, 512.0 KiB held as int8",
         "costs 400.0 µs a step",
         "1.8 ms per MiB",
         "0.1 ms/MiB",
@@ -181,7 +181,7 @@ def test_a_box_spans_the_middle_half_of_the_norms():
 def test_the_step_without_a_plan_is_an_outline_where_the_plan_knows_it(plan: Plan):
     timeline = tuple(msgspec.structs.replace(point, unmanaged_bytes=point.bytes + MIB) for point in plan.timeline)
     *areas, outline, total = draw_memory(MemoryChart(timeline, None)).layers
-    assert outline.name == "the whole step without a plan"
+    assert outline.name == "total without a plan"
     assert outline.colour not in {area.colour for area in areas} | set(CATEGORIES.values())
     assert outline.ys[0] == pytest.approx(total.ys[0] + 1, abs=1e-3)
     assert len(draw_memory(memory_of(plan)).layers) == len(areas) + 1

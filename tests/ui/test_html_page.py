@@ -86,7 +86,7 @@ def test_a_page_begins_with_what_each_artifact_comes_to_and_has_a_section_for_ev
         "Advice: recompute some activations"
     )
     sections = (
-        "Memory over the step, What happens to each value, Time against memory, Measured beside the unmanaged step, "
+        "Memory over the step, What happens to each value, Time against memory, Measured against the unmanaged step, "
         "Training with and without the plan, Where the overhead goes, Checklist, Decisions, Notes, Machine and versions"
     )
     assert not [words for words in [*began.split(", "), *sections.split(", ")] if words not in page.text]
@@ -111,10 +111,10 @@ def test_a_page_has_a_picture_of_each_kind_that_needs_no_script(page: Parsed):
 def test_a_page_of_a_plan_begins_with_four_numbers_and_a_list_of_contents():
     page = Parsed(build_html([make_plan(), make_receipt()]))
     peaks = "101.0 MiB → 61.0 MiB measured"
-    for words in (peaks, "equal bit for bit by the receipt", "budget 64.0 MiB"):
+    for words in (peaks, "equal bit for bit from the receipt", "budget 64.0 MiB"):
         assert words in page.text
     assert page.text.index(peaks) < page.text.index("Plan: OPTIMAL")
-    assert "not verified yet" in Parsed(build_html([make_plan()])).text
+    assert "not verified" in Parsed(build_html([make_plan()])).text
     targets = [value for name, value in page.attributes if name == "href"]
     assert targets
     assert {f"#{value}" for name, value in page.attributes if name == "id"} >= set(targets)
@@ -124,13 +124,13 @@ def test_a_receipt_of_another_plan_is_set_apart_in_no_colour():
     other = make_receipt(budget_bytes=GIB)
     html = build_html([make_plan(), other])
     assert '<p class="statement neutral"><strong>Receipt of another plan (auto, budget 1.0 GiB): VERIFIED' in html
-    assert "not verified yet" in html
+    assert "not verified" in html
     assert "of another plan" not in build_html([make_plan(), make_receipt()])
     assert "of another plan" not in build_html([other])
 
 
 def test_columns_are_explained_below_their_table(page: Parsed):
-    assert "replay : seconds of running operations again in backward" in page.text
+    assert "replay : seconds that backward spends on recomputing operations" in page.text
 
 
 def test_a_page_loads_nothing(html: str, page: Parsed):

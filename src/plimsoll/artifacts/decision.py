@@ -34,10 +34,10 @@ class Engine(enum.StrEnum):
 class Status(AdvisedEnum):
     """How the search for a plan ended; each status carries its own advice."""
 
-    OPTIMAL = "OPTIMAL", "No plan of this engine under this model of the machine is cheaper."
-    FEASIBLE = "FEASIBLE", "The plan fits; the gap says how much a better one could still save."
-    INFEASIBLE = "INFEASIBLE", "No plan fits: raise the budget to the floor or shrink the step."
-    TIMED_OUT = "TIMED_OUT", "The solver ran out of time before it found a plan: give it more time or a looser budget."
+    OPTIMAL = "OPTIMAL", "With the costs of this machine, no plan of this engine is faster."
+    FEASIBLE = "FEASIBLE", "The plan fits; the gap is the most that a better plan could still save."
+    INFEASIBLE = "INFEASIBLE", "No plan fits: raise the budget to the floor, or make the step smaller."
+    TIMED_OUT = "TIMED_OUT", "The solver ran out of time before it found a plan: give it more time or a larger budget."
 
     @property
     def is_usable(self) -> bool:

@@ -12,50 +12,50 @@ class Cause(AdvisedEnum):
 
     RANDOM_STATE = (
         "RANDOM_STATE",
-        "A random op drew other numbers the second time: its generator's state was not put back "
-        "(preserve_rng_state=True, or keep what the op made).",
+        "A random op drew other numbers when it was recomputed, because its generator's state was not restored: set "
+        "preserve_rng_state=True, or keep the op's output.",
     )
     NON_DETERMINISTIC = (
         "NON_DETERMINISTIC",
-        "The op gives other bits each time it runs on the same input: keep what it makes, or ask for "
+        "The op gives different bits each time it runs on the same input: keep its output, or call "
         "torch.use_deterministic_algorithms(True).",
     )
     IN_PLACE_WRITE = (
         "IN_PLACE_WRITE",
-        "Something wrote in place to what the op reads, between forward and backward: x += y becomes "
-        "x = x + y, and parameters change after backward only.",
+        "A tensor that the op reads was written in place between forward and backward: write x = x + y instead of x += y, "
+        "and change parameters only after backward.",
     )
     CHANGED_BUFFER = (
         "CHANGED_BUFFER",
-        "A buffer that the region reads or writes had other contents the second time: keep the region, or "
+        "A buffer that the region reads or writes had other contents when the region was recomputed: keep the region, or "
         "update the buffer after backward.",
     )
     CHANGED_CONTROL_FLOW = (
         "CHANGED_CONTROL_FLOW",
-        "The region took another path the second time (a counter, a Python random number, a branch on "
-        "something that changed): do not recompute it, or make the path depend on its inputs alone.",
+        "The region took another path when it was recomputed (a counter, a Python random number, a branch on a value that "
+        "changed): do not recompute it, or make its path depend only on its inputs.",
     )
     CHANGED_CONTEXT = (
         "CHANGED_CONTEXT",
-        "The region ran under another setting the second time (training flag, autocast, precision): "
-        "backward has to run under the one that forward had.",
+        "The region ran under another setting when it was recomputed (training flag, autocast, precision): run backward "
+        "under the same setting as forward.",
     )
     CHANGED_LAYOUT = (
         "CHANGED_LAYOUT",
-        "The tensor came back with another shape, stride or dtype; autograd does not notice as long as the "
-        "result broadcasts.",
+        "Backward got the tensor with another shape, stride or dtype; autograd does not notice this if the result broadcasts.",
     )
     TRANSFER = (
         "TRANSFER",
-        "What held the bytes meanwhile (a codec, a link, a hook) gave back others: a copy that was not complete, "
-        "an address that was used again, or a lossy form that nobody allowed.",
+        "The codec, link or hook that stored the tensor returned other bytes: an incomplete copy, memory that was reused too "
+        "early, or a lossy form that was not allowed.",
     )
     COMPILED_RANDOMNESS = (
         "COMPILED_RANDOMNESS",
-        "A compiled region drew its random numbers again in backward: below 1.0 "
-        "torch._functorch.config.activation_memory_budget may recompute dropout with another mask; set it to 1.0.",
+        "A compiled region drew its random numbers again in backward: with "
+        "torch._functorch.config.activation_memory_budget below 1.0, torch may recompute dropout with another mask; set it to "
+        "1.0.",
     )
-    UNKNOWN = "UNKNOWN", "The op or one before it got other constants or data than in forward."
+    UNKNOWN = "UNKNOWN", "This op, or an op before it, got other constants or data than in forward."
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +89,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def _how(self) -> str:
         if not self.elements:
-            return "as something else"
+            return "with other contents"
         if not self.differing_elements:
             return "with another layout"
         return f"with {self.differing_elements} of {self.elements} elements changed"

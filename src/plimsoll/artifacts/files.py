@@ -68,7 +68,7 @@ def read_file(path: str | Path, limits: ReadLimits) -> bytes:
             content = b"".join(_limited(lambda: packed.read(_PIECE), most_bytes))
         return content
     except (EOFError, zlib.error) as error:
-        raise FileRefused(f"it is packed with gzip, and damaged or cut off: {error}") from error
+        raise FileRefused(f"it is a gzip file that is damaged or truncated: {error}") from error
     except OSError as error:
         raise FileRefused(error.strerror or type(error).__name__) from error
     except (ValueError, TypeError) as error:  # a path with a zero byte in it, or none at all
@@ -104,7 +104,7 @@ def _limited(read: Callable[[], bytes], most_bytes: int) -> Iterator[bytes]:
 
 
 def _too_large(most_bytes: int) -> FileRefused:
-    return FileRefused(f"it has more than {format_bytes(most_bytes)}, which is as much as is read")
+    return FileRefused(f"it has more than {format_bytes(most_bytes)}, the limit for reading")
 
 
 def _wait_and_read(file: io.FileIO) -> bytes:
@@ -121,9 +121,9 @@ def _wait_and_read(file: io.FileIO) -> bytes:
         waiting.poll(int(_MOST_PATIENCE_SECONDS * 1000))
         piece = file.read(_PIECE)
         if piece is None:
-            raise FileRefused(f"nothing came out of it for {_MOST_PATIENCE_SECONDS:g} s")
+            raise FileRefused(f"it is a pipe, and its writer sent nothing for {_MOST_PATIENCE_SECONDS:g} s")
     elif not piece and not is_told:
-        raise FileRefused(f"nobody wrote to it for {_PATIENCE_SECONDS:g} s")
+        raise FileRefused(f"it is a pipe, and no process opened it for writing within {_PATIENCE_SECONDS:g} s")
     return piece
 
 
@@ -144,7 +144,7 @@ def decode_json(content: str | bytes, limits: ReadLimits, type_: type[T] | Any =
 
     comma, brackets = (",", "[{") if isinstance(content, str) else (b",", (b"[", b"{"))
     if content.count(comma) + sum(map(content.count, brackets)) > limits.most_items:  # type: ignore[arg-type]
-        raise FileRefused(f"it has more than {limits.most_items:,} items, which is as many as are read")
+        raise FileRefused(f"it has more than {limits.most_items:,} items, the limit for reading")
     try:
         found = msgspec.json.decode(content, type=type_)
         _check_levels(found, limits.most_levels)
@@ -196,7 +196,7 @@ def whole_file(target: Path) -> Iterator[BinaryIO]:
     temporary = target.with_name(f".{target.name[:200]}.{secrets.token_hex(8)}{PART}")
     mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else None
     if mode is not None and not os.access(target, os.W_OK):
-        raise PermissionError(errno.EACCES, "it is there already, and you may not write to it")
+        raise PermissionError(errno.EACCES, "it already exists, and you do not have permission to write to it")
     try:
         with temporary.open("xb") as file:
             if mode is not None:
@@ -228,7 +228,9 @@ def _opened_through(target: Path) -> Iterator[BinaryIO]:
             if error.errno != errno.ENXIO or not os.path.exists(target):
                 raise
             if time.monotonic() > until:
-                raise OSError(errno.ENXIO, f"nobody read from it for {_PATIENCE_SECONDS:g} s") from error
+                raise OSError(
+                    errno.ENXIO, f"no process opened it for reading within {_PATIENCE_SECONDS:g} s"
+                ) from error
             time.sleep(0.02)
     if hasattr(os, "set_blocking"):
         os.set_blocking(descriptor, True)
@@ -248,9 +250,9 @@ def check_place(path: str | Path) -> None:
         if target.is_dir():
             raise IsADirectoryError(errno.EISDIR, "it is a directory")
         if not folder.is_dir():
-            raise FileNotFoundError(errno.ENOENT, f"there is no directory {folder}")
+            raise FileNotFoundError(errno.ENOENT, f"the directory {folder} does not exist")
         if target.exists() and not os.access(target, os.W_OK):
-            raise PermissionError(errno.EACCES, "you may not write there")
+            raise PermissionError(errno.EACCES, "you do not have permission to write to it")
         if not _is_written_through(target):
             _check_new_file(folder)
     except (OSError, ValueError, TypeError) as error:
@@ -269,7 +271,7 @@ def check_folder(path: str | Path) -> None:
             target.stat()  # raises for a name that is too long; `lexists` below would only say that it is absent
         nearest = next(place for place in (target, *target.parents) if os.path.lexists(place))
         if not nearest.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, f"{nearest} is no directory")
+            raise NotADirectoryError(errno.ENOTDIR, f"{nearest} is not a directory")
         _check_new_file(nearest)
     except (OSError, ValueError, TypeError) as error:
         raise _unwritable(path, error) from error
@@ -282,7 +284,7 @@ def _check_new_file(folder: Path) -> None:
     try:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise OSError(error.errno, f"a new file cannot be made in {folder}: {error.strerror}") from error
+        raise OSError(error.errno, f"a new file cannot be created in {folder}: {error.strerror}") from error
 
 
 def make_folder(path: str | Path) -> None:
@@ -303,7 +305,7 @@ def _unwritable(path: str | Path, error: Exception) -> PlanFileError:
     return PlanFileError(
         f"{path} cannot be written.",
         why=why or type(error).__name__,
-        next="free some space, or give another place"
+        next="free some space, or give another path"
         if is_full
-        else "give a place in a directory that exists and that you may write to",
+        else "give a path in an existing directory that you have permission to write to",
     )

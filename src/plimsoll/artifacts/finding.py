@@ -47,43 +47,43 @@ class OverheadCause(AdvisedEnum):
 
     RECOMPUTE = (
         "recompute arithmetic",
-        "recompute less, or cheaper values: a larger budget, strategy auto, or another form (allow=compress)",
-        "forward work run again, at its usual time",
+        "recompute fewer or cheaper values: give a larger budget, use strategy auto, or allow compression (allow=compress)",
+        "recomputed forward work, at the speed of forward",
     )
     MEMORY = (
         "extra memory reads",
-        "recompute fewer values per block, or smaller ones; check that nothing else ran on the machine",
-        "the same work, slower than in the baseline",
+        "recompute fewer or smaller values per block; check that no other program ran on the machine",
+        "the same work as in the baseline, but slower",
     )
     FUSION = (
         "lost fusion",
-        "leave compiled regions to the compiler's own recomputation, and plan only what it did not capture",
-        "element-wise work in place of fused kernels",
+        "leave compiled regions to the compiler's own recomputation, and plan only the rest of the model",
+        "element-wise operations where the baseline ran fused kernels",
     )
     ADDED = (
         "added work",
-        "see which operations these are; cheaper codecs, and fewer samples where the model is launch-bound",
-        "other work that the baseline does not have",
+        "look at which operations these are; use cheaper codecs, and fewer samples if the model is launch-bound",
+        "other work that the baseline does not do",
     )
     COPIES = (
         "copies",
-        "offload less, or earlier; copies pay only where computation hides them",
-        "copies and fills that nothing hides",
+        "offload less, or earlier; copies are free only if computation hides them",
+        "copies and fills that computation does not hide",
     )
     LAUNCH = (
         "launch latency",
-        "larger batches, fewer and larger regions; on a GPU a CUDA graph that covers forward and backward",
-        "idle: the host has not launched what is next",
+        "use larger batches, or fewer and larger regions; on a GPU, use a CUDA graph that covers forward and backward",
+        "the device is idle because the host has not launched the next kernel",
     )
     SYNCHRONISATION = (
         "synchronisation",
-        "find what reads values back (.item(), printing, blocking copies); between ranks, find the late one",
-        "waiting: of the host, of ranks for each other",
+        "find what reads values back (.item(), printing, blocking copies); between ranks, find the late rank",
+        "the host waits for the device, or ranks wait for each other",
     )
     UNEXPLAINED = (
         "unexplained",
-        "profile again with shapes, modules and more steps; compare the timelines by eye",
-        "what the two traces do not tell",
+        "profile again with shapes, modules and more steps; compare the two timelines in a viewer",
+        "time that the two traces do not explain",
     )
 
 

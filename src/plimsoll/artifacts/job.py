@@ -182,14 +182,14 @@ def parse_precision(text: str | Precision | None) -> Precision | None:
     if name.startswith(("fp8", "float8", "fp4", "mxfp", "nvfp", "int", "tf32")):
         raise InvalidOption(
             f"precision {text!r} is unsupported.",
-            why="torch trains in it through kernels of other libraries, or not at all, and they are not traced here",
-            next=f"take one of {', '.join(known)}",
+            why="torch does not train in it, or only with kernels of other libraries, which Plimsoll does not trace",
+            next=f"use one of {', '.join(known)}",
         )
     close = difflib.get_close_matches(name, [*known, *_ALIASES], n=2, cutoff=0.5)
     raise InvalidOption(
-        f"no precision is called {text!r}.",
-        why=f"known are {', '.join(known)}",
-        next=f"try {' or '.join(map(repr, close))}" if close else "take one of these",
+        f"{text!r} is not the name of a precision.",
+        why=f"Plimsoll knows {', '.join(known)}",
+        next=f"try {' or '.join(map(repr, close))}" if close else "use one of these",
     )
 
 
@@ -309,8 +309,8 @@ def _entries(text: str) -> Iterator[tuple[str, str | int]]:
             close = difflib.get_close_matches(key, _KEYS, n=2, cutoff=0.4)
             raise InvalidOption(
                 f"{key} is given twice." if key in seen else f"No technique is called {key!r}.",
-                why="only one value can hold" if key in seen else f"there are {', '.join(_KEYS)}",
-                next=f"try {' or '.join(close)}" if close and key not in seen else "give each of them once",
+                why="a technique can have only one value" if key in seen else f"the techniques are {', '.join(_KEYS)}",
+                next=f"try {' or '.join(close)}" if close and key not in seen else "give each technique at most once",
             )
         seen.add(key)
         wanted = "" if key in _FLAGS else str(_COUNTS[key]) if key in _COUNTS else " or ".join(_VALUES[key])
@@ -321,11 +321,11 @@ def _entries(text: str) -> Iterator[tuple[str, str | int]]:
             is_good = not equals if key in _FLAGS else value.isdecimal()
         if not is_good or value == "0":
             raise InvalidOption(
-                f"{part.strip()} means nothing.",
-                why=f"{key} wants {'a number' if key in _COUNTS else 'one of its values'}"
+                f"{part.strip()} is not a valid technique.",
+                why=f"{key} needs {'a number' if key in _COUNTS else 'one of its values'}"
                 if wanted
-                else f"{key} is a word that stands alone",
-                next=f"write {key}={wanted}, or leave it out" if wanted else f"write {key} alone, or leave it out",
+                else f"{key} does not have a value",
+                next=f"write {key}={wanted}, or leave it out" if wanted else f"write only {key}, or leave it out",
             )
         yield key, int(value) if key in _COUNTS else value or True
 

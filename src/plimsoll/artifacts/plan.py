@@ -168,7 +168,7 @@ def _refuse_twice(names: list[str], what: str) -> None:
     """Refuse two decisions with one name: only the last of them would take effect."""
     if len(set(names)) < len(names):
         twice = next(name for name, count in Counter(names).items() if count > 1)
-        raise ValueError(f"two {what} are called {twice!r:.200}")
+        raise ValueError(f"two {what} have the name {twice!r:.200}")
 
 
 LINK_NAMES = ("disk", "host")
@@ -290,9 +290,9 @@ class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
         """
         if kind != "sac":
             raise InvalidOption(
-                f"{kind!r} is nothing that a plan is exported to.",
-                why="a plan is written down as a policy of selective activation checkpointing (sac) and as nothing else",
-                next='call plan.export("sac", "policy.py"); for Megatron-Core: plimsoll estimate … --export megatron',
+                f"a plan cannot be exported as {kind!r}.",
+                why='the only export of a plan is "sac", a policy for selective activation checkpointing',
+                next='call plan.export("sac", "policy.py"); for Megatron-Core, run plimsoll estimate … --export megatron',
             )
         self._check_recomputing()
         headline = (
@@ -306,13 +306,13 @@ class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
         """Refuse a plan that does anything other than keep and recompute, region by region."""
         why = "" if self.status.is_usable else f"its status is {self.status.value}"
         if self.compiled:
-            why = "it is for parts that torch.compile compiles, where its partitioner decides"
+            why = "the plan is for parts that torch.compile compiles, where torch's partitioner decides what to save"
         for region in self.regions:
             if region.packed:
                 value, form = next(iter(region.packed.items()))
-                why = f"a policy saves or recomputes, and the plan holds {value} of {region.name} as {form}"
+                why = f"a policy can only save or recompute, but the plan holds {value} of {region.name} as {form}"
             elif region.is_boundary_dropped:
-                why = f"a policy holds the input of every region, and the plan drops that of {region.name}"
+                why = f"a policy holds the input of every region, but the plan drops the input of {region.name}"
         if why:
             raise PlanNotUsable(
                 "This plan cannot be written as a policy of selective activation checkpointing.",

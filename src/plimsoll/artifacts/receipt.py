@@ -38,40 +38,47 @@ class ReceiptVerdict(AdvisedEnum):
 
     GRADIENTS_DIFFER = (
         "GRADIENTS_DIFFER",
-        "Do not train like this: gradients differ by more than the model differs from itself.",
+        "Do not train like this: gradients differ from the unmanaged step by more than two unmanaged runs differ.",
     )
     BUFFERS_DIFFER = (
         "BUFFERS_DIFFER",
         "Do not train like this: buffers after the step differ from the unmanaged step's.",
     )
-    LOSSES_DIFFER = "LOSSES_DIFFER", "Do not train like this: the forward gives other losses than the unmanaged one."
+    LOSSES_DIFFER = "LOSSES_DIFFER", "Do not train like this: forward gives other losses than the unmanaged step."
     TENSORS_DIFFER = (
         "TENSORS_DIFFER",
-        "Do not train like this: backward reads tensors that are not what forward saved, even if the "
+        "Do not train like this: backward reads other tensors than forward saved, even if the "
         "gradients of this one step agree.",
     )
     INTERMEDIATES_DIFFER = (
         "INTERMEDIATES_DIFFER",
-        "Do not train like this: named intermediates differ from the unmanaged step's.",
+        "Do not train like this: the compared module outputs differ from the unmanaged step's.",
     )
     OVER_BUDGET = (
         "OVER_BUDGET",
-        "Gradients are right, but the step needs more than the budget: plan again with a lower budget.",
+        "Gradients are correct, but the step needs more memory than the budget: plan again with a lower budget.",
     )
     OVER_PREDICTION = (
         "OVER_PREDICTION",
-        "Gradients are right, but the step takes over a tenth more than the plan predicts: see which regions keep more than "
-        "it says, and why, and plan again with a budget, which is measured.",
+        "Gradients are correct, but the peak is over 10% above the plan's prediction: look at which regions keep more than "
+        "planned, and why. Then plan again with a budget, because a budget is checked by measurement.",
     )
-    WITHIN_ERROR = "WITHIN_ERROR", "Values are held in lossy forms: the gradient's error is within what was allowed."
-    WITHIN_SPREAD = "WITHIN_SPREAD", "The model differs from itself from run to run; the plan stays within that spread."
+    WITHIN_ERROR = (
+        "WITHIN_ERROR",
+        "Some values are held in lossy forms; the gradient's error is within the allowed error.",
+    )
+    WITHIN_SPREAD = (
+        "WITHIN_SPREAD",
+        "The model is not deterministic; the plan's gradients differ no more than two unmanaged runs do.",
+    )
     WITHIN_ROUNDING = (
         "WITHIN_ROUNDING",
-        "Compiled code rounds differently: the gradient agrees to half the digits of its dtype or better.",
+        "Compiled code rounds differently; the gradients agree to at least half the digits of their dtype.",
     )
     VERIFIED = (
         "VERIFIED",
-        "Gradients and buffers are equal bit for bit, and the peak keeps to the budget, or else to what was predicted.",
+        "Gradients and buffers are equal bit for bit, and the peak is within the budget, or without a budget near the "
+        "prediction.",
     )
 
     @property
@@ -289,7 +296,7 @@ class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not self.rounding_tolerance >= 0:
-            raise ValueError(f"rounding_tolerance is {self.rounding_tolerance}, and an error is never below zero")
+            raise ValueError(f"rounding_tolerance is {self.rounding_tolerance}, but an error is never below 0")
 
     @property
     def is_bit_equal(self) -> bool:

@@ -51,21 +51,21 @@ def from_json(text: str | bytes, *, source: str = "the text") -> Artifact:
         raise _refused(source, error) from error
     except (msgspec.DecodeError, UnicodeError) as error:
         raise PlanFileError(
-            f"{source} is not whole JSON.",
-            why=f"reading stopped: {error}",
-            next="the file may have been cut off while it was copied: copy it again, or save the plan again",
+            f"{source} is not complete JSON.",
+            why=f"parsing failed: {error}",
+            next="copy the file again, since it may have been truncated, or save the plan again",
         ) from error
     if not isinstance(fields, dict) or TAG not in fields:
         raise PlanFileError(
-            f"{source} is JSON, but no plan.",
-            why=f'it lacks the tag "{TAG}" that every file of Plimsoll starts with',
+            f"{source} is JSON, but not a file of Plimsoll.",
+            why=f'it does not have the tag "{TAG}", which every file of Plimsoll starts with',
             next="give a file that plan.save() or `plimsoll plan --output` wrote",
         )
     kind = fields.pop(TAG)
     if not isinstance(kind, str) or kind not in _KINDS:
         raise PlanFileError(
             f"{source} holds {kind!r:.80}, which this version does not know.",
-            why=f"it knows {', '.join(_KINDS)}",
+            why=f"this version knows {', '.join(_KINDS)}",
             next="upgrade Plimsoll, or give another file",
         )
     type_ = _KINDS[kind]
@@ -78,7 +78,7 @@ def from_json(text: str | bytes, *, source: str = "the text") -> Artifact:
         raise PlanFileError(
             f"{source} is a damaged {kind}.",
             why=str(error),
-            next=f"save the {kind} again; files of Plimsoll are not meant to be edited by hand",
+            next=f"save the {kind} again, and do not edit the file by hand",
         ) from error
     return found
 
@@ -123,14 +123,14 @@ def _check_fields(given: object, known: object, place: str, *, is_amount: bool =
             _check_fields(value, own, f"{place}[{index}]")
     elif isinstance(given, int | float) and ((is_amount and given < 0) or _MOST_NUMBER < abs(given) < math.inf):
         raise msgspec.ValidationError(
-            f"{given:.6g} is no {'amount of memory' if is_amount else 'number'} - at `{place}`"
+            f"{given:.6g} is not a valid {'amount of memory' if is_amount else 'number'} - at `{place}`"
         )
 
 
 def _check_version(found: object, known: int, *, kind: str, source: str) -> None:
     if not isinstance(found, int) or isinstance(found, bool) or found < 1:
         raise PlanFileError(
-            f"{source} does not say which schema it follows.",
+            f"{source} does not have a valid schema version.",
             why=f'"schema_version" is {found!r:.80}',
             next=f"save the {kind} again",
         )
@@ -174,6 +174,6 @@ def load_plan(path: str | Path) -> Plan:
         raise PlanFileError(
             f"{path} holds a {artifact.KIND}, not a plan.",
             why="only a plan carries decisions",
-            next=f"`plimsoll show {path}` shows it; give a plan here",
+            next=f"give the file of a plan; `plimsoll show {path}` prints this one",
         )
     return artifact

@@ -43,9 +43,9 @@ class Transfer(enum.StrEnum):
 class TrafficRuling(AdvisedEnum):
     """The verdict on compressing gradients here."""
 
-    KEEP = "KEEP", "Compress: it saves time here, and held-out loss stays within what is allowed."
-    REFUSE = "REFUSE", "Do not compress: it saves no time here, or held-out loss gets worse."
-    UNDECIDED = "UNDECIDED", "Not enough to tell: see what is missing."
+    KEEP = "KEEP", "Compress: it saves time here, and held-out loss stays within the allowed range."
+    REFUSE = "REFUSE", "Do not compress: it does not save time here, or it makes held-out loss worse."
+    UNDECIDED = "UNDECIDED", "Not enough data to decide: see what is missing."
 
 
 class LinkPoint(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,25 +18,28 @@ class Ruling(AdvisedEnum):
 
     BASELINE_DIVERGED = (
         "BASELINE_DIVERGED",
-        "Training without a plan reaches NaN or infinity: mend the target (learning rate, data, "
-        "precision) before judging a plan by it.",
+        "Training without a plan reaches NaN or infinity: fix the target (learning rate, data, "
+        "precision) before you judge a plan by it.",
     )
     DIVERGED = (
         "DIVERGED",
         "Do not train with this plan: its loss or gradient is NaN or infinite where plain training is finite.",
     )
-    IDENTICAL = "IDENTICAL", "Train with it: every loss and every gradient norm is equal bit for bit."
+    IDENTICAL = "IDENTICAL", "Train with this plan: every loss and every gradient norm is equal bit for bit."
     NO_COMPRESSION = (
         "NO_COMPRESSION",
-        "Do not compress here: gradients spike at least twice as often; recompute or offload instead.",
+        "Do not compress here: gradient norms spike at least twice as often; recompute or offload instead.",
     )
     RECOMPUTE_INSTEAD = (
         "RECOMPUTE_INSTEAD",
-        "Recompute instead of compressing: the plan moves the gradient by more than a tenth.",
+        "Recompute instead of compressing: the plan changes the gradient by more than 10%.",
     )
-    NET_LOSS = "NET_LOSS", "Not worth it: the plan needs more steps or ends worse, by more than noise explains."
-    GOOD = "GOOD", "Train with it: gradients, loss and held-out loss keep within the stated limits."
-    UNDECIDED = "UNDECIDED", "Not enough to tell: see what is missing."
+    NET_LOSS = (
+        "NET_LOSS",
+        "Do not use this plan: it needs more steps or ends with a worse loss, by more than noise explains.",
+    )
+    GOOD = "GOOD", "Train with this plan: gradients, loss and held-out loss stay within the stated limits."
+    UNDECIDED = "UNDECIDED", "Not enough data to decide: see what is missing."
 
     @property
     def is_pass(self) -> bool:

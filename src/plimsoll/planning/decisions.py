@@ -130,11 +130,11 @@ def _decisions(
         is_kept = value not in view.decided or value in choice.kept
         seconds = shares.get(value, 0.0)
         if value in linked:
-            reason = "not held either: the region before rebuilds it"
+            reason = "not held: the region before recomputes it"
         elif value not in view.decided:
             reason = why_kept(view, value)
         elif is_kept and not held[value]:
-            reason = "free to keep: it is alive until then anyway"
+            reason = "keeping it is free: it stays alive until backward anyway"
         else:
             reason = compared(
                 _seconds_to_rebuild(index, view, value, choice) if is_kept else seconds,
@@ -142,7 +142,7 @@ def _decisions(
                 price,
             )
         if value in view.pins:
-            reason = "as you decided by an override"
+            reason = "set by your override"
         decision = Decision.KEEP if is_kept else Decision.RECOMPUTE
         seconds = 0.0 if is_kept else seconds
         decisions.append(ValueDecision(value=entry.name, decision=decision, bytes=size, seconds=seconds, reason=reason))
@@ -161,7 +161,7 @@ def _packed(index: StepIndex, view: RegionView, choice: Choice, value: int, size
         decision=form.decision,
         bytes=size,
         seconds=form.seconds,
-        reason="as you decided by an override" if value in view.pins else f"{cost}, {worth(price)}{added}",
+        reason="set by your override" if value in view.pins else f"{cost}, {worth(price)}{added}",
         form=form.name,
         held_bytes=form.held_bytes,
         error=error,

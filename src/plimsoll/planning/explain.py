@@ -40,11 +40,11 @@ def floor_error(
     chunked = ""
     if chunked_bytes is not None and floor.bytes - chunked_bytes > _WORTH_CHUNKING * floor.bytes:
         then = format_bytes(chunked_bytes + excess_bytes)
-        chunked = f"plimsoll.chunked.chunk_loss(model) before planning (floor {then}), or "
-    measured = f", and {format_bytes(excess_bytes)} were measured on top" if excess_bytes > 0 else ""
+        chunked = f"call plimsoll.chunked.chunk_loss(model) before planning (floor {then}), or use "
+    measured = f", and {format_bytes(excess_bytes)} more were measured" if excess_bytes > 0 else ""
     accumulating = ""
     if accumulating_bytes > floor_bytes:
-        accumulating = f", or {budget_text(accumulating_bytes)} where gradients accumulate over micro-batches"
+        accumulating = f", or {budget_text(accumulating_bytes)} if gradients accumulate over micro-batches"
     return BudgetBelowFloor(
         f"budget {format_bytes(budget_bytes)} is below the smallest reachable peak, {format_bytes(floor_bytes)}.",
         why=f"{name_holders(floor)} are alive together in {floor.moment}{measured}",
@@ -74,12 +74,12 @@ def limits_error(what: str, simulation: Simulation, limits: Limits) -> InvalidSt
         found = f"{what} would offload {format_bytes(simulation.link_bytes)}"
         why = f"the host budget is {format_bytes(limits.link_bytes)}"
     elif math.isinf(error):
-        found = f"{what} would make an exact value (a mask, an index) of a lossy one"
+        found = f"{what} would recompute an exact value (a mask, an index) from a lossy value"
         why = "the gradient would be wrong, not only less precise"
-        advice = "keep, or compress without loss, what it is made of"
+        advice = "keep the values that it is computed from, or compress them without loss"
     else:
         found = f"{what} would cause an expected gradient error of {error:.2g}"
-        why = f"max_error leaves room for {math.sqrt(limits.squared_error):.2g}"
+        why = f"max_error allows {math.sqrt(limits.squared_error):.2g}"
     return InvalidStrategy(f"{found}.", why=why, next=advice)
 
 
@@ -97,7 +97,7 @@ def notes_about_peak(simulation: Simulation, baseline: Simulation) -> tuple[str,
     peak = describe_peak(simulation)
     return (
         f"The plan lowers what is resident after forward from {format_bytes(before)} to {format_bytes(resident)}, but "
-        f"the peak only from {format_bytes(baseline.peak_bytes)} to {format_bytes(simulation.peak_bytes)}: it sits in "
+        f"the peak only from {format_bytes(baseline.peak_bytes)} to {format_bytes(simulation.peak_bytes)}: the peak is in "
         f"{peak.moment} ({name_holders(peak)}).",
     )
 
@@ -120,11 +120,11 @@ def notes_about_forms(simulation: Simulation) -> tuple[str, ...]:
         offered = {form.name for form in forms if form.decision is decision}
         if offered and not offered & used:
             why = (
-                "everything fits as it is"
+                "everything fits without it"
                 if all(
                     choice.kept == view.everything for view, choice in zip(index.views, simulation.choices, strict=True)
                 )
-                else "the budget is reached in less time without"
+                else "other decisions reach the budget in less time"
             )
             notes.append(f"Nothing is {verb} although it was allowed: {why}.")
     return tuple(notes)
@@ -133,9 +133,9 @@ def notes_about_forms(simulation: Simulation) -> tuple[str, ...]:
 def optimizer_floor_error(budget_bytes: int, floor_bytes: int, where: str = "") -> BudgetBelowFloor:
     """The error for a budget below the measured memory of the optimizer's step; ``where`` names the rank."""
     return BudgetBelowFloor(
-        f"budget {format_bytes(budget_bytes)} is below what the optimizer's step takes, {format_bytes(floor_bytes)}{where}.",
-        why="parameters, gradients, the optimizer's state and its temporaries are there together in its step, and no "
-        "decision about activations changes that",
+        f"budget {format_bytes(budget_bytes)} is below what the optimizer's step needs, {format_bytes(floor_bytes)}{where}.",
+        why="parameters, gradients, the optimizer's state and its temporaries are alive together in its step, and "
+        "decisions about activations do not change that",
         next=f"{budget_text(floor_bytes)}, or an optimizer with less state, or foreach=False",
     )
 
@@ -143,9 +143,9 @@ def optimizer_floor_error(budget_bytes: int, floor_bytes: int, where: str = "") 
 def compared(seconds: float, bytes_: int, price: float) -> str:
     """``recompute costs 0.8 µs/MiB, memory is worth 2.1 µs/MiB here``."""
     if not bytes_:
-        return "it has no bytes"
+        return "it does not take memory"
     if math.isinf(seconds):
-        cost = "no recipe rebuilds it"
+        cost = "it cannot be recomputed"
     else:
         cost = f"recompute costs {format_seconds(seconds * MIB / bytes_)}/MiB"
     return f"{cost}, {worth(price)}"
@@ -159,12 +159,12 @@ def worth(price: float) -> str:
 def why_kept(view: RegionView, value: int) -> str:
     """Say why a value is always kept."""
     if view.call.obstacle:
-        return f"region left alone: {view.call.obstacle}"
+        return f"the region is not managed: {view.call.obstacle}"
     entry = view.graph.values[value]
     if entry.producer < 0:
         return f"{entry.origin.value} of the region"
     try:
         recipe_ops(view.graph, value, (frozenset(view.saved) | view.leaves) - {value})
     except Unreachable as unreachable:
-        return f"no recipe: {unreachable.obstacle}"
-    return "its memory comes from outside the region"
+        return f"it cannot be recomputed: {unreachable.obstacle}"
+    return "its memory was allocated outside the region"

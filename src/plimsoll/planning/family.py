@@ -108,7 +108,7 @@ class Family(Generic[S]):
         measured work they continue with the last slope. ``known`` are the costs by traced shape, at least one.
         """
         measured = [(place, known[s]) for place, s in enumerate(self._shapes) if s in known]
-        assert measured, "there is nothing to interpolate between"
+        assert measured, "there are no costs to interpolate between"
         suffix = _suffix(shape)
         ops: dict[str, OpCost] = {}
         for keys, name in self._keys.items():
@@ -161,7 +161,7 @@ class Family(Generic[S]):
         workspaces = {name: self._workspace(keys).at(dimensions) for keys, name in names.items()}
         return msgspec.structs.replace(
             first,
-            signature=f"a micro-batch of {shape}, not traced: it follows from {', '.join(map(str, self._shapes))}",
+            signature=f"a micro-batch of {shape}, not traced but predicted from {', '.join(map(str, self._shapes))}",
             ops=_renamed([trace.ops for trace in self._members], names),
             specs={name: self._spec(keys, shape) for keys, name in names.items() if keys[0] in first.specs},
             storages=self._resized([trace.storages for trace in self._members], shape),
@@ -226,7 +226,11 @@ def _interpolate(samples: list[tuple[int, float]], work: int) -> float:
 def stray_because(one: tuple[Sizes, Trace], other: tuple[Sizes, Trace]) -> str:
     """Say why two traces, each with its shape, belong to different families; empty if they belong to the same one."""
     found = "" if one[0] == other[0] else find_difference(one[1], other[1])
-    return found if found or same_structure(one[0], other[0]) else "a size of 0 or 1, which may run other operations"
+    return (
+        found
+        if found or same_structure(one[0], other[0])
+        else "a size is 0 or 1, and such sizes may run other operations"
+    )
 
 
 def find_difference(one: Trace, other: Trace) -> str:
@@ -239,9 +243,9 @@ def find_difference(one: Trace, other: Trace) -> str:
         if not _same_spec(one, mine.cost_key, other, theirs.cost_key):
             return f"op {tick}, {mine.name} in {mine.module}, computes in another dtype"
     if _bare_storages(one) != _bare_storages(other):
-        return f"{len(one.storages)} storages against {len(other.storages)}, or other lives of them"
+        return f"{len(one.storages)} storages against {len(other.storages)}, or storages with other lifetimes"
     if one.parameters != other.parameters:
-        return "other parameters"
+        return "the parameters differ"
     if len(one.regions) != len(other.regions):
         return f"{len(one.regions)} regions against {len(other.regions)}"
     for mine_region, their_region in zip(one.regions, other.regions, strict=True):

@@ -66,9 +66,9 @@ def parse_override(text: str) -> Override:
     takes_form = decision in (Decision.COMPRESS, Decision.OFFLOAD)
     if not equals or not pattern.strip() or decision is None or (colon and (not form or not takes_form)):
         raise InvalidStrategy(
-            f"{text!r} is no override.",
-            why="it wants pattern=keep, =recompute, =compress, =compress:CODEC or =offload",
-            next="write for example 'layers.*.mlp::silu=compress:int8'",
+            f"{text!r} is not a valid override.",
+            why="an override is pattern=keep, =recompute, =compress, =compress:CODEC or =offload",
+            next="write, for example, 'layers.*.mlp::silu=compress:int8'",
         )
     return Override(pattern.strip(), decision, form.strip())
 
@@ -86,9 +86,11 @@ def pin_values(index: StepIndex, overrides: Sequence[Override]) -> StepIndex:
         if not any(override.matches(name) for name in names):
             close = difflib.get_close_matches(override.pattern, sorted(names), n=3, cutoff=0.2)
             raise InvalidStrategy(
-                f"override {override.pattern!r} matches no saved value.",
-                why=f"values are named region.module::op; there are {len(names)}",
-                next="closest: " + ", ".join(close) if close else "plan once without it, and show the plan's values",
+                f"override {override.pattern!r} does not match any saved value.",
+                why=f"values are named region.module::op, and none of the {len(names)} values matches",
+                next="closest: " + ", ".join(close)
+                if close
+                else "plan once without the override, and look at the plan's values",
             )
     # A shallow copy suffices: nothing that the index has cached depends on decisions.
     pinned_index = copy.copy(index)
@@ -122,20 +124,20 @@ def _pin(view: RegionView, value: int, name: str, override: Override) -> str:
     if wanted:
         return min(wanted, key=lambda f: (f.noise > 0, f.held_bytes)).name
     if override.decision is Decision.RECOMPUTE:
-        why = "no recipe rebuilds it, or recomputing is not allowed"
+        why = "it cannot be recomputed, or allow= does not include recompute"
     elif entry is not None and value not in view.decided:
         why = "other regions save the same memory"
     elif entry is not None and override.form in dict(entry.refused):
         why = dict(entry.refused)[override.form]
     else:
-        why = "it is not allowed, or its data do not take that form"
+        why = "allow= or max_error= does not allow this form, or the value's data cannot be held in it"
     wishes = ("offload" if form.decision is Decision.OFFLOAD else f"compress:{form.name}" for form in forms)
     possible = ", ".join(["keep", *(["recompute"] if value in view.droppable else []), *wishes])
     raise InvalidStrategy(
-        f"{name!r} cannot be decided as {override.decision.value.lower()}{override.form and ':' + override.form}.",
+        f"The override of {name!r} to {override.decision.value.lower()}{override.form and ':' + override.form} is impossible.",
         why=why,
-        next=f"possible here: {possible} (allow= opens compress and offload, max_error= lossy codecs); a later override "
-        f"exempts it: '{name}=keep'",
+        next=f"choose one of: {possible} (allow= enables compress and offload, max_error= enables lossy codecs), or exempt the "
+        f"value with a later override: '{name}=keep'",
     )
 
 

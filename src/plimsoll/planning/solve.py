@@ -122,7 +122,7 @@ def _optimise(planner: Planner, room_bytes: int | None) -> _Outcome:
         is_known = planner.is_floor_proven and best.is_finished
         status = Status.INFEASIBLE if is_known else Status.TIMED_OUT
         return _Outcome(planner.floor, status, planner.baseline.seconds)
-    notes = () if best.is_finished else ("The solver ran out of time; this is the best plan that it had found.",)
+    notes = () if best.is_finished else ("The solver ran out of time; this is the best plan that it found until then.",)
     lower = planner.lower_bound_seconds(room_bytes, best, boundaries=False)
     return _bounded(planner, best.simulation, lower, notes)
 
@@ -258,7 +258,7 @@ class Planner:
     def _search(self, known: Planner | None) -> None:
         """Find the floor under the limits; reuse results of another planner of this step."""
         if not self.allows(self.loosest):
-            raise limits_error("the overrides together", self.loosest, self.limits)
+            raise limits_error("all overrides together", self.loosest, self.limits)
         simulations = [s for s in self._extremes if self.allows(s)]
         self._known_rungs = {} if known is None else {**known._known_rungs, **known._rungs}
         self._rungs = {}

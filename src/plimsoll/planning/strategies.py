@@ -133,9 +133,9 @@ def choose_selective(index: StepIndex, argument: str) -> tuple[Choice, ...]:
             known = [*_MODULES, *_MADE_IN_PARTS]
             close = difflib.get_close_matches(name, [*present, *known], n=3) or present[:5]
             raise InvalidStrategy(
-                f"'selective:{argument}' names nothing that this model runs.",
-                why=f"{name!r} is none of {', '.join(known)}, nor an op of a region",
-                next=f"closest: {', '.join(close)}" if close else "use none or auto",
+                f"'selective:{argument}' names an op that this model does not run.",
+                why=f"{name!r} is not one of {', '.join(known)}, and not an op of a region",
+                next=f"closest: {', '.join(close)}" if close else "use strategy none or auto",
             )
     return tuple(Choice(_kept_outputs(view, names) | view.nothing) for view in index.views)
 
@@ -189,7 +189,7 @@ def _group_size(argument: str, name: str = "every") -> int:
     if not argument.isdecimal() or int(argument) < 1:
         raise InvalidStrategy(
             f"'{name}:{argument}' is not a strategy.",
-            why=f"{name}: wants a positive whole number of regions, not {argument!r}",
+            why=f"{name}: needs a positive whole number of regions, not {argument!r}",
             next=f"write {name}:2",
         )
     return int(argument)
@@ -199,8 +199,8 @@ def _op_names(argument: str) -> list[str]:
     names = [name.strip() for name in argument.split(",") if name.strip()]
     if not names:
         raise InvalidStrategy(
-            "'selective:' selects nothing.",
-            why=f"it wants {', '.join([*_MODULES, *_MADE_IN_PARTS])} or a comma list of ops to keep",
+            "'selective:' does not name anything to keep.",
+            why=f"selective: needs {', '.join([*_MODULES, *_MADE_IN_PARTS])}, or the ops to keep with commas between them",
             next="write selective:attention or selective:mm,sdpa",
         )
     return names
@@ -211,7 +211,8 @@ def _hybrid_sizes(argument: str) -> tuple[int, int]:
     if not comma or not first.strip().isdecimal() or not size.strip().isdecimal() or int(size) < 1:
         raise InvalidStrategy(
             f"'hybrid:{argument}' is not a strategy.",
-            why="hybrid: wants how many regions to compress, and in groups of how many to checkpoint the others",
+            why="hybrid: needs two numbers: how many regions to compress, and the size of the groups in which the "
+            "other regions are checkpointed",
             next="write hybrid:10,6",
         )
     return int(first), int(size)
@@ -323,7 +324,7 @@ def check_strategy(strategy: str) -> None:
     if not isinstance(strategy, str) or len(strategy) > _MOST_LETTERS:
         raise InvalidStrategy(
             f"{reprlib.repr(strategy)} is not a strategy.",
-            why=f"a strategy is a text of at most {_MOST_LETTERS:,} letters",
+            why=f"a strategy is a str of at most {_MOST_LETTERS:,} characters",
             next="write full, every:2 or selective:mm,sdpa",
         )
     name, colon, argument = strategy.partition(":")
@@ -337,7 +338,7 @@ def check_strategy(strategy: str) -> None:
         raise InvalidStrategy(
             f"{strategy!r} is not a strategy.",
             why="Plimsoll knows " + ", ".join(known),
-            next="closest: " + ", ".join(close) if close else "name one of them",
+            next="closest: " + ", ".join(close) if close else "use one of these",
         )
     if name in ("every", "first", "nth"):
         _group_size(argument, name)

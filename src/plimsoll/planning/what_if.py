@@ -304,16 +304,16 @@ def chunk_rows_for(
     """
     if chunk_bytes is not None and chunk_rows is not None:
         raise InvalidOption(
-            f"chunk_bytes={chunk_bytes!r} and chunk_rows={chunk_rows!r} say the same thing twice.",
-            why="the rows of a chunk follow from its bytes",
-            next="give one of them, or none",
+            f"chunk_bytes={chunk_bytes!r} and chunk_rows={chunk_rows!r} were both given.",
+            why="both set the size of a chunk: the number of rows follows from the bytes",
+            next="give only one of them, or neither",
         )
     if chunk_rows is not None:
         if not isinstance(chunk_rows, int) or isinstance(chunk_rows, bool) or chunk_rows < 1:
             raise InvalidOption(
-                f"chunk_rows={chunk_rows!r} is no number of rows.",
-                why="it has to be a whole number, 1 or more",
-                next="chunk_rows=1024, or leave it out",
+                f"chunk_rows={chunk_rows!r} is not a valid number of rows.",
+                why="it must be a whole number, 1 or more",
+                next="give chunk_rows=1024, or leave it out",
             )
         return min(chunk_rows, max(rows, 1))
     row_bytes = classes * element_bytes
@@ -323,7 +323,7 @@ def chunk_rows_for(
             raise InvalidOption(
                 f"chunk_bytes={chunk_bytes!r} is less than the logits of one row.",
                 why=f"{classes} classes of {element_bytes} bytes take {format_bytes(row_bytes)}",
-                next=f"chunk_bytes={row_bytes} or more",
+                next=f"give chunk_bytes={row_bytes} or more",
             )
         return min(most_bytes // row_bytes, max(rows, 1))
     return min(max(math.ceil(rows * features / classes), LEAST_ROWS), max(rows, 1))

@@ -28,7 +28,7 @@ def render_introduction(setup: DemoSetup) -> RenderableType:
         ("Plimsoll demo\n", "bold"),
         f"A Llama of {setup.layers} layers, hidden size {setup.hidden_size}, learns Python's standard library byte by ",
         f"byte:\n{setup.batch} × {setup.sequence} bytes a step, {setup.steps} steps, AdamW. ",
-        "Two copies take turns: one plainly, one under a budget.\n",
+        "Two copies of the model train in turns: one without and one with a memory budget.\n",
     )
 
 
@@ -37,8 +37,8 @@ def render_preparation(ready: Preparation) -> RenderableType:
     plan = ready.plan
     budget = name_budget(plan.budget_bytes)
     return Group(
-        Text(f"{ready.parameters / 1e6:.1f} million parameters; plain training peaks at "
-             f"{format_bytes(plan.baseline_peak_bytes)}, {budget}, floor {format_bytes(plan.floor_bytes)}.\n"),
+        Text(f"{ready.parameters / 1e6:.1f} million parameters; without a plan the step peaks at "
+             f"{format_bytes(plan.baseline_peak_bytes)}; {budget}, floor {format_bytes(plan.floor_bytes)}.\n"),
         *render_elements([classes_table(plan), decisions_table(plan)]),
         Text("\nMemory over one step under the plan", style="bold"),
         *render_elements([MemoryChart(plan.timeline, plan.budget_bytes)]),
@@ -73,7 +73,10 @@ def render_story(story: Story) -> RenderableType:
         rows=[
             (_HELD[is_held], text)
             for text, is_held in (
-                (f"peak within the budget, recording included: {_budget(plan)}", not receipt.is_over_budget),
+                (
+                    f"every peak, also of the recording step, within the budget: {_budget(plan)}",
+                    not receipt.is_over_budget,
+                ),
                 (
                     f"{equal} of {receipt.compared_gradients} gradients equal bit for bit",
                     not receipt.gradient_mismatches,
@@ -94,18 +97,18 @@ def tell(story: Story) -> str:
     plan, receipt = story.plan, story.receipt
     first = (
         f"Plain training needs {_bytes(receipt.measured_baseline_peak_bytes)} at its peak, "
-        f"and {_budget(plan)} was all it was given."
+        f"but the budget was only {_budget(plan)}."
     )
     dropped, total = _dropped(plan)
     second = (
-        f"Plimsoll let go of {format_bytes(dropped)} of the {format_bytes(total)} that backward waits for and "
-        f"computed them again when they were due, so the step peaked at {_bytes(receipt.measured_peak_bytes)} "
+        f"Plimsoll freed {format_bytes(dropped)} of the {format_bytes(total)} of activations that forward saves, and "
+        f"recomputed them in backward, so the step peaked at {_bytes(receipt.measured_peak_bytes)} "
         f"and took {format_more(story.measured_overhead)} time."
     )
     if story.is_success:
-        third = "Every gradient, every loss and every final weight has the same bits as without Plimsoll."
+        third = "Every gradient, every loss and every final weight is equal bit for bit to the run without Plimsoll."
     else:
-        third = f"Something does not hold ({receipt.verdict}): the crosses above say what; please report it."
+        third = f"A check failed ({receipt.verdict}): the rows with a cross above show which. Please report it."
     return f"{first} {second} {third}"
 
 

@@ -36,8 +36,8 @@ def render_perfetto(plans: Sequence[Plan]) -> str:
     if not shown:
         raise InvalidReport(
             "There is no timeline to write.",
-            why="none of the files is a plan with a timeline" if not plans else "the plan was saved without a timeline",
-            next="give a plan: `plimsoll plan TARGET --budget 70GiB --output plan.json` writes one",
+            why="none of the given files is a plan" if not plans else "the plan was saved without a timeline",
+            next="give a plan with a timeline: `plimsoll plan TARGET --budget 70GiB --output plan.json` writes one",
         )
     events = [event for process, plan in enumerate(shown, 1) for event in _events(plan, process)]
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events, "otherData": _about(shown)}, indent=1) + "\n"
@@ -45,7 +45,7 @@ def render_perfetto(plans: Sequence[Plan]) -> str:
 
 def _about(plans: Sequence[Plan]) -> dict[str, str]:
     is_timed = all(_is_timed(plan) for plan in plans)
-    clock = "start of the operation in the unmanaged step" if is_timed else "one microsecond per operation"
+    clock = "time of the operation's start in the unmanaged step" if is_timed else "one microsecond per operation"
     return {"producer": "plimsoll", "model": plans[0].model, "fingerprint": plans[0].fingerprint, "clock": clock}
 
 

@@ -64,7 +64,7 @@ def draw_timeline(
         '       8 B █\n           ▲\n           peak 8 B, forward'
     """
     if not points:
-        return Text("no timeline was recorded")
+        return Text("the plan has no timeline")
     columns = [max(part, key=lambda point: point.bytes) for part in _split(points, min(width, len(points)))]
     highest_bytes = max(point.bytes for point in columns)
     top_bytes = max(highest_bytes, budget_bytes or 0, 1)

@@ -56,12 +56,12 @@ def test_what_differs_is_named_by_the_part_that_differs(estimated: Estimate):
     allocated = stage.allocated_bytes + item(estimated, "allocator rounding") + workspaces
     found = beside(estimated, allocated=allocated, reserved=allocated + 900 * MIB, device=allocated + 4000 * MIB)
     assert found["peak allocated"].is_inside
-    assert not found["reserved beyond that"].is_inside
-    assert "fragmentation" in found["reserved beyond that"].note
-    assert "NCCL" in found["beside the allocator"].note
+    assert not found["reserved, not allocated"].is_inside
+    assert "fragmentation" in found["reserved, not allocated"].note
+    assert "NCCL" in found["outside the allocator"].note
     shown = str(set_beside(estimated, RunFigures(reserved="3GiB"), Path("run.json")))
-    assert "Beside run.json" in shown
-    assert "0 of 1 figures lie inside" in shown
+    assert "Compared with run.json" in shown
+    assert "0 of 1 measured figures lie inside" in shown
 
 
 def test_a_comparison_is_saved_with_its_estimate(estimated: Estimate, tmp_path: Path):
@@ -110,7 +110,7 @@ def test_a_pickle_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "snapshot.pickle"
     path.write_bytes(pickle.dumps({"segments": [_Harmful()]}))
-    with pytest.raises(InvalidOption, match="which a snapshot of the allocator has none of"):
+    with pytest.raises(InvalidOption, match="a snapshot of the allocator never contains such an object"):
         read_run(path)
     assert not (tmp_path / "was-here").exists()
 
@@ -178,19 +178,19 @@ def test_a_file_of_numbers_may_name_a_snapshot_and_a_trace(tmp_path: Path):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("{", "gives no figures"),
+        ("{", "cannot be compared with the estimate"),
         ('{"speed": 3}', "speed"),
-        ('{"step_seconds": 0}', "step_seconds is 0, and what a run measures is above 0"),
+        ('{"step_seconds": 0}', "step_seconds is 0, but a measured figure must be above 0"),
         ('{"tokens_per_second": -3.5}', "tokens_per_second is -3.5"),
         ('{"allocated": "5 bananas"}', "allocated is '5 bananas'"),
         ('{"items": {"parameters": "-5GiB"}}', "parameters is '-5GiB'"),
-        ("[]", "gives no figures"),
-        ('{"segments": [{}]}', "the snapshot lacks 'allocated_size'"),
-        ('{"segments": []}', "no segments"),
-        ('{"trace": "run.json"}', "run.json names files itself"),
+        ("[]", "cannot be compared with the estimate"),
+        ('{"segments": [{}]}', "the snapshot is incomplete: 'allocated_size'"),
+        ('{"segments": []}', "does not contain segments"),
+        ('{"trace": "run.json"}', "refers to run.json, which refers to further files"),
         (
             '{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 1, "dur": 1, "pid": 1, "tid": 1}]}',
-            "marks no steps",
+            "does not mark steps",
         ),
     ],
 )
@@ -201,11 +201,11 @@ def test_what_is_no_run_is_refused(content: str, words: str, tmp_path: Path):
 
 
 def test_figures_that_the_estimate_does_not_have_are_refused(estimated: Estimate):
-    with pytest.raises(InvalidOption, match=r"no item 'gradient'.*\n.*try gradients"):
+    with pytest.raises(InvalidOption, match=r"does not have an item 'gradient'.*\n.*try gradients"):
         beside(estimated, items={"gradient": 1})
-    with pytest.raises(InvalidOption, match="stages are 0 to 0"):
+    with pytest.raises(InvalidOption, match="give a stage from 0 to 0"):
         beside(estimated, stage=1, step_seconds=1.0)
-    with pytest.raises(InvalidOption, match="holds no figure"):
+    with pytest.raises(InvalidOption, match="does not contain a figure"):
         beside(estimated)
 
 
@@ -234,11 +234,14 @@ def test_products_and_other_kernels_are_corrected_apart(estimated: Estimate):
 
 
 def test_a_correction_that_no_device_explains_is_refused(estimated: Estimate, tmp_path: Path):
-    for figures, words in (({"allocated": MIB}, "no time was measured"), ({"step_seconds": 100.0}, "another job")):
+    for figures, words in (
+        ({"allocated": MIB}, "does not contain a measured time"),
+        ({"step_seconds": 100.0}, "a different job"),
+    ):
         with pytest.raises(InvalidOption, match=words):
             correct_device(set_beside(estimated, RunFigures(**figures), Path("run.json")))
     (tmp_path / "bad.json").write_text('{"device": "H100-SXM", "arithmetic": -1}')
     with pytest.raises(UnknownDevice, match="factors"):
         find_device(str(tmp_path / "bad.json"))
-    with pytest.raises(UnknownDevice, match="describes no device"):
+    with pytest.raises(UnknownDevice, match="does not describe a device"):
         find_device(str(tmp_path / "missing.json"))

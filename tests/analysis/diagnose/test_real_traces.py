@@ -124,7 +124,7 @@ def test_traces_of_transformers_with_gradient_checkpointing_are_attributed(tmp_p
     assert finding.plan.phased_share >= 0.99
     assert finding.seconds_of(OverheadCause.RECOMPUTE) > 0
     assert not finding.are_layers_modules
-    assert any("do not know modules" in note for note in finding.notes)
+    assert any("do not contain modules" in note for note in finding.notes)
 
 
 def test_kept_traces_give_the_same_parts(tmp_path: Path):

@@ -140,7 +140,7 @@ def test_seconds_on_several_threads_are_those_that_pass(threads: int, counts_wai
 def test_one_fixed_batch_is_allowed_and_the_verdict_says_what_that_means():
     verdict = plimsoll.probe(make_model(), make_batches(1)[0], make_plan(), steps=6, chunk_steps=3)
     assert verdict.data == "one fixed batch"
-    assert "overfit the one batch" in verdict.notes[0]
+    assert "overfit the only batch" in verdict.notes[0]
     assert verdict.plan.perplexity is None
     assert next(rule for rule in verdict.rules if rule.name == "held-out").outcome is Outcome.NOT_MEASURED
 

@@ -208,10 +208,10 @@ def test_an_error_in_training_leaves_the_model_alone():
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"steps": 0}, InvalidOption, "is no count"),
-        ({"steps": -3}, InvalidOption, "is no count"),
-        ({"chunk_steps": 0}, InvalidOption, "is no count"),
-        ({"seed": -1}, InvalidOption, "is no count"),
+        ({"steps": 0}, InvalidOption, "is not a valid count"),
+        ({"steps": -3}, InvalidOption, "is not a valid count"),
+        ({"chunk_steps": 0}, InvalidOption, "is not a valid count"),
+        ({"seed": -1}, InvalidOption, "is not a valid count"),
         ({"model": torch.nn.Linear(2, 2), "batches": [torch.zeros(1, 2)]}, PlanMismatch, "another model"),
     ],
 )

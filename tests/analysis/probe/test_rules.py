@@ -77,7 +77,9 @@ def test_equal_bits_are_identical_and_one_other_bit_is_not():
     story.norms[1][STEPS // 2, 2] = np.nextafter(story.norms[1][STEPS // 2, 2], 9.0)
     findings = story.judged()
     assert findings.ruling is Ruling.GOOD
-    assert f"first {STEPS // 2} steps only" in next(rule.found for rule in findings.rules if rule.name == "identical")
+    assert f"only in the first {STEPS // 2} steps" in next(
+        rule.found for rule in findings.rules if rule.name == "identical"
+    )
 
 
 @pytest.mark.parametrize("factor", [0.8, 1.2])

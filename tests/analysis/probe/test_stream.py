@@ -89,13 +89,13 @@ def failing() -> Iterator[torch.Tensor]:
 @pytest.mark.parametrize(
     ("source", "set_apart", "found"),
     [
-        ([], 0, "The stream has no batches."),
-        (numbered(3), 3, "3 of 3 batches cannot be set apart."),
-        (numbered(3), 9, "9 of 3 batches cannot be set apart."),
-        (numbered(3), -1, "-1 of 3 batches cannot be set apart."),
-        (torch.ones(2), 1, "The last 1 batches cannot be set apart."),
-        (iter(numbered(3)), 1, "The last 1 batches cannot be set apart."),
-        (iter(numbered(3)), 0, "The stream of batches ended after 3."),
+        ([], 0, "The stream of batches is empty."),
+        (numbered(3), 3, "3 of 3 batches cannot be held out."),
+        (numbered(3), 9, "9 of 3 batches cannot be held out."),
+        (numbered(3), -1, "-1 of 3 batches cannot be held out."),
+        (torch.ones(2), 1, "The last 1 batches cannot be held out."),
+        (iter(numbered(3)), 1, "The last 1 batches cannot be held out."),
+        (iter(numbered(3)), 0, "The stream of batches ended after 3 batches."),
         (failing(), 0, "The stream failed after 2 batches: OSError: the disk is gone"),
         (7, 0, "A int is neither a batch nor a stream of batches."),
     ],
@@ -107,7 +107,7 @@ def test_a_stream_that_cannot_be_used_says_so(source: Any, set_apart: int, found
 
 
 def test_held_out_data_without_batches_and_what_is_no_batch_are_refused():
-    with pytest.raises(InvalidProbe, match="no batches"):
+    with pytest.raises(InvalidProbe, match="held_out= is empty"):
         held_out_calls([])
     assert len(held_out_calls(itertools.islice(numbered(9), 4))) == 4
     with pytest.raises(InvalidBatch):

@@ -218,8 +218,8 @@ def test_it_is_not_differentiated_twice_not_forwards_and_not_again():
         ({"label_smoothing": 2.0}, "not between 0 and 1"),
         ({"softcap": 0.0}, "is not a positive, finite number"),
         ({"accumulate_dtype": torch.int64}, "cannot hold gradients"),
-        ({"chunk_rows": 0}, "no number of rows"),
-        ({"chunk_rows": 1, "chunk_bytes": 4096}, "twice"),
+        ({"chunk_rows": 0}, "not a valid number of rows"),
+        ({"chunk_rows": 1, "chunk_bytes": 4096}, "both given"),
     ],
 )
 def test_what_makes_no_sense_is_refused(change: dict[str, object], message: str):

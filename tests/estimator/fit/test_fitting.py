@@ -73,7 +73,7 @@ def test_a_fit_comes_back_from_json_and_is_shown(elsewhere: Fit):
         "Frontier",
         "examples/s predicted (± 30%, modelled)",
         "keep all",
-        "too much",
+        "over budget",
         "best",
         "the plan gives",
     ):

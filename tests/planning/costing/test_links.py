@@ -55,7 +55,7 @@ def test_small_messages_cost_latency_that_grows_with_the_group():
 
 def test_one_rank_sends_nothing_and_a_device_without_links_has_no_price_for_two():
     assert collective_seconds(Collective.ALL_REDUCE, GIB, 1, find_device("cpu")) == 0.0
-    with pytest.raises(InvalidLayout, match="laptop-CPU, of which no link is known"):
+    with pytest.raises(InvalidLayout, match="laptop-CPU, because the catalogue does not have a link"):
         collective_seconds(Collective.ALL_REDUCE, GIB, 2, find_device("cpu"))
 
 

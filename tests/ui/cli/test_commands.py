@@ -44,7 +44,7 @@ def test_show_writes_a_plan_as_a_policy(run):
     run("show", "plan.json", "--export-sac", "policy.py")
     assert "def apply(model" in Path("policy.py").read_text()
     make_receipt().save("receipt.json")
-    assert "no plan" in run("show", "receipt.json", "--export-sac", "policy.py", code=2).err
+    assert "does not hold a plan" in run("show", "receipt.json", "--export-sac", "policy.py", code=2).err
 
 
 def test_json_is_all_that_a_machine_reads(run, verbs: FakeVerbs):

@@ -43,7 +43,7 @@ def test_switches_of_a_framework_are_shown_as_they_are_written_down(run):
 def test_a_run_is_set_beside_and_the_device_saved_as_it_measured_it(run):
     Path("run.json").write_text('{"step_seconds": 0.003, "reserved": "300MiB"}')
     shown = run(*TINY, "--compare-with", "run.json", "--save-device", "mine.json").out
-    assert "Beside run.json" in shown
+    assert "Compared with run.json" in shown
     assert "peak reserved" in shown
     assert (
         "device figures: NVIDIA"
@@ -52,4 +52,4 @@ def test_a_run_is_set_beside_and_the_device_saved_as_it_measured_it(run):
 
 
 def test_a_device_is_not_corrected_by_nothing(run):
-    assert "--save-device without a run" in run(*TINY, "--save-device", "mine.json", code=2).err
+    assert "--save-device was given without --compare-with" in run(*TINY, "--save-device", "mine.json", code=2).err

@@ -56,7 +56,7 @@ def test_an_interruption_exits_with_130_and_says_how_to_go_on(run, monkeypatch: 
         raise KeyboardInterrupt
 
     monkeypatch.setattr(plimsoll, "probe", interrupted)
-    assert "the same command goes on in kept" in run(*STREAM, "--run", "kept", code=130).err
+    assert "the same command resumes from kept" in run(*STREAM, "--run", "kept", code=130).err
 
 
 def test_a_configured_language_model_is_probed_on_text_that_does_not_overlap():

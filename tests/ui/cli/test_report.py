@@ -23,7 +23,7 @@ def _files(tmp_path: Path) -> None:
 
 def test_several_files_of_one_model_make_one_page(run):
     shown = run("report", "plan.json", "receipt.json", "comparison.json", "-o", "page.html").out
-    assert "written to page.html" in shown
+    assert "saved to page.html" in shown
     page = Path("page.html").read_text()
     for words in ("Plan: OPTIMAL", "Receipt: VERIFIED", "Comparison: MEASURED"):
         assert words in page

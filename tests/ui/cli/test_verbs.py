@@ -44,11 +44,11 @@ def test_a_budget_that_nothing_keeps_to_ends_with_its_own_code(run):
 
 def test_a_target_that_checkpoints_is_explained_shown_and_saved(run):
     text = run("explain", "targets:own", "--optimizer", "none", "--output", "explanation.json").words
-    for part in ("Explanation of the peak of Own", "torch.utils.checkpoint (3 times a step)", "Made again in backward"):
+    for part in ("Explanation of the peak of Own", "torch.utils.checkpoint (3 times a step)", "Recomputed in backward"):
         assert part in text
     assert "saved to explanation.json" in text
     assert isinstance(load_any("explanation.json"), Explanation)
-    assert "What would lower it" in run("show", "explanation.json").out
+    assert "What would lower the peak" in run("show", "explanation.json").out
 
 
 def test_json_is_the_explanation(run):
@@ -109,7 +109,7 @@ def test_json_is_the_fit_and_nothing_fits_has_the_floors_exit_code(run, monkeypa
     assert from_json(run(*options, "--json", code=3).out) == nothing
     assert not Path("plan.json").exists()
     shown = run(*options, code=3).out
-    for part in ("nothing fits", "there is no plan: plan.json was not written", "1.0 KiB more memory"):
+    for part in ("nothing fits", "no plan was made, so plan.json was not written", "1.0 KiB more memory"):
         assert part in shown
 
 

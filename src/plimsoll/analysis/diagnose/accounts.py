@@ -77,7 +77,7 @@ class _Accounts(abc.ABC):
         """The intervals of the steps. Steps of a loop follow each other, so they are one window."""
         steps = self.profile.steps
         if not steps:
-            self.notes.append(f"{self.profile.source} marks no steps: the whole trace counts as one.")
+            self.notes.append(f"{self.profile.source} does not mark steps: the whole trace counts as one step.")
             spans: list[HostSpan | DeviceSpan] = [*self.profile.host, *self.profile.device]
             return [(min(span.start_ns for span in spans), max(span.end_ns for span in spans))]
         if self.profile.are_steps_apart:
@@ -198,7 +198,7 @@ class _DeviceAccounts(_Accounts):
         self.main_thread = next((span.thread for span in named), "")
         if len(busy_ns) > 1:
             self.notes.append(
-                f"{profile.source} has activity of {len(busy_ns)} devices; device {device}, the busiest, is shown."
+                f"{profile.source} shows activity on {len(busy_ns)} devices; only device {device}, the busiest, is analysed."
             )
 
     def _windows(self) -> list[Interval]:

@@ -114,8 +114,8 @@ def read_chrome(path: Path) -> Profile:
     device = tuple(_device_spans(complete, origin_us))
     if not host and not device:
         raise InvalidTrace(
-            f"{path} holds no operations and no kernels.",
-            why=f"of its {len(trace.events)} events none is a cpu_op, an annotation, a runtime call or a kernel",
+            f"{path} does not contain operations or kernels.",
+            why=f"none of its {len(trace.events)} events is a cpu_op, an annotation, a runtime call or a kernel",
             next="profile whole training steps: with torch.profiler.profile() as p: ...; p.export_chrome_trace(path)",
         )
     steps, are_steps_apart = find_steps(host)
@@ -137,11 +137,11 @@ def _unpack(path: Path) -> bytes:
         raise InvalidTrace(
             f"{path} cannot be read.",
             why=str(error),
-            next="check the path; copy a .gz that was cut off again; profile fewer steps if it is too large",
+            next="check the path; if a .gz was truncated, copy it again; if the file is too large, profile fewer steps",
         ) from error
     if not content.strip():
         raise InvalidTrace(
-            f"{path} is empty.", why="it has no content at all", next="export the trace after the profiler has stopped"
+            f"{path} is empty.", why="its size is 0", next="export the trace after the profiler has stopped"
         )
     return content
 
@@ -154,19 +154,19 @@ def _decode(content: bytes, path: Path) -> _Trace:
         return trace
     except FileRefused as error:
         raise InvalidTrace(
-            f"{path} is larger or deeper than a trace is.", why=str(error), next="profile fewer steps"
+            f"{path} is too large or too deeply nested for a trace.", why=str(error), next="profile fewer steps"
         ) from error
     except msgspec.ValidationError as error:
         raise InvalidTrace(
-            f"{path} is JSON, but no trace of torch.profiler.",
+            f"{path} is JSON, but not a trace of torch.profiler.",
             why=str(error),
-            next="give what profile.export_chrome_trace(path) wrote",
+            next="give a file that profile.export_chrome_trace(path) wrote",
         ) from error
     except (msgspec.DecodeError, UnicodeError) as error:
         raise InvalidTrace(
-            f"{path} is not whole JSON.",
-            why=f"reading stopped: {error}",
-            next="export the trace again, after the profiler has stopped; an .nsys-rep has to be exported to SQLite first",
+            f"{path} is not complete JSON.",
+            why=f"parsing failed: {error}",
+            next="export the trace again, after the profiler has stopped; export an .nsys-rep to SQLite first",
         ) from error
 
 
@@ -174,9 +174,9 @@ def _check_times(trace: _Trace, path: Path) -> None:
     for number, event in enumerate(trace.events):
         if not abs(event.ts) <= _MOST_US or not 0 <= event.dur <= _MOST_US:
             raise InvalidTrace(
-                f"{path} has a time that is none.",
+                f"{path} contains an invalid time.",
                 why=f"event {number} starts at {event.ts:g} µs and takes {event.dur:g} µs",
-                next="give the trace as torch.profiler exported it",
+                next="give the unchanged file that torch.profiler exported",
             )
 
 

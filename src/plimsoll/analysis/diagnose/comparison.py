@@ -93,8 +93,8 @@ def refuse_unlike(baseline: Ledger, plan: Ledger) -> None:
     total = sum(ours.values())
     if not total:
         raise InvalidTrace(
-            f"{baseline.source} shows no work in its steps.",
-            why=f"of {baseline.steps} steps none ran an operation or a kernel",
+            f"{baseline.source} does not show work in its steps.",
+            why=f"none of its {baseline.steps} steps ran an operation or a kernel",
             next="profile whole training steps, and export the trace after the profiler has stopped",
         )
     factors = [theirs[key] / count for key, count in ours.items() if theirs[key]]
@@ -103,17 +103,17 @@ def refuse_unlike(baseline: Ledger, plan: Ledger) -> None:
     if _is_uniform(factors, factor, baseline, plan) and not 1 / _MOST_FACTOR <= factor <= _MOST_FACTOR:
         raise InvalidTrace(
             f"{plan.source} runs each forward operation {factor:.2f} times as often as {baseline.source}.",
-            why=f"per step, over {plan.steps} and {baseline.steps} steps that could be told apart; "
-            "a plan runs the forward pass once, like the baseline",
-            next="profile the same number of steps in both, and let profiler.step() mark them",
+            why=f"this is per step, over {plan.steps} and {baseline.steps} recognised steps; "
+            "with a plan, forward runs once per step, as in the baseline",
+            next="profile the same number of steps in both runs, and call profiler.step() after each step",
         )
     if common < _LEAST_COMMON_SHARE:
         missing = sorted(((n - theirs[key], key) for key, n in ours.items() if theirs[key] < n), reverse=True)
         examples = ", ".join(f"{count:.0f} × {key[:60]}" for count, key in missing[:2])
         raise InvalidTrace(
-            f"{plan.source} has {common:.0%} of the forward operations of {baseline.source}.",
-            why=f"of {total:.0f} per step {total * (1 - common):.0f} are missing or have other shapes, "
-            f"such as {examples}; it seems to be another model or batch",
+            f"{plan.source} has only {common:.0%} of the forward operations of {baseline.source}.",
+            why=f"of {total:.0f} operations per step, {total * (1 - common):.0f} are missing or have other shapes, "
+            f"such as {examples}; the traces seem to be of different models or batches",
             next="profile the same model and batch twice, once without and once with the plan",
         )
 
@@ -239,15 +239,15 @@ def _bandwidth_sign(plan: Side) -> WarningSign:
     is_raised: bool | None = None
     use = next((use for use in plan.phases if use.phase is WorkPhase.RECOMPUTE), None)
     if use is None:
-        text = "the trace shows no recomputation"
+        text = "the trace does not show recomputation"
     elif use.read_bytes is None:
-        text = "the trace has no shapes (record_shapes=True)"
+        text = "the trace does not contain shapes (profile with record_shapes=True)"
     elif use.bandwidth_share is None:
-        text = "the device's peak is neither in the trace nor in the catalogue"
+        text = "the device's peak bandwidth is neither in the trace nor in the catalogue"
     else:
         is_raised = use.bandwidth_share > CONTENDED_BANDWIDTH_SHARE
         most = f"(more than {CONTENDED_BANDWIDTH_SHARE:.0%} is contention)"
-        text = f"at least {use.bandwidth_share:.0%} of the device's peak {most}"
+        text = f"at least {use.bandwidth_share:.0%} of the device's peak bandwidth {most}"
     return WarningSign(name="bandwidth while recomputing", is_raised=is_raised, text=text)
 
 
@@ -257,22 +257,22 @@ def _notes(baseline: Profile, plan: Profile, before: Ledger, after: Ledger) -> l
     if before.unit is WorkUnit.CPU_OPS:
         lacking = [profile.source for profile in (baseline, plan) if not profile.device]
         notes.append(
-            f"{lacking[0]} has no device activity, so both are compared by their CPU ops."
+            f"{lacking[0]} does not show device activity, so the CPU ops of both traces are compared."
             if len(lacking) == 1
-            else "The traces have no device activity: CPU ops are compared, and the time between ops is the host's."
+            else "The traces do not show device activity, so CPU ops are compared, and time between ops counts as host time."
         )
     if not (before.has_modules and after.has_modules):
         notes.append(
-            "The traces do not know modules, so work is grouped by operation: profile with with_stack=True, or let "
-            "`plimsoll diagnose TARGET` profile."
+            "The traces do not contain modules, so work is grouped by operation: profile with with_stack=True, or let "
+            "`plimsoll diagnose TARGET` make the profiles."
         )
     if not (before.has_shapes and after.has_shapes):
         notes.append(
-            "The traces have no shapes, so bytes read per phase are not known: profile with record_shapes=True."
+            "The traces do not contain shapes, so the bytes read per phase are unknown: profile with record_shapes=True."
         )
     elif after.bandwidth_bytes_per_second is None:
         notes.append(
-            f"The peak bandwidth of {after.device_name or 'the device'} is not known, so no share of it is given."
+            f"The peak bandwidth of {after.device_name or 'the device'} is unknown, so shares of it are not shown."
         )
     if repeats_are_inferred(before, after):
         notes.append(
@@ -280,10 +280,10 @@ def _notes(baseline: Profile, plan: Profile, before: Ledger, after: Ledger) -> l
         )
     if any(work.kind is WorkKind.GRAPH for each in (before, after) for work in each.work):
         notes.append(
-            "CUDA graphs were traced as a whole, so what happens inside is not known: record with --cuda-graph-trace=node."
+            "Each CUDA graph was traced as one piece, so its kernels are unknown: record with --cuda-graph-trace=node."
         )
     if not any(work.phase is WorkPhase.OPTIMIZER for work in after.work):
-        notes.append("The profiled steps show no optimizer step: forward and backward are compared.")
+        notes.append("The profiled steps do not contain an optimizer step: only forward and backward are compared.")
     if min(before.steps, after.steps) < 2:
-        notes.append("One step on a side says nothing about the spread: profile several.")
+        notes.append("At least one trace has only one step, so the spread is unknown: profile several steps.")
     return notes

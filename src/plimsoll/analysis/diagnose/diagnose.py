@@ -37,7 +37,7 @@ from plimsoll.units import check_count
 _BASELINE, _PLAN = "baseline", "plan"
 _NOISY_SHARE = 0.05
 _IN_KERNELS = (
-    "The step is compiled: what it computes again lies inside of kernels, which a trace does not tell from others."
+    "The step is compiled: recomputation happens inside of kernels, which a trace cannot distinguish from others."
 )
 _SQLITE_MAGIC = b"SQLite format 3\x00"
 _WARMUPS = 2
@@ -113,15 +113,15 @@ def diagnose(
         if loss is not None or keep_traces is not None:
             raise InvalidOption(
                 f"{'keep_traces=' if loss is None else 'loss='} has no effect on traces.",
-                why="it belongs to profiling a model, and the traces are there already",
-                next='plimsoll.diagnose("baseline.json.gz", "plan.json.gz")',
+                why="it is an option for profiling a model, but the traces already exist",
+                next='call plimsoll.diagnose("baseline.json.gz", "plan.json.gz")',
             )
         return _of_traces(subject, beside, plan, report)
     if plan is None:
         raise InvalidTrace(
             f"A {type(subject).__name__} was given without a plan.",
-            why="diagnose takes a model, a batch and a plan, or the paths of two traces",
-            next="plimsoll.diagnose(model, batch, plan)",
+            why="diagnose needs a model, a batch and a plan, or the paths of two traces",
+            next="call plimsoll.diagnose(model, batch, plan)",
         )
     check_count("steps", steps, least=1)
     return _of_model(subject, beside, plan, loss, steps, keep_traces, report)
@@ -131,8 +131,8 @@ def _of_traces(baseline: str | Path, plan: object, extra: object, report: Progre
     if extra is not None or not isinstance(plan, str | Path):
         raise InvalidTrace(
             "One trace alone cannot be diagnosed.",
-            why="an overhead is the difference of two profiles, one without and one with the plan",
-            next='plimsoll.diagnose("baseline.json.gz", "plan.json.gz")',
+            why="the overhead is the difference between two profiles, one without and one with the plan",
+            next='call plimsoll.diagnose("baseline.json.gz", "plan.json.gz")',
         )
     report("reading traces", 0.1)
     before, after, origin = read_profiles(Path(baseline), Path(plan))
@@ -151,8 +151,8 @@ def read_profiles(baseline: Path, plan: Path) -> tuple[Profile, Profile, Profile
     origins = [_origin(path) for path in (baseline, plan)]
     if origins[0] is not origins[1]:
         raise InvalidTrace(
-            f"{baseline} and {plan} are of two kinds: {origins[0]} and {origins[1]}.",
-            why="the two profilers time and name things differently, so their difference means nothing",
+            f"{baseline} and {plan} come from different profilers: {origins[0]} and {origins[1]}.",
+            why="the two profilers measure and name work differently, so their traces cannot be compared",
             next="give two traces of torch.profiler, or two Nsight Systems exports",
         )
     read = read_nsys if origins[0] is ProfileOrigin.NSYS else read_chrome
@@ -162,7 +162,7 @@ def read_profiles(baseline: Path, plan: Path) -> tuple[Profile, Profile, Profile
 def _origin(path: Path) -> ProfileOrigin:
     try:
         if path.exists() and not path.is_file():
-            raise OSError(f"a trace is read more than once, and {path} is no regular file")
+            raise OSError(f"a trace is read more than once, but {path} is not a regular file")
         with path.open("rb") as file:
             start = file.read(len(_SQLITE_MAGIC))
     except (OSError, ValueError) as error:
@@ -201,8 +201,8 @@ def _of_model(
         notes.append(_IN_KERNELS)
     if recording.lost_share >= _NOISY_SHARE:
         notes.append(
-            f"The profiled steps lost {recording.lost_share:.0%} of their time to other programs, which falls on whatever was "
-            "running: diagnose on a quiet machine, or trust only parts well above their spread."
+            f"Other programs took {recording.lost_share:.0%} of the time of the profiled steps, and this time is counted in "
+            "whatever part was running: diagnose on a quiet machine, or trust only parts well above their spread."
         )
     return msgspec.structs.replace(
         finding,
@@ -266,9 +266,9 @@ def _check(model: nn.Module) -> None:
     refuse_several_ranks(model, "diagnose")
     if is_profiled():
         raise TracingFailed(
-            "A profiler is running.",
-            why="there is one profiler, and diagnose needs it",
-            next="call diagnose before the profiler starts, or export its traces and diagnose these",
+            "A profiler is already running.",
+            why="torch can run only one profiler at a time, and diagnose needs it",
+            next="call diagnose before the profiler starts, or export the profiler's traces and diagnose them",
         )
 
 

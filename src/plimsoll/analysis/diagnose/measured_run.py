@@ -84,11 +84,17 @@ def set_beside(estimate: Estimate, run: RunFigures, path: Path) -> Estimate:
         ['peak reserved']
     """
     if run.stage is not None and not 0 <= run.stage < len(estimate.stages):
-        raise _refused(path, f"it names stage {run.stage}", f"stages are 0 to {len(estimate.stages) - 1}")
+        raise _refused(
+            path,
+            f"it names stage {run.stage}, which the estimate does not have",
+            f"give a stage from 0 to {len(estimate.stages) - 1}",
+        )
     stage = estimate.tightest if run.stage is None else estimate.stages[run.stage]
     figures = tuple(itertools.chain(_memory(stage, run, path), _speed(estimate, stage, run)))
     if not figures:
-        raise _refused(path, "it holds no figure", "give step_seconds, tokens_per_second, allocated, reserved or items")
+        raise _refused(
+            path, "it does not contain a figure", "give step_seconds, tokens_per_second, allocated, reserved or items"
+        )
     return replace(estimate, measured=figures, measured_source=path.name)
 
 
@@ -103,7 +109,11 @@ def read_run(path: Path) -> RunFigures:
     for name in filter(None, (run.snapshot, run.trace)):
         measured = _read(path.parent / name)
         if measured.snapshot or measured.trace:
-            raise _refused(path, f"{name} names files itself", "name a snapshot of the allocator or a trace")
+            raise _refused(
+                path,
+                f"it refers to {name}, which refers to further files",
+                "refer to a snapshot of the allocator or to a trace",
+            )
         found = msgspec.structs.asdict(measured)
         run = replace(run, **{key: value for key, value in found.items() if value and not getattr(run, key)})
     return run
@@ -121,7 +131,7 @@ def _read(path: Path) -> RunFigures:
             return _of_snapshot(node, path)
         return _checked(msgspec.convert(node, RunFigures))
     except (FileRefused, ValueError, pickle.UnpicklingError, EOFError) as error:
-        raise _refused(path, str(error), f"its keys are {', '.join(RunFigures.__struct_fields__)}") from error
+        raise _refused(path, str(error), f"use the keys {', '.join(RunFigures.__struct_fields__)}") from error
 
 
 def _checked(run: RunFigures) -> RunFigures:
@@ -133,18 +143,18 @@ def _checked(run: RunFigures) -> RunFigures:
     figures = {key: value for key, value in msgspec.structs.asdict(run).items() if key not in ("stage", "items")}
     for name, value in [*figures.items(), *run.items.items()]:
         if isinstance(value, int | float) and value <= 0:
-            raise ValueError(f"its {name} is {value:g}, and what a run measures is above 0")
+            raise ValueError(f"its {name} is {value:g}, but a measured figure must be above 0")
     sizes = {"allocated": run.allocated, "reserved": run.reserved, "device": run.device} | run.items
     for name, size in sizes.items():
         try:
             parse_bytes(1 if size is None else size)
         except PlimsollError as error:
-            raise ValueError(f"its {name} is {size!r}, which is no size such as 31.2GiB") from error
+            raise ValueError(f"its {name} is {size!r}, which is not a size such as 31.2GiB") from error
     return run
 
 
 def _refused(path: Path, why: str, advice: str) -> InvalidOption:
-    return InvalidOption(f"{path} gives no figures to compare with.", why=why, next=advice)
+    return InvalidOption(f"{path} cannot be compared with the estimate.", why=why, next=advice)
 
 
 # Where figures come from ----------------------------------------------------------------------------------------------
@@ -154,13 +164,15 @@ class _PlainUnpickler(pickle.Unpickler):
     """Unpickles lists, dicts, tuples, texts and numbers, and refuses every class."""
 
     def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"it would make a {module}.{name}, which a snapshot of the allocator has none of")
+        raise pickle.UnpicklingError(
+            f"it contains a {module}.{name}, and a snapshot of the allocator never contains such an object"
+        )
 
 
 def _unpickled(content: bytes) -> Mapping[str, Any]:
     found = _PlainUnpickler(io.BytesIO(content)).load()
     if not isinstance(found, dict) or "segments" not in found:
-        raise pickle.UnpicklingError("it is a pickle, but no snapshot of torch's allocator")
+        raise pickle.UnpicklingError("it is a pickle, but not a snapshot of torch's allocator")
     return found
 
 
@@ -173,7 +185,7 @@ def _of_snapshot(snapshot: Mapping[str, Any], path: Path) -> RunFigures:
             held[0] += int(segment["allocated_size"])
             held[1] += int(segment["total_size"])
         if not by_device:
-            raise _refused(path, "the snapshot has no segments", "take it on the rank that trains")
+            raise _refused(path, "the snapshot does not contain segments", "take the snapshot on a rank that trains")
         device = max(by_device, key=lambda number: by_device[number][1])
         histories = snapshot.get("device_traces") or []
         events = histories[device] if device < len(histories) else []
@@ -183,7 +195,7 @@ def _of_snapshot(snapshot: Mapping[str, Any], path: Path) -> RunFigures:
             reserved=_peak(reserved, events, ("segment_alloc", "segment_map"), ("segment_free", "segment_unmap")),
         )
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"the snapshot lacks {error}") from error
+        raise ValueError(f"the snapshot is incomplete: {error}") from error
 
 
 def _peak(at_end: int, events: Iterable[Mapping[str, Any]], adds: tuple[str, ...], takes: tuple[str, ...]) -> int:
@@ -201,8 +213,8 @@ def _of_profile(profile: Profile) -> RunFigures:
     """Seconds per step, and seconds of kernels by kind on the device with the most kernels."""
     if not profile.steps:
         raise InvalidOption(
-            f"{profile.source} marks no steps.",
-            why="seconds per step are what is compared",
+            f"{profile.source} does not mark steps.",
+            why="the comparison needs the seconds of each step",
             next="call profiler.step() after each step, or give step_seconds in a file of numbers",
         )
     starts = profile.step_starts
@@ -231,7 +243,7 @@ def _memory(stage: StageEstimate, run: RunFigures, path: Path) -> Iterator[Measu
     for name, size in run.items.items():
         if name not in by_name:
             close = difflib.get_close_matches(name, by_name, n=2)
-            raise _refused(path, f"the estimate has no item {name!r}", f"try {' or '.join(close or by_name)}")
+            raise _refused(path, f"the estimate does not have an item {name!r}", f"try {' or '.join(close or by_name)}")
         item = by_name[name]
         yield _figure(name, item.bytes, item.error_bytes, parse_bytes(size))
     errors = {item.name: item.error_bytes for item in stage.items}
@@ -255,25 +267,29 @@ def _memory(stage: StageEstimate, run: RunFigures, path: Path) -> Iterator[Measu
         if measured["allocated"] is not None and reserved is not None:
             cached = measured["reserved"] - measured["allocated"]
             yield _figure(
-                "reserved beyond that", reserved - allocated, errors["fragmentation"], cached, _CACHED_DIFFERS
+                "reserved, not allocated", reserved - allocated, errors["fragmentation"], cached, _CACHED_DIFFERS
             )
     if measured["device"] is not None:
         yield _figure("on the device", stage.total_bytes, stage.error_bytes, measured["device"])
         if measured["reserved"] is not None:
             error = sum(error for name, error in errors.items() if name not in in_allocator)
             beside_it = measured["device"] - measured["reserved"]
-            yield _figure("beside the allocator", outside, error, beside_it, _OUTSIDE_DIFFERS)
+            yield _figure("outside the allocator", outside, error, beside_it, _OUTSIDE_DIFFERS)
 
 
-_ALLOCATED_DIFFERS = "tensors: more or fewer than the trace has; compare items, or read who holds them in the snapshot"
-_RESERVED_DIFFERS = "reserved: tensors and what the allocator keeps beside them"
-_CACHED_DIFFERS = "fragmentation and cached blocks: other sizes, or expandable segments"
-_OUTSIDE_DIFFERS = (
-    "context, kernels and communicators: NCCL's buffers depend on its settings, other processes count as well"
+_ALLOCATED_DIFFERS = (
+    "the run has more or fewer tensors than the trace; compare single items, or look in the snapshot for their holders"
 )
-_STEP_DIFFERS = "the step: input, host and logging are no part of an estimate; a trace tells kernels from gaps"
-_PRODUCTS_DIFFER = "matrix products and attention: what they reach of the peak at these shapes"
-_OTHERS_DIFFER = "all other kernels: what they reach of the bandwidth, and how many there are"
+_RESERVED_DIFFERS = "the tensors differ, or the memory that the allocator keeps in addition to them"
+_CACHED_DIFFERS = "fragmentation and cached blocks differ: other tensor sizes, or expandable segments"
+_OUTSIDE_DIFFERS = (
+    "CUDA context, kernels and communicators: NCCL's buffers depend on its settings, and other processes count too"
+)
+_STEP_DIFFERS = (
+    "an estimate does not include data loading, host work and logging; compare a trace to separate kernels and gaps"
+)
+_PRODUCTS_DIFFER = "matrix products and attention reach another share of the peak arithmetic at these shapes"
+_OTHERS_DIFFER = "the other kernels reach another share of the bandwidth, or there are more or fewer of them"
 
 
 def _in_allocator(stage: StageEstimate) -> list[str]:
@@ -343,10 +359,10 @@ def correct_device(estimate: Estimate) -> DeviceCorrection:
         or not all(1 / _MOST_CORRECTION < factor < _MOST_CORRECTION for factor in (arithmetic, movement))
     ):
         raise InvalidOption(
-            "There is no correction of the device to save.",
-            why="no time was measured"
+            "A correction of the device cannot be computed.",
+            why="the run does not contain a measured time"
             if arithmetic is None or movement is None
-            else f"the run took {1 / min(arithmetic, movement):.1f} times what was estimated: another job than this one?",
+            else f"the run took {1 / min(arithmetic, movement):.1f} times the estimate, so it is probably a different job",
             next="compare with step_seconds, tokens_per_second or a profiler's trace of the same job",
         )
     has_kernels = "products and attention" in factors

@@ -61,7 +61,7 @@ def read_nsys(path: Path) -> Profile:
     except (sqlite3.Error, OSError, UnicodeError) as error:
         raise InvalidTrace(
             f"{path} is a damaged database.",
-            why="reading it takes far longer than a file of its size should"
+            why="reading it took far longer than a file of its size should take"
             if str(error) == "interrupted"
             else str(error),
             next="export it again: nsys export --type sqlite --force-overwrite true report.nsys-rep",
@@ -98,7 +98,7 @@ class _Export:
         for row in self._database.execute(query):
             self._left_bytes -= 1 + sum(len(value) for value in row if isinstance(value, str | bytes))
             if self._left_bytes < 0:
-                raise sqlite3.DataError("its tables have more rows and text than a file of this size holds")
+                raise sqlite3.DataError("its tables contain more rows and text than a file of this size can hold")
             yield row
 
     def text(self, key: object) -> str:
@@ -112,16 +112,16 @@ def _read(export: _Export, path: Path) -> Profile:
     if not export.tables.intersection(_OF_NSYS):
         found = ", ".join(sorted(export.tables)[:5]) or "no tables"
         raise InvalidTrace(
-            f"{path} is a database, but no export of Nsight Systems.",
-            why=f"it has {found}; an export has {_CALLS}, StringIds and the like",
-            next="nsys export --type sqlite report.nsys-rep",
+            f"{path} is a database, but not an export of Nsight Systems.",
+            why=f"it has {found}; an export has tables such as {_CALLS} and StringIds",
+            next="run nsys export --type sqlite report.nsys-rep",
         )
     host = (*_ranges(export), *_calls(export))
     device = tuple(_device_spans(export))
     if not host and not device:
         raise InvalidTrace(
-            f"{path} has no timeline.",
-            why=f"{_describe_version(export)}neither {_KERNELS} nor {_CALLS} nor {_RANGES} has rows",
+            f"{path} does not contain a timeline.",
+            why=f"{_describe_version(export)}the tables {_KERNELS}, {_CALLS} and {_RANGES} are missing or empty",
             next="record with nsys profile --trace=cuda,nvtx, and run whole training steps",
         )
     steps, are_steps_apart = find_steps(host)

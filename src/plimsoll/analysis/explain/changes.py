@@ -163,7 +163,7 @@ class Changes:
     def _freed_output(self) -> None:
         ends = self._in_subject(self._subject.watched.output_ends)
         if ends:
-            how = "loss = model(...).loss before loss.backward(): keep no other reference to the output"
+            how = "write loss = model(...).loss, so that only the loss is referenced when backward starts"
             trace = with_storages(self._subject.trace, lambda s: replace(s, dies=min(s.dies, ends.get(s.id, s.dies))))
             peak = self._peak(trace)
             self._add("output freed before backward", how, peak, _REPLAYED)
@@ -174,7 +174,7 @@ class Changes:
             births = {storage: tick + 1 for storage, tick in writes.items()}
             trace = with_storages(self._subject.trace, lambda s: replace(s, born=max(s.born, births.get(s.id, s.born))))
             peak = self._peak(trace)
-            how = "optimizer.zero_grad(set_to_none=True) before forward, where gradients are not accumulated"
+            how = "call optimizer.zero_grad(set_to_none=True) before forward, unless gradients are accumulated"
             self._add("gradients set to None", how, peak, _REPLAYED)
 
     def _in_subject(self, ticks: dict[int, int]) -> dict[int, int]:
@@ -191,7 +191,9 @@ class Changes:
     def _optimizer_forms(self) -> None:
         optimizer = self._step.task.optimizer
         if optimizer is None:
-            self._cannot_tell("another optimizer", "no optimizer was given: its state and its step are not in the peak")
+            self._cannot_tell(
+                "another optimizer", "no optimizer was given, so the peak does not contain its state and its step"
+            )
             return
         name = type(optimizer).__name__
         for option, options in _OPTIMIZER_FORMS.items():
@@ -207,20 +209,22 @@ class Changes:
             self._add(f"optimizer with {option}", f"{name}(parameters, {option})", self._peak(trace), _REPLAYED)
         if any(s.category is Category.OPTIMIZER_STATE for s in self._subject.trace.storages):
             peak = self._peak(with_eight_bit_state(self._subject.trace))
-            how = "an 8-bit form of the optimizer (bitsandbytes, torchao): one byte per number, a scale for 256"
+            how = "use an 8-bit optimizer (bitsandbytes, torchao): one byte per number, one scale per 256 numbers"
             self._add("optimizer state in 8 bits", how, peak, _MODELLED)
 
     def _half_batch(self) -> None:
         half = half_of(self._step.task.batch)
         if half is None:
-            self._cannot_tell("half the micro-batch", "the batch has no common first dimension of two or more")
+            self._cannot_tell("half the micro-batch", "the first dimension of the batch is missing or smaller than 2")
             return
         try:
             trace = self._step.watch(half).trace if self._subject.choose is None else self._step.trace(half)
         except PlimsollError as error:
             self._cannot_tell("half the micro-batch", error.found)
             return
-        self._add("half the micro-batch", "half the batch, twice the accumulation steps", self._peak(trace), _RUN_AGAIN)
+        self._add(
+            "half the micro-batch", "halve the batch, and double the accumulation steps", self._peak(trace), _RUN_AGAIN
+        )
 
     def _strategies(self) -> None:
         """Try Plimsoll's strategies instead of the present set-up, and the lowest plan also with the chunked loss."""

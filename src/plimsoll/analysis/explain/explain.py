@@ -116,20 +116,20 @@ def judge(setup: str, seen: PeakView, plain: PeakView | None, changes: Sequence[
     holders = name_largest(group_holders(peak.holders))
     sentences = []
     if not setup:
-        sentences.append(f"Nothing saves memory in this step; its peak lies in {peak.moment}: {holders}.")
+        sentences.append(f"The step does not save memory. Its peak is in {peak.moment}: {holders}.")
     elif plain is None:
-        sentences.append(f"The peak lies in {peak.moment}: {holders}.")
+        sentences.append(f"The peak is in {peak.moment}: {holders}.")
     else:
         sentences.append(_effect(seen, plain))
     helpful = [change for change in changes if change.lowers_bytes > LEAST_SHARE * peak.bytes]
     if helpful:
         best = helpful[0]
         sentences.append(
-            f"What lowers it most is {best.name}: to {format_bytes(best.predicted_peak_bytes)}, "
+            f"The best change is {best.name}: it lowers the peak to {format_bytes(best.predicted_peak_bytes)}, "
             f"{format_share(-best.lowers_bytes / peak.bytes)}."
         )
     else:
-        sentences.append("Nothing of what was tried lowers it.")
+        sentences.append("None of the changes that were tried lowers the peak.")
     return " ".join(sentences)
 
 
@@ -142,16 +142,16 @@ def _effect(seen: PeakView, plain: PeakView) -> str:
     then = f"from {format_bytes(plain_peak.bytes)} to {format_bytes(peak.bytes)} ({share})"
     if freed_bytes <= 0:
         return (
-            f"The set-up does not lower what is resident after forward ({after}); the peak goes {then}, in "
+            f"The set-up does not lower the bytes resident after forward ({after}). The peak goes {then}; it is in "
             f"{peak.moment}: {holders}."
         )
     if lowered_bytes < _MOVED * freed_bytes:
         return (
-            f"The set-up lowers what is resident after forward {after}, but the peak only {then}: it lies in "
+            f"The set-up lowers the bytes resident after forward {after}, but the peak only {then}. The peak is in "
             f"{peak.moment}, where these are alive together: {holders}."
         )
     return (
-        f"The set-up lowers what is resident after forward {after}, and the peak {then}; it lies in {peak.moment}: "
+        f"The set-up lowers the bytes resident after forward {after}, and the peak {then}. The peak is in {peak.moment}: "
         f"{holders}."
     )
 
@@ -226,7 +226,7 @@ def explain(
 
 def _as_it_is(step: ExplainedStep, report: Progress) -> Explanation:
     """Explain the step with the model's own way to save memory."""
-    report("running the step as it is", 0.0)
+    report("running the unchanged step", 0.0)
     with watched(lambda pack, unpack: (pack, unpack)) as used:
         seen = step.watch(step.task.batch)
     plain: PeakView | None = None
@@ -236,7 +236,7 @@ def _as_it_is(step: ExplainedStep, report: Progress) -> Explanation:
         try:
             plain = _look_at_run(step, step.watch_plain())
         except torch.OutOfMemoryError:
-            notes = ("With everything kept the step does not fit on this device.",)
+            notes = ("With everything kept, the step does not fit on this device.",)
     report("replaying it with changes", 0.5)
     return _explanation(
         step,
@@ -337,8 +337,8 @@ def _check_kind(strategy: object) -> None:
     if strategy is not None and not isinstance(strategy, str | Plan):
         raise InvalidStrategy(
             f"A {type(strategy).__name__} is not a strategy.",
-            why="a step is explained as it is, under a named strategy, or under a plan",
-            next='leave it out, or pass "full", or a plan for this model',
+            why="explain shows the unchanged step, or the step under a named strategy or a plan",
+            next='leave strategy out, or pass a name such as "full", or a plan for this model',
         )
     if isinstance(strategy, str):
         check_strategy(strategy)
@@ -354,6 +354,6 @@ def _refuse_forms(strategy: str | Plan) -> None:
         name = f"the plan {strategy.strategy!r}" if isinstance(strategy, Plan) else f"the strategy {strategy!r}"
         raise InvalidStrategy(
             f"A step cannot be replayed under {name}.",
-            why="what codecs and links take is measured while planning, and auto needs a budget",
-            next="plimsoll plan TARGET --strategy or --budget …, and `plimsoll explain plan.json`",
+            why="only planning measures the costs of codecs and links, and strategy auto needs a budget",
+            next="run `plimsoll plan TARGET --output plan.json` with --strategy or --budget, then `plimsoll explain plan.json`",
         )

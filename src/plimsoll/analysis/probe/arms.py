@@ -115,10 +115,10 @@ class Arms:
             known = self._checksums.get((arm, stream.drawn))
             if known is not None and known != stream.checksum:
                 raise ProbeRunMismatch(
-                    f"The batches have changed since this run was begun: {stream.checksum:08x}, not {known:08x}.",
-                    why=f"the checksum of the first {stream.drawn} batches is another one",
-                    next="give the data as it was (a loader with a generator= of its own goes on where it left off: "
-                    "make it anew), or another directory for --run",
+                    f"The batches have changed since this run began: checksum {stream.checksum:08x}, not {known:08x}.",
+                    why=f"the checksum of the first {stream.drawn} batches differs from the saved one",
+                    next="give the same data in the same order (make a loader with its own generator= again, because its "
+                    "generator does not restart), or another directory for --run",
                 )
 
     def _run_chunk(self, arm: str, start: int, calls: Sequence[Call]) -> None:

@@ -135,9 +135,9 @@ class RunDirectory:
                 strangers = sorted(entry.name for entry in self.path.iterdir() if not entry.name.startswith("."))
                 if strangers:
                     raise ProbeRunMismatch(
-                        f"{self.path} is not empty, and holds no probe.",
-                        why=f"found {', '.join(strangers[:5])}",
-                        next="give an empty directory, or one that does not exist",
+                        f"{self.path} is not empty, and does not contain a probe.",
+                        why=f"it contains {', '.join(strangers[:5])}",
+                        next="give an empty directory, or a directory that does not exist yet",
                     )
                 self._write(_IDENTITY, lambda file: file.write(msgspec.json.format(msgspec.json.encode(wanted))))
                 return
@@ -151,9 +151,9 @@ class RunDirectory:
             here, asked = missing | found, missing | wanted
             differing = [name for name in missing if here[name] != asked[name]]
             raise ProbeRunMismatch(
-                f"{self.path} holds another probe, which differs in {', '.join(differing)}.",
+                f"{self.path} contains another probe, which differs in {', '.join(differing)}.",
                 why="; ".join(f"{name} {here[name]}, not {asked[name]}" for name in differing),
-                next="give the same model, plan, data and settings to go on with it, or another directory for --run",
+                next="to resume that probe, give the same model, plan, data and settings; or give another directory for --run",
             )
 
     def load(self, arm: str) -> ArmState | None:
@@ -167,7 +167,7 @@ class RunDirectory:
             if not place.exists():
                 return None
             if not place.is_file():
-                raise FileRefused("it is no regular file")
+                raise FileRefused("it is not a regular file")
         try:
             held = torch.load(place, map_location="cpu", weights_only=True)
             log = msgspec.json.decode(held.pop("log"), type=ArmLog)
@@ -201,8 +201,8 @@ class RunDirectory:
         found = from_json(content, source=str(place))
         if not isinstance(found, Verdict):
             raise ProbeRunUnusable(
-                f"{place} holds a {found.KIND}.",
-                why="something else was written over the verdict of this run",
+                f"{place} contains a {found.KIND}, not a verdict.",
+                why="another file was written over the verdict of this run",
                 next="delete the directory and start again",
             )
         return found
@@ -228,7 +228,7 @@ class RunDirectory:
             raise ProbeRunUnusable(
                 f"The run directory {self.path} cannot be used.",
                 why=f"{type(error).__name__}: {error}",
-                next="free some space, or give a directory that you may write to; whole chunks that are there are kept",
+                next="free some space, or give a directory that you have permission to write to; completed chunks are kept",
             ) from error
 
     def _damaged(self, name: str, error: Exception) -> ProbeRunUnusable:

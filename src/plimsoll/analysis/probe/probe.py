@@ -141,7 +141,7 @@ def probe(
             verdict = _verdict(job, *_run(job), about)
             directory.finish(verdict)
         else:
-            report("this run was finished before: its verdict is shown", 1.0)
+            report("this run was already finished: showing its verdict", 1.0)
     return verdict
 
 
@@ -150,9 +150,9 @@ def _settings(steps: int, chunk_steps: int, seed: int, target_loss: float | None
         check_count(name, value, least=least)
     if target_loss is not None and not math.isfinite(target_loss):
         raise InvalidProbe(
-            f"target_loss={target_loss} is no loss that training can reach.",
+            f"target_loss={target_loss} is a loss that training cannot reach.",
             why="it is not finite",
-            next="give a number, or leave it out for the baseline's own final loss",
+            next="give a finite number, or leave it out to use the baseline's final loss",
         )
     return ProbeSettings(steps=steps, chunk_steps=chunk_steps, seed=seed, target_loss=target_loss, is_early=is_early)
 
@@ -185,11 +185,13 @@ def _about(
     notes: tuple[str, ...] = ()
     if stream.is_fixed and not held_out:
         notes = (
-            "both arms overfit the one batch that they were given, and held-out perplexity is not measured: the verdict "
-            "speaks of gradients and of this batch's loss only",
+            "both runs overfit the only batch, and held-out perplexity is not measured: the verdict is only about gradients "
+            "and this batch's loss",
         )
     elif not held_out:
-        notes = ("there is no held-out data, so perplexity is not measured: the verdict rests on the training loss",)
+        notes = (
+            "held-out data was not given, so perplexity is not measured: the verdict is based on the training loss",
+        )
     return _About(
         signature=found,
         optimizer=describe_optimizer(model, optimizer),
@@ -316,12 +318,12 @@ def _notes(evidence: ProbeEvidence, findings: Findings, plan: Plan, settings: Pr
     largest = max((each.largest_error for each in findings.gradients[:1]), default=0.0)
     if plan.max_error is not None and largest > plan.max_error:
         notes.append(
-            f"at equal parameters the gradient erred by up to {largest:.2%}; the plan was allowed {plan.max_error:.2%}, "
-            "which was measured with the weights that it was made with"
+            f"at equal parameters the gradient error was up to {largest:.2%}, although max_error= allowed "
+            f"{plan.max_error:.2%}: the error was measured only with the weights that the plan was made with"
         )
     if plan.is_lossless and not evidence.is_identical and evidence.is_finite:
         notes.append(
-            "the plan is lossless, and yet the arms are not equal bit for bit: the model itself is not deterministic, or "
-            "the plan is wrong; `plimsoll verify` tells which"
+            "the plan is lossless, but the two runs are not equal bit for bit: either the model is not deterministic, or "
+            "the plan is wrong; run `plimsoll verify` to find out which"
         )
     return tuple(notes)

@@ -166,7 +166,7 @@ def _decide(rules: Sequence[Rule]) -> tuple[Ruling, str]:
     if identical.outcome is Outcome.CLEAR:
         return Ruling.IDENTICAL, identical.name
     if any(rule.outcome is Outcome.OPEN for rule in rules):
-        return Ruling.UNDECIDED, "no rule is broken, and not all of them are clear"
+        return Ruling.UNDECIDED, "no rule is broken, but at least one rule is not clear yet"
     return Ruling.GOOD, "every rule is clear"
 
 
@@ -187,14 +187,14 @@ def _finite(evidence: ProbeEvidence) -> Rule:
 def _identical(evidence: ProbeEvidence) -> Rule:
     """Rule: losses and norms are equal bit for bit. If they are not, the other rules decide."""
     same = evidence.identical_steps
-    outcome, found = Outcome.NOT_MEASURED, f"equal in the first {same} steps only"
+    outcome, found = Outcome.NOT_MEASURED, f"equal only in the first {same} steps"
     if evidence.is_identical:
         outcome, found = Outcome.CLEAR, f"all {same} steps are equal bit for bit"
     return Rule(
         name="identical",
         ruling=Ruling.IDENTICAL,
         outcome=outcome,
-        allowed="not needed where others are clear",
+        allowed="not needed if the other rules are clear",
         found=found,
     )
 
@@ -210,9 +210,11 @@ def _spikes(whole: NormComparison, settings: ProbeSettings) -> Rule:
         name="spikes",
         ruling=Ruling.NO_COMPRESSION,
         outcome=outcome,
-        allowed=f"less than twice the baseline's norms above {statistics.SPIKE:g} × the running median",
+        allowed=f"less than twice the baseline's spikes (norms above {statistics.SPIKE:g} × the running median)",
         found=f"{other} spikes against {one}, p = {p_value:.2g}",
-        missing="too few spikes to tell a doubling from chance; more steps" if outcome is Outcome.OPEN else "",
+        missing="more steps: there are too few spikes to distinguish a doubling from chance"
+        if outcome is Outcome.OPEN
+        else "",
     )
 
 
@@ -307,7 +309,7 @@ def _gradient(evidence: ProbeEvidence, settings: ProbeSettings) -> Rule:
             figures += _bounded(f"{block} gain", statistics.mean_of_samples(samples.gains), errors, gains)
             figures += _bounded(f"{block} cosine", statistics.mean_of_samples(samples.cosines), errors, cosines)
     allowed = f"every block's cosine at least {LEAST_COSINE:g}, gain {gains[0]:g} to {gains[1]:g}"
-    missing = f"more comparisons at equal parameters: one per chunk is made, {statistics.LEAST_SAMPLES} are the least"
+    missing = f"more comparisons at equal parameters: at least {statistics.LEAST_SAMPLES} are needed, and each chunk makes one"
     return _judged("gradient", Ruling.RECOMPUTE_INSTEAD, allowed, figures, missing)
 
 
@@ -322,7 +324,7 @@ def _delay(evidence: ProbeEvidence, settings: ProbeSettings) -> tuple[Rule, Inte
         lambda excess: statistics.delay(losses, excess, window),
     )
     allowed = f"at most {MOST_DELAY:g} × the steps for the same loss"
-    missing = "more steps, until the difference in loss is clear of its noise"
+    missing = "more steps, until the difference in loss exceeds its noise"
     rule = _judged("steps", Ruling.NET_LOSS, allowed, figures, missing)
     return rule, figures[0].narrow if figures else None
 
@@ -335,9 +337,13 @@ def window_of(steps: int) -> int:
 def _held_out(evidence: ProbeEvidence, settings: ProbeSettings) -> tuple[Rule, IntervalEstimate | None]:
     """Rule: the plan's held-out loss is higher by at most 1%, or by at most the gain of a tenth more steps."""
     pair = evidence.held_out()
-    allowed = f"worse by no more than {MOST_DELAY - 1:.0%} of the steps gained, or {LEAST_HELD_OUT_MARGIN:.0%}"
+    allowed = f"worse by at most what {MOST_DELAY - 1:.0%} more steps gain, or by {LEAST_HELD_OUT_MARGIN:.0%}"
     if pair is None or len(pair[0]) < statistics.LEAST_SAMPLES or not np.isfinite(pair[0]).all():
-        found = "no held-out data" if pair is None else f"{len(pair[0])} held-out batches: too few, or not finite"
+        found = (
+            "no held-out data"
+            if pair is None
+            else f"{len(pair[0])} held-out batches: too few, or their losses are not finite"
+        )
         outcome = Outcome.NOT_MEASURED
     elif not np.isfinite(pair[1]).all():
         found, outcome = "the plan's held-out loss is NaN or infinite", Outcome.BROKEN

@@ -190,7 +190,7 @@ def check_trainable(model: nn.Module) -> None:
             f"{type(model).__name__} cannot be trained here.",
             why="its parameters are on the meta device, where they have no memory"
             if trained
-            else "no parameter of it requires a gradient",
+            else "none of its parameters requires a gradient",
             next="probe the model on the device that it trains on",
         )
 
@@ -204,8 +204,8 @@ def describe_optimizer(model: nn.Module, optimizer: MakeOptimizer) -> str:
     made = optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
     if not isinstance(made, torch.optim.Optimizer):
         raise InvalidProbe(
-            f"optimizer= made a {type(made).__name__}, which is no torch.optim.Optimizer.",
-            why="each arm trains with an optimizer of its own",
+            f"optimizer= returned a {type(made).__name__}, which is not a torch.optim.Optimizer.",
+            why="each of the two training runs needs its own optimizer",
             next="pass torch.optim.AdamW, or a function of the parameters that returns an optimizer",
         )
     shown = {

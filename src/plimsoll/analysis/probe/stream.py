@@ -127,7 +127,7 @@ class Stream:
                 raise InvalidProbe(
                     f"A {type(self._source).__name__} is neither a batch nor a stream of batches.",
                     why=str(error),
-                    next="pass a tensor, a tuple or a dict, or anything that yields them",
+                    next="pass a batch (a tensor, a tuple or a dict), or an iterable of batches",
                 ) from error
             is_empty = True
             try:
@@ -138,8 +138,8 @@ class Stream:
             except Exception as error:  # a loader runs user code
                 raise InvalidProbe(
                     f"The stream failed after {self.drawn} batches: {type(error).__name__}: {error}",
-                    why="it raised this when the next batch was asked for",
-                    next="check that `for batch in batches` works; a run directory keeps what was done so far",
+                    why="iterating over it raised this error at the next batch",
+                    next="check that `for batch in batches` works; with a run directory, progress so far is kept",
                 ) from error
             if is_empty:
                 raise self._ended()
@@ -147,13 +147,13 @@ class Stream:
     def _ended(self) -> InvalidProbe:
         if isinstance(self._source, Iterator) and self.drawn:
             return InvalidProbe(
-                f"The stream of batches ended after {self.drawn}.",
-                why="it is an iterator, which can be passed through only once",
-                next="give a list or a loader, or take fewer steps",
+                f"The stream of batches ended after {self.drawn} batches.",
+                why="it is an iterator, which can be read only once",
+                next="give a list or a data loader, or run fewer steps",
             )
         return InvalidProbe(
-            "The stream has no batches.",
-            why="it ended before it gave one",
+            "The stream of batches is empty.",
+            why="it ended before it yielded a batch",
             next="give at least one batch to train on",
         )
 
@@ -164,15 +164,19 @@ class Stream:
             return 0
         if self._length is None:
             raise InvalidProbe(
-                f"The last {wanted} batches cannot be set apart.",
-                why="there is one batch only" if self.is_fixed else "the stream does not say how many it has",
-                next="give a list of batches, or held_out= batches of their own",
+                f"The last {wanted} batches cannot be held out.",
+                why="there is only one batch"
+                if self.is_fixed
+                else "the number of batches is unknown: the stream has no length",
+                next="give a list of batches, or pass separate batches as held_out=",
             )
         if wanted < 0 or wanted >= self._length:
             raise InvalidProbe(
-                f"{wanted} of {self._length} batches cannot be set apart.",
-                why="none would be left to train on" if wanted > 0 else "a number of batches is not negative",
-                next=f"set apart fewer than {self._length}, or give more batches",
+                f"{wanted} of {self._length} batches cannot be held out.",
+                why="no batch would be left to train on"
+                if wanted > 0
+                else "the number of batches must not be negative",
+                next=f"hold out fewer than {self._length}, or give more batches",
             )
         return wanted
 
@@ -191,9 +195,9 @@ def held_out_calls(source: Iterable[Any]) -> list[Call]:
     calls = [_as_call(batch) for batch in ([source] if is_batch(source) else source)]
     if not calls:
         raise InvalidProbe(
-            "held_out= has no batches.",
-            why="it ended before it gave one",
-            next="give at least three, or leave it out",
+            "held_out= is empty.",
+            why="it ended before it yielded a batch",
+            next="give at least three batches, or leave held_out= out",
         )
     return calls
 

@@ -290,7 +290,10 @@ def _merged(agreement: Agreement, comparison: Comparison) -> Comparison:
         baseline_peak_bytes=max(each.baseline_peak_bytes for each in told),
         measured_baseline_seconds=max(seconds, default=None),
         rows=tuple(_merged_row(rows) for rows in zip(*(each.rows for each in told), strict=True)),
-        notes=(*told[0].notes, f"the worst of {agreement.size} ranks: largest peaks, seconds of the slowest"),
+        notes=(
+            *told[0].notes,
+            f"figures are the worst of {agreement.size} ranks: the largest peaks, and the seconds of the slowest rank",
+        ),
     )
 
 
@@ -325,7 +328,7 @@ def _read_own(strategies: Iterable[str]) -> dict[str, Callable[[TrainingTask, tu
             raise InvalidStrategy(
                 f"{strategy!r} is not a strategy.",
                 why="torch's memory budget is a share, from 0 to 1, of the bytes that each graph saves",
-                next=f"{MEMORY_BUDGET}:0.5, or another share",
+                next=f"write {MEMORY_BUDGET}:0.5, or another share",
             )
         found[strategy] = functools.partial(_budgeted, share=share)
     return found

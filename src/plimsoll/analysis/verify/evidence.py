@@ -148,7 +148,7 @@ def read_measurable(
         raise InvalidModel(
             f"{type(model).__name__} is on the meta device.",
             why="its parameters have no memory, so no step can run and nothing can be measured",
-            next="plimsoll.plan works on the meta device; verify, compare and diagnose on the device itself",
+            next="plan on the meta device, but verify, compare and diagnose on the real device",
         )
     return task
 
@@ -207,9 +207,9 @@ class KeptCasts:
         """The result and the tolerance that follows from it, as a note of the receipt."""
         apart = f"{self.error:.1e} apart" if self.error else "equal bit for bit"
         return (
-            f"with each value rounded to 16 bits where an op leaves it (emulate_precision_casts), both gradients are {apart}: "
-            f"they differ by where kernels round. That moves the unmanaged gradient by {self.moved:.1e}; a plan may move it "
-            f"{_CASTS:.0f} times as far"
+            f"if each op rounds its output to 16 bits (emulate_precision_casts), both gradients are {apart}: they differ only "
+            f"because kernels round at other places. That rounding changes the unmanaged gradient by {self.moved:.1e}, and a "
+            f"plan may change it by {_CASTS:.0f} times as much"
         )
 
     @property

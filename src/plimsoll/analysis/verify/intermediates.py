@@ -78,9 +78,9 @@ def collect_intermediates(model: nn.Module, patterns: Sequence[str]) -> Iterator
     for pattern in patterns:
         if not fnmatch.filter(modules, pattern):
             raise InvalidRegions(
-                f"No module is called {pattern!r}.",
+                f"No module has the name {pattern!r}.",
                 why=f"{type(model).__name__} has {', '.join(list(modules)[:4])} and {max(0, len(modules) - 4)} more",
-                next="name modules as in model.named_modules(); * stands for anything",
+                next="use names from model.named_modules(); * matches any text",
             )
     names = {name for pattern in patterns for name in fnmatch.filter(modules, pattern)}
     found: Found = {}

@@ -97,7 +97,7 @@ def verify_own(
     with budget.plain():
         evidence = collect_evidence(step, depth)
         baseline_peak_bytes, baseline_losses = step.measure_peak().peak_bytes, consecutive_losses(step, steps)
-    report("running the step as it is", 0.3)
+    report("running the unchanged step", 0.3)
     seen, used = _observe(step, budget, evidence, steps, depth)
     report("measuring the loss's slope", 0.5)
     slope, notes = _own_slope(step, budget, evidence)
@@ -148,9 +148,9 @@ def _own_slope(step: TrainingStep, budget: CompilerBudget, evidence: Evidence) -
     if reference is None or not reference.disagrees:
         return slope, ()
     return None, (
-        f"the gradient is not the loss's slope (measured / expected {slope.measured / slope.expected:.4f}), and with "
-        "everything kept it is not either: the model stops or replaces gradients on purpose (detach, straight-through), "
-        "or what it does could not be switched off",
+        f"the gradient does not agree with the loss's slope (measured / expected {slope.measured / slope.expected:.4f}), "
+        "but neither does it with everything kept: the model stops or replaces gradients on purpose (detach, "
+        "straight-through), or its way of saving memory could not be switched off",
     )
 
 
@@ -187,13 +187,15 @@ def _observe(
 
 
 def _nothing_at_work(model: nn.Module) -> InvalidModel:
-    mode = "" if model.training else "; the model is in evaluation mode, in which many do not checkpoint"
+    mode = (
+        "" if model.training else "; the model is in evaluation mode, and many models checkpoint only in training mode"
+    )
     return InvalidModel(
-        f"{type(model).__name__} keeps everything by itself: there is nothing to verify.",
-        why="its step entered no checkpoint, no offloading context and no other saved-tensor hooks, and "
+        f"{type(model).__name__} does not save memory by itself, so there is nothing to verify.",
+        why="its step did not enter a checkpoint, an offloading context or other saved-tensor hooks, and "
         f"torch._functorch.config.activation_memory_budget is 1{mode}",
-        next=("" if model.training else "model.train(); or ")
-        + "name a plan, a budget or a strategy to verify; or switch the model's own checkpointing on "
+        next=("" if model.training else "call model.train(); or ")
+        + "give a plan, a budget or a strategy to verify; or enable the model's own checkpointing "
         "(model.gradient_checkpointing_enable() in transformers)",
     )
 
@@ -202,10 +204,10 @@ def _broken(step: TrainingStep, error: Exception, faults: Sequence[Fault]) -> In
     """Make the error for a step that runs with everything kept but fails with its own memory saving; name the first fault."""
     found = _explained(step, faults)
     return InvalidModel(
-        f"The step of {type(step.model).__name__} fails as it is: {type(error).__name__}: {error}",
-        why="with everything kept it runs, so what it does to saved tensors breaks it"
-        + (f"; the first that came back wrong: {found[0]}" if found else ""),
-        next="mend the checkpointing or the hooks, or switch them off and use a plan",
+        f"The step of {type(step.model).__name__} fails: {type(error).__name__}: {error}",
+        why="with everything kept the step runs, so the model's own checkpointing or hooks break it"
+        + (f"; the first wrong tensor: {found[0]}" if found else ""),
+        next="fix the checkpointing or the hooks, or switch them off and use a plan",
     )
 
 

@@ -263,17 +263,17 @@ def _why(first: _Entry, again: _Entry, skipped: _Entry | None) -> tuple[Cause, s
         return Cause.CHANGED_CONTEXT, _describe_change(first.setting, again.setting)
     dtypes = [dtype for _, dtype in first.shapes], [dtype for _, dtype in again.shapes]
     if dtypes[0] != dtypes[1]:  # below autograd the autocast setting is not visible, but the dtypes that it causes are
-        return Cause.CHANGED_CONTEXT, f"{dtypes[0]} became {dtypes[1]}: autocast, or a default dtype, was another one"
+        return Cause.CHANGED_CONTEXT, f"{dtypes[0]} became {dtypes[1]}: autocast or the default dtype was different"
     if first.constants != again.constants:
         changed = [f"{a} became {b}" for a, b in zip(first.constants, again.constants, strict=False) if a != b]
-        return Cause.CHANGED_CONTROL_FLOW, f"its argument {', '.join(changed[:3])}"
+        return Cause.CHANGED_CONTROL_FLOW, f"its argument changed: {', '.join(changed[:3])}"
     for one, other, source in zip(first.inputs, again.inputs, again.sources, strict=False):
         if _differ(one, other):
             if source.startswith("buffer"):
                 return Cause.CHANGED_BUFFER, f"{source} changed"
             if skipped is not None and not source:
-                return Cause.CHANGED_CONTROL_FLOW, f"{skipped.name!r} in {skipped.module!r} was not run again"
-            return Cause.IN_PLACE_WRITE, f"{source or 'what it reads'} changed"
+                return Cause.CHANGED_CONTROL_FLOW, f"{skipped.name!r} in {skipped.module!r} was not recomputed"
+            return Cause.IN_PLACE_WRITE, f"{source or 'a tensor that it reads'} changed"
     if again.is_random:
         return Cause.RANDOM_STATE, ""
     return Cause.NON_DETERMINISTIC, ""
@@ -282,8 +282,8 @@ def _why(first: _Entry, again: _Entry, skipped: _Entry | None) -> tuple[Cause, s
 def _other_path(entry: _Entry, expected: _Entry | None) -> Fault:
     if expected is not None and expected.setting != entry.setting:
         return _fault(entry, Cause.CHANGED_CONTEXT, _describe_change(expected.setting, entry.setting))
-    was = "" if not expected or not expected.module else f"; forward ran {expected.name!r} in {expected.module!r} there"
-    return _fault(entry, Cause.CHANGED_CONTROL_FLOW, f"forward has no such op at this point{was}")
+    was = "" if not expected or not expected.module else f"; it ran {expected.name!r} in {expected.module!r}"
+    return _fault(entry, Cause.CHANGED_CONTROL_FLOW, f"forward did not run this op at this point{was}")
 
 
 def _describe_change(first: dict[str, object], again: dict[str, object]) -> str:

@@ -91,8 +91,8 @@ class Reviser:
         state_bytes = plan.classes.get(Category.OPTIMIZER_STATE, 0)
         if state_bytes and self.task.optimizer is None:
             return (
-                f"the plan counts {format_bytes(state_bytes)} of optimizer state, and no optimizer was given here: "
-                "pass optimizer= to solve it again"
+                f"the plan counts {format_bytes(state_bytes)} of optimizer state, but verify was called without an optimizer: "
+                "pass optimizer= to solve the plan again"
             )
         return ""
 

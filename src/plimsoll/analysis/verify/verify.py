@@ -209,8 +209,8 @@ def _refuse_own_of_ranks(agreement: Agreement) -> None:
     if agreement.size > 1:
         raise InvalidOption(
             f"Without a plan, {agreement.size} ranks cannot verify together.",
-            why="the gradients are averaged over ranks, so they are not the slope of any one rank's loss",
-            next="verify the model's own checkpointing on one process, before it is wrapped; or name a plan",
+            why="gradients are averaged over ranks, so they do not agree with the slope of one rank's loss",
+            next="verify the model's own checkpointing in one process, before the model is wrapped; or give a plan",
         )
 
 
@@ -219,8 +219,8 @@ def _refuse_without_effect(context: Context | None, max_error: float) -> None:
     if context is not None or max_error:
         name = "max_error=" if context is None else "context="
         raise InvalidOption(
-            f"{name} has no effect on a plan.",
-            why="it belongs to verifying what a model does by itself; a plan carries its own limits",
+            f"{name} does not have an effect if a plan is verified.",
+            why="it applies to the model's own checkpointing; a plan already contains its limits",
             next=f"leave {name} out, or leave the plan out",
         )
 
@@ -229,9 +229,9 @@ def _as_names(intermediates: Sequence[str] | str) -> tuple[str, ...]:
     names = (intermediates,) if isinstance(intermediates, str) else intermediates
     if not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
         raise InvalidOption(
-            f"intermediates={intermediates!r} names no modules.",
-            why="patterns of module names are text",
-            next='intermediates="model.layers.*.mlp", or a list of such patterns',
+            f"intermediates={intermediates!r} is not a pattern of module names.",
+            why="a pattern is a str, and several patterns are a collection of str",
+            next='pass intermediates="model.layers.*.mlp", or a list of such patterns',
         )
     return tuple(names)
 
@@ -355,35 +355,37 @@ def _notes_of_compiled(plan: Plan, rounding: float, error_of_torch: float) -> tu
     if not plan.compiled:
         return ()
     beside = "the same model compiled under torch's default partition"
-    why = "as other fusions round otherwise"
+    why = "because other fusions round differently"
     if error_of_torch:
         beside = "the uncompiled model"
-        why += f". Without a plan the compiled model is off that by {error_of_torch:.1e}: its gradients are wrong"
-    return (f"compared with {beside}; where bits differ, the gradient may be off by {rounding:.1e}, {why}",)
+        why += (
+            f". Without a plan, the compiled model differs from that by {error_of_torch:.1e}: its gradients are wrong"
+        )
+    return (f"compared with {beside}; if bits differ, a gradient error of {rounding:.1e} is allowed, {why}",)
 
 
 def _notes(step: TrainingStep, plan: Plan, absent_bytes: int) -> tuple[str, ...]:
     notes = []
     if absent_bytes:
         notes.append(
-            f"measured peaks include {format_bytes(absent_bytes)} of optimizer state, which the plan counts and the "
-            "optimizer makes in its first step"
+            f"measured peaks include {format_bytes(absent_bytes)} of optimizer state that does not exist yet: the plan counts "
+            "it, and the optimizer makes it in its first step"
         )
     unplanned_bytes = step.optimizer_bytes() - plan.classes.get(Category.OPTIMIZER_STATE, 0)
     if unplanned_bytes > _STATE_NOISE * step.optimizer_bytes():
         notes.append(
             f"measured peaks include {format_bytes(unplanned_bytes)} of optimizer state that the plan does not count: "
-            "it was made without optimizer=, or for another one"
+            "it was made without optimizer=, or for another optimizer"
         )
     starts = [point.unmanaged_seconds for point in plan.timeline if point.phase == Phase.OPTIMIZER]
     if starts and starts[0] is not None:
         notes.append(
-            f"predicted seconds include {format_seconds(plan.baseline_seconds - starts[0])} of the optimizer's step; measured "
-            "ones are those of forward and backward, as verification does not run it"
+            f"predicted seconds include {format_seconds(plan.baseline_seconds - starts[0])} for the optimizer's step; measured "
+            "seconds include only forward and backward, because verification does not run the optimizer"
         )
     if Phase.OPTIMIZER in plan.peak.moment:
         notes.append(
-            "the plan's peak is in the optimizer's step, which verification does not run: it is predicted only"
+            "the plan's peak is in the optimizer's step, which verification does not run, so this peak is only predicted"
         )
     return tuple(notes)
 
@@ -405,8 +407,8 @@ def _worst_receipt(agreement: Agreement, receipt: Receipt, plan: Plan) -> Receip
     failed = [rank for rank, each in zip(agreement.ranks, receipts, strict=True) if each.exit_code]
     note = (
         f"verified on {agreement.size} ranks; this is the receipt of rank {agreement.ranks[worst]}, the worst. Measured peaks "
-        f"lie between {format_bytes(min(peaks))} and {format_bytes(max(peaks))}"
-        + (f"; it failed on {', '.join(map(str, failed))}" if failed else "")
+        f"are {format_bytes(min(peaks))} to {format_bytes(max(peaks))}"
+        + (f"; verification failed on ranks {', '.join(map(str, failed))}" if failed else "")
     )
     return msgspec.structs.replace(receipts[worst], notes=(*receipts[worst].notes, note))
 

@@ -97,17 +97,17 @@ def read_correction(path: Path) -> Device:
         found: DeviceCorrection = decode_json(read_file(path, _LIMITS), _LIMITS, DeviceCorrection)
     except (FileRefused, ValueError) as error:
         raise UnknownDevice(
-            f"{path} describes no device.",
+            f"{path} does not describe a device.",
             why=str(error),
-            next="name a device of the catalogue, or a file that --save-device wrote",
+            next="name a device from the catalogue, or give a file that --save-device wrote",
         ) from error
     base = find_device(found.device) if not found.device.endswith(_FILE) else None
     factors = (found.arithmetic, found.bandwidth, found.links, found.launches)
     if base is None or not all(0 < factor < _MOST_CORRECTION for factor in factors):
         raise UnknownDevice(
-            f"{path} describes no device.",
-            why=f"its factors are {', '.join(map(str, factors))} of {found.device!r}",
-            next="factors lie between 0 and 10, and correct a device of the catalogue",
+            f"{path} does not describe a device.",
+            why=f"its factors are {', '.join(map(str, factors))}, for device {found.device!r}",
+            next="give a file that --save-device wrote: its factors are between 0 and 10, and its device is in the catalogue",
         )
     return replace(
         base,
@@ -145,7 +145,7 @@ def find_device(name: str) -> Device:
     """
     if not isinstance(name, str):
         raise UnknownDevice(
-            f"{name!r} is no device.", why="a device is named by a text", next="name one, such as 'H100-SXM'"
+            f"{name!r} is not a device.", why="a device is named by a str", next="give a name, such as 'H100-SXM'"
         )
     if name.endswith(_FILE):
         return read_correction(Path(name))
@@ -161,7 +161,7 @@ def find_device(name: str) -> Device:
         why=f"the catalogue has {', '.join(device.name for device in known_devices())}",
         next=f"try {' or '.join(repr(each) for each in close)}"
         if close
-        else "pick one of these, or plan on the device",
+        else "use one of these, or plan on the device itself",
     )
 
 
@@ -180,8 +180,8 @@ def _changed(device: Device, change: str) -> Device:
     if match is None or not 0 < float(match[1]) < math.inf:
         years = f", or the year of its kernels: {', '.join(device.achieved_in)}" if device.achieved_in else ""
         raise UnknownDevice(
-            f"{change!r} is nothing that {device.name} can have.",
-            why=f"behind an @ stands a power limit in watts, or the network to each device{years}",
+            f"{change!r} is not a valid change of {device.name}.",
+            why=f"after an @, give a power limit in watts, or the network speed per device{years}",
             next=f"write {device.name}@500W or {device.name}@100Gb/s",
         )
     amount, name = float(match[1]), f"{device.name}@{change.strip()}"

@@ -32,8 +32,8 @@ def host_link(device: Device) -> LinkCost:
     if not device.host_link_bytes_per_second:
         raise InvalidLayout(
             f"unsupported: copies between {device.name} and its host.",
-            why="the catalogue knows no link between them",
-            next="take a GPU of the catalogue, or keep everything on the device",
+            why="the catalogue does not have a link between them",
+            next="use a GPU from the catalogue, or keep everything on the device",
         )
     speed = device.host_link_bytes_per_second * HOST_LINK_SHARE
     return LinkCost(

@@ -115,9 +115,9 @@ def collective_seconds(
         return 0.0
     if not device.link_bytes_per_second:
         raise InvalidLayout(
-            f"unsupported: {ranks} ranks on {device.name}, of which no link is known.",
-            why="what ranks send each other has no price then",
-            next="take a device of the catalogue with links (A100-80GB, H100-SXM, …), or a layout of one rank",
+            f"unsupported: {ranks} ranks on {device.name}, because the catalogue does not have a link for this device.",
+            why="without the speed of a link, the time of communication between ranks is unknown",
+            next="use a device from the catalogue with links (A100-80GB, H100-SXM, …), or a layout of one rank",
         )
     group = RankGroup(ranks=ranks, stride=stride)
     within = group.ranks_in_node(device)

@@ -134,9 +134,9 @@ def _seconds(spec: OpSpec, device: Device, layout: Layout | None) -> float:
         return host_seconds(spec, device, layout)
     if layout is None:
         raise InvalidLayout(
-            f"The trace has collectives over the {spec.group} group, whose size nothing says.",
-            why="what ranks send each other depends on how many they are and where they stand",
-            next="pass the layout with which the model was divided",
+            f"The trace has collectives over the {spec.group} group, but the size of this group is unknown.",
+            why="the time of a collective depends on the number of ranks and on their nodes",
+            next="pass the layout that the model was divided with",
         )
     group = group_of(layout, spec.group)
     return collective_seconds(

@@ -10,15 +10,17 @@ import typer
 from plimsoll.ui.cli import commands, options, ranks, terminal
 
 ReceiptOption = Annotated[
-    Path | None, typer.Option("--receipt", metavar="FILE", help="Receipt saved by verify: evidence for the checklist.")
+    Path | None,
+    typer.Option("--receipt", metavar="FILE", help="Receipt saved by verify, used as evidence in the checklist."),
 ]
 VerdictOption = Annotated[
-    Path | None, typer.Option("--verdict", metavar="FILE", help="Verdict saved by probe: evidence for the checklist.")
+    Path | None,
+    typer.Option("--verdict", metavar="FILE", help="Verdict saved by probe, used as evidence in the checklist."),
 ]
 CompileSecondsOption = Annotated[
     float,
     typer.Option(
-        "--compile-seconds", min=0, metavar="SECONDS", help="Time limit for trying torch.compile; 0: skip it."
+        "--compile-seconds", min=0, metavar="SECONDS", help="Time limit for the trial of torch.compile; 0 skips it."
     ),
 ]
 
@@ -41,7 +43,7 @@ def advise(
     compile_seconds: CompileSecondsOption = 60.0,
     to: options.Output,
 ) -> None:
-    """Say whether memory is the bottleneck, what helps, and what is still to be checked.
+    """Report whether memory is the bottleneck, what helps, and what still has to be checked.
 
     Example: plimsoll advise llama-tiny --budget 90MiB
     """

@@ -24,16 +24,16 @@ R = TypeVar("R")
 _UsageError: Any = typer.BadParameter.__base__  # the class of all usage errors, which Typer does not name
 
 FIRST_STEPS = {
-    "plimsoll demo": "see what it does, in a few minutes",
-    "plimsoll plan llama-tiny --budget 90MiB": "plan a model of the catalogue",
-    "plimsoll plan my.module:make --budget 8GB": "plan your own: make() returns (model, batch)",
+    "plimsoll demo": "see what Plimsoll does, in a few minutes",
+    "plimsoll plan llama-tiny --budget 90MiB": "plan a model from the catalogue",
+    "plimsoll plan my.module:make --budget 8GB": "plan your own model: make() returns (model, batch)",
 }
 EXIT_CODES = {
-    "0": "all is well",
+    "0": "success",
     "1": "a verification or a probe failed",
     "2": "bad input",
     "3": "the budget is below the smallest reachable peak, or an offload failed",
-    "4": "a recomputed value was not what forward made",
+    "4": "a recomputed value differs from the value of forward",
     "130": "interrupted",
 }
 _OTHERS = "Options"
@@ -69,7 +69,7 @@ class Commands(TyperGroup):
                 raise
             command = error.ctx.command_path if error.ctx else ctx.command_path
             wrong = InvalidOption(
-                error.format_message(), why=f"{command} does not take it so", next=f"{command} --help"
+                error.format_message(), why=f"{command} does not accept these arguments", next=f"run {command} --help"
             )
             with terminal.exit_codes(is_json=True):
                 raise wrong from error
@@ -209,12 +209,14 @@ def _refuse_numbers(typed: Mapping[str, Any]) -> None:
         if isinstance(value, int) and abs(value) > _LARGEST:
             raise InvalidOption(
                 f"{option} has {len(str(abs(value)))} digits.",
-                why="a whole number may be as large as 2**63 - 1",
-                next="give a smaller one, or leave it out",
+                why="the largest whole number that an option accepts is 2**63 - 1",
+                next="give a smaller number, or leave the option out",
             )
         if isinstance(value, float) and not math.isfinite(value):
             raise InvalidOption(
-                f"{option} is {value}.", why="it takes a finite number", next="give one, or leave it out"
+                f"{option} is {value}.",
+                why="the option needs a finite number",
+                next="give a finite number, or leave the option out",
             )
 
 

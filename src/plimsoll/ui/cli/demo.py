@@ -19,14 +19,20 @@ if TYPE_CHECKING:
 
 _LINES_PER_RUN = 6
 DemoBudgetOption = Annotated[
-    str, typer.Option("--budget", "-b", metavar="BYTES", help="Peak of the step; plain training takes about 422 MiB.")
+    str,
+    typer.Option(
+        "--budget",
+        "-b",
+        metavar="BYTES",
+        help="Memory limit for the step's peak; without Plimsoll it is about 422 MiB.",
+    ),
 ]
-DemoStepsOption = Annotated[int, typer.Option("--steps", min=1, metavar="N", help="Training steps, with and without.")]
+DemoStepsOption = Annotated[int, typer.Option("--steps", min=1, metavar="N", help="Training steps of each run.")]
 
 
 @commands.command
 def demo(*, budget: DemoBudgetOption = BUDGET, steps: DemoStepsOption = 30, seed: options.SeedOption = 0) -> None:
-    """Train a small Llama on Python's own source text, plainly and under a memory budget, and compare.
+    """Train a small Llama on Python's own source text, without and with a memory budget, and compare both runs.
 
     Takes a few minutes on a laptop. Exits with 1 if gradients, losses or weights differ anywhere.
     """

@@ -15,18 +15,18 @@ SubjectArgument = Annotated[
     str,
     typer.Argument(
         metavar="TARGET|TRACE",
-        help="A target to profile, as for verify; or the trace of the step without a plan: a Chrome trace of "
-        "torch.profiler (.json, .json.gz) or a SQLite export of Nsight Systems.",
+        help="A target to profile, as for verify. Or a trace of the step without a plan: a Chrome trace of "
+        "torch.profiler (.json, .json.gz), or a SQLite export of Nsight Systems.",
         show_default=False,
     ),
 ]
 PlanTraceArgument = Annotated[
     Path | None,
-    typer.Argument(metavar="TRACE", help="The trace of the step with the plan, of the same kind.", show_default=False),
+    typer.Argument(metavar="TRACE", help="A trace of the step with the plan, in the same format.", show_default=False),
 ]
 KeepOption = Annotated[
     Path | None,
-    typer.Option("--keep-traces", metavar="DIR", help="Keep the two Chrome traces there.", file_okay=False),
+    typer.Option("--keep-traces", metavar="DIR", help="Save the two Chrome traces in this directory.", file_okay=False),
 ]
 _OF_TRACES = ("--output", "--json")
 """The only options that have an effect together with two traces."""
@@ -47,7 +47,7 @@ def diagnose(
     keep_traces: KeepOption = None,
     to: options.Output,
 ) -> None:
-    """Say where the overhead of a plan goes: recomputation, memory, launches, waiting, copies, lost fusion.
+    """Report what a plan's overhead consists of: recomputation, memory, launches, waiting, copies, lost fusion.
 
     Example: plimsoll diagnose llama-tiny --strategy full
     """
@@ -86,8 +86,8 @@ def _refuse_ignored(context: typer.Context) -> None:
     if ignored:
         raise InvalidTrace(
             f"{' and '.join(ignored)} would have no effect on two traces.",
-            why="what was profiled is in the traces already",
-            next="leave out what has no effect, or profile a target: plimsoll diagnose TARGET --plan plan.json",
+            why="the traces already contain the profiled steps, and nothing is run again",
+            next="leave these options out, or profile a target: plimsoll diagnose TARGET --plan plan.json",
         )
 
 
@@ -95,6 +95,6 @@ def _refuse_single_trace(subject: str) -> None:
     if subject.endswith(_TRACE_ENDINGS):
         raise InvalidTrace(
             f"{subject} alone cannot be diagnosed.",
-            why="an overhead is the difference of two profiles, one without and one with the plan",
-            next=f"plimsoll diagnose {subject} PLAN_TRACE; an .nsys-rep has to be exported with nsys export --type sqlite",
+            why="the overhead is the difference between two profiles, one without and one with the plan",
+            next=f"plimsoll diagnose {subject} PLAN_TRACE; export an .nsys-rep first, with nsys export --type sqlite",
         )

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 DeviceNameOption = Annotated[
     str,
-    options.of_target("--device", "-d", metavar="NAME", help="From the catalogue: H100-SXM, A100-80GB, laptop-CPU …"),
+    options.of_target(
+        "--device", "-d", metavar="NAME", help="Device from the catalogue: H100-SXM, A100-80GB, laptop-CPU …"
+    ),
 ]
 PrecisionOption = Annotated[
     str | None,
@@ -40,14 +42,17 @@ LayoutOption = Annotated[
         "--layout",
         "-l",
         metavar="DEGREES",
-        help="How the step is spread over ranks: dp=8,tp=8,sp,pp=4,zero=1,micro-batches=64; also cp, ep, schedule, virtual. "
-        "With ranks=64,samples=512 the fastest one is searched.",
+        help="How the step is divided over ranks: dp=8,tp=8,sp,pp=4,zero=1,micro-batches=64; also cp, ep, schedule, virtual. "
+        "ranks=64,samples=512 searches the fastest layout.",
     ),
 ]
 EstimateBudgetOption = Annotated[
     str | None,
     options.of_plan(
-        "--budget", "-b", metavar="BYTES", help='Memory for the tensors of one rank: "70GiB", or auto for the device.'
+        "--budget",
+        "-b",
+        metavar="BYTES",
+        help='Memory for the tensors of one rank: "70GiB", or auto to fit the device.',
     ),
 ]
 EstimateStrategyOption = Annotated[
@@ -64,7 +69,7 @@ FrameworkOption = Annotated[
     options.of_plan(
         "--export",
         metavar="NAME",
-        help="Choose the own switches of megatron, torchtitan or transformers within the budget, those that offload too.",
+        help="Search the settings of megatron, torchtitan or transformers for the budget: recomputation and offloading.",
     ),
 ]
 TechniquesOption = Annotated[
@@ -81,7 +86,7 @@ CompareOption = Annotated[
     options.of_result(
         "--compare-with",
         metavar="FILE",
-        help="A run's figures in JSON, a snapshot of torch's allocator or a profiler's trace, set beside the estimate.",
+        help="Compare with a run: its figures in JSON, a snapshot of torch's allocator, or a profiler's trace.",
         dir_okay=False,
     ),
 ]
@@ -90,7 +95,7 @@ SaveDeviceOption = Annotated[
     options.of_result(
         "--save-device",
         metavar="FILE",
-        help="Save the device as that run measured it; --device takes the file.",
+        help="Save the device with corrections from that run. --device reads the file.",
         dir_okay=False,
     ),
 ]
@@ -100,17 +105,17 @@ FitBudgetOption = Annotated[
         "--budget",
         "-b",
         metavar="BYTES",
-        help='Peak of the whole step: "70GiB", "80GB", or auto for the device\'s memory.',
+        help='Memory limit for the peak of the whole step: "70GiB", "80GB", or auto for the device\'s memory.',
     ),
 ]
 SequencesOption = Annotated[
     list[int] | None,
-    options.of_target("--seq", min=1, metavar="N", help="Tokens per example; may be repeated, to choose from several."),
+    options.of_target("--seq", min=1, metavar="N", help="Tokens per example. Repeat it to try several."),
 ]
 GlobalBatchOption = Annotated[
     int | None,
     options.of_target(
-        "--global-batch", min=1, metavar="N", help="Examples per optimizer step, reached by accumulation."
+        "--global-batch", min=1, metavar="N", help="Examples per optimizer step, by gradient accumulation."
     ),
 ]
 AccumulationOption = Annotated[
@@ -130,12 +135,14 @@ FitLayoutOption = Annotated[
         "--layout",
         "-l",
         metavar="DEGREES",
-        help="Search layouts of several devices too: ranks=64, and degrees that stay (ranks=64,tp=8,sp). Wants --global-batch.",
+        help="Also search layouts of several devices: ranks=64, or with fixed degrees: ranks=64,tp=8,sp. Needs --global-batch.",
     ),
 ]
 PlansOption = Annotated[
     Path | None,
-    options.of_result("--plans", metavar="DIR", help="Directory to save the plan of every stage in.", file_okay=False),
+    options.of_result(
+        "--plans", metavar="DIR", help="Save the plan of every stage in this directory.", file_okay=False
+    ),
 ]
 
 
@@ -159,7 +166,7 @@ def estimate(
     save_device: SaveDeviceOption = None,
     to: options.Output,
 ) -> None:
-    """Estimate the whole training budget of a model on devices that are not here.
+    """Estimate the memory and speed of training a model on devices that are not present.
 
     Example: plimsoll estimate llama-3-70b --layout dp=64,zero=3 --strategy full
     """
@@ -203,8 +210,8 @@ def _read_run(run: Path | None, device: Path | None) -> RunFigures:
 
     if run is None and device is not None:
         raise InvalidOption(
-            "--save-device without a run.",
-            why="a device is corrected by what a run of the same job measured",
+            "--save-device was given without --compare-with.",
+            why="the saved corrections come from the measurements of a run of the same job",
             next="add --compare-with FILE",
         )
     return RunFigures() if run is None else read_run(run)
@@ -215,8 +222,10 @@ def _refuse_without_plans(budget: str | None, strategy: str | None) -> None:
     if budget is None or strategy not in (None, "auto"):
         raise InvalidOption(
             "There are no plans to save.",
-            why="without a budget nothing is planned" if budget is None else f"{strategy!r} is simulated, not planned",
-            next="give --budget and leave --strategy out, or leave --plans out",
+            why="without a budget the estimate makes no plans"
+            if budget is None
+            else f"strategy {strategy!r} is simulated, not planned",
+            next="add --budget and leave --strategy out, or leave --plans out",
         )
 
 
@@ -231,7 +240,7 @@ def _save_plans(found: Estimate, directory: Path, to: options.Output) -> None:
         told = (
             f"{len(plans)} plans saved in {directory}"
             if plans
-            else "everything fits as it is: there are no plans to save"
+            else "everything fits without a plan, so there are no plans to save"
         )
         terminal.say(told)
 
@@ -245,9 +254,9 @@ def _fit_layout(
 
     if save_plan is not None:
         raise InvalidOption(
-            "--save-plan with --layout.",
-            why="every stage of a layout has a plan of its own",
-            next="write what is found to --output, or estimate that layout with --plans DIR",
+            "--save-plan cannot be used with --layout.",
+            why="each stage of a layout has its own plan, and --save-plan writes only one",
+            next="save the result with --output, or run `plimsoll estimate` for the layout that was found, with --plans DIR",
         )
     with terminal.show_progress() as report:
         found = plimsoll.fit(target, None, budget, layout=layout, progress=report, **sizes)

@@ -17,7 +17,7 @@ ExplainedArgument = Annotated[
     str,
     typer.Argument(
         metavar="TARGET|PLAN",
-        help="package.module:function, a Hugging Face config.json or a name from the catalogue; or a saved plan.",
+        help="package.module:function, a Hugging Face config.json, a name from the catalogue, or a saved plan.",
         show_default=False,
     ),
 ]
@@ -27,7 +27,7 @@ StrategyOption = Annotated[
         "--strategy",
         "-s",
         metavar="NAME",
-        help="Explain the step under none, full, every:K, sqrt, input-only or selective:…; without one, as it is.",
+        help="Explain the step under none, full, every:K, sqrt, input-only or selective:…; by default, the unchanged step.",
     ),
 ]
 PlanOption = Annotated[
@@ -50,7 +50,7 @@ def explain(
     compiled: options.CompileOption = None,
     to: options.Output,
 ) -> None:
-    """Say why a step's peak is what it is: what is resident, what recomputation holds, what would lower it.
+    """Explain a step's memory peak: what is resident, what recomputation holds, and what would lower the peak.
 
     Example: plimsoll explain llama-tiny --strategy full
     """
@@ -64,9 +64,9 @@ def explain(
 
         if strategy is not None and plan is not None:
             raise InvalidStrategy(
-                "--strategy and --plan exclude each other.",
-                why="a step is explained under one of them",
-                next="leave one of them out",
+                "--strategy and --plan were both given.",
+                why="a step can be explained under a strategy or under a plan, but not under both",
+                next="leave --strategy or --plan out",
             )
         loaded = work.load(subject, building, is_meta=device_profile is not None, compiled=compiled)
         explained = strategy or work.load_saved(plan)
@@ -89,13 +89,13 @@ def _explain_saved(context: typer.Context, target: str, to: options.Output) -> N
         raise InvalidStrategy(
             f"{target} holds a {artifact.KIND}, not a plan.",
             why="only a plan has decisions to explain",
-            next=f"plimsoll show {target}",
+            next=f"run plimsoll show {target}",
         )
     ignored = [name for name in options.given(context) if name not in _OF_A_PLAN]
     if ignored:
         raise InvalidStrategy(
             f"{' and '.join(ignored)} would have no effect on a saved plan.",
-            why="its reasons are in the file",
-            next=f"plimsoll explain TARGET --plan {target} replays it on a target",
+            why="the reasons of a saved plan are in its file, and nothing is traced",
+            next=f"leave these options out, or run plimsoll explain TARGET --plan {target} to replay the plan on a target",
         )
     terminal.hand_over(artifact, to, explain=True)

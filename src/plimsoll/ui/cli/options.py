@@ -44,7 +44,12 @@ TargetArgument = Annotated[
 ]
 BudgetOption = Annotated[
     str | None,
-    of_plan("--budget", "-b", metavar="BYTES", help='Peak of the whole step, with its unit: "70GiB" or "80GB".'),
+    of_plan(
+        "--budget",
+        "-b",
+        metavar="BYTES",
+        help='Memory limit for the peak of the whole step, with a unit: "70GiB" or "80GB".',
+    ),
 ]
 StrategyOption = Annotated[
     str,
@@ -61,57 +66,70 @@ RegionsOption = Annotated[
     of_plan("--regions", metavar="PATTERN", help="Modules to manage, such as 'model.layers.*'; may be repeated."),
 ]
 OptimizerOption = Annotated[
-    OptimizerName, of_target("--optimizer", help="Optimizer whose state and step count toward the budget.")
+    OptimizerName, of_target("--optimizer", help="Optimizer. Its state and its step count toward the budget.")
 ]
 DeviceProfileOption = Annotated[
     str | None,
     of_target("--device-profile", metavar="NAME", help="Plan for a device that is not present: H100-SXM, A100-80GB …"),
 ]
 DeviceOption = Annotated[
-    str, of_target("--device", metavar="NAME", help="Device that configurations are built on: cpu, cuda, cuda:1.")
+    str,
+    of_target(
+        "--device",
+        metavar="NAME",
+        help="Device to build the model on: cpu, cuda, cuda:1; not for a package.module:function.",
+    ),
 ]
 BatchOption = Annotated[
-    int | None, of_target("--batch", min=1, metavar="N", help="Examples per batch, for configurations.")
+    int | None, of_target("--batch", min=1, metavar="N", help="Examples per batch; not for a package.module:function.")
 ]
 SequenceOption = Annotated[
-    int | None, of_target("--seq", min=1, metavar="N", help="Tokens per example, for configurations.")
+    int | None, of_target("--seq", min=1, metavar="N", help="Tokens per example; not for a package.module:function.")
 ]
 CompileOption = Annotated[
     Compiled | None,
-    of_target("--compile", help="Compile the model with torch.compile: as a whole, or its blocks one by one."),
+    of_target("--compile", help="Compile with torch.compile: the whole model, or each block separately."),
 ]
 StepsOption = Annotated[int, typer.Option("--steps", min=1, metavar="N", help="Training steps to measure.")]
 AllowOption = Annotated[
-    str, of_plan("--allow", metavar="LIST", help="What auto may do, any of: recompute,compress,offload,collectives.")
+    str,
+    of_plan(
+        "--allow", metavar="LIST", help="What strategy auto may do, any of: recompute,compress,offload,collectives."
+    ),
 ]
 MaxErrorOption = Annotated[
-    str, of_plan("--max-error", metavar="SHARE", help="Relative error of the gradient that lossy codecs may cause: 1%.")
+    str,
+    of_plan(
+        "--max-error", metavar="SHARE", help="Largest relative gradient error that lossy codecs may cause, such as 1%."
+    ),
 ]
 HostBudgetOption = Annotated[
-    str | None, of_plan("--host-budget", metavar="BYTES", help="Memory that offloaded values may take: 64GiB.")
+    str | None, of_plan("--host-budget", metavar="BYTES", help="Most bytes for offloaded values, such as 64GiB.")
 ]
 OverrideOption = Annotated[
     list[str] | None,
     of_plan(
         "--override",
         metavar="PATTERN=DECISION",
-        help="Decide by pattern, such as 'layers.*.mlp::silu=compress:int8'; may be repeated.",
+        help="Fix the decision for matching values, such as 'layers.*.mlp::silu=compress:int8'; may be repeated.",
     ),
 ]
 LinkOption = Annotated[
-    str | None, of_plan("--link", metavar="NAME", help="Where offloaded values go: host (from a GPU) or disk.")
+    str | None, of_plan("--link", metavar="NAME", help="Where to offload values: host (from a GPU) or disk.")
 ]
 OutputOption = Annotated[
     Path | None, of_result("--output", "-o", metavar="FILE", help="Save the result as JSON.", dir_okay=False)
 ]
-JsonOption = Annotated[bool, of_result("--json", help="Print JSON, errors as well.")]
+JsonOption = Annotated[bool, of_result("--json", help="Print the result, or the error, as JSON.")]
 PlanFileOption = Annotated[
-    Path | None, of_plan("--plan", "-p", metavar="FILE", help="A saved plan; without one, plan first.")
+    Path | None, of_plan("--plan", "-p", metavar="FILE", help="Use this saved plan. Without it, make a plan first.")
 ]
 SeedOption = Annotated[int, typer.Option("--seed", metavar="N", help="Random seed.")]
 HeldOutOption = Annotated[
     int | None,
-    typer.Option("--held-out", min=0, metavar="N", help="Batches at the end of the data that are kept for evaluation."),
+    typer.Option(
+        "--held-out", min=0, metavar="N", help="Hold out this many batches at the end of the data for evaluation."
+    ),
 ]
 ExplainOption = Annotated[bool, of_result("--explain", help="Print every decision and its reason.")]
 
@@ -185,9 +203,9 @@ def refuse_beside_plan(context: typer.Context) -> None:
     ignored = [name for name in options if name in _OF_PLANNING]
     if "--plan" in options and ignored:
         raise InvalidStrategy(
-            f"{' and '.join(ignored)} would have no effect beside --plan.",
-            why="the saved plan says what is decided already",
-            next="leave out either --plan or the others",
+            f"{' and '.join(ignored)} would have no effect together with --plan.",
+            why="the saved plan already contains every decision",
+            next="leave out either --plan or the other options",
         )
 
 
@@ -201,6 +219,7 @@ def refuse_without_plan(context: typer.Context) -> None:
     if ignored:
         raise InvalidStrategy(
             f"{' and '.join(ignored)} would have no effect.",
-            why="without --plan, --budget, a --strategy or an --override, the model's own checkpointing is verified",
-            next="add --budget or --strategy to verify a plan, or leave them out",
+            why="without --plan, --budget, --strategy or --override, verify checks the model's own checkpointing and makes "
+            "no plan",
+            next="add --budget or --strategy to verify a plan, or leave these options out",
         )

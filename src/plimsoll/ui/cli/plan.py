@@ -18,9 +18,9 @@ def plan(
     to: options.Output,
     explain: options.ExplainOption = False,
 ) -> None:
-    """Fit a training step under a memory budget, and show what it costs.
+    """Fit a training step under a memory budget, and show the time that it costs.
 
-    Under torchrun all ranks plan together, for a target that wraps its model (DDP, FSDP2, DTensor) or not.
+    Under torchrun all ranks plan together, whether or not the target wraps its model (DDP, FSDP2, DTensor).
 
     Example: plimsoll plan llama-tiny --budget 90MiB --output plan.json
     """

@@ -10,14 +10,14 @@ import typer
 from plimsoll.ui.cli import commands, options, ranks, terminal
 
 ProbeStepsOption = Annotated[
-    int, typer.Option("--steps", min=1, metavar="N", help="Maximum number of training steps of each arm.")
+    int, typer.Option("--steps", min=1, metavar="N", help="Maximum number of training steps of each run.")
 ]
 RunOption = Annotated[
     Path | None,
     typer.Option(
         "--run",
         metavar="DIR",
-        help="Directory for the run; the same command resumes it after an interruption.",
+        help="Save progress in this directory. After an interruption, the same command resumes from it.",
         file_okay=False,
     ),
 ]
@@ -26,11 +26,11 @@ TargetLossOption = Annotated[
     typer.Option(
         "--target-loss",
         metavar="LOSS",
-        help="Count steps and seconds to this loss; by default the baseline's final one.",
+        help="Count the steps and seconds until this loss is reached; by default the baseline's final loss.",
     ),
 ]
 ChunkOption = Annotated[
-    int, typer.Option("--chunk", min=1, metavar="N", help="Steps of one arm before the other arm's turn.")
+    int, typer.Option("--chunk", min=1, metavar="N", help="The two runs take turns; steps per turn.")
 ]
 EarlyOption = Annotated[bool, typer.Option("--early/--no-early", help="Stop as soon as the answer is clear.")]
 
@@ -52,9 +52,9 @@ def probe(
     building: options.Building,
     to: options.Output,
 ) -> None:
-    """Train with and without a plan, from the same start on the same data, and say whether the plan harms training.
+    """Train with and without a plan, from the same weights on the same data, and report whether the plan harms training.
 
-    A target may return a loader or a list of batches in place of one batch. Exits with 1 unless the verdict is GOOD or
+    A target may return a data loader or a list of batches instead of one batch. Exits with 1 unless the verdict is GOOD or
     IDENTICAL.
 
     Example: plimsoll probe llama-tiny --steps 200 --strategy int8 --run probe-int8
@@ -88,7 +88,11 @@ def probe(
                     progress=report,
                 )
         except KeyboardInterrupt:
-            kept = "nothing is kept without --run DIR" if run is None else f"the same command goes on in {run}"
+            kept = (
+                "no progress was saved: there is no --run DIR"
+                if run is None
+                else f"the same command resumes from {run}"
+            )
             terminal.stderr().print(kept, markup=False)
             raise
         terminal.hand_over(verdict, to)

@@ -155,9 +155,10 @@ class Crew:
             raise self._not_loaded() from error
         except (dist.DistError, RuntimeError, ValueError) as error:
             raise InvalidOption(
-                f"The ranks cannot meet: {type(error).__name__}: {error}",
-                why=f"{', '.join(_VARIABLES)} say that there are {os.environ['WORLD_SIZE']} ranks",
-                next="start the command with torchrun, or without these variables",
+                f"The process group cannot be made: {type(error).__name__}: {error}",
+                why=f"the variables {', '.join(_VARIABLES)} are set, and WORLD_SIZE is {os.environ['WORLD_SIZE']}, so "
+                "plimsoll connects that many ranks",
+                next="start the command with torchrun, or unset these variables to use one process",
             ) from error
         self.has_joined = True
 
@@ -170,8 +171,8 @@ class Crew:
         named = f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {count}"
         return RankMissing(
             f"{named if missing else f'Some of {count} ranks'} did not load the target within {_LOADING_SECONDS:g} s.",
-            why="the ranks meet when each has built its model, and this one has",
-            next="look at what the missing ranks are doing; a target that takes longer may call init_process_group itself, "
+            why="every rank waits until all ranks have built their models, and this rank has built its model",
+            next="look at what the missing ranks are doing; if the target needs longer, let it call init_process_group itself, "
             "with a longer timeout",
             ranks=missing,
         )
@@ -226,10 +227,10 @@ def one_process(command: str, *, is_json: bool = False) -> Iterator[None]:
             if os.environ.get("RANK") != "0":
                 raise typer.Exit
             raise InvalidOption(
-                f"plimsoll {command} is work of one process, and torchrun started {ranks}.",
-                why="each would do all of it again, print it again and write the same files; ranks share the work of plan, "
-                "verify, compare and compress-gradients only",
-                next=f"plimsoll {command} without torchrun; below a process that torchrun started, without {_RUN} in the "
-                "environment",
+                f"plimsoll {command} runs in one process, but torchrun started {ranks}.",
+                why="every process would repeat all the work, print it again and write the same files; only plan, verify, "
+                "compare and compress-gradients work on several ranks together",
+                next=f"run plimsoll {command} without torchrun; inside a process that torchrun started, remove {_RUN} from "
+                "the environment",
             )
         yield

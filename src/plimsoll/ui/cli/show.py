@@ -39,7 +39,7 @@ ExportOption = Annotated[
     typer.Option(
         "--export-sac",
         metavar="FILE",
-        help="Write the plan as a policy of torch's selective activation checkpointing, a Python file that needs torch alone.",
+        help="Write the plan as a policy for torch's selective activation checkpointing: a Python file that needs only torch.",
         dir_okay=False,
     ),
 ]
@@ -68,7 +68,9 @@ def show(
 def _export(file: Path, artifact: Artifact, policy: Path) -> None:
     if not isinstance(artifact, Plan):
         raise PlanFileError(
-            f"{file} is no plan.", why="only a plan can be written as a policy", next="give what plimsoll plan -o wrote"
+            f"{file} does not hold a plan.",
+            why="only a plan can be written as a policy",
+            next="give a file that `plimsoll plan --output` wrote",
         )
     artifact.export("sac", policy)
 
@@ -93,7 +95,7 @@ def report(files: FilesArgument, *, output: PageOption = None, timeline: Timelin
             texts[timeline] = render_perfetto([artifact for artifact in artifacts if isinstance(artifact, Plan)])
         for place, text in texts.items():
             write_whole(text, place)
-            terminal.say(f"written to {place}")
+            terminal.say(f"saved to {place}")
 
 
 def _check_places(files: list[Path], output: Path | None, timeline: Path | None) -> None:
@@ -101,19 +103,21 @@ def _check_places(files: list[Path], output: Path | None, timeline: Path | None)
     places = [place for place in (output, timeline) if place is not None]
     if not places:
         raise InvalidReport(
-            "There is nowhere to write to.",
+            "The report has no output file.",
             why="neither --output nor --timeline was given",
-            next=f"plimsoll report {' '.join(map(str, files))} -o page.html",
+            next=f"run plimsoll report {' '.join(map(str, files))} -o page.html",
         )
     read = {file.resolve() for file in files}
     for place in places:
         if place.resolve() in read:
             raise InvalidReport(
-                f"{place} would be lost.",
-                why="it is one of the files that the report is made of",
+                f"{place} would be overwritten.",
+                why="it is also one of the files that the report is made from",
                 next="give --output and --timeline other names, such as page.html and trace.json",
             )
     if len({place.resolve() for place in places}) < len(places):
         raise InvalidReport(
-            f"Page and timeline cannot both be {output}.", why="they are two files", next="give them two names"
+            f"--output and --timeline are both {output}.",
+            why="the page and the timeline are two files, and one would overwrite the other",
+            next="give them two different names",
         )

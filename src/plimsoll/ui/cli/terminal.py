@@ -226,8 +226,9 @@ def no_exits() -> Iterator[None]:
     except SystemExit as error:
         raise InvalidTarget(
             f"The target ended the process: sys.exit({error.code!r}).",
-            why="a model, a batch or a loss called it while a step was running, so there is no result",
-            next="remove the call, or raise an error that says what is wrong",
+            why="the target's code (a model, a batch or a loss) called sys.exit before the step was finished, so there is no "
+            "result",
+            next="remove the call, or raise an exception that says what is wrong",
         ) from error
 
 
@@ -243,7 +244,7 @@ def _writable_stdout() -> Iterator[None]:
         failure = PlanFileError(
             "The result cannot be written to stdout.",
             why=error.strerror or type(error).__name__,
-            next="free some space, or write it elsewhere",
+            next="free some space, or redirect stdout to another place",
         )
         print_error(failure)
         raise typer.Exit(failure.exit_code) from error
@@ -283,7 +284,7 @@ def save_beside(plan: Plan | None, name: str, file: Path, to: Output) -> None:
     if plan is not None:
         plan.save(file)
     if not to.json:
-        say(f"{name} saved to {file}" if plan is not None else f"there is no {name}: {file} was not written")
+        say(f"{name} saved to {file}" if plan is not None else f"no {name} was made, so {file} was not written")
 
 
 def end(exit_code: int) -> None:

@@ -23,8 +23,8 @@ PlanFileOption = Annotated[
         "--plan",
         "-p",
         metavar="FILE",
-        help="A saved plan. Without one, and without a budget or a strategy, the model's own checkpointing, offloading "
-        "or compiled memory budget is verified.",
+        help="Verify this saved plan. Without a plan, a budget and a strategy, verify the model's own checkpointing, "
+        "offloading or compiled memory budget.",
     ),
 ]
 IntermediateOption = Annotated[
@@ -32,19 +32,19 @@ IntermediateOption = Annotated[
     typer.Option(
         "--intermediate",
         metavar="PATTERN",
-        help="Compare the outputs of these modules and their gradients: 'model.layers.*.mlp'; may be repeated.",
+        help="Also compare the outputs of these modules and their gradients: 'model.layers.*.mlp'; may be repeated.",
     ),
 ]
 CurveOption = Annotated[
-    int, typer.Option("--curve", min=0, metavar="STEPS", help="Compare the losses of this many training steps.")
+    int, typer.Option("--curve", min=0, metavar="STEPS", help="Also compare the losses over this many training steps.")
 ]
 RevisedPlanOption = Annotated[
     Path | None,
     options.of_result(
         "--revised-plan",
         metavar="FILE",
-        help="Where to save a plan solved again with measured costs, if the given one was made without the device and its "
-        "predictions are off. Must not exist yet.",
+        help="For a plan made with --device-profile: if its predictions are off here, solve it again with measured costs and "
+        "save it in this new file.",
         dir_okay=False,
     ),
 ]
@@ -54,8 +54,9 @@ StrategiesOption = Annotated[
         "--strategy",
         "-s",
         metavar="NAME",
-        help="May be repeated. By default none, full, every:2, sqrt, selective:attention, and with a budget auto; with "
-        "--compile none, full and torch's own: memory-budget:0.7, 0.5, 0.3, 0, checkpoint, checkpoint:selective.",
+        help="Strategy to measure; may be repeated. Default: none, full, every:2, sqrt, selective:attention, and auto if there "
+        "is a budget. With --compile: none, full, and torch's own memory-budget:0.7, 0.5, 0.3, 0, checkpoint, "
+        "checkpoint:selective.",
     ),
 ]
 
@@ -75,7 +76,7 @@ def verify(
     compiled: options.CompileOption = None,
     to: options.Output,
 ) -> None:
-    """Check a plan: gradients bit for bit, measured peak and time against predicted. Exits with 1 if it fails.
+    """Check a plan: compare gradients bit for bit, and peak and time with the prediction. Exits with 1 if it fails.
 
     Without a plan, a budget and a strategy: check the model's own activation checkpointing.
 
@@ -130,16 +131,18 @@ def _check_revised(file: Path | None, plan: Plan | None) -> None:
     if file is None:
         return
     if plan is None or plan.cost_source is not CostSource.ROOFLINE:
-        made = "there is no --plan" if plan is None else f"the plan was made on {plan.cost_device} with measured costs"
+        made = (
+            "--plan was not given" if plan is None else f"the plan was made on {plan.cost_device} with measured costs"
+        )
         raise InvalidOption(
             "--revised-plan would have no effect.",
-            why=f"{made}; only a plan made for a device that was not there is solved again",
-            next="leave it out, or give a plan made with --device-profile",
+            why=f"{made}; verify solves a plan again only if it was made without the device",
+            next="leave --revised-plan out, or give a plan made with --device-profile",
         )
     if file.exists():
         raise InvalidOption(
-            f"{file} is there already.",
-            why="a revised plan replaces nothing by itself",
+            f"{file} already exists.",
+            why="--revised-plan does not replace existing files",
             next="give --revised-plan a new name",
         )
 

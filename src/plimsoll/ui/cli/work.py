@@ -82,9 +82,9 @@ def optimizer_factory(name: OptimizerName) -> MakeOptimizer:
 
     if name is OptimizerName.NONE:
         raise InvalidProbe(
-            "A probe trains, and --optimizer none does not.",
-            why="a verdict on training needs steps that change the weights",
-            next="leave --optimizer out for AdamW, or give sgd",
+            "--optimizer none cannot be used with probe.",
+            why="probe compares training runs, so its steps must change the weights",
+            next="leave --optimizer out for AdamW, or give --optimizer sgd",
         )
     sgd = functools.partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
     return torch.optim.AdamW if name is OptimizerName.ADAMW else sgd
@@ -159,7 +159,7 @@ def data_for(target: Target) -> Data:
         return _text(target)
     if "pixel_values" in target.batch:
         return _digits(target)
-    return Data(target.batch, "one random batch: no real data is known for this architecture")
+    return Data(target.batch, "one random batch: Plimsoll has no real data for this architecture")
 
 
 def _text(target: Target) -> Data:
@@ -169,13 +169,13 @@ def _text(target: Target) -> Data:
     batch, sequence = target.batch["input_ids"].shape
     vocabulary = model.config.get_text_config().vocab_size
     if vocabulary < VOCABULARY:
-        return Data(target.batch, f"one random batch: a vocabulary of {vocabulary} has no room for bytes")
+        return Data(target.batch, f"one random batch: a vocabulary of {vocabulary} is too small for bytes")
     text = torch.frombuffer(bytearray(read_corpus()), dtype=torch.uint8)
     pieces = text[: len(text) // sequence * sequence].view(-1, sequence).long()
     if len(pieces) < batch:
-        return Data(target.batch, f"one random batch: the standard library does not fill {batch} × {sequence} tokens")
+        return Data(target.batch, f"one random batch: the standard library has fewer than {batch} × {sequence} tokens")
     found = PickedBatches({"input_ids": pieces, "labels": pieces}, batch=batch, device=target.batch["input_ids"].device)
-    return Data(found, f"Python's standard library, a byte per token, {len(found)} batches of {batch} × {sequence}")
+    return Data(found, f"Python's standard library, one byte per token, {len(found)} batches of {batch} × {sequence}")
 
 
 def _digits(target: Target) -> Data:
@@ -185,7 +185,7 @@ def _digits(target: Target) -> Data:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        return Data(target.batch, "one random batch: scikit-learn, which has real images, is not installed")
+        return Data(target.batch, "one random batch: scikit-learn, which contains real images, is not installed")
     model: Any = target.model
     pixels = target.batch["pixel_values"]
     batch, channels, height, width = pixels.shape

@@ -70,10 +70,10 @@ def draw_norms(chart: NormsChart) -> Drawing:
             Boxes(name="with the plan", boxes=[_box(entry.plan) for entry in comparisons], colour=VERMILION),
         ],
         x=blocks,
-        y=Axis(title="norm of the gradient", is_log=True, ticks=_log_ticks(comparisons)),
+        y=Axis(title="gradient norm", is_log=True, ticks=_log_ticks(comparisons)),
         height=480,
-        description=f"Distributions of the gradient's norm in {len(comparisons)} blocks, unmanaged and with the plan.",
-        caption="A box spans the middle half of the steps, its line is the median, whiskers reach from 5% to 95%.",
+        description=f"Distributions of the gradient norm in {len(comparisons)} blocks, unmanaged and with the plan.",
+        caption="A box spans the middle half of the steps. Its line is the median. The whiskers reach from 5% to 95%.",
     )
 
 
@@ -106,10 +106,10 @@ def draw_parts(chart: PartsChart) -> Drawing:
                 spreads=[(part.spread_seconds or 0.0) * 1e3 for part in parts] if is_spread else (),
             )
         ],
-        x=Axis(title="more time a step, ms"),
+        x=Axis(title="extra time per step, ms"),
         y=Axis(ticks=[(row, part.cause) for row, part in enumerate(parts)], is_downward=True, has_grid=False),
         height=100 + _BAR_PIXELS * len(parts),
-        description="What the extra time of a step is made of.",
+        description="The extra time of a step, by cause.",
     )
 
 
@@ -137,6 +137,6 @@ def draw_bytes(chart: BytesChart) -> Drawing:
         y=Axis(ticks=[(row, name) for row, (name, *_) in enumerate(rows)], is_downward=True, has_grid=False),
         height=100 + _BAR_PIXELS * len(rows),
         rules=[RuleLine(x=scale.of(limit))] if limit else (),
-        notes=[Note([f"the device's {format_bytes(limit)}"], x=scale.of(limit), anchor="end")] if limit else (),
+        notes=[Note([f"device memory {format_bytes(limit)}"], x=scale.of(limit), anchor="end")] if limit else (),
         description=f"{chart.title} of {len(rows)} parts, with error bars.",
     )

@@ -94,7 +94,7 @@ def draw_frontier(chart: FrontierChart) -> Drawing:
     layers: list[Polyline | Points] = []
     for index, curve in enumerate(curve for curve in curves if curve):
         xs, ys, hints = points(curve)
-        name = f"the same for plan {index + 1}" if index else "what the planner can do, predicted"
+        name = f"frontier of plan {index + 1}, predicted" if index else "frontier, predicted"
         layers.append(Polyline(name=name, xs=xs, ys=ys, colour=LINE, width=2, dash=DOTTED if index else ""))
         css = "" if index else "budget-point"
         layers.append(Points(xs=xs, ys=ys, hints=hints, colour=LINE, radius=2.5, css_class=css))
@@ -113,10 +113,10 @@ def draw_frontier(chart: FrontierChart) -> Drawing:
         height=440,
         rules=[RuleLine(x=x) for x in shown.values()],
         notes=[Note([f"budget {format_bytes(budget)}"], x=x, anchor="middle") for budget, x in shown.items()],
-        description="Step time against peak memory: the planner's curve, the chosen plan, measured strategies.",
+        description="Step time against peak memory: the planner's frontier, the chosen plan, measured strategies.",
         lead=(
-            "Lower and further left is better. Step time is given as a multiple of the unmanaged step's; measured points "
-            "carry the interval of their paired median."
+            "Points further down and further left are better. Step time is a multiple of the unmanaged step's time. The bar of "
+            "a measured point is the confidence interval of its paired median."
         ),
         pulled=_budgets_to_pull(plans[0]) if plans and curves[0] else (),
         pulled_at=_nearest(plans[0]) if plans and curves[0] else 0,
@@ -133,9 +133,9 @@ def _budgets_to_pull(plan: Plan) -> list[tuple[str, str]]:
         (
             format_bytes(point.peak_bytes),
             f"A budget of {format_bytes(point.peak_bytes)}: the step takes "
-            f"{point.step_seconds / plan.baseline_seconds:.3f} times the unmanaged one, and "
-            f"{format_bytes(max(plan.baseline_peak_bytes - point.peak_bytes, 0))} of its "
-            f"{format_bytes(plan.baseline_peak_bytes)} are dropped, compressed or moved away at the peak.",
+            f"{point.step_seconds / plan.baseline_seconds:.3f} times as long as the unmanaged step, and its peak is "
+            f"{format_bytes(max(plan.baseline_peak_bytes - point.peak_bytes, 0))} below the unmanaged peak of "
+            f"{format_bytes(plan.baseline_peak_bytes)}.",
         )
         for point in plan.frontier
     ]

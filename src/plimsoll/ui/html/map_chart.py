@@ -55,13 +55,15 @@ def draw_map(chart: DecisionMap) -> Drawing:
 
 def _words_above(regions: Sequence[RegionPlan], *, is_named: bool) -> str:
     words = (
-        "Each row is a block of the model, each column a value that autograd saves in it for backward. The table of "
-        "decisions below says the same in words."
+        "Each row is a block of the model. Each column is a value that autograd saves in a block for backward. The table of "
+        "decisions below shows the same in words."
     )
     if not is_named:
-        words += " There are too many columns to name: point at one, or read the table."
+        words += " There are too many columns to label. Point at a cell to see its name, or read the table."
     if len({region.price_seconds_per_byte for region in regions} - {None}) > 1:
-        words += " An early region holds its values longer than a late one, so each has a price of memory of its own."
+        words += (
+            " An early region holds its values longer than a late region, so each region has its own price of memory."
+        )
     return words
 
 
@@ -82,7 +84,7 @@ def _key(regions: Sequence[RegionPlan]) -> list[tuple[str, str, str, str]]:
 
 def _hint(region: RegionPlan, cell: ValueDecision) -> str:
     """The hint of one cell: decision, value, region, bytes, cost, price and reason."""
-    held = f", {format_bytes(cell.held_bytes)} stay as {cell.form}" if cell.is_packed else ""
+    held = f", {format_bytes(cell.held_bytes)} held as {cell.form}" if cell.is_packed else ""
     lines = [
         f"{cell.decision}  {shorten(cell.value, 70)}",
         f"in {shorten(name_call(region.name, region.call), 70)}",

@@ -77,8 +77,8 @@ def draw_memory(chart: MemoryChart) -> Drawing:
         notes=notes,
         description=f"Memory over the step by category; the peak is {format_bytes(peak.bytes)}, {peak.moment}.",
         caption=(
-            "Simulated: what is alive while each operation of the step runs, in the order of execution. Rebuilt values and "
-            f"compressed ones count as activations, workspaces as temporary.{above}"
+            "Simulated: the bytes that are alive while each operation of the step runs, in the order of execution. Recomputed "
+            f"and compressed values count as activations, workspaces as temporary.{above}"
         ),
     )
 
@@ -99,7 +99,7 @@ def _outlines(points: Sequence[TimelinePoint], scale: Scale) -> Iterator[Polylin
     ticks = [point.tick for point in points]
     unmanaged = [scale.of(point.unmanaged_bytes) for point in points if point.unmanaged_bytes is not None]
     if len(unmanaged) == len(points):
-        name = "the whole step without a plan"
+        name = "total without a plan"
         yield Polyline(name=name, xs=ticks, ys=unmanaged, colour=VIOLET, dash=DASHED, is_stepped=True)
     total = [scale.of(point.bytes) for point in points]
     yield Polyline(xs=ticks, ys=total, colour="rgba(120,120,120,0.6)", width=1, is_stepped=True)

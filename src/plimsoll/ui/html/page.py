@@ -68,29 +68,29 @@ _DRAW: Mapping[type, Callable[[Any], Drawing]] = {
 _MOST_TIMES = 20
 """A page shows this many times the rows that a terminal shows."""
 _COLUMNS = {
-    "regions": "calls of the model's blocks that are decided alike",
+    "regions": "calls of the model's blocks that have the same decisions",
     "held until backward": "bytes that stay on the device from forward to backward",
-    "replay": "seconds of running operations again in backward",
-    "held as": "the codec or the link",
-    "held bytes": "what stays on the device of a compressed or moved value",
-    "seconds a step": "what bringing the value back costs",
-    "why": "the reason in terms of the price of memory",
-    "engine": "what served the region: recipe runs single operations again, keep holds everything",
-    "step time ×": "multiple of the unmanaged step",
+    "replay": "seconds that backward spends on recomputing operations",
+    "held as": "the codec or the link of a compressed or offloaded value",
+    "held bytes": "bytes of a compressed or offloaded value that stay on the device",
+    "seconds a step": "time to recompute, decode or transfer the value in each step",
+    "why": "the reason, compared with the price of memory",
+    "engine": "how the region ran: recipe recomputes single operations, keep holds everything",
+    "step time ×": "as a multiple of the unmanaged step",
     "over the unmanaged step": "extra time as a share of the unmanaged step",
-    "kurtosis": "how heavy the tails of the norms are",
-    "spikes": "steps whose norm lies far above the median",
-    "shift": "how far the plan's distribution lies from the baseline's",
-    "cosine": "of the angle between both gradients",
-    "gain": "length of the plan's gradient by that of the baseline's",
-    "basis": "how the figure came about: counted (exact), modelled, or assumed from what others measured",
-    "in flight": "micro-batches between their forward and their backward",
+    "kurtosis": "how heavy the tails of the norm's distribution are",
+    "spikes": "steps with a norm far above the median",
+    "shift": "mean change of the norm, compared with the baseline",
+    "cosine": "cosine of the angle between the two gradients",
+    "gain": "length of the plan's gradient along the baseline's, as a share of the baseline's length",
+    "basis": "origin of the figure: exact (counted), modelled, or assumed from measurements of others",
+    "in flight": "micro-batches whose forward has run and whose backward has not",
     "all recomputed": "live tensors if everything were recomputed",
-    "at work": "forward, backward and recomputation of one micro-batch",
-    "bubble": "share of the step in which the rank idles",
-    "busy": "share of the time in which the device worked",
-    "of peak": "share of the bandwidth that the device can have",
-    "freed per ms": "bytes that each millisecond of recomputing frees",
+    "per micro-batch": "time of forward, backward and recomputation of one micro-batch",
+    "bubble": "share of the step in which the rank is idle",
+    "busy": "time in which the device worked",
+    "of peak": "share of the device's peak bandwidth",
+    "freed per ms": "bytes freed per millisecond of recomputation",
     "grad. error": "relative error of the gradient",
 }
 """Explanations of columns whose name is not clear by itself."""
@@ -131,22 +131,22 @@ def build_html(artifacts: Sequence[Artifact], names: Sequence[str] = ()) -> str:
     for artifact in artifacts:
         if not isinstance(artifact, Reportable):
             raise InvalidReport(
-                f"There is no page for {getattr(artifact, 'KIND', f'an object of type {type(artifact).__name__}')!r}.",
-                why="a page is about one step of one model on one device",
-                next="`plimsoll show FILE` displays it",
+                f"No page can be made from {getattr(artifact, 'KIND', f'an object of type {type(artifact).__name__}')!r}.",
+                why="a page shows one step of one model on one device",
+                next="run `plimsoll show FILE` to print it instead",
             )
     if not artifacts:
         raise InvalidReport(
             "There is nothing to report.",
-            why="no artifact was given",
+            why="the list of artifacts is empty",
             next="give a plan, a receipt or a comparison: `plimsoll report plan.json -o page.html`",
         )
     estimates = [artifact for artifact in artifacts if isinstance(artifact, Estimate)]
     if 0 < len(estimates) < len(artifacts):
         raise InvalidReport(
-            "An estimate has a page of its own.",
-            why="the other files are about a step on this machine, and it is about ranks that are not here",
-            next="make two pages, one of the estimates and one of the rest",
+            "An estimate cannot share a page with other artifacts.",
+            why="an estimate is about ranks that are not present, and the other files are about a step on this machine",
+            next="make two pages: one for the estimates, and one for the other files",
         )
     documents = [view(artifact) for artifact in artifacts]
     sources = names or [f"the {artifact.KIND}" for artifact in artifacts]
@@ -202,11 +202,11 @@ def _numbers(artifacts: Sequence[Artifact], documents: Sequence[Document]) -> li
         spread = math.hypot(receipt.measured_spread_seconds, receipt.measured_baseline_spread_seconds) / before_seconds
         source = f"measured, ± {spread:.1%}; {format_more(plan.predicted_overhead)} predicted"
     exact = "equal bit for bit" if receipt is not None and receipt.is_bit_equal else ""
-    gradients = "not verified yet" if words is None else exact or str(words.word).replace("_", " ").lower()
+    gradients = "not verified" if words is None else exact or str(words.word).replace("_", " ").lower()
     return [
         ("peak", f"{format_bytes(before)} → {format_bytes(peak)}", "measured" if is_measured else "predicted"),
         ("cost", f"{format_more(cost)} time", source),
-        ("gradients", gradients, "by the receipt" if words else "plimsoll verify compares them"),
+        ("gradients", gradients, "from the receipt" if words else "run plimsoll verify to compare them"),
         ("budget", format_budget(plan.budget_bytes), f"plan {plan.strategy}, {plan.status}"),
     ]
 
@@ -214,7 +214,7 @@ def _numbers(artifacts: Sequence[Artifact], documents: Sequence[Document]) -> li
 def _numbers_of_estimate(estimate: Estimate) -> list[tuple[str, str, str]]:
     stage, speed = estimate.tightest, estimate.throughput
     room = "an unknown device" if estimate.device_bytes is None else format_bytes(estimate.device_bytes)
-    fits = {True: "fits", False: "does not fit", None: "error bars leave open whether it fits"}[estimate.does_fit]
+    fits = {True: "fits", False: "does not fit", None: "may or may not fit, given the error bars"}[estimate.does_fit]
     return [
         (
             "tightest rank",
@@ -229,7 +229,7 @@ def _numbers_of_estimate(estimate: Estimate) -> list[tuple[str, str, str]]:
 
 def _refuse_other(source: str, about: Subject, other_source: str, other: Subject) -> None:
     """Raise if two documents name different models or batches."""
-    advice = "make one page for each: `plimsoll report FILE -o page.html`"
+    advice = "make a separate page for each: `plimsoll report FILE -o page.html`"
     if _differ(about.model, other.model) or _differ(about.fingerprint, other.fingerprint):
         raise PlanMismatch(
             f"{source} and {other_source} are about different models.",

@@ -18,7 +18,7 @@ def view_comparison(comparison: Comparison) -> Document:
     table = tabulate(
         comparison.rows,
         _COLUMNS,
-        title=f"Peaks predicted and measured; unmanaged: peak {format_bytes(comparison.baseline_peak_bytes)}{time}",
+        title=f"Predicted and measured peaks; unmanaged: peak {format_bytes(comparison.baseline_peak_bytes)}{time}",
         numbers=(2, 3, 4),
         tones={_gradients(row): Tone.BAD for row in comparison.rows if row.is_wrong},
     )
@@ -40,7 +40,7 @@ def _statement(comparison: Comparison, wrong: list[str]) -> str:
     text = f"{len(measured)} of {len(comparison.rows)} strategies were measured side by side, {comparison.steps} steps each. "
     if wrong:
         return f"{text}Gradients differ under {', '.join(wrong)}: do not train with these."
-    return f"{text}None that should be exact changes the gradients."
+    return f"{text}No strategy that should be exact changes the gradients."
 
 
 def _bytes(bytes_: int | None) -> str:
@@ -54,7 +54,7 @@ def _gradients(row: ComparisonRow) -> str:
     if row.is_bit_equal:
         return "equal"
     if row.is_rounding:
-        return f"equal but for rounding, {row.gradient_error:.0e}"
+        return f"equal except for rounding, {row.gradient_error:.0e}"
     if row.is_lossless:
         return _DIFFER if row.gradient_error is None else f"{_DIFFER}, {row.gradient_error:.2%}"
     return "not finite" if row.gradient_error is None else f"error {row.gradient_error:.2%}"

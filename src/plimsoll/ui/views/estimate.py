@@ -35,7 +35,7 @@ def view_estimate(estimate: Estimate) -> Document:
     sections.append(Section("Speed", [Paragraph(line) for line in _speed(estimate)]))
     device, lines = f"{f'{ranks:,} x ' if ranks > 1 else ''}{estimate.device}", _setting(estimate)
     if estimate.measured:
-        sections.append(Section(f"Beside {estimate.measured_source}", _beside(estimate.measured)))
+        sections.append(Section(f"Compared with {estimate.measured_source}", _beside(estimate.measured)))
     return Document(
         source="Estimate",
         subject=f"of {estimate.target} on {device}",
@@ -103,9 +103,7 @@ def _verdict(estimate: Estimate) -> str:
     stage = estimate.tightest
     most = max(each.allocated_bytes for each in estimate.stages)
     if estimate.budget_bytes is not None and most > estimate.budget_bytes:
-        return (
-            f"does not fit, its tensors take {format_bytes(most)} of a budget of {format_bytes(estimate.budget_bytes)}"
-        )
+        return f"does not fit: its tensors need {format_bytes(most)}, and the budget is {format_bytes(estimate.budget_bytes)}"
     needed = f"{format_bytes(stage.total_bytes)} ± {format_bytes(stage.error_bytes)}"
     if stage.unsupported:
         needed += f" without {', '.join(item.name for item in stage.unsupported)},"
@@ -114,7 +112,7 @@ def _verdict(estimate: Estimate) -> str:
     word = {True: "fits", False: "does not fit", None: "too close to call"}[estimate.does_fit]
     found = f"{word}, {needed} of {format_bytes(estimate.device_bytes)}"
     if estimate.budget_bytes is not None:
-        found += f"; of these its tensors {format_bytes(most)} of a budget of {format_bytes(estimate.budget_bytes)}"
+        found += f"; its tensors need {format_bytes(most)} of a budget of {format_bytes(estimate.budget_bytes)}"
     return found
 
 
@@ -228,7 +226,17 @@ def _stages(estimate: Estimate, within: str) -> Table:
     """
     is_managed = any(stage.unmanaged_bytes != stage.allocated_bytes for stage in estimate.stages)
     unmanaged = ["no plan"] if is_managed else []
-    header = ["stage", "regions", "in flight", "total", "allocated", *unmanaged, "all recomputed", "at work", "bubble"]
+    header = [
+        "stage",
+        "regions",
+        "in flight",
+        "total",
+        "allocated",
+        *unmanaged,
+        "all recomputed",
+        "per micro-batch",
+        "bubble",
+    ]
     rows: list[list[str]] = []
     for stage in estimate.stages:
         cells = _stage(stage, within, is_managed=is_managed)
@@ -261,8 +269,8 @@ def _beside(figures: Sequence[MeasuredFigure]) -> list[Element]:
     notes = list(dict.fromkeys(f"{figure.name}: {figure.note}" for figure in figures if figure.note))
     inside = sum(figure.is_inside for figure in figures)
     table = Table(header=("", "estimated", "±", "measured", "measured is"), rows=rows, numbers=(1, 2, 3))
-    said = f"{inside} of {len(figures)} figures lie inside the error bars" + (
-        "; of the others, what may differ:" if notes else ""
+    said = f"{inside} of {len(figures)} measured figures lie inside the error bars" + (
+        ". Possible reasons for the others:" if notes else ""
     )
     return [table, Paragraph(said), *(Paragraph(f"  {note}") for note in notes)]
 
@@ -293,7 +301,11 @@ def _speed(estimate: Estimate) -> Sequence[str]:
     samples = speed.samples_per_second
     facts.append(f"{samples:,.0f} samples/s" if samples >= 1000 else f"{samples:.3g} samples/s")
     if speed.mfu is not None:
-        published = "" if speed.published_mfu is None else f" ({speed.published_mfu:.0%} as published figures count)"
+        published = (
+            ""
+            if speed.published_mfu is None
+            else f" ({speed.published_mfu:.0%} by the convention of published figures)"
+        )
         facts.append(f"MFU {speed.mfu:.0%}{published}")
     line = f"{', '.join(facts)}; ± {speed.relative_error:.0%}, {speed.basis.value}"
     return [line, speed.note] if speed.note else [line]

@@ -11,20 +11,20 @@ from plimsoll.ui.document import Document, Element, MemoryChart, NamedFigures, P
 from plimsoll.units import format_bytes
 
 _SHOWN = 6
-_CHANGES_HEADER = ("change", "peak then", "lowers by", "basis")
+_CHANGES_HEADER = ("change", "new peak", "lower by", "basis")
 
 
 def view_explanation(explanation: Explanation) -> Document:
     """Make the document of the explanation."""
     peak = explanation.peak
     sections = [
-        Section("In figures", [NamedFigures(_figures(explanation))]),
+        Section("Figures", [NamedFigures(_figures(explanation))]),
         Section(f"At the peak ({peak.moment})", [_holders(peak.holders)]),
         Section("Resident after forward", [_holders(explanation.resident)]),
     ]
     if explanation.recomputed:
-        sections.append(Section("Made again in backward", [_recomputed(explanation)]))
-    sections.append(Section("What would lower it", _changes(explanation)))
+        sections.append(Section("Recomputed in backward", [_recomputed(explanation)]))
+    sections.append(Section("What would lower the peak", _changes(explanation)))
     if explanation.timeline:
         sections.append(Section("Memory over the step", [MemoryChart(explanation.timeline)]))
     return Document(
@@ -45,13 +45,13 @@ def _figures(explanation: Explanation) -> list[tuple[str, str]]:
     beside_resident = "" if resident is None else f" (everything kept: {format_bytes(resident)})"
     if explanation.is_fake:
         how = "fake tensors, counted op by op"
-        basis = f"{how}: workspaces inside of kernels are not in it (convolutions have large ones)"
+        basis = f"{how}; workspaces inside kernels are not counted (those of convolutions are large)"
     else:
         how = "one real step, counted op by op"
-        basis = f"{how} (allocated bytes; a caching allocator's rounding and fragments are not in it)"
+        basis = f"{how} (allocated bytes, without the caching allocator's rounding and fragmentation)"
     return [
         ("set-up", explanation.setup or "keeps everything"),
-        ("optimizer", explanation.optimizer or "none given: its state and its step are not counted"),
+        ("optimizer", explanation.optimizer or "none given, so optimizer state and step are not counted"),
         ("peak", f"{format_bytes(explanation.peak.bytes)}, {explanation.peak.moment}{beside}"),
         ("resident after forward", f"{format_bytes(explanation.resident_bytes)}{beside_resident}"),
         ("basis", basis),
@@ -85,9 +85,9 @@ def _changes(explanation: Explanation) -> list[Element]:
             NamedFigures([(change.name, change.how) for change in helpful]),
         ]
     else:
-        elements = [Paragraph("nothing of what was tried moves it")]
+        elements = [Paragraph("none of the changes that were tried lowers the peak")]
     others = [change.name for change in explanation.changes if change not in helpful]
-    elements += [Paragraph(f"does not lower it: {', '.join(others)}")] if others else []
+    elements += [Paragraph(f"do not lower the peak: {', '.join(others)}")] if others else []
     return elements + [Paragraph(f"unsupported: {entry.name}: {entry.why}") for entry in explanation.unsupported]
 
 

@@ -24,8 +24,8 @@ from plimsoll.ui.document import (
 from plimsoll.units import format_bytes, format_more, format_seconds, format_share
 
 _MOST_LETTERS = 60
-_PARTS_HEADER = ("cause", "per step", "of the baseline", "what it is")
-_PHASES_HEADER = ("phase", "baseline", "with the plan", "bytes read at least", "of peak")
+_PARTS_HEADER = ("cause", "per step", "of the baseline", "meaning")
+_PHASES_HEADER = ("phase", "baseline", "with the plan", "bytes read, at least", "of peak")
 _LAYERS: Mapping[str, Callable[[Layer], str]] = {
     "": lambda row: row.name[:_MOST_LETTERS],
     "baseline": lambda row: f"{row.baseline_count:.0f}",
@@ -54,7 +54,7 @@ def view_finding(finding: Finding) -> Document:
         tone=Tone.NEUTRAL,
         lines=[]
         if measured is None
-        else [f"Measured without a profiler; under the profiler, which the parts are of, {profiled}."],
+        else [f"Measured without a profiler. Under the profiler it is {profiled}; the parts below add up to that."],
         about=Subject(model=finding.model, device=finding.device, origins=finding.versions),
         statement=_statement(finding),
         sections=[Section("Where the overhead goes", _overhead(finding))],
@@ -66,10 +66,10 @@ def _statement(finding: Finding) -> str:
     """The overhead and its largest part, in sentences."""
     text = f"{format_more(finding.overhead_share)} time ({format_seconds(finding.overhead_seconds)})"
     if finding.measured_overhead_share is None:
-        text = f"Under the profiler a step with the plan takes {text}."
+        text = f"Under the profiler, a step with the plan takes {text}."
     else:
         without = format_more(finding.measured_overhead_share)
-        text = f"A step with the plan takes {without} time; under the profiler {text}."
+        text = f"A step with the plan takes {without} time; under the profiler, {text}."
     largest = max(_notable_parts(finding), key=lambda part: part.seconds, default=None)
     if largest is not None and largest.seconds > 0:
         text += f" The largest part is {largest.cause}: {largest.cause.meaning}."
@@ -92,7 +92,7 @@ def _overhead(finding: Finding) -> list[Element]:
 
 def _figures(finding: Finding) -> list[tuple[str, str]]:
     """The figures of both sides."""
-    place = f"{finding.unit} on {finding.device or 'a device without a name'}"
+    place = f"{finding.unit} on {finding.device or 'an unnamed device'}"
     rows = [
         ("from", f"{finding.origin}, {finding.baseline.steps} and {finding.plan.steps} steps, {place}"),
         ("step", _both(finding, lambda side: format_seconds(side.step_seconds))),
@@ -108,7 +108,7 @@ def _figures(finding: Finding) -> list[tuple[str, str]]:
         text = f"{format_seconds(before)} → {format_seconds(after)}, {format_share(finding.measured_overhead_share)}"
         if finding.baseline.step_seconds > _UNDER_PROFILER * before:
             ratio = finding.baseline.step_seconds / before
-            text += f"; the profiler makes the baseline {ratio:.2f} × as long"
+            text += f"; under the profiler the baseline takes {ratio:.2f} × as long"
         rows.insert(1, ("without a profiler", text))
     return rows
 
@@ -132,9 +132,7 @@ def _copied(side: Side) -> str:
 
 
 def _attribution(side: Side) -> str:
-    return (
-        f"{side.attributed_share:.1%} to an op, {side.phased_share:.1%} to a phase, {side.module_share:.1%} to a module"
-    )
+    return f"{side.attributed_share:.1%} to ops, {side.phased_share:.1%} to phases, {side.module_share:.1%} to modules"
 
 
 def _notable_parts(finding: Finding) -> list[OverheadPart]:

@@ -21,7 +21,7 @@ def view_fit(fit: Fit) -> Document:
         marked=fit.best,
     )
     sections = [
-        Section("In figures", [NamedFigures(_figures(fit))]),
+        Section("Figures", [NamedFigures(_figures(fit))]),
         Section(f"Frontier ({fit.items_name} per second; share of the saved bytes that is recomputed)", [frontier]),
     ]
     if fit.changes:
@@ -89,7 +89,7 @@ def _plan(point: FitPoint) -> str:
 
 def _point(fit: Fit, place: int, point: FitPoint) -> tuple[str, ...]:
     """One row for an evaluated point."""
-    excess = f"{format_bytes(point.predicted_peak_bytes - fit.budget_bytes)} too much"
+    excess = f"{format_bytes(point.predicted_peak_bytes - fit.budget_bytes)} over budget"
     return (
         str(point.micro_batch),
         str(point.sequence) if point.sequence > 1 else _NOTHING,

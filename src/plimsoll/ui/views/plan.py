@@ -42,7 +42,7 @@ _REBUILT = " rebuilt "
 def view_plan(plan: Plan) -> Document:
     """Make the document: status, figures, memory, decisions; reasons and other budgets are details."""
     sections = [
-        Section("In figures", [NamedFigures(plan_figures(plan))], Place.DETAIL),
+        Section("Figures", [NamedFigures(plan_figures(plan))], Place.DETAIL),
         Section("Memory over the step", _memory(plan), Place.PICTURE),
         Section("Time against memory", _frontier(plan), Place.PICTURE),
     ]
@@ -86,8 +86,8 @@ def _statement(plan: Plan) -> str:
         f"instead of {format_bytes(plan.baseline_peak_bytes)}, for {format_more(plan.predicted_overhead)} time a step. "
     )
     if plan.status is Status.OPTIMAL:
-        return text + "No plan of this engine is cheaper, at these costs."
-    return text + f"At these costs no plan of this engine is faster by more than {plan.gap_of_step:.2%} of the step."
+        return text + "With these costs, no other plan of this engine is faster."
+    return text + f"With these costs, no plan of this engine is faster by more than {plan.gap_of_step:.2%} of the step."
 
 
 def plan_figures(plan: Plan) -> list[tuple[str, str]]:
@@ -122,7 +122,7 @@ def _price(plan: Plan) -> str:
         return "nothing: more memory would not make this step faster"
     price = f"{format_seconds(plan.price_seconds_per_byte * MIB)} per MiB"
     if plan.strategy != "auto":
-        return f"{price} to the strategy auto at this peak; {plan.strategy} has no use for more"
+        return f"{price} for strategy auto at this peak; strategy {plan.strategy} does not use more memory"
     overhead_seconds = max(plan.predicted_seconds - plan.baseline_seconds, 0.0)
     gain_seconds = min(plan.price_seconds_per_byte * GIB, overhead_seconds)
     return f"{price}: one more GiB would save {format_seconds(gain_seconds)} a step"
@@ -133,7 +133,7 @@ def _packing_figures(plan: Plan) -> list[tuple[str, str]]:
     rows = []
     if not plan.is_lossless:
         measured = "" if plan.measured_error is None else f", measured {plan.measured_error:.2%}"
-        allowed = "any is allowed" if plan.max_error is None else f"{plan.max_error:.2%} is allowed"
+        allowed = "any error is allowed" if plan.max_error is None else f"{plan.max_error:.2%} is allowed"
         rows.append(("gradient error", f"expected {plan.predicted_error:.2%}{measured}; {allowed}"))
     if plan.offloaded_bytes:
         limit = "" if plan.host_budget_bytes is None else f" of {format_bytes(plan.host_budget_bytes)}"
@@ -146,7 +146,7 @@ def _memory(plan: Plan) -> list[Element]:
     unmanaged = plan.baseline_peak
     elements += [
         classes_table(plan),
-        _holders(plan, plan.peak, f"Who holds the peak ({plan.peak.moment})"),
+        _holders(plan, plan.peak, f"What holds the peak ({plan.peak.moment})"),
         Fold(
             f"Without a plan the peak is {format_bytes(unmanaged.bytes)}, {unmanaged.moment}",
             [_holders(plan, unmanaged, "")],
@@ -154,7 +154,9 @@ def _memory(plan: Plan) -> list[Element]:
         ),
     ]
     if plan.predicted_peak_bytes >= plan.baseline_peak_bytes and any(not r.is_untouched for r in plan.regions):
-        words = "The plan lowers what is held after forward, but not the peak: it lies where no decision reaches."
+        words = (
+            "The plan lowers the bytes held after forward, but not the peak: no decision frees memory at that moment."
+        )
         elements.append(Paragraph(words))
     return elements
 
@@ -209,7 +211,7 @@ def _frontier(plan: Plan) -> list[Element]:
         for point in plan.frontier
     ]
     table = Table(header=("peak", "step", "over the unmanaged step"), rows=rows, numbers=(0, 1, 2))
-    others = [Fold("What other budgets would cost, predicted", [table], is_detail=True)] if len(rows) > 1 else []
+    others = [Fold("Predicted cost of other budgets", [table], is_detail=True)] if len(rows) > 1 else []
     return [FrontierChart(plans=[plan]), *others]
 
 
@@ -242,9 +244,9 @@ def _counted(decisions: Sequence[ValueDecision]) -> str:
 def _values(group: RegionGroup) -> Fold:
     """A fold with every value of a group of regions that share their decisions."""
     first = group.first
-    alike = f" ({len(group.regions)} alike, figures for one)" if len(group.regions) > 1 else ""
+    alike = f" ({len(group.regions)} with the same decisions, figures for one)" if len(group.regions) > 1 else ""
     replay = f"replay {format_seconds(first.replay_seconds)}" if first.replay_seconds else "no replay"
-    boundary = "; its input is rebuilt through the region before" if first.is_boundary_dropped else ""
+    boundary = "; its input is recomputed by the region before it" if first.is_boundary_dropped else ""
     rows = [
         (
             str(entry.decision),
@@ -267,7 +269,7 @@ def _values(group: RegionGroup) -> Fold:
 def describe_reason(decision: ValueDecision) -> str:
     """The reason for a value's decision, in one sentence."""
     if decision.decision is Decision.RECOMPUTE and not decision.seconds:
-        return "recompute costs nothing more: it is made on the way to another value"
+        return "recompute costs nothing extra: another value's recomputation makes it anyway"
     if not decision.reason and decision.decision is Decision.RECOMPUTE and decision.bytes:
         return f"recompute costs {format_seconds(decision.seconds * MIB / decision.bytes)}/MiB"
     return decision.reason

@@ -36,19 +36,19 @@ def view_receipt(receipt: Receipt) -> Document:
         about=subject_of(receipt, label=f"{receipt.strategy}, {format_budget(receipt.budget_bytes, 'no budget')}"),
         lines=[receipt.verdict.advice],
         statement=_statement(receipt),
-        sections=[Section("Measured beside the unmanaged step", _evidence(receipt))],
+        sections=[Section("Measured against the unmanaged step", _evidence(receipt))],
         notes=receipt.notes,
     )
 
 
 def _statement(receipt: Receipt) -> str:
-    text = f"{receipt.verdict.advice} {receipt.compared_gradients} gradients were compared, {receipt.compared_buffers} buffers."
+    text = f"{receipt.verdict.advice} {receipt.compared_gradients} gradients and {receipt.compared_buffers} buffers compared."
     if not receipt.is_lossless:
         text += f" The gradient's measured error is {_error(receipt)}."
     if receipt.measured_peak_bytes is not None:
         text += f" The measured peak is {format_bytes(receipt.measured_peak_bytes)}"
         predicted_bytes = receipt.predicted_peak_bytes
-        text += "." if predicted_bytes is None else f"; {format_bytes(predicted_bytes)} were predicted."
+        text += "." if predicted_bytes is None else f"; the prediction was {format_bytes(predicted_bytes)}."
     return text
 
 
@@ -61,7 +61,7 @@ def _evidence(receipt: Receipt) -> list[Element]:
     if expected:
         elements.append(Fold("Not equal bit for bit, as allowed", [_mismatches(expected, "")], is_detail=True))
     if receipt.faults:
-        title = "Saved tensors that came back as something else"
+        title = "Saved tensors that backward got with other contents"
         elements.append(Table(title=title, rows=[(str(fault),) for fault in receipt.faults], most_rows=_SHOWN))
     if receipt.intermediates:
         elements.append(Table(title="Intermediates", rows=[_intermediate(each) for each in receipt.intermediates]))
@@ -71,7 +71,7 @@ def _evidence(receipt: Receipt) -> list[Element]:
         elements.append(CurvesChart("loss", receipt.baseline_losses, receipt.plan_losses))
     if receipt.regions:
         header = ("engine", "regions", "memory", "why")
-        elements.append(Table(title="How regions were served", header=header, rows=_engines(receipt)))
+        elements.append(Table(title="How regions were handled", header=header, rows=_engines(receipt)))
     return elements
 
 
@@ -114,11 +114,11 @@ def _error(receipt: Receipt) -> str:
 def _equality(receipt: Receipt) -> list[tuple[str, str]]:
     """A row with the gradient's error; empty for a lossless, uncompiled plan without an error."""
     if receipt.is_lossless and receipt.rounding_tolerance:
-        text = f"measured {_error(receipt)}; {receipt.rounding_tolerance:.2%} is rounding"
+        text = f"measured {_error(receipt)}; rounding explains up to {receipt.rounding_tolerance:.2%}"
     elif receipt.is_lossless:
         text = f"measured {_error(receipt)}" if receipt.gradient_error else ""
     else:
-        allowed = "any is allowed" if receipt.max_error is None else f"{receipt.max_error:.2%} is allowed"
+        allowed = "any error is allowed" if receipt.max_error is None else f"{receipt.max_error:.2%} is allowed"
         text = f"expected {receipt.predicted_error:.2%}, measured {_error(receipt)}; {allowed}"
     return [("gradient error", text)] if text else []
 
@@ -143,22 +143,22 @@ def _further_evidence(receipt: Receipt) -> list[tuple[str, str]]:
         agreement = _agreement(receipt.baseline_curve, receipt.plan_curve)
         rows.append(("loss curve", f"{agreement}; last loss {ours}, unmanaged {theirs}"))
     if receipt.compared_tensors:
-        text = f"{receipt.compared_tensors} compared with what came back, {len(receipt.faults)} faults"
+        text = f"{receipt.compared_tensors} compared with what backward got, {len(receipt.faults)} faults"
         rows.append(("saved tensors", text))
     slope = receipt.slope
     if slope is not None and slope.is_conclusive:
-        word = "is not the loss's" if slope.disagrees else "agrees with the loss"
+        word = "does not agree with the loss" if slope.disagrees else "agrees with the loss"
         ratio, error = slope.measured / slope.expected, slope.measured_error / slope.expected
         rows.append(("slope", f"the gradient {word}: measured / expected slope {ratio:.4f} ± {error:.1g}"))
     elif slope is not None:
-        rows.append(("slope", "the loss is too rough here to judge the gradient by it"))
+        rows.append(("slope", "the loss is not smooth enough here to check the gradient against it"))
     return rows
 
 
 def _confirmation(confirmation: Confirmation) -> list[tuple[str, str]]:
     """Rows for a plan that was made without the device: the confirmation on the device, and the revised plan."""
     rows = [
-        ("planned for", f"{confirmation.cost_device}, with the costs of its roofline"),
+        ("planned for", f"{confirmation.cost_device}, with costs from a roofline model"),
         ("on the device", _deviation(confirmation)),
     ]
     if confirmation.revised is not None:
@@ -210,8 +210,8 @@ def _intermediate(intermediate: Intermediate) -> tuple[str, str, str]:
 def _droppable(receipt: Receipt) -> str:
     """The share of the managed regions' activations that could be dropped; untouched regions were not measured."""
     if not any(region.activation_bytes for region in receipt.regions):
-        return "not measured: no region is managed by recipes"
-    return f"{receipt.droppable_share:.0%} of the managed regions' activations replay bit for bit"
+        return "not measured: the plan does not manage a region by recipes"
+    return f"{receipt.droppable_share:.0%} of the managed regions' activations can be recomputed bit for bit"
 
 
 def _mismatches(mismatches: Sequence[Mismatch], title: str) -> Table:

@@ -15,7 +15,7 @@ _LINKS: Mapping[str, Callable[[LinkFit], str]] = {
     "link": lambda link: link.transfer,
     "latency": lambda link: format_seconds(link.latency_seconds),
     "bandwidth": lambda link: format_rate(link.bytes_per_second),
-    "fit off by": lambda link: f"{link.relative_error:.1%}",
+    "fit error": lambda link: f"{link.relative_error:.1%}",
     "sizes": lambda link: ", ".join(
         f"{format_bytes(point.payload_bytes)}: {format_seconds(point.measured_seconds)}" for point in link.points
     ),
@@ -55,16 +55,16 @@ def _step(traffic: Traffic) -> list[str]:
             f"{format_seconds(step.measured_compute_seconds)} forward and backward, "
             f"{format_seconds(step.measured_optimizer_seconds)} {optimizer}; "
             f"{gradients} {len(step.buckets)} buckets; data: {traffic.data}",
-            f"uncompressed, {hidden}; beside a transfer computing runs at {step.compute_share:.0%} of its speed",
+            f"uncompressed, {hidden}; during a transfer, compute runs at {step.compute_share:.0%} of its speed",
         ]
     assert sharded is not None, "a step of either layout"
     most = sharded.measured_most_saved_share
     return [
-        f"{format_seconds(sharded.measured_silent_seconds.value)} a step that gathers parameters and sends no gradients, "
-        f"{format_seconds(sharded.measured_optimizer_seconds)} of it {optimizer}; "
+        f"{format_seconds(sharded.measured_silent_seconds.value)} a step that gathers parameters but does not send gradients, "
+        f"{format_seconds(sharded.measured_optimizer_seconds)} of it in {optimizer}; "
         f"{gradients} {sharded.units} units of FSDP2; data: {traffic.data}",
-        f"sending no gradients at all would save {most.value:.1%} ({most.low:.1%} to {most.high:.1%}) of the step: "
-        "no method can save more",
+        f"no method can save more than {most.value:.1%} ({most.low:.1%} to {most.high:.1%}) of the step, which is what a "
+        "step without any gradient traffic saves",
     ]
 
 
@@ -112,8 +112,8 @@ def _reason(method: MethodTraffic) -> str:
     if method.break_even_bytes_per_second is not None:
         parts.append(f"below {format_rate(method.break_even_bytes_per_second)}")
     if method.break_even_hidden_share is not None:
-        parts.append(f"if under {max(0.0, method.break_even_hidden_share):.0%} is hidden")
-    return f"{text}; pays {' and '.join(parts) or 'at no bandwidth that was looked at'}"
+        parts.append(f"if less than {max(0.0, method.break_even_hidden_share):.0%} of the transfers is hidden")
+    return f"{text}; saves time {' and '.join(parts) or 'at none of the bandwidths that were tried'}"
 
 
 def _validations(traffic: Traffic) -> list[tuple[str, ...]]:

@@ -71,11 +71,11 @@ def _findings(verdict: Verdict) -> list[Element]:
         norms = sorted(verdict.comparisons, key=_shift)
         rows = [_norm_cells(entry) for entry in norms]
         table = Table(header=_NORMS_HEADER, rows=rows, numbers=(1, 2, 3, 4), most_rows=_BLOCKS_SHOWN)
-        elements += [NormsChart(verdict.comparisons), Fold("Gradient norms, those that moved furthest first", [table])]
+        elements += [NormsChart(verdict.comparisons), Fold("Gradient norms, largest change first", [table])]
     if verdict.gradients:
         gradients = sorted(verdict.gradients, key=lambda entry: (entry.block != WHOLE_MODEL, -entry.relative_error))
         table = tabulate(gradients, _GRADIENTS, numbers=(1, 2), most_rows=_BLOCKS_SHOWN)
-        elements.append(Fold("Gradients at equal parameters, those with the largest error first", [table]))
+        elements.append(Fold("Gradients at equal parameters, largest error first", [table]))
     return elements
 
 
