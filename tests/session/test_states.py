@@ -17,7 +17,7 @@ import plimsoll
 from plimsoll.errors import BudgetBelowFloor
 from plimsoll.session import states
 from plimsoll.session.attachment import Attachment
-from plimsoll.session.states import TABLE, Event, State
+from plimsoll.session.states import TABLE, State, TrainingEvent
 from plimsoll.units import MIB
 from steps import Stack, mean_square
 
@@ -221,40 +221,40 @@ def in_step(number: int) -> None:
     runs_out_of_memory(training)
 
 
-SCENARIOS: dict[tuple[Event, State], Callable[[], Any]] = {
-    (Event.THAWED, State.UNTRACED): lambda: thawed(0),
-    (Event.THAWED, State.MEASURING): lambda: thawed(1),
-    (Event.THAWED, State.RUNNING): lambda: thawed(3),
-    (Event.THAWED, State.GIVEN_UP): thawed_after_giving_up,
-    (Event.CALL, State.UNTRACED): lambda: Training().steps(1),
-    (Event.CALL, State.MEASURING): lambda: Training().steps(2),
-    (Event.CALL, State.RUNNING): lambda: Training().steps(3),
-    (Event.CALL, State.GIVEN_UP): Failing,
-    (Event.LARGER_BATCH, State.RUNNING): larger_batch,
-    (Event.RAN_MORE, State.RUNNING): more_layers,
-    (Event.EXCEEDED, State.RUNNING): heavier_loss,
-    (Event.MORE_FORWARDS, State.RUNNING): two_forwards,
-    (Event.NEW_STATE, State.RUNNING): late_state,
-    (Event.LOOP_HOLDS, State.RUNNING): held_copy,
-    (Event.ROOM_CHANGED, State.RUNNING): less_room,
-    (Event.STEP_ENDED, State.RUNNING): lambda: Training().steps(4),
-    (Event.OUT_OF_MEMORY, State.UNTRACED): at_once,
-    (Event.OUT_OF_MEMORY, State.MEASURING): lambda: in_step(1),
-    (Event.OUT_OF_MEMORY, State.RUNNING): lambda: in_step(3),
-    (Event.OUT_OF_MEMORY, State.GIVEN_UP): out_of_memory_after_giving_up,
-    (Event.FAILED, State.UNTRACED): refused_at_once,
-    (Event.FAILED, State.MEASURING): refused_after_measuring,
-    (Event.FAILED, State.RUNNING): refused_by_the_model,
-    (Event.FAILED, State.GIVEN_UP): Failing,
+SCENARIOS: dict[tuple[TrainingEvent, State], Callable[[], Any]] = {
+    (TrainingEvent.THAWED, State.UNTRACED): lambda: thawed(0),
+    (TrainingEvent.THAWED, State.MEASURING): lambda: thawed(1),
+    (TrainingEvent.THAWED, State.RUNNING): lambda: thawed(3),
+    (TrainingEvent.THAWED, State.GIVEN_UP): thawed_after_giving_up,
+    (TrainingEvent.CALL, State.UNTRACED): lambda: Training().steps(1),
+    (TrainingEvent.CALL, State.MEASURING): lambda: Training().steps(2),
+    (TrainingEvent.CALL, State.RUNNING): lambda: Training().steps(3),
+    (TrainingEvent.CALL, State.GIVEN_UP): Failing,
+    (TrainingEvent.LARGER_BATCH, State.RUNNING): larger_batch,
+    (TrainingEvent.RAN_MORE, State.RUNNING): more_layers,
+    (TrainingEvent.EXCEEDED, State.RUNNING): heavier_loss,
+    (TrainingEvent.MORE_FORWARDS, State.RUNNING): two_forwards,
+    (TrainingEvent.NEW_STATE, State.RUNNING): late_state,
+    (TrainingEvent.LOOP_HOLDS, State.RUNNING): held_copy,
+    (TrainingEvent.ROOM_CHANGED, State.RUNNING): less_room,
+    (TrainingEvent.STEP_ENDED, State.RUNNING): lambda: Training().steps(4),
+    (TrainingEvent.OUT_OF_MEMORY, State.UNTRACED): at_once,
+    (TrainingEvent.OUT_OF_MEMORY, State.MEASURING): lambda: in_step(1),
+    (TrainingEvent.OUT_OF_MEMORY, State.RUNNING): lambda: in_step(3),
+    (TrainingEvent.OUT_OF_MEMORY, State.GIVEN_UP): out_of_memory_after_giving_up,
+    (TrainingEvent.FAILED, State.UNTRACED): refused_at_once,
+    (TrainingEvent.FAILED, State.MEASURING): refused_after_measuring,
+    (TrainingEvent.FAILED, State.RUNNING): refused_by_the_model,
+    (TrainingEvent.FAILED, State.GIVEN_UP): Failing,
 }
 
 
 @pytest.mark.parametrize("cell", SCENARIOS, ids=lambda cell: f"{cell[0].name} while {cell[1]}")
-def test_a_real_training_goes_through_the_cell(cell: tuple[Event, State]):
-    walked: list[tuple[Event, State, State]] = []
+def test_a_real_training_goes_through_the_cell(cell: tuple[TrainingEvent, State]):
+    walked: list[tuple[TrainingEvent, State, State]] = []
     react = Attachment._react
 
-    def spy(attachment: Attachment, event: Event, *arguments: Any, **named: Any) -> Any:
+    def spy(attachment: Attachment, event: TrainingEvent, *arguments: Any, **named: Any) -> Any:
         before = attachment.state
         try:
             return react(attachment, event, *arguments, **named)
@@ -272,16 +272,16 @@ def test_a_real_training_goes_through_the_cell(cell: tuple[Event, State]):
 def test_the_table_has_a_scenario_for_every_cell_and_a_method_for_every_reaction():
     cells = {(event, state) for event, row in TABLE.items() for state in row}
     assert cells == set(SCENARIOS)
-    assert set(TABLE) == set(Event)
+    assert set(TABLE) == set(TrainingEvent)
     for row in TABLE.values():
         for cell in row.values():
-            assert inspect.isfunction(getattr(Attachment, cell.reaction))
+            assert inspect.isfunction(getattr(Attachment, cell.method))
 
 
 def test_the_documentation_shows_the_table():
     rows = [("event", *map(str, State))]
     for event, cells in TABLE.items():
-        rows.append((event.name, *(cells[state].reaction if state in cells else "" for state in State)))
+        rows.append((event.name, *(cells[state].method if state in cells else "" for state in State)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

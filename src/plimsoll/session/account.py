@@ -69,7 +69,7 @@ class MemoryAccount:
         return dataclasses.replace(self, withheld=withheld)
 
 
-class Room:
+class PlanRoom:
     """The bytes that a plan may take on this rank: the budget less the current account."""
 
     def __init__(self, account: MemoryAccount | None = None, budget_bytes: int = 0) -> None:

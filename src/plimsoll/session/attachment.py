@@ -31,7 +31,7 @@ from plimsoll.artifacts.plan import COLLECTIVES, Plan
 from plimsoll.engine.apply import RemovedAtEnd
 from plimsoll.engine.capturing import WARM_UP, is_capturing, refuse_capture
 from plimsoll.errors import BudgetBelowFloor, InvalidBatch, PlimsollError
-from plimsoll.session.account import MemoryAccount, Room, planned_state_bytes, predicted_before_optimizer
+from plimsoll.session.account import MemoryAccount, PlanRoom, planned_state_bytes, predicted_before_optimizer
 from plimsoll.session.agreement import Agreement
 from plimsoll.session.batch_shapes import Shapes, covers
 from plimsoll.session.carried import Carried
@@ -56,7 +56,7 @@ from plimsoll.session.pressure import Pressure
 from plimsoll.session.retry import Retry, floor_of
 from plimsoll.session.shapes import ShapePlans, can_follow_shapes, told
 from plimsoll.session.situations import MeteredSituations, Situation, planned_situation
-from plimsoll.session.states import TABLE, Event, State
+from plimsoll.session.states import TABLE, State, TrainingEvent
 from plimsoll.session.step_levels import is_more
 from plimsoll.session.step_planner import StepPlanner, first_planner
 from plimsoll.session.step_watch import StepWatch
@@ -82,7 +82,7 @@ _MOST_TRACED_AGAIN = 8
 """Trace at most this many steps to find one that runs as much as the step that exceeded the budget."""
 
 
-class Call(NamedTuple):
+class TrainingCall(NamedTuple):
     """A training call of the managed model."""
 
     args: tuple[Any, ...]
@@ -105,7 +105,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class TracedStep:
+class FirstStep:
     """The step that was traced first, or last if a later one needed more."""
 
     planner: StepPlanner
@@ -144,7 +144,7 @@ class Attachment(RemovedAtEnd):
         self._has_warned = False
         self._calls = 0
         self._pressure = Pressure(room)
-        self._room = Room()
+        self._room = PlanRoom()
         self.know_nothing()
         self._work = PlansAtWork(agreement, model, verify_every)
         self._retry = Retry(model, self)
@@ -208,11 +208,11 @@ class Attachment(RemovedAtEnd):
 
     # Events
 
-    def _react(self, event: Event, *arguments: Any, **named: Any) -> Any:
+    def _react(self, event: TrainingEvent, *arguments: Any, **named: Any) -> Any:
         """React to an event as ``states.TABLE`` says, and return what the reaction returns."""
-        cell = TABLE[event][self.state]
-        result = getattr(self, cell.reaction)(*arguments, **named)
-        assert self.state in cell.leads_to, f"{event.name} has led to {self.state}"
+        reaction = TABLE[event][self.state]
+        result = getattr(self, reaction.method)(*arguments, **named)
+        assert self.state in reaction.leads_to, f"{event.name} has led to {self.state}"
         return result
 
     def _before_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
@@ -225,53 +225,53 @@ class Attachment(RemovedAtEnd):
             self._watch.remove()
         try:
             if situation.thawed and self._steps.is_between_steps:
-                self._react(Event.THAWED)
+                self._react(TrainingEvent.THAWED)
                 situation = situation._replace(thawed=frozenset())
-            call = Call(args, kwargs, situation)
+            call = TrainingCall(args, kwargs, situation)
             for event in self._events(call):
                 self._react(event, call)
         except BaseException as error:
-            self._react(Event.FAILED, error)
+            self._react(TrainingEvent.FAILED, error)
             raise
         if self.state is State.RUNNING:
             self._served = situation.shapes
             self._steps.meter_if_new(args, kwargs, situation, self._metered)
 
-    def _events(self, call: Call) -> Iterator[Event]:
+    def _events(self, call: TrainingCall) -> Iterator[TrainingEvent]:
         """Yield what a training call has to react to. Each reaction may change the state in which the next test is made."""
         if self.state is State.RUNNING:
             change = self._change_before(call)
             if change is not None:
                 yield change
         else:
-            yield Event.CALL
+            yield TrainingEvent.CALL
         if self.state is State.RUNNING:
-            yield Event.CALL
+            yield TrainingEvent.CALL
             begins = self._steps.is_between_steps and not call.situation.accumulates
             if begins and self._is_room_changed(call.situation):
-                yield Event.ROOM_CHANGED
+                yield TrainingEvent.ROOM_CHANGED
 
-    def _change_before(self, call: Call) -> Event | None:
+    def _change_before(self, call: TrainingCall) -> TrainingEvent | None:
         """Return what has changed since the last plan was made; the most important change first."""
         planner, situation = self._traced_step.planner, call.situation
         begins = self._steps.is_between_steps
         if not (self._has_ladder or self.is_compiled or any(covers(each, situation.shapes) for each in self._shapes)):
-            return Event.LARGER_BATCH
+            return TrainingEvent.LARGER_BATCH
         if self._traces_left and begins:
-            return Event.RAN_MORE
+            return TrainingEvent.RAN_MORE
         if self._corrected is not None:
-            return Event.EXCEEDED
+            return TrainingEvent.EXCEEDED
         if situation.in_flight > planner.in_flight:
-            return Event.MORE_FORWARDS
+            return TrainingEvent.MORE_FORWARDS
         if self._counted.is_behind(self._watch):
-            return Event.NEW_STATE
+            return TrainingEvent.NEW_STATE
         if begins and self._is_held_changed():
-            return Event.LOOP_HOLDS
+            return TrainingEvent.LOOP_HOLDS
         return None
 
     def _step_ended(self) -> None:
-        if self.plan is not None and self.state in TABLE[Event.STEP_ENDED]:
-            self._react(Event.STEP_ENDED)
+        if self.plan is not None and self.state in TABLE[TrainingEvent.STEP_ENDED]:
+            self._react(TrainingEvent.STEP_ENDED)
 
     def tighten(self, *, is_own: bool) -> bool:
         """After a step ran out of memory: switch to a plan with a lower peak. Return True if some rank has one."""
@@ -280,7 +280,7 @@ class Attachment(RemovedAtEnd):
         self._traces.begin_anew()
         if not self._watch.is_settled:
             self._watch_optimizer()
-        return bool(self._react(Event.OUT_OF_MEMORY, is_own=is_own))
+        return bool(self._react(TrainingEvent.OUT_OF_MEMORY, is_own=is_own))
 
     def floor(self, *, is_optimizer: bool, is_own: bool) -> BudgetBelowFloor | None:
         """Return the error to raise if no plan has a lower peak.
@@ -312,7 +312,7 @@ class Attachment(RemovedAtEnd):
     def know_nothing(self) -> None:
         """Treat the next call as the first one."""
         self.state = State.UNTRACED
-        self._traced: TracedStep | None = None
+        self._traced: FirstStep | None = None
         self._shaped: ShapePlans | None = None
         """The plans that each call chooses from; None until the plan for the first step is made."""
         self._traces = JointTraces(self.agreement, self.model)
@@ -353,13 +353,13 @@ class Attachment(RemovedAtEnd):
 
     # Reactions: untraced
 
-    def trace_first_call(self, call: Call) -> None:
+    def trace_first_call(self, call: TrainingCall) -> None:
         """Trace the call. All ranks do so together."""
         with self.agreement:
             self.agreement.same("the first batch", facts_of(self._task(call)))
             self._begin(call)
 
-    def _begin(self, call: Call) -> None:
+    def _begin(self, call: TrainingCall) -> None:
         """Trace a call. Keep the current plan if it is enough for the call; else plan for it."""
         self._shapes.append(call.situation.shapes)
         self._steps.note_frozen()
@@ -369,7 +369,7 @@ class Attachment(RemovedAtEnd):
         else:
             self._begin_eager(call)
 
-    def _begin_compiled(self, call: Call, source: CompiledStep) -> None:
+    def _begin_compiled(self, call: TrainingCall, source: CompiledStep) -> None:
         """Make and apply the plan for the budget."""
         # Without a reduction, gradients wait, so later micro-batches of the step begin with existing gradients.
         accumulates = call.situation.accumulates or is_without_reduction(self.model)
@@ -377,14 +377,14 @@ class Attachment(RemovedAtEnd):
             planner, plan, unseen_bytes = source.plan(
                 self.agreement, self._task(call), self._options, self._budget, accumulates=accumulates
             )
-        self._traced = TracedStep(planner.alone(), call.situation.shapes, accumulates)
+        self._traced = FirstStep(planner.alone(), call.situation.shapes, accumulates)
         self._watch_optimizer()
         self._counted.begin(self._watch, plan)
         self._metered = MeteredSituations([planned_situation(plan.signature, plan.in_flight)])
         self._room.account = MemoryAccount(outside_model=unseen_bytes)
         self._run_from_now_on(self._traced, plan)
 
-    def _begin_eager(self, call: Call) -> None:
+    def _begin_eager(self, call: TrainingCall) -> None:
         """Run at the lowest peak and measure, unless the current plan is enough for the call."""
         task = dataclasses.replace(self._task(call), optimizer=optimizer_in_view(self.model, self._optimizer))
         with self._tracing():
@@ -396,7 +396,7 @@ class Attachment(RemovedAtEnd):
                 optimizer_is_optional=task.optimizer is not self._optimizer,
                 taken_bytes=self._room.account.total_bytes(),
             )
-            traced = TracedStep(
+            traced = FirstStep(
                 planner,
                 call.situation.shapes,
                 call.situation.accumulates,
@@ -416,7 +416,7 @@ class Attachment(RemovedAtEnd):
         self.state, self._tries = State.MEASURING, 0
         self._measure(call)
 
-    def _is_enough_for(self, traced: TracedStep, earlier: TracedStep) -> bool:
+    def _is_enough_for(self, traced: FirstStep, earlier: FirstStep) -> bool:
         """True if the current plan also keeps the traced step within the budget, and that step needs at most what the planned
         one needs.
         """
@@ -433,14 +433,14 @@ class Attachment(RemovedAtEnd):
 
     # Reactions: measuring
 
-    def calibrate(self, call: Call) -> None:
+    def calibrate(self, call: TrainingCall) -> None:
         """Make the plan for the budget if the last step was measured; else measure this one. Every rank calls this in every
         call until the plan exists.
         """
         with self.agreement:
             self._calibrate(call, self._traced_step)
 
-    def _calibrate(self, call: Call, traced: TracedStep) -> None:
+    def _calibrate(self, call: TrainingCall, traced: FirstStep) -> None:
         situation = call.situation
         here = Calibration(
             signature=str(facts_of(self._task(call))),
@@ -473,7 +473,7 @@ class Attachment(RemovedAtEnd):
         if self.state is State.MEASURING:
             self._measure(call)
 
-    def _measure(self, call: Call) -> None:
+    def _measure(self, call: TrainingCall) -> None:
         """Measure the step that this call begins. If the call is within a step that has already begun, do nothing."""
         if not self._steps.is_between_steps:
             return
@@ -484,7 +484,7 @@ class Attachment(RemovedAtEnd):
         carried = self._carried if self._tries > 1 else None
         self._steps.meter(call.args, call.kwargs, carried, with_optimizer=True)
 
-    def _settle(self, traced: TracedStep, task: TrainingTask | None, in_flight: int) -> None:
+    def _settle(self, traced: FirstStep, task: TrainingTask | None, in_flight: int) -> None:
         """Make the plan for the budget, after the first step. The bytes that the trace did not see go into the account.
 
         Args:
@@ -534,7 +534,7 @@ class Attachment(RemovedAtEnd):
         if self._has_ladder or self.agreement.size == 1:
             self._pressure.watch(self._steps.device, self._steps.beside_bytes or 0)
 
-    def _run_from_now_on(self, traced: TracedStep, plan: Plan) -> None:
+    def _run_from_now_on(self, traced: FirstStep, plan: Plan) -> None:
         """Apply the first plan for the budget. With a ladder, later calls choose theirs."""
         measured_bytes = self._room.account.measured_bytes()
         if self._has_ladder:
@@ -555,7 +555,7 @@ class Attachment(RemovedAtEnd):
         self.state = State.RUNNING
         _LOG.info(told(plan, 0 if self.is_compiled else measured_bytes))
 
-    def _confirmed(self, traced: TracedStep, task: TrainingTask | None) -> Plan:
+    def _confirmed(self, traced: FirstStep, task: TrainingTask | None) -> Plan:
         """Solve the plan for the budget and run it once if possible. The run also records what the plan needs."""
         planner = traced.planner
         plan = self._solve_for_budget(traced)
@@ -584,7 +584,7 @@ class Attachment(RemovedAtEnd):
                 # This call may run more layers than the traced one (layers dropped at random), and so does its trial.
                 self._log_trial(planner, task, "a plan for the budget")
 
-    def _has_room_to_try(self, traced: TracedStep, plan: Plan, task: TrainingTask | None) -> bool:
+    def _has_room_to_try(self, traced: FirstStep, plan: Plan, task: TrainingTask | None) -> bool:
         """Whether a trial stays within the budget: it holds two copies of the buffers, one of the batch, one of the gradients.
 
         Without a trial the next step shows what the plan takes, as that step is measured.
@@ -609,7 +609,7 @@ class Attachment(RemovedAtEnd):
 
     # Reactions: running
 
-    def choose_plan(self, call: Call) -> None:
+    def choose_plan(self, call: TrainingCall) -> None:
         """Apply the cheapest plan that keeps a batch of this shape within the budget."""
         if self._shaped is None:
             return
@@ -619,7 +619,7 @@ class Attachment(RemovedAtEnd):
         levels = self._steps.levels
         levels.expected_forward_bytes, levels.expected_peak_bytes = self._shaped.expected()
 
-    def grow(self, call: Call) -> None:
+    def grow(self, call: TrainingCall) -> None:
         """Plan for a batch that may need more than any before, if all ranks have one in this call. Otherwise keep the plan."""
         facts = facts_of(self._task(call))
         everyone = self.agreement.gathered(f"larger batch in call {self._calls}", str(facts), str)
@@ -635,7 +635,7 @@ class Attachment(RemovedAtEnd):
         self._metered.know(situation)
         warn_of_larger(situation)
 
-    def trace_again(self, call: Call) -> None:
+    def trace_again(self, call: TrainingCall) -> None:
         """Trace because a forward ran more operations than the traced one. Only the trace shows whether this call does so too.
 
         After `_MOST_TRACED_AGAIN` traces without success, subtract the measured overshoot from the budget instead.
@@ -684,7 +684,7 @@ class Attachment(RemovedAtEnd):
         """The optimizer state to add to a measured peak. A compiled plan counts it from its first step on."""
         return planned_state_bytes(self._current_plan) if self.is_compiled else self._watch.bytes_now
 
-    def plan_tighter(self, call: Call) -> None:
+    def plan_tighter(self, call: TrainingCall) -> None:
         """Plan again after a step exceeded the budget, or before one that will because more of its forwards wait at once."""
         planner, waiting = self._traced_step.planner, call.situation.in_flight
         corrected, self._corrected = self._corrected, None
@@ -701,7 +701,7 @@ class Attachment(RemovedAtEnd):
                     self._room.account = corrected
                 self._replan("no plan takes less")
 
-    def count_state(self, call: Call) -> None:
+    def count_state(self, call: TrainingCall) -> None:
         """Count new optimizer state. Without a ladder this happens only if the optimizers of all ranks have stepped."""
         new_bytes = self._counted.take_new(self._watch)
         if self._shaped is not None:
@@ -736,7 +736,7 @@ class Attachment(RemovedAtEnd):
         batch_bytes = max(0, held.batch_bytes - traced.batch_bytes)
         return max(0, held.bytes - self._held_at_plan_bytes) + batch_bytes
 
-    def count_held(self, call: Call) -> None:
+    def count_held(self, call: TrainingCall) -> None:
         """Count what the loop holds when a step begins."""
         new_bytes = self._counted.take_found(self._steps.held.state_bytes)
         self._room.account = self._room.account.adding_state(new_bytes).holding(self._held_bytes())
@@ -750,7 +750,7 @@ class Attachment(RemovedAtEnd):
             measured_bytes = shaped.measured_bytes(situation.shapes)
         return self._pressure.changes(budget_bytes, self._current_plan.predicted_peak_bytes + measured_bytes)
 
-    def follow_room(self, call: Call) -> None:
+    def follow_room(self, call: TrainingCall) -> None:
         """Plan for the room that other programs leave on the device."""
         self._withhold()
         if self._shaped is None:
@@ -792,7 +792,7 @@ class Attachment(RemovedAtEnd):
     # Plans
 
     @property
-    def _traced_step(self) -> TracedStep:
+    def _traced_step(self) -> FirstStep:
         assert self._traced is not None, "a step was traced before"
         return self._traced
 
@@ -801,7 +801,7 @@ class Attachment(RemovedAtEnd):
         assert self.plan is not None, "a plan was applied before"
         return self.plan
 
-    def _solve_for_budget(self, traced: TracedStep) -> Plan:
+    def _solve_for_budget(self, traced: FirstStep) -> Plan:
         """The plan for the budget less the account of the tightest rank."""
         planner = traced.planner
         excess_bytes = planner.ranks.excess_bytes(self._room.account.total_bytes())
@@ -828,7 +828,7 @@ class Attachment(RemovedAtEnd):
             self._seen.add(plan.effect)
             self._metered.expect()
 
-    def _task(self, call: Call) -> TrainingTask:
+    def _task(self, call: TrainingCall) -> TrainingTask:
         task = task_of_call(self.model, call.args, call.kwargs)
         if not self.is_compiled:
             return task

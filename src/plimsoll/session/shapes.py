@@ -32,7 +32,7 @@ from plimsoll.planning.expressions import Sizes
 from plimsoll.planning.family import Family, stray_because
 from plimsoll.planning.ladder import Ladder
 from plimsoll.planning.peaks import Forecast, ShapedStep
-from plimsoll.session.account import Room
+from plimsoll.session.account import PlanRoom
 from plimsoll.session.agreement import Agreement
 from plimsoll.session.batch_shapes import Shapes, covers, standing_in
 from plimsoll.session.messages import warn, warn_of_floor
@@ -81,7 +81,7 @@ class ShapePlans:
         optimizer: torch.optim.Optimizer | None,
         tracing: Callable[[], contextlib.AbstractContextManager[None]],
         agreement: Agreement,
-        room: Room,
+        room: PlanRoom,
         *,
         accumulates: bool,
         may_refuse: bool,

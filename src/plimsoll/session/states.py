@@ -38,7 +38,7 @@ class State(enum.StrEnum):
     """No plan: planning has failed before the first plan for the budget was made."""
 
 
-class Event(enum.StrEnum):
+class TrainingEvent(enum.StrEnum):
     """What can happen to a managed model."""
 
     THAWED = "parameters that were frozen are trained"
@@ -55,47 +55,47 @@ class Event(enum.StrEnum):
     FAILED = "planning failed"
 
 
-class Cell(NamedTuple):
-    """The reaction to an event in a state: a method of ``Attachment``, and the states that it may lead to."""
+class Reaction(NamedTuple):
+    """What is done about an event in a state: a method of ``Attachment``, and the states that it may lead to."""
 
-    reaction: str
+    method: str
     leads_to: frozenset[State]
 
 
-def _cell(reaction: str, *leads_to: State) -> Cell:
-    return Cell(reaction, frozenset(leads_to))
+def _cell(method: str, *leads_to: State) -> Reaction:
+    return Reaction(method, frozenset(leads_to))
 
 
 _UNTRACED, _MEASURING, _RUNNING, _GIVEN_UP = State
 _BEGUN = (_MEASURING, _RUNNING)
 
-TABLE: Mapping[Event, Mapping[State, Cell]] = {
+TABLE: Mapping[TrainingEvent, Mapping[State, Reaction]] = {
     # Gradients of thawed parameters need saved tensors that no trace has counted.
-    Event.THAWED: dict.fromkeys(State, _cell("know_nothing", _UNTRACED)),
-    Event.CALL: {
+    TrainingEvent.THAWED: dict.fromkeys(State, _cell("know_nothing", _UNTRACED)),
+    TrainingEvent.CALL: {
         _UNTRACED: _cell("trace_first_call", *_BEGUN),
         _MEASURING: _cell("calibrate", *_BEGUN),
         _RUNNING: _cell("choose_plan", _RUNNING),
         # The step that failed goes on after its error, or runs again.
         _GIVEN_UP: _cell("trace_first_call", *_BEGUN),
     },
-    Event.LARGER_BATCH: {_RUNNING: _cell("grow", *_BEGUN)},
-    Event.RAN_MORE: {_RUNNING: _cell("trace_again", *_BEGUN)},
-    Event.EXCEEDED: {_RUNNING: _cell("plan_tighter", _RUNNING)},
-    Event.MORE_FORWARDS: {_RUNNING: _cell("plan_tighter", _RUNNING)},
-    Event.NEW_STATE: {_RUNNING: _cell("count_state", _RUNNING)},
-    Event.LOOP_HOLDS: {_RUNNING: _cell("count_held", _RUNNING)},
-    Event.ROOM_CHANGED: {_RUNNING: _cell("follow_room", _RUNNING)},
+    TrainingEvent.LARGER_BATCH: {_RUNNING: _cell("grow", *_BEGUN)},
+    TrainingEvent.RAN_MORE: {_RUNNING: _cell("trace_again", *_BEGUN)},
+    TrainingEvent.EXCEEDED: {_RUNNING: _cell("plan_tighter", _RUNNING)},
+    TrainingEvent.MORE_FORWARDS: {_RUNNING: _cell("plan_tighter", _RUNNING)},
+    TrainingEvent.NEW_STATE: {_RUNNING: _cell("count_state", _RUNNING)},
+    TrainingEvent.LOOP_HOLDS: {_RUNNING: _cell("count_held", _RUNNING)},
+    TrainingEvent.ROOM_CHANGED: {_RUNNING: _cell("follow_room", _RUNNING)},
     # While measuring, the measurement is used when the next call begins: all ranks take part in it.
-    Event.STEP_ENDED: {_RUNNING: _cell("correct_account", _RUNNING)},
-    Event.OUT_OF_MEMORY: {
+    TrainingEvent.STEP_ENDED: {_RUNNING: _cell("correct_account", _RUNNING)},
+    TrainingEvent.OUT_OF_MEMORY: {
         _UNTRACED: _cell("have_none_tighter", _UNTRACED),
         _MEASURING: _cell("have_none_tighter", _MEASURING),
         _RUNNING: _cell("plan_after_out_of_memory", _RUNNING),
         _GIVEN_UP: _cell("have_none_tighter", _UNTRACED),
     },
     # An error that the model raised is not final: the next call plans again.
-    Event.FAILED: {
+    TrainingEvent.FAILED: {
         _UNTRACED: _cell("give_up", _GIVEN_UP, _UNTRACED),
         _MEASURING: _cell("give_up", _GIVEN_UP, _MEASURING),
         _RUNNING: _cell("keep_plan", _RUNNING),
