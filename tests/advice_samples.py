@@ -12,8 +12,6 @@ from plimsoll.artifacts.advice import (
     CheckItem,
     CheckOutcome,
     CompilerCoverage,
-    FailureMode,
-    FailureSign,
     GraphBreak,
     Kind,
     LayerUse,
@@ -98,8 +96,11 @@ def make_advice(**changes: object) -> Advice:
             CheckItem(name="attention", title="attention", outcome=CheckOutcome.FAIL, evidence="<b>8 MiB</b> saved"),
         ),
         failure_modes=(
-            FailureMode(
-                name="bubbles", title="pipeline bubbles grow", sign=FailureSign.NOT_CHECKED, evidence="one process only"
+            CheckItem(
+                name="bubbles",
+                title="pipeline bubbles grow",
+                outcome=CheckOutcome.NOT_CHECKED,
+                evidence="one process only",
             ),
         ),
         notes=("a note",),

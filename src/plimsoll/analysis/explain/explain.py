@@ -240,7 +240,7 @@ def _as_it_is(step: ExplainedStep, report: Progress) -> Explanation:
     report("replaying it with changes", 0.5)
     return _explanation(
         step,
-        PeakSubject(seen.trace, seen, bool(used)),
+        PeakSubject(seen.trace, seen, is_managed=bool(used)),
         setup=" and ".join(f"{name} ({count} times a step)" for name, count in used.most_common()),
         seen=_look_at_run(step, seen),
         plain=plain,
@@ -274,7 +274,7 @@ def _under(asked: str | Plan | None, step: ExplainedStep, report: Progress) -> E
     report("replaying it with changes", 0.5)
     return _explanation(
         step,
-        PeakSubject(traced, plain_step, asked is not None, choose),
+        PeakSubject(traced, plain_step, is_managed=asked is not None, choose=choose),
         setup="torch.compile's default partition" if asked is None else f"strategy {name}, by Plimsoll",
         seen=_look(simulation, end, names),
         plain=_look_at_run(step, plain_step) if asked is None else _look(keeping, end, names),

@@ -10,8 +10,6 @@ from plimsoll.artifacts.advice import (
     CheckItem,
     CheckOutcome,
     CompilerCoverage,
-    FailureMode,
-    FailureSign,
     GraphBreak,
     Kind,
     LayerUse,
@@ -37,8 +35,8 @@ _KINDS = {Kind.DOES_NOT_FIT: Tone.BAD, Kind.LOOK_ELSEWHERE: Tone.NEUTRAL}
 _WORDS = {
     CheckOutcome.PASS: Tone.GOOD,
     CheckOutcome.FAIL: Tone.BAD,
-    FailureSign.FOUND: Tone.BAD,
-    FailureSign.NOT_FOUND: Tone.GOOD,
+    CheckOutcome.FOUND: Tone.BAD,
+    CheckOutcome.NOT_FOUND: Tone.GOOD,
 }
 _LAYERS_HEADER = ("layer", "saved", "forward", "backward", "freed per ms")
 _CANDIDATES: Mapping[str, Callable[[Candidate], str]] = {
@@ -54,7 +52,6 @@ _BREAKS_SHOWN = 8
 def view_advice(advice: Advice) -> Document:
     """Make the document: recommendation, reasons and checklist."""
     passed = sum(item.outcome is CheckOutcome.PASS for item in advice.checklist)
-    modes = [(mode.sign, mode) for mode in advice.failure_modes]
     return Document(
         source="Advice",
         subject=f"for {advice.model} on {advice.device}",
@@ -68,10 +65,7 @@ def view_advice(advice: Advice) -> Document:
             Section("What to do", _reasons(advice)),
             Section(
                 "Checklist",
-                [
-                    _checks([(item.outcome, item) for item in advice.checklist]),
-                    Fold("Failure modes", [_checks(modes)]),
-                ],
+                [_checks(advice.checklist), Fold("Failure modes", [_checks(advice.failure_modes)])],
             ),
         ],
         notes=advice.notes,
@@ -171,12 +165,12 @@ def _hazards(advice: Advice) -> list[str]:
     return [*lines, advice.hazards_note] if advice.hazards_note else lines
 
 
-def _checks(entries: Sequence[tuple[CheckOutcome | FailureSign, CheckItem | FailureMode]]) -> Checks:
+def _checks(items: Sequence[CheckItem]) -> Checks:
     """Items with their next step. A step that an earlier item has is shown as ``as above``."""
     checks: list[Check] = []
-    told: set[str] = set()
-    for word, entry in entries:
-        step = "as above" if entry.next in told else entry.next
-        checks.append(Check(_WORDS.get(word, Tone.NEUTRAL), word, entry.title, entry.evidence, step))
-        told |= {entry.next} if entry.next else set()
+    shown: set[str] = set()
+    for item in items:
+        step = "as above" if item.next in shown else item.next
+        checks.append(Check(_WORDS.get(item.outcome, Tone.NEUTRAL), item.outcome, item.title, item.evidence, step))
+        shown |= {item.next} if item.next else set()
     return Checks(checks)
