@@ -12,6 +12,7 @@ import msgspec
 
 from plimsoll.artifacts.base import ArtifactBase
 from plimsoll.artifacts.decision import Status
+from plimsoll.artifacts.explained import MemoryPart
 
 
 class CheckOutcome(enum.StrEnum):
@@ -35,15 +36,6 @@ class Kind(enum.StrEnum):
     """Something other than activations holds the memory; managing activations frees little."""
     DOES_NOT_FIT = "does not fit"
     """No allowed plan fits the budget."""
-
-
-class MemoryPart(msgspec.Struct, frozen=True, kw_only=True):
-    """One part of the bytes at the unmanaged peak; ``largest`` names its largest holder."""
-
-    name: str
-    bytes: int
-    share: float
-    largest: str = ""
 
 
 class Bottleneck(msgspec.Struct, frozen=True, kw_only=True):

@@ -187,7 +187,7 @@ def test_bad_input_is_refused_before_anything_runs(tmp_path: Path):
     plan = plan_without_search((model, batch, loss))
     plan.save(tmp_path / "plan.json")
     for how, error, words in (
-        ({"receipt": tmp_path / "plan.json"}, PlanFileError, "is no receipt"),
+        ({"receipt": tmp_path / "plan.json"}, PlanFileError, "holds a plan, not a receipt"),
         ({"verdict": tmp_path / "missing.json"}, PlanFileError, "missing.json"),
         ({"budget": "24G"}, InvalidBudget, "24G"),
     ):

@@ -6,7 +6,7 @@ import contextlib
 import shlex
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,10 +24,10 @@ from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.artifacts.receipt import Receipt
-from plimsoll.artifacts.store import load_any
+from plimsoll.artifacts.store import of_kind
 from plimsoll.artifacts.trace import Trace
 from plimsoll.artifacts.verdict import Verdict
-from plimsoll.errors import PlanFileError, PlanMismatch
+from plimsoll.errors import PlanMismatch
 from plimsoll.planning.step import StepIndex
 from plimsoll.session.compiled import refuse_uncompilable, trace_compiled
 from plimsoll.session.options import Budget, PlanOptions
@@ -41,8 +41,6 @@ from plimsoll.units import format_bytes, parse_bytes
 
 _ALL = ("recompute", "compress", "offload")
 _COMPILE_SECONDS = 60.0
-_WRITERS = {Receipt.KIND: "plimsoll verify", Verdict.KIND: "plimsoll probe"}
-Measured = TypeVar("Measured", Receipt, Verdict)
 _UNTOLD = (
     "copies between host and device, pinned memory, streams and collectives inside the step cannot be told from its ops; "
     "torch.cuda.graph on the device itself is the test"
@@ -122,7 +120,8 @@ def advise(
         host_budget=host_budget,
         link=link,
     )
-    found_receipt, found_verdict = _read(receipt, Receipt), _read(verdict, Verdict)
+    found_receipt = None if receipt is None else of_kind(receipt, Receipt)
+    found_verdict = None if verdict is None else of_kind(verdict, Verdict)
     for kind, given in (("receipt", found_receipt), ("verdict", found_verdict)):
         if given is not None:
             _refuse_other(f"{kind} is of another model", given.fingerprint, fingerprint(model))
@@ -235,24 +234,6 @@ def _notes(trace: Trace, *, has_optimizer: bool) -> tuple[str, ...]:
     if trace.is_fake:
         notes.append("Traced with fake tensors: seconds are a roofline's, compression and offloading were not planned.")
     return tuple(notes)
-
-
-def _read(given: Measured | str | Path | None, type_: type[Measured]) -> Measured | None:
-    """Return the receipt or verdict, and load it if a path was passed.
-
-    Raises:
-        PlanFileError: the file or the object is another artifact.
-    """
-    found = load_any(given) if isinstance(given, str | Path) else given
-    if found is None or isinstance(found, type_):
-        return found
-    name = str(given) if isinstance(given, str | Path) else f"A {type(given).__name__}"
-    command = _WRITERS[type_.KIND]
-    raise PlanFileError(
-        f"{name} is no {type_.KIND}.",
-        why=f"the checklist takes what `{command}` measured from it",
-        next=f"{command} TARGET --output {type_.KIND}.json writes one",
-    )
 
 
 def _refuse_other(what: str, found: str, own: str) -> None:

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from plimsoll.artifacts.advice import Bottleneck, LayerUse, MemoryPart
+from plimsoll.analysis.explain.parts import GROUP_OF, SHARDED, STATE, parts_of_peak
+from plimsoll.artifacts.advice import Bottleneck, LayerUse
 from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.explained import Change
-from plimsoll.artifacts.plan import Holder, Plan
-from plimsoll.artifacts.trace import Category, Phase, Trace
+from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.trace import Phase, Trace
 from plimsoll.units import format_bytes
 
 LITTLE = 0.1
@@ -25,53 +26,28 @@ _NOTHING = 0.005
 _RANKS = 8
 """The number of ranks in the example of sharding."""
 
-_SHARDED = ("parameters", "gradients", "optimizer state")
-_OTHER_STATE = "buffers and batch"
-_LAYERS, _ELSEWHERE = "activations of the layers", "activations elsewhere"
-_HEAD, _TEMPORARIES = "head and loss", "temporaries"
-_STATE = "state"
-_GROUP_OF = {
-    **dict.fromkeys((*_SHARDED, _OTHER_STATE), _STATE),
-    **dict.fromkeys((_LAYERS, _ELSEWHERE), "activations"),
-    _HEAD: _HEAD,
-    _TEMPORARIES: _TEMPORARIES,
-}
-"""The group of every part of the peak."""
-
 
 def find_bottleneck(trace: Trace, unmanaged: Plan, changes: Sequence[Change] = ()) -> Bottleneck:
     """Split the unmanaged peak into parts, name the largest group, and list remedies that are not plans.
 
-    ``head and loss`` are the tensors that are made between the end of the last layer's forward and the start of backward
-    through the layers: logits, the loss, and their gradients. ``unmanaged`` is the plan ``none``; its floor is the smallest
-    peak that recomputation reaches. ``changes`` are changes to the loss and the optimizer, with their replayed peaks.
+    ``unmanaged`` is the plan ``none``; its floor is the smallest peak that recomputation reaches. ``changes`` are changes to
+    the loss and the optimizer, with their replayed peaks.
     """
-    peak, part_of_label = unmanaged.baseline_peak, _part_of_label(trace)
-    held: dict[str, list[Holder]] = {part: [] for part in _GROUP_OF}
-    groups = dict.fromkeys(_GROUP_OF.values(), 0)
-    for holder in peak.holders:
-        part = part_of_label.get(holder.label, _TEMPORARIES)
-        held[part].append(holder)
-        groups[_GROUP_OF[part]] += holder.bytes
-    bytes_of = {part: sum(holder.bytes for holder in holders) for part, holders in held.items()}
+    peak = unmanaged.baseline_peak
+    parts = parts_of_peak(trace, peak, [call.name for call in trace.regions])
+    groups = dict.fromkeys(GROUP_OF.values(), 0)
+    for part in parts:
+        groups[GROUP_OF[part.name]] += part.bytes
     largest = max(groups, key=lambda group: groups[group])
     found = Bottleneck(
         part=largest,
         peak_bytes=peak.bytes,
         floor_bytes=unmanaged.floor_bytes,
         moment=peak.moment,
-        parts=tuple(
-            MemoryPart(
-                name=part,
-                bytes=bytes_of[part],
-                share=bytes_of[part] / peak.bytes,
-                largest=holders[0].label if holders and _GROUP_OF[part] != _STATE else "",
-            )
-            for part, holders in held.items()
-        ),
+        parts=parts,
         summary="",
     )
-    name = "state (parameters, gradients, optimizer)" if largest == _STATE else largest
+    name = "state (parameters, gradients, optimizer)" if largest == STATE else largest
     reach = (
         f"recomputation can lower it to {format_bytes(found.floor_bytes)}, by {found.reachable_share:.0%} at most"
         if found.reachable_share >= _NOTHING
@@ -87,31 +63,13 @@ def find_bottleneck(trace: Trace, unmanaged: Plan, changes: Sequence[Change] = (
         for change in changes
         if change.lowers_bytes > _WORTHWHILE * peak.bytes
     ]
-    if groups[_STATE] >= _LARGE * peak.bytes:
-        sharded_bytes = sum(bytes_of[part] for part in _SHARDED)
+    if groups[STATE] >= _LARGE * peak.bytes:
+        sharded_bytes = sum(part.bytes for part in parts if part.name in SHARDED)
         remedies.append(
             f"sharding (FSDP, ZeRO-3): over {_RANKS} ranks {format_bytes(sharded_bytes)} of parameters, gradients and "
             f"optimizer state become {format_bytes(sharded_bytes / _RANKS)} each"
         )
     return msgspec.structs.replace(found, summary=summary, remedies=tuple(remedies))
-
-
-def _part_of_label(trace: Trace) -> dict[str, str]:
-    """The part of the peak for each label in it, except labels of temporaries."""
-    start = max((call.forward[1] for call in trace.regions), default=0)
-    end = min((call.backward[0] for call in trace.regions if call.backward[0] >= 0), default=len(trace.ops))
-    parts = {label: label for label in _SHARDED} | {"buffers": _OTHER_STATE}
-    for storage in trace.storages:
-        if storage.category is Category.INPUT:
-            part = _OTHER_STATE
-        elif storage.region < 0 and start <= storage.born < end:
-            part = _HEAD
-        elif storage.category is Category.ACTIVATION:
-            part = _LAYERS if storage.region >= 0 else _ELSEWHERE
-        else:
-            part = _TEMPORARIES
-        parts.setdefault(storage.label, part)
-    return parts
 
 
 def measure_layers(trace: Trace, costs: Costs, unmanaged: Plan) -> tuple[LayerUse, ...]:

@@ -29,6 +29,7 @@ from plimsoll.ui.document import (
     subject_of,
     tabulate,
 )
+from plimsoll.ui.views.explanation import tabulate_parts
 from plimsoll.units import format_bytes, format_seconds, format_share
 
 _KINDS = {Kind.DOES_NOT_FIT: Tone.BAD, Kind.LOOK_ELSEWHERE: Tone.NEUTRAL}
@@ -75,18 +76,10 @@ def view_advice(advice: Advice) -> Document:
 def _reasons(advice: Advice) -> list[Element]:
     recommendation, bottleneck = advice.recommendation, advice.bottleneck
     reasons = dict.fromkeys([*recommendation.reasons, bottleneck.summary])
-    parts = [part for part in bottleneck.parts if part.bytes]
     elements: list[Element] = [Paragraph(sentence(reason)) for reason in reasons]
     if recommendation.command:
         elements.append(Paragraph(f"Command: {recommendation.command}"))
-    elements.append(
-        Table(
-            title=f"Where the memory is ({bottleneck.moment})",
-            rows=[(part.name, format_bytes(part.bytes), f"{part.share:.0%}", part.largest) for part in parts],
-            numbers=(1, 2),
-            bars=[part.share for part in parts],
-        )
-    )
+    elements.append(tabulate_parts(bottleneck.parts, f"Where the memory is ({bottleneck.moment})"))
     elements += [Paragraph(sentence(remedy)) for remedy in bottleneck.remedies if remedy not in recommendation.reasons]
     elements.append(
         tabulate(
