@@ -83,7 +83,6 @@ def make_advice(**changes: object) -> Advice:
             advice=("manage model.head",),
         ),
         hazards=(CaptureHazard(what="_local_scalar_dense reads a value", where="model.head"),),
-        hazards_note="what is on the host cannot be told",
         checklist=(
             CheckItem(name="layers", title="activations by layer", outcome=CheckOutcome.PASS, evidence="4 layers"),
             CheckItem(

@@ -202,8 +202,6 @@ class Advice(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     candidates: tuple[Candidate, ...]
     compiler: CompilerCoverage
     hazards: tuple[CaptureHazard, ...] = ()
-    hazards_note: str = ""
-    """What could not be checked here about CUDA graphs."""
     checklist: tuple[CheckItem, ...]
     failure_modes: tuple[CheckItem, ...]
     notes: tuple[str, ...] = ()

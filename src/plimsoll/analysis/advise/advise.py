@@ -25,7 +25,7 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.artifacts.receipt import Receipt
 from plimsoll.artifacts.store import of_kind
-from plimsoll.artifacts.trace import Trace
+from plimsoll.artifacts.trace import Trace, runs_gpu_kernels
 from plimsoll.artifacts.verdict import Verdict
 from plimsoll.errors import PlanMismatch
 from plimsoll.planning.step import StepIndex
@@ -41,10 +41,6 @@ from plimsoll.units import format_bytes, parse_bytes
 
 _ALL = ("recompute", "compress", "offload")
 _COMPILE_SECONDS = 60.0
-_UNTOLD = (
-    "copies between host and device, pinned memory, streams and collectives inside the step cannot be told from its ops; "
-    "torch.cuda.graph on the device itself is the test"
-)
 
 
 def advise(
@@ -180,7 +176,6 @@ def advise(
         candidates=describe(made, chosen, wish),
         compiler=judge_coverage(trace, costs, capture),
         hazards=find_hazards(trace),
-        hazards_note=_UNTOLD,
         checklist=check_all(evidence),
         failure_modes=find_failures(evidence),
         notes=_notes(trace, has_optimizer=optimizer is not None),
@@ -191,7 +186,7 @@ def advise(
 
 def _ask(task: TrainingTask, trace: Trace, unmanaged: Plan, limit_seconds: float, report: Progress) -> Capture:
     """Ask torch.compile what it captures. This runs the unmanaged step, so it is skipped if the step does not fit."""
-    needed, free = unmanaged.baseline_peak_bytes, free_bytes(next(task.model.parameters()).device)
+    needed, device = unmanaged.baseline_peak_bytes, next(task.model.parameters()).device
     obstacle = ""
     if trace.is_fake:
         obstacle = "the step cannot run here: it was traced with fake tensors"
@@ -199,7 +194,7 @@ def _ask(task: TrainingTask, trace: Trace, unmanaged: Plan, limit_seconds: float
         obstacle = "the step is compiled already, and its compiled form is planned"
     elif limit_seconds <= 0:
         obstacle = "it was not asked"
-    elif 0 < free < needed:
+    elif 0 < (free := free_bytes(device)) < needed:
         obstacle = f"it runs the step without a plan, which takes {format_bytes(needed)}; {format_bytes(free)} are free"
     if obstacle:
         return Capture(is_asked=False, failure=obstacle)
@@ -208,8 +203,7 @@ def _ask(task: TrainingTask, trace: Trace, unmanaged: Plan, limit_seconds: float
 
 def _budget_bytes(budget: Budget, costs: Costs, trace: Trace) -> int | None:
     """The budget in bytes. By default an accelerator's memory; no limit on a CPU, whose memory other programs use too."""
-    is_accelerator = not trace.device.lower().startswith("cpu")
-    if budget == Budget() and is_accelerator and costs.memory_bytes is not None:
+    if budget == Budget() and runs_gpu_kernels(trace.device) and costs.memory_bytes is not None:
         budget = Budget(is_auto=True)
     return budget.bytes_on(costs)
 

@@ -171,20 +171,10 @@ def recommend(made: Sequence[Made], chosen: Made | None, bottleneck: Bottleneck,
 
 def _manage(chosen: Made, made: Sequence[Made], bottleneck: Bottleneck, wish: Wish) -> Recommendation:
     plan, reasons = chosen.plan, [bottleneck.summary]
-    for entry in made:
-        other = entry.plan
-        if entry is chosen or entry.is_point:
-            continue
-        if entry.name == "full":
-            peak, overhead = format_bytes(other.predicted_peak_bytes), format_share(other.predicted_overhead)
-            reasons.append(f"checkpointing every layer (full) would take {peak} for {overhead}")
-        elif other.strategy != "auto":
-            continue
-        elif other.effect == plan.effect:
-            why = f": {entry.refused}" if entry.refused else ""
-            reasons.append(f"{entry.name} comes to the same plan{why}")
-        elif other.predicted_seconds > plan.predicted_seconds:
-            reasons.append(f"{entry.name} would take {format_share(other.predicted_overhead)}")
+    full = next((entry.plan for entry in made if entry.name == "full"), plan)
+    if full is not plan:
+        peak, overhead = format_bytes(full.predicted_peak_bytes), format_share(full.predicted_overhead)
+        reasons.append(f"checkpointing every layer (full) would take {peak} for {overhead}")
     if not plan.is_lossless:
         reasons.append(f"it is lossy: a gradient error of {plan.predicted_error:.2%} is expected")
     headline = (

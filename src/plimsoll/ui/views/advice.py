@@ -48,6 +48,10 @@ _CANDIDATES: Mapping[str, Callable[[Candidate], str]] = {
     "": lambda each: each.reason,
 }
 _BREAKS_SHOWN = 8
+_UNSEEN_HAZARDS = (
+    "a step's ops do not show copies between host and device, pinned memory, streams and collectives; torch.cuda.graph on the "
+    "device itself is the test"
+)
 
 
 def view_advice(advice: Advice) -> Document:
@@ -154,8 +158,7 @@ def _hazards(advice: Advice) -> list[str]:
         f"{hazard.what} in {hazard.where}{f', {hazard.count} times' if hazard.count > 1 else ''}"
         for hazard in advice.hazards
     ]
-    lines = lines or ["nothing found that would stop a capture"]
-    return [*lines, advice.hazards_note] if advice.hazards_note else lines
+    return [*(lines or ["nothing found that would stop a capture"]), _UNSEEN_HAZARDS]
 
 
 def _checks(items: Sequence[CheckItem]) -> Checks:
