@@ -32,6 +32,8 @@ _MASK_SHARE = 4
 """Dropout's mask has one byte for four of the attention matrix; smaller values on the way are not matrices."""
 _Judged = tuple[CheckOutcome, str, str]
 """The outcome, its evidence, and what to do next."""
+_Checks = Sequence[tuple[str, str, Callable[["StepEvidence"], _Judged]]]
+"""Name, title and judgement of each item."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,9 +109,7 @@ def find_failures(evidence: StepEvidence) -> tuple[CheckItem, ...]:
     return _judge(_MODES, evidence)
 
 
-def _judge(
-    checks: Sequence[tuple[str, str, Callable[[StepEvidence], _Judged]]], evidence: StepEvidence
-) -> tuple[CheckItem, ...]:
+def _judge(checks: _Checks, evidence: StepEvidence) -> tuple[CheckItem, ...]:
     return tuple(
         CheckItem(name=name, title=title.format(items=evidence.items_name), outcome=outcome, evidence=found, next=next_)
         for name, title, check in checks
@@ -242,7 +242,7 @@ def _curves(evidence: StepEvidence) -> _Judged:
     return _NOT_CHECKED, f"the receipt has {steps} {kind}: too few to call a curve", evidence.curve_command
 
 
-_CHECKS: tuple[tuple[str, str, Callable[[StepEvidence], _Judged]], ...] = (
+_CHECKS: _Checks = (
     ("activations-by-layer", "activations measured by layer", _layers),
     ("parameters-apart", "parameters counted apart from activations", _parameters),
     ("recompute-profiled", "recompute profiled", _recompute),
@@ -330,7 +330,7 @@ def _debugging(evidence: StepEvidence) -> _Judged:
     return _FOUND, found, next_
 
 
-_MODES: tuple[tuple[str, str, Callable[[StepEvidence], _Judged]], ...] = (
+_MODES: _Checks = (
     ("throughput", "throughput collapses", _collapse),
     ("non-determinism", "non-determinism breaks gradients", _gradients),
     ("pipeline-bubbles", "the pipeline's bubbles grow", _bubbles),

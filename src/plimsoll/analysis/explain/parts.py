@@ -71,7 +71,7 @@ def _head_ticks(trace: Trace, layers: Sequence[Storage]) -> tuple[int, int]:
     if trace.regions:
         starts = [call.backward[0] for call in trace.regions if call.backward[0] >= 0]
         return max(call.forward[1] for call in trace.regions), min(starts, default=ticks)
-    # A watched step has no regions. Its ops of backward do not name modules, but backward frees what the regions saved.
+    # A watched step does not list regions. Its ops of backward do not name modules, but backward frees what the regions saved.
     start = 1 + max((storage.born for storage in layers if storage.born < turn), default=-1)
     return start, min((storage.dies for storage in layers if storage.dies > turn), default=ticks)
 
