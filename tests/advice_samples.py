@@ -12,8 +12,6 @@ from plimsoll.artifacts.advice import (
     CheckItem,
     CheckOutcome,
     CompilerCoverage,
-    FailureMode,
-    FailureSign,
     GraphBreak,
     Kind,
     LayerUse,
@@ -85,7 +83,6 @@ def make_advice(**changes: object) -> Advice:
             advice=("manage model.head",),
         ),
         hazards=(CaptureHazard(what="_local_scalar_dense reads a value", where="model.head"),),
-        hazards_note="what is on the host cannot be told",
         checklist=(
             CheckItem(name="layers", title="activations by layer", outcome=CheckOutcome.PASS, evidence="4 layers"),
             CheckItem(
@@ -98,8 +95,11 @@ def make_advice(**changes: object) -> Advice:
             CheckItem(name="attention", title="attention", outcome=CheckOutcome.FAIL, evidence="<b>8 MiB</b> saved"),
         ),
         failure_modes=(
-            FailureMode(
-                name="bubbles", title="pipeline bubbles grow", sign=FailureSign.NOT_CHECKED, evidence="one process only"
+            CheckItem(
+                name="bubbles",
+                title="pipeline bubbles grow",
+                outcome=CheckOutcome.NOT_CHECKED,
+                evidence="one process only",
             ),
         ),
         notes=("a note",),

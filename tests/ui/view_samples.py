@@ -6,7 +6,7 @@ from advice_samples import make_advice
 from plimsoll.artifacts.costs import Basis
 from plimsoll.artifacts.decision import Status
 from plimsoll.artifacts.estimate import BudgetItem, Estimate, StageEstimate, Throughput
-from plimsoll.artifacts.explained import Change, Explanation, RecomputedPart, Unsupported
+from plimsoll.artifacts.explained import Change, Explanation, MemoryPart, RecomputedPart, Unsupported
 from plimsoll.artifacts.fault import Cause, Fault
 from plimsoll.artifacts.fit import Fit, FitChange, FitPoint
 from plimsoll.artifacts.job import Layout, ModelFacts
@@ -99,7 +99,7 @@ def make_explanation(*, is_helped: bool = True) -> Explanation:
         setup="every:2" if is_helped else "",
         verdict="The logits hold the peak.",
         peak=PEAK,
-        classes={"activation": 60 * MIB},
+        parts=(MemoryPart(name="activations of the layers", bytes=60 * MIB, share=1.0, largest="model.layers.0"),),
         resident_bytes=30 * MIB,
         resident=PEAK.holders,
         recomputed=tuple(RecomputedPart(place=f"h.{i}", most_bytes=MIB, ops=5) for i in range(8)),

@@ -12,19 +12,14 @@ import msgspec
 
 from plimsoll.artifacts.base import ArtifactBase
 from plimsoll.artifacts.decision import Status
+from plimsoll.artifacts.explained import MemoryPart
 
 
 class CheckOutcome(enum.StrEnum):
-    """Result of one checklist item; an item without evidence never passes."""
+    """Result of one checklist item, or whether the evidence shows a failure mode; nothing passes without evidence."""
 
     PASS = "pass"
     FAIL = "fail"
-    NOT_CHECKED = "not checked"
-
-
-class FailureSign(enum.StrEnum):
-    """Whether the evidence shows a failure mode."""
-
     FOUND = "found"
     NOT_FOUND = "not found"
     NOT_CHECKED = "not checked"
@@ -41,15 +36,6 @@ class Kind(enum.StrEnum):
     """Something other than activations holds the memory; managing activations frees little."""
     DOES_NOT_FIT = "does not fit"
     """No allowed plan fits the budget."""
-
-
-class MemoryPart(msgspec.Struct, frozen=True, kw_only=True):
-    """One part of the bytes at the unmanaged peak; ``largest`` names its largest holder."""
-
-    name: str
-    bytes: int
-    share: float
-    largest: str = ""
 
 
 class Bottleneck(msgspec.Struct, frozen=True, kw_only=True):
@@ -185,21 +171,11 @@ class CaptureHazard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckItem(msgspec.Struct, frozen=True, kw_only=True):
-    """One checklist item: ``name`` is a stable key, ``title`` is for people, ``next`` is a command or an action."""
+    """One checklist item or failure mode: ``name`` is a stable key, ``title`` is for people, ``next`` says what to do."""
 
     name: str
     title: str
     outcome: CheckOutcome
-    evidence: str
-    next: str = ""
-
-
-class FailureMode(msgspec.Struct, frozen=True, kw_only=True):
-    """One way that activation management can go wrong, and whether it shows here."""
-
-    name: str
-    title: str
-    sign: FailureSign
     evidence: str
     next: str = ""
 
@@ -226,10 +202,8 @@ class Advice(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     candidates: tuple[Candidate, ...]
     compiler: CompilerCoverage
     hazards: tuple[CaptureHazard, ...] = ()
-    hazards_note: str = ""
-    """What could not be checked here about CUDA graphs."""
     checklist: tuple[CheckItem, ...]
-    failure_modes: tuple[FailureMode, ...]
+    failure_modes: tuple[CheckItem, ...]
     notes: tuple[str, ...] = ()
 
     @property

@@ -10,6 +10,15 @@ from plimsoll.artifacts.base import ArtifactBase
 from plimsoll.artifacts.plan import Holder, Peak, TimelinePoint
 
 
+class MemoryPart(msgspec.Struct, frozen=True, kw_only=True):
+    """One part of the bytes at a peak; ``largest`` names its largest holder."""
+
+    name: str
+    bytes: int
+    share: float
+    largest: str = ""
+
+
 class RecomputedPart(msgspec.Struct, frozen=True, kw_only=True):
     """Memory that recomputation makes in one place: the most bytes alive at one time, and how many ops run."""
 
@@ -64,8 +73,8 @@ class Explanation(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     optimizer: str
     verdict: str
     peak: Peak
-    classes: dict[str, int]
-    """Bytes of each memory category at the peak."""
+    parts: tuple[MemoryPart, ...]
+    """State, activations, head and loss, temporaries: their bytes at the peak."""
     resident_bytes: int
     resident: tuple[Holder, ...]
     recomputed: tuple[RecomputedPart, ...]

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import msgspec
 
 from plimsoll.artifacts.advice import Advice
-from plimsoll.artifacts.base import NUMBER, TAG
+from plimsoll.artifacts.base import NUMBER, TAG, ArtifactBase
 from plimsoll.artifacts.comparison import Comparison
 from plimsoll.artifacts.estimate import Estimate
 from plimsoll.artifacts.explained import Explanation
@@ -30,6 +30,7 @@ Reportable = Plan | Receipt | Comparison | Advice | Verdict | Finding | Estimate
 """Artifacts that can be shown as an HTML page: those about one step of one model, and estimates."""
 Artifact = Reportable | Explanation | Fit | Traffic
 """Every artifact that can be saved and shown."""
+Kind = TypeVar("Kind", bound=ArtifactBase)
 
 _LIMITS = ReadLimits(most_bytes=128 * MIB)
 _KINDS: dict[str, type[Artifact]] = {kind.KIND: kind for kind in get_args(Artifact)}
@@ -169,11 +170,21 @@ def load_plan(path: str | Path) -> Plan:
     Raises:
         PlanFileError: the file does not exist, or does not hold a plan.
     """
-    artifact = load_any(path)
-    if not isinstance(artifact, Plan):
-        raise PlanFileError(
-            f"{path} holds a {artifact.KIND}, not a plan.",
-            why="only a plan carries decisions",
-            next=f"give the file of a plan; `plimsoll show {path}` prints this one",
-        )
-    return artifact
+    return of_kind(path, Plan)
+
+
+def of_kind(given: Kind | str | Path, kind: type[Kind]) -> Kind:
+    """Return an artifact of one kind; read it if a path is given.
+
+    Raises:
+        PlanFileError: the file does not exist, or it or the object is of another kind.
+    """
+    artifact = load_any(given) if isinstance(given, str | Path) else given
+    if isinstance(artifact, kind):
+        return artifact
+    name = str(given) if isinstance(given, str | Path) else "The object"
+    raise PlanFileError(
+        f"{name} holds a {getattr(artifact, 'KIND', type(artifact).__name__)}, not a {kind.KIND}.",
+        why=f"only a {kind.KIND} holds what is needed here",
+        next=f"give the file of a {kind.KIND}; `plimsoll show FILE` says what a file holds",
+    )

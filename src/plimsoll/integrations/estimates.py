@@ -79,7 +79,7 @@ class Plannable(Protocol):
     @property
     def dtype(self) -> str: ...
 
-    def plan(self, budget_bytes: int | None) -> Plan:
+    def plan(self, budget: int | str | None) -> Plan:
         """The fastest plan within a budget of temporaries."""
         ...
 

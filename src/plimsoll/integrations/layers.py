@@ -65,13 +65,7 @@ def check_fingerprint(plan: Plan, framework: str, kinds: Mapping[str, str]) -> N
         InvalidOption: ``plan`` is not a `Plan`.
         PlanMismatch: the plan was made for another framework or other layers; the error says which.
     """
-    check_plan(plan)
-    if plan.framework != framework:
-        raise PlanMismatch(
-            f"This plan was made for {plan.framework}, not for layers of {framework}.",
-            why="its decisions name single values, but here whole layers are kept or recomputed",
-            next="use the plan with its own framework, or plan these layers",
-        )
+    check_plan(plan, framework, f"layers of {framework}")
     found = fingerprint(framework, kinds)
     if plan.fingerprint != found:
         raise PlanMismatch(
@@ -145,9 +139,9 @@ class LayerPlans:
         self.search = PlanSearch(_traced(step, meter.framework, name), meter)
         self.counted_by = f"as counted by {meter.name} on this device"
 
-    def plan(self, budget_bytes: int | None) -> Plan:
+    def plan(self, budget: int | str | None) -> Plan:
         """The fastest plan within a budget."""
-        return self.search.run(budget_bytes)
+        return self.search.run(budget)
 
     def unmanaged_taken(self) -> int:
         """Bytes that the step takes if all layers are kept."""

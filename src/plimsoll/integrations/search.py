@@ -6,6 +6,7 @@ the difference, and the plan is made again.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,10 +16,10 @@ from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.decision import Decision, Status
 from plimsoll.artifacts.plan import Plan, RegionPlan
 from plimsoll.artifacts.trace import Trace
-from plimsoll.errors import BudgetBelowFloor, InvalidOption
+from plimsoll.errors import BudgetBelowFloor, InvalidOption, PlanMismatch
 from plimsoll.planning.solve import Planner, lowest_known, solve
 from plimsoll.planning.step import StepIndex
-from plimsoll.units import format_bytes, format_bytes_up
+from plimsoll.units import format_bytes, format_bytes_up, parse_bytes
 
 _TRIALS = 4
 """The most plans to measure; most searches need two."""
@@ -28,17 +29,24 @@ _GAIN = 0.003
 """Also stop if a new plan would save less than this share of the step: operation times are not known more exactly."""
 
 
-def check_plan(plan: object) -> None:
-    """Raise if ``plan`` is not a `Plan`.
+def check_plan(plan: object, framework: str, subject: str) -> None:
+    """Raise unless ``plan`` is a plan for this framework. ``subject`` names in words what a plan is for there.
 
     Raises:
-        InvalidOption: names the type that was passed.
+        InvalidOption: it is not a `Plan`; the error names the type that was passed.
+        PlanMismatch: it was made for another framework.
     """
     if not isinstance(plan, Plan):
         raise InvalidOption(
             f"plan= is a {type(plan).__name__}, which is not a Plan.",
             why="a plan object is needed here, not the path of a file",
             next="pass the plan that plan(...) returned, or load a saved plan with plimsoll.artifacts.store.load_plan",
+        )
+    if plan.framework != framework:
+        raise PlanMismatch(
+            f"This plan was made for {plan.framework}, not for {subject}.",
+            why="it names tensors, arrays or layers of that framework, and another one does not have them",
+            next=f"follow it with {plan.framework}, or plan this step",
         )
 
 
@@ -80,12 +88,13 @@ class PlanSearch:
         self._at: dict[int, Plan] = {}
         """The fastest plan at each peak that was solved for."""
 
-    def run(self, budget_bytes: int | None) -> Plan:
-        """The fastest plan that was measured to be within the budget.
+    def run(self, budget: int | str | None) -> Plan:
+        """The fastest plan that was measured to be within the budget; ``None`` for no limit.
 
         Raises:
             BudgetBelowFloor: no measured plan is within the budget.
         """
+        started, budget_bytes = time.monotonic(), None if budget is None else parse_bytes(budget)
         room, fitting = self._room(budget_bytes), None
         for _ in range(_TRIALS):
             found = self._choose(room)
@@ -102,7 +111,8 @@ class PlanSearch:
         if fitting is None:
             assert budget_bytes is not None, "without a budget every plan fits"
             fitting = self._floor(budget_bytes)
-        return fitting
+        seconds = self.planner.build_seconds + time.monotonic() - started
+        return msgspec.structs.replace(fitting, solve_seconds=seconds)
 
     def _room(self, budget_bytes: int | None) -> int | None:
         """The model's peak to solve for, so that the measured peak meets the budget: interpolated between measurements below

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-import msgspec
 import tensorflow as tf
 
 from plimsoll.artifacts.comparison import Comparison
@@ -26,7 +25,6 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.integrations.comparing import TimedOn, Way, compare_ways
 from plimsoll.integrations.layers import LayerPlans, calling, check_fingerprint, kinds_of, rerun_layers, rerun_meter
 from plimsoll.integrations.layers_in_graph import bytes_in_any_state, device_kind, most_bytes, rates_of, read_layers
-from plimsoll.units import parse_bytes
 
 FRAMEWORK = "tensorflow"
 
@@ -50,7 +48,6 @@ def plan(step: Callable[..., Any], *args: Any, layers: Sequence[Any], budget: st
     Example:
         >>> plan = ptf.plan(loss, x, y, layers=blocks, budget="8GiB")  # doctest: +SKIP
     """
-    started = time.monotonic()
     costs, run = read_layers(step, args, layers, rates_of(None))
     name = getattr(step, "__name__", type(step).__name__)
 
@@ -59,8 +56,7 @@ def plan(step: Callable[..., Any], *args: Any, layers: Sequence[Any], budget: st
         return bytes_in_any_state(gradient_run(managed, *args) if names else run, gradient_run(managed, *args))
 
     meter = rerun_meter(FRAMEWORK, "TensorFlow", measure)
-    found = LayerPlans(costs, meter, name=name).plan(None if budget is None else parse_bytes(budget))
-    return msgspec.structs.replace(found, solve_seconds=time.monotonic() - started)
+    return LayerPlans(costs, meter, name=name).plan(budget)
 
 
 def wrap(step: Callable[..., Any], plan: Plan, *, layers: Sequence[Any]) -> Callable[..., Any]:

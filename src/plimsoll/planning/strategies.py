@@ -378,7 +378,7 @@ def find_extremes(trace: Trace, costs: Costs) -> Extremes:
     return Extremes(baseline.peak_bytes, write_plan(full, baseline, "full", [0.0] * len(index.views)))
 
 
-def _between_products(view: RegionView) -> frozenset[int]:
+def between_products(view: RegionView) -> frozenset[int]:
     """Values from the matrix product before a softmax to the one after it, without the other operands of the two products.
 
     A softmax over the result of a product with weights (a router) is not attention, so it is skipped.
@@ -421,7 +421,7 @@ def _up_to_products(view: RegionView, values: Sequence[int]) -> frozenset[int]:
 
 def core_ops(view: RegionView) -> frozenset[int]:
     """The ops of attention itself: the fused op, or all from the product that makes scores to the product that reads them."""
-    between = _between_products(view)
+    between = between_products(view)
     found = {op.id for op in view.graph.ops if between & frozenset((*op.reads, *op.writes))}
     return frozenset(found | {op.id for op in view.graph.ops if _is_op(op.name, "sdpa")})
 
@@ -448,7 +448,7 @@ def has_compressed_keys(view: RegionView) -> bool:
 
 
 _MADE_IN_PARTS: dict[str, Callable[[RegionView], frozenset[int]]] = {
-    "core": _between_products,
+    "core": between_products,
     "mla-up": _up_projected,
     "moe-act": _experts_activations,
 }

@@ -112,8 +112,10 @@ def test_where_state_holds_the_memory_managing_activations_is_not_the_answer():
     advice = plimsoll.advise(model, torch.randn(4, 256), loss=mean_square, optimizer=optimizer, compile_seconds=0)
     assert advice.bottleneck.part == "state"
     assert advice.recommendation.kind is Kind.LOOK_ELSEWHERE
-    state_bytes = 2 * sum(p.numel() * 4 for p in model.parameters())
-    assert any(format_bytes(state_bytes / 4) in reason for reason in advice.recommendation.reasons)
+    explained = plimsoll.explain(model, torch.randn(4, 256), loss=mean_square, optimizer=optimizer)
+    eight_bits = next(change for change in explained.changes if change.name == "optimizer state in 8 bits")
+    (remedy,) = (reason for reason in advice.recommendation.reasons if reason.startswith(eight_bits.name))
+    assert f"peaks at {format_bytes(eight_bits.predicted_peak_bytes)} instead of" in remedy
     assert any("sharding" in reason for reason in advice.recommendation.reasons)
     assert advice.compiler.note == "it was not asked"
 
@@ -185,7 +187,7 @@ def test_bad_input_is_refused_before_anything_runs(tmp_path: Path):
     plan = plan_without_search((model, batch, loss))
     plan.save(tmp_path / "plan.json")
     for how, error, words in (
-        ({"receipt": tmp_path / "plan.json"}, PlanFileError, "is no receipt"),
+        ({"receipt": tmp_path / "plan.json"}, PlanFileError, "holds a plan, not a receipt"),
         ({"verdict": tmp_path / "missing.json"}, PlanFileError, "missing.json"),
         ({"budget": "24G"}, InvalidBudget, "24G"),
     ):

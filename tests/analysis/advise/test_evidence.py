@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from plimsoll.analysis.advise.checklist import StepEvidence, check_all, find_failures
-from plimsoll.analysis.advise.choosing import Made, Wish, choose
+from plimsoll.analysis.advise.choosing import Made
 from plimsoll.analysis.advise.memory import find_bottleneck, measure_layers
-from plimsoll.artifacts.advice import CheckOutcome, FailureSign
+from plimsoll.artifacts.advice import CheckOutcome
 from plimsoll.artifacts.decision import Engine
 from plimsoll.artifacts.receipt import RegionOutcome
 from plimsoll.artifacts.trace import Phase
@@ -24,22 +24,19 @@ from samples import make_mismatch, make_receipt
 from steps import stack
 from ui.pages.page_samples import make_verdict
 
-WISH = Wish(budget_bytes=None, budget_text="", max_error=0.0, target="pkg:step")
-
 
 @pytest.fixture(scope="module")
 def evidence() -> StepEvidence:
     model, batch, loss = stack()
     trace, costs = trace_and_cost(TrainingTask(model=model, batch=batch, loss=loss))
-    planner = Planner(StepIndex(trace, costs))
+    planner = Planner(index := StepIndex(trace, costs))
     none, full = (Made(name=name, plan=solve(planner, budget_bytes=None, strategy=name)) for name in ("none", "full"))
     return StepEvidence(
-        trace=trace,
-        costs=costs,
+        index=index,
         bottleneck=find_bottleneck(trace, none.plan),
         layers=measure_layers(trace, costs, none.plan),
         made=(none, full),
-        candidates=choose((none, full), WISH, full.plan.predicted_peak_bytes),
+        chosen=full,
         receipt=None,
         verdict=None,
         items=48,
@@ -68,7 +65,7 @@ def test_without_a_receipt_only_what_the_trace_shows_passes(evidence: StepEviden
 
 CURVE = tuple(1 / (step + 1) for step in range(100))
 PASS, FAIL, NOT_CHECKED = CheckOutcome.PASS, CheckOutcome.FAIL, CheckOutcome.NOT_CHECKED
-FOUND, NOT_FOUND = FailureSign.FOUND, FailureSign.NOT_FOUND
+FOUND, NOT_FOUND = CheckOutcome.FOUND, CheckOutcome.NOT_FOUND
 KEPT = RegionOutcome(name="blocks.0", call=0, engine=Engine.KEEP, reason="reads a value")
 HIGHER = {"measured_peak_bytes": 2 * make_receipt().predicted_peak_bytes, "budget_bytes": None}
 
@@ -113,14 +110,14 @@ def test_only_a_verdict_that_says_something_about_the_plan_passes_or_fails(
 
 
 def test_a_fake_trace_counts_but_does_not_measure(evidence: StepEvidence):
-    fake = msgspec.structs.replace(evidence.trace, is_fake=True)
-    assert checked(evidence, trace=fake)["activations-by-layer"].outcome is NOT_CHECKED
+    fake = StepIndex(msgspec.structs.replace(evidence.index.trace, is_fake=True), evidence.index.costs)
+    assert checked(evidence, index=fake)["activations-by-layer"].outcome is NOT_CHECKED
 
 
 @pytest.mark.parametrize(
-    ("changes", "name", "sign", "words"),
+    ("changes", "name", "outcome", "words"),
     [
-        (None, "non-determinism", FailureSign.NOT_CHECKED, ""),
+        (None, "non-determinism", NOT_CHECKED, ""),
         ({}, "non-determinism", NOT_FOUND, ""),
         ({"gradient_mismatches": (make_mismatch(),)}, "non-determinism", FOUND, "GRADIENTS_DIFFER"),
         ({"measured_seconds": 0.114}, "throughput", NOT_FOUND, ""),
@@ -130,26 +127,26 @@ def test_a_fake_trace_counts_but_does_not_measure(evidence: StepEvidence):
     ],
 )
 def test_wrong_gradients_lost_throughput_and_less_saved_than_expected_are_found_in_a_receipt(
-    evidence: StepEvidence, changes: dict[str, Any] | None, name: str, sign: FailureSign, words: str
+    evidence: StepEvidence, changes: dict[str, Any] | None, name: str, outcome: CheckOutcome, words: str
 ):
     mode = modes(evidence, receipt=None if changes is None else make_receipt(**changes))[name]
-    assert mode.sign is sign
+    assert mode.outcome is outcome
     assert words in mode.evidence + mode.next
-    assert ("plimsoll diagnose" in mode.next) is (name == "throughput" and sign is FOUND)
+    assert ("plimsoll diagnose" in mode.next) is (name == "throughput" and outcome is FOUND)
 
 
 def test_bubbles_are_never_claimed_to_be_known(evidence: StepEvidence):
-    assert modes(evidence, receipt=make_receipt())["pipeline-bubbles"].sign is FailureSign.NOT_CHECKED
+    assert modes(evidence, receipt=make_receipt())["pipeline-bubbles"].outcome is CheckOutcome.NOT_CHECKED
 
 
 def test_what_a_plan_hides_from_a_debugger_is_counted(evidence: StepEvidence):
     mode = modes(evidence)["debugging"]
     dropped = sum(len(region.dropped) for region in evidence.made[1].plan.regions)
-    assert mode.sign is FailureSign.FOUND
+    assert mode.outcome is CheckOutcome.FOUND
     assert str(dropped) in mode.evidence
     assert "--intermediate NAME" in mode.next
-    alone = dataclasses.replace(evidence, candidates=choose(evidence.made, WISH, None))
-    assert modes(alone)["debugging"].sign is FailureSign.NOT_FOUND
+    alone = dataclasses.replace(evidence, chosen=evidence.made[0])
+    assert modes(alone)["debugging"].outcome is CheckOutcome.NOT_FOUND
 
 
 def test_parts_of_the_peak_add_up_to_it(evidence: StepEvidence):
@@ -157,10 +154,10 @@ def test_parts_of_the_peak_add_up_to_it(evidence: StepEvidence):
 
 
 def test_layers_save_what_the_unmanaged_plan_holds_and_take_their_ops_time(evidence: StepEvidence):
-    assert [layer.name for layer in evidence.layers] == [call.name for call in evidence.trace.regions]
+    assert [layer.name for layer in evidence.layers] == [call.name for call in evidence.index.trace.regions]
     forward = sum(
-        evidence.costs.ops[op.cost_key].seconds
-        for op in evidence.trace.ops
+        evidence.index.costs.ops[op.cost_key].seconds
+        for op in evidence.index.trace.ops
         if op.region >= 0 and op.phase is Phase.FORWARD
     )
     assert sum(layer.forward_seconds for layer in evidence.layers) == pytest.approx(forward)

@@ -75,6 +75,18 @@ def test_both_peaks_are_the_measured_ones(explanation: Explanation, checkpointed
     assert sum(holder.bytes for holder in explanation.resident) == explanation.resident_bytes
 
 
+def test_the_parts_of_a_peak_add_up_to_it_and_its_logits_are_one_of_them(explanation: Explanation):
+    parts = {part.name: part.bytes for part in explanation.parts}
+    assert sum(parts.values()) == explanation.peak.bytes
+    assert parts["head and loss"] >= 2 * 160 * VOCABULARY * 4  # logits and their log-softmax
+
+
+def test_a_watched_step_and_a_traced_one_have_the_same_parts():
+    model, batch = llama(), tokens()
+    advice = plimsoll.advise(model, batch, "1GiB", compile_seconds=0)
+    assert plimsoll.explain(model, batch).parts == advice.bottleneck.parts
+
+
 def test_strategies_are_predicted_where_checkpointing_then_measures(explanation: Explanation, checkpointed_bytes: int):
     full, none = change(explanation, "strategy full"), change(explanation, "strategy none")
     assert full.predicted_peak_bytes == pytest.approx(checkpointed_bytes, rel=WITHIN)

@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from plimsoll.analysis.advise.candidates import CandidateMaker
 from plimsoll.analysis.advise.checklist import StepEvidence, check_all, find_failures
-from plimsoll.analysis.advise.choosing import Wish, choose, recommend
+from plimsoll.analysis.advise.choosing import Wish, choose, describe, recommend
 from plimsoll.analysis.advise.compiler_capture import ask_compiler
 from plimsoll.analysis.advise.compiler_coverage import find_hazards, judge_coverage
-from plimsoll.analysis.advise.memory import LITTLE, find_bottleneck, measure_layers
+from plimsoll.analysis.advise.memory import find_bottleneck, measure_layers
+from plimsoll.analysis.explain.changes import Changes, ExplainedStep, PeakSubject
 from plimsoll.analysis.verify.evidence import versions
 from plimsoll.artifacts.advice import Advice, Capture
 from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.artifacts.receipt import Receipt
-from plimsoll.artifacts.store import load_any
-from plimsoll.artifacts.trace import Trace
+from plimsoll.artifacts.store import of_kind
+from plimsoll.artifacts.trace import Trace, runs_gpu_kernels
 from plimsoll.artifacts.verdict import Verdict
-from plimsoll.errors import PlanFileError, PlanMismatch
-from plimsoll.planning.simulate import run_choices
+from plimsoll.errors import PlanMismatch
 from plimsoll.planning.step import StepIndex
-from plimsoll.planning.strategies import choose_none
-from plimsoll.planning.what_if import peak_with_chunked_loss
 from plimsoll.session.compiled import refuse_uncompilable, trace_compiled
 from plimsoll.session.options import Budget, PlanOptions
 from plimsoll.session.rendezvous.world import refuse_several_ranks
@@ -39,16 +37,10 @@ from plimsoll.session.task import TrainingTask
 from plimsoll.tracing.meters.memory import free_bytes
 from plimsoll.tracing.recorder.calling import Loss, count_items
 from plimsoll.tracing.recorder.fingerprint import fingerprint
-from plimsoll.units import format_bytes
+from plimsoll.units import format_bytes, parse_bytes
 
 _ALL = ("recompute", "compress", "offload")
 _COMPILE_SECONDS = 60.0
-_WRITERS = {Receipt.KIND: "plimsoll verify", Verdict.KIND: "plimsoll probe"}
-Measured = TypeVar("Measured", Receipt, Verdict)
-_UNTOLD = (
-    "copies between host and device, pinned memory, streams and collectives inside the step cannot be told from its ops; "
-    "torch.cuda.graph on the device itself is the test"
-)
 
 
 def advise(
@@ -108,7 +100,7 @@ def advise(
         >>> model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(4)])
         >>> found = plimsoll.advise(model, torch.randn(32, 64), "1GiB", loss=torch.sum, compile_seconds=0)
         >>> found.recommendation.headline
-        'do nothing: the step fits as it is'
+        'do nothing: the step fits without a plan'
 
     Known weakness: candidates are predicted, not measured. Trust a receipt's measurements more.
     """
@@ -124,122 +116,104 @@ def advise(
         host_budget=host_budget,
         link=link,
     )
-    found_receipt, found_verdict = _read(receipt, Receipt), _read(verdict, Verdict)
-    _refuse_other(fingerprint(model), found_receipt, found_verdict)
+    found_receipt = None if receipt is None else of_kind(receipt, Receipt)
+    found_verdict = None if verdict is None else of_kind(verdict, Verdict)
+    for kind, given in (("receipt", found_receipt), ("verdict", found_verdict)):
+        if given is not None:
+            _refuse_other(f"{kind} is of another model", given.fingerprint, fingerprint(model))
     if task.units:
         refuse_uncompilable(options, "auto")
     trace_as_trained = trace_compiled if task.units else trace_and_cost
-    traced, costs = trace_as_trained(task, options, part_of(report, 0.0, 0.3))
-    _refuse_other_step(traced, found_receipt)
-    job = _Job(task, traced, costs)
-    budget_bytes = _budget_bytes(limit, costs, traced)
+    trace, costs = trace_as_trained(task, options, part_of(report, 0.0, 0.3))
+    if found_receipt is not None:
+        _refuse_other("receipt is of another step", found_receipt.signature, trace.signature)
+    budget_bytes = _budget_bytes(limit, costs, trace)
+    plans = CandidateMaker(task, trace, costs, PlanOptions() if trace.is_fake else options, part_of(report, 0.3, 0.8))
+    budget_text = plans.knee_text() if budget_bytes is None else f"{budget_bytes}B"
     wish = Wish(
-        budget_bytes=budget_bytes,
-        budget_text=budget if isinstance(budget, str) else "" if budget_bytes is None else f"{budget_bytes}B",
+        limit_bytes=parse_bytes(budget_text) if budget_bytes is None else budget_bytes,
+        limit_text=budget if isinstance(budget, str) else budget_text,
+        is_budget=budget_bytes is not None,
         max_error=options.max_error,
         target=target,
-        device_profile=device_profile or "",
-        options=_words(options.regions, host_budget, link),
+        options=_words(device_profile, options.regions, host_budget, link),
     )
-    advice = job.advise(wish, options, (found_receipt, found_verdict), compile_seconds, part_of(report, 0.3, 1.0))
+    made = plans.make(wish)
+    chosen = choose(made, wish)
+    changes = Changes(
+        ExplainedStep(task=task, regions=options.regions, device=None, context=contextlib.nullcontext),
+        PeakSubject(trace),
+    )
+    bottleneck = find_bottleneck(trace, plans.unmanaged, changes.of_loss_and_optimizer())
+    layers = measure_layers(trace, costs, plans.unmanaged)
+    capture = _ask(task, trace, plans.unmanaged, compile_seconds, part_of(report, 0.8, 1.0))
+    items, items_name = count_items(*task.call())
+    evidence = StepEvidence(
+        index=StepIndex(trace, costs),
+        bottleneck=bottleneck,
+        layers=layers,
+        made=made,
+        chosen=chosen,
+        receipt=found_receipt,
+        verdict=found_verdict,
+        items=items,
+        items_name=items_name,
+        target=target,
+    )
+    advice = Advice(
+        model=trace.model,
+        fingerprint=trace.fingerprint,
+        signature=trace.signature,
+        device=trace.device,
+        cost_source=costs.source.value,
+        budget_bytes=budget_bytes,
+        max_error=options.max_error,
+        versions=versions(),
+        baseline_seconds=plans.unmanaged.baseline_seconds,
+        recommendation=recommend(made, chosen, bottleneck, wish),
+        bottleneck=bottleneck,
+        layers=layers,
+        candidates=describe(made, chosen, wish),
+        compiler=judge_coverage(trace, costs, capture),
+        hazards=find_hazards(trace),
+        checklist=check_all(evidence),
+        failure_modes=find_failures(evidence),
+        notes=_notes(trace, has_optimizer=optimizer is not None),
+    )
     report("done", 1.0)
     return advice
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """The traced step that the advice is about."""
-
-    task: TrainingTask
-    trace: Trace
-    costs: Costs
-
-    def advise(
-        self,
-        wish: Wish,
-        options: PlanOptions,
-        handed: tuple[Receipt | None, Verdict | None],
-        compile_seconds: float,
-        report: Progress,
-    ) -> Advice:
-        trace, costs = self.trace, self.costs
-        if trace.is_fake:
-            options = PlanOptions()
-        maker = CandidateMaker(self.task, trace, costs, options, wish, part_of(report, 0.0, 0.7))
-        maker.make()
-        made, unmanaged = maker.made, maker.made[0].plan
-        judged = choose(made, wish, maker.knee_bytes)
-        index = StepIndex(trace, costs)
-        chunked_bytes = peak_with_chunked_loss(run_choices(index, choose_none(index, "")))
-        bottleneck = find_bottleneck(trace, unmanaged, chunked_peak_bytes=chunked_bytes)
-        layers = measure_layers(trace, costs, unmanaged)
-        capture = self._ask(unmanaged, compile_seconds, part_of(report, 0.7, 1.0))
-        items, items_name = count_items(*self.task.call())
-        evidence = StepEvidence(
-            trace=trace,
-            costs=costs,
-            bottleneck=bottleneck,
-            layers=layers,
-            made=made,
-            candidates=judged,
-            receipt=handed[0],
-            verdict=handed[1],
-            items=items,
-            items_name=items_name,
-            target=wish.target,
-        )
-        return Advice(
-            model=trace.model,
-            fingerprint=trace.fingerprint,
-            signature=trace.signature,
-            device=trace.device,
-            cost_source=costs.source.value,
-            budget_bytes=wish.budget_bytes,
-            max_error=wish.max_error,
-            versions=versions(),
-            baseline_seconds=unmanaged.baseline_seconds,
-            recommendation=recommend(made, judged, bottleneck, wish, little=LITTLE),
-            bottleneck=bottleneck,
-            layers=layers,
-            candidates=judged,
-            compiler=judge_coverage(trace, costs, capture),
-            hazards=find_hazards(trace),
-            hazards_note=_UNTOLD,
-            checklist=check_all(evidence),
-            failure_modes=find_failures(evidence),
-            notes=_notes(trace, has_optimizer=self.task.optimizer is not None),
-        )
-
-    def _ask(self, unmanaged: Plan, limit_seconds: float, report: Progress) -> Capture:
-        """Ask torch.compile what it captures. This runs the unmanaged step, so it is skipped if the step does not fit."""
-        if self.trace.is_fake:
-            return Capture(is_asked=False, failure="the step cannot run here: it was traced with fake tensors")
-        if self.task.units:
-            return Capture(is_asked=False, failure="the step is compiled already, and planned as it is compiled")
-        if limit_seconds <= 0:
-            return Capture(is_asked=False, failure="it was not asked")
-        device = next(self.task.model.parameters()).device
-        needed, free = unmanaged.baseline_peak_bytes, free_bytes(device)
-        if 0 < free < needed:
-            return Capture(
-                is_asked=False,
-                failure=f"it runs the step without a plan, which takes {format_bytes(needed)}; {format_bytes(free)} are free",
-            )
-        task = self.task
-        return ask_compiler(task.model, *task.call(), loss=task.loss, limit_seconds=limit_seconds, progress=report)
+def _ask(task: TrainingTask, trace: Trace, unmanaged: Plan, limit_seconds: float, report: Progress) -> Capture:
+    """Ask torch.compile what it captures. This runs the unmanaged step, so it is skipped if the step does not fit."""
+    needed, device = unmanaged.baseline_peak_bytes, next(task.model.parameters()).device
+    obstacle = ""
+    if trace.is_fake:
+        obstacle = "the step cannot run here: it was traced with fake tensors"
+    elif task.units:
+        obstacle = "the step is compiled already, and its compiled form is planned"
+    elif limit_seconds <= 0:
+        obstacle = "it was not asked"
+    elif 0 < (free := free_bytes(device)) < needed:
+        obstacle = f"it runs the step without a plan, which takes {format_bytes(needed)}; {format_bytes(free)} are free"
+    if obstacle:
+        return Capture(is_asked=False, failure=obstacle)
+    return ask_compiler(task.model, *task.call(), loss=task.loss, limit_seconds=limit_seconds, progress=report)
 
 
 def _budget_bytes(budget: Budget, costs: Costs, trace: Trace) -> int | None:
     """The budget in bytes. By default an accelerator's memory; no limit on a CPU, whose memory other programs use too."""
-    is_accelerator = not trace.device.lower().startswith("cpu")
-    if budget == Budget() and is_accelerator and costs.memory_bytes is not None:
+    if budget == Budget() and runs_gpu_kernels(trace.device) and costs.memory_bytes is not None:
         budget = Budget(is_auto=True)
     return budget.bytes_on(costs)
 
 
-def _words(regions: Sequence[str] | None, host_budget: int | str | None, link: str | None) -> tuple[str, ...]:
+def _words(
+    device_profile: str | None, regions: Sequence[str] | None, host_budget: int | str | None, link: str | None
+) -> tuple[str, ...]:
     """Options for the command line to plan under the same limits."""
-    words = [f"--regions {shlex.quote(pattern)}" for pattern in regions or ()]
+    words = [] if device_profile is None else [f"--device-profile {device_profile}"]
+    words += [f"--regions {shlex.quote(pattern)}" for pattern in regions or ()]
     if host_budget is not None:
         words.append(f"--host-budget {host_budget}{'B' if isinstance(host_budget, int) else ''}")
     if link is not None:
@@ -256,48 +230,15 @@ def _notes(trace: Trace, *, has_optimizer: bool) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _read(given: Measured | str | Path | None, type_: type[Measured]) -> Measured | None:
-    """Return the receipt or verdict, and load it if a path was passed.
+def _refuse_other(what: str, found: str, own: str) -> None:
+    """Refuse evidence about another model or another batch.
 
     Raises:
-        PlanFileError: the file or the object is another artifact.
+        PlanMismatch: the fingerprints or the signatures differ; the message shows both.
     """
-    found = load_any(given) if isinstance(given, str | Path) else given
-    if found is None or isinstance(found, type_):
-        return found
-    name = str(given) if isinstance(given, str | Path) else f"A {type(given).__name__}"
-    command = _WRITERS[type_.KIND]
-    raise PlanFileError(
-        f"{name} is no {type_.KIND}.",
-        why=f"the checklist takes what `{command}` measured from it",
-        next=f"{command} TARGET --output {type_.KIND}.json writes one",
-    )
-
-
-def _refuse_other(own: str, receipt: Receipt | None, verdict: Verdict | None) -> None:
-    """Refuse evidence about another model.
-
-    Raises:
-        PlanMismatch: the fingerprints differ; the message shows both.
-    """
-    for kind, found in (("receipt", receipt), ("verdict", verdict)):
-        if found is not None and found.fingerprint != own:
-            raise PlanMismatch(
-                f"This {kind} is of another model: {found.fingerprint}, not {own}.",
-                why="classes, names, shapes or dtypes of modules, parameters or buffers differ",
-                next=f"give the {kind} of this model, or leave it out",
-            )
-
-
-def _refuse_other_step(trace: Trace, receipt: Receipt | None) -> None:
-    """Refuse a receipt of another batch, because its seconds and bytes do not apply to this step.
-
-    Raises:
-        PlanMismatch: the signatures differ; the message shows both.
-    """
-    if receipt is not None and receipt.signature != trace.signature:
+    if found != own:
         raise PlanMismatch(
-            f"This receipt is of another step: {receipt.signature}",
-            why=f"this one is {trace.signature}",
-            next="advise on the batch that was verified, or verify this one",
+            f"This {what}: {found}, not {own}.",
+            why="what was measured on another model or batch says nothing about this one",
+            next="measure this model and batch, or leave it out",
         )

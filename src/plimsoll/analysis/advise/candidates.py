@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import msgspec
 
@@ -23,7 +22,7 @@ from plimsoll.planning.strategies import find_extremes
 from plimsoll.session.forms import sense_forms
 from plimsoll.session.options import PlanOptions
 from plimsoll.session.task import TrainingTask
-from plimsoll.units import format_bytes_up, parse_bytes
+from plimsoll.units import format_bytes_up
 
 _NAMED = ("full", "selective:attention", "selective:mlp", "selective:norm")
 _NAMED_COMPILED = ("full",)
@@ -37,58 +36,48 @@ _DECISIONS = {"compress": Decision.COMPRESS, "offload": Decision.OFFLOAD}
 
 
 class CandidateMaker:
-    """Makes the candidate plans of one step: named strategies, ``auto`` with recomputation, then also with other forms.
+    """Makes the candidate plans of one step: named strategies, ``auto`` with recomputation, then also with other forms."""
 
-    ``made`` lists the plans, and starts with the unmanaged plan. ``knee_bytes`` is set only if the user gave no budget.
-    """
-
-    def __init__(
-        self, task: TrainingTask, trace: Trace, costs: Costs, options: PlanOptions, wish: Wish, report: Progress
-    ) -> None:
-        self.made: list[Made] = []
-        self.knee_bytes: int | None = None
+    def __init__(self, task: TrainingTask, trace: Trace, costs: Costs, options: PlanOptions, report: Progress) -> None:
         self._task = task
         self._trace = trace
         self._costs = costs
         self._options = options
-        self._budget_bytes, self._budget_text = wish.budget_bytes, wish.budget_text
         self._report = report
         report("planning recomputation", 0.0)
         self._planner = Planner(StepIndex(trace, costs, may_recompute=options.may_recompute))
+        self.unmanaged = self._solve(self._planner, "none", None, ())
 
-    def make(self) -> None:
-        """Make all candidate plans."""
-        unmanaged = self._solve(self._planner, "none", None, ())
-        self._add("none", unmanaged)
-        named = _NAMED_COMPILED if self._task.units else _NAMED
-        for name in named if self._options.may_recompute else ():
+    def knee_text(self) -> str:
+        """The peak at the frontier's knee, as a budget; the unmanaged peak if plans can hardly lower it."""
+        unmanaged = self.unmanaged
+        knee = find_knee(unmanaged.frontier, unmanaged.baseline_seconds)
+        if knee is None or unmanaged.floor_bytes > (1 - LITTLE) * unmanaged.baseline_peak_bytes:
+            return f"{unmanaged.baseline_peak_bytes}B"
+        return format_bytes_up(knee.peak_bytes).replace(" ", "")
+
+    def make(self, wish: Wish) -> list[Made]:
+        """Make the plans; the unmanaged plan is the first. Without a budget, points of the frontier are among them."""
+        made = [Made(name="none", plan=self.unmanaged)]
+        may_recompute, peak_bytes = self._options.may_recompute, self.unmanaged.baseline_peak_bytes
+        for name in (_NAMED_COMPILED if self._task.units else _NAMED) if may_recompute else ():
             plan = self._solve(self._planner, name, None, ("recompute",))
             if any(not region.is_untouched for region in plan.regions):
-                self._add(name, plan)
-        if self._budget_bytes is None:
-            self._walk_down(unmanaged)
-        elif self._budget_bytes >= unmanaged.baseline_peak_bytes:
-            return
-        if self._options.may_recompute:
-            self._add_auto(self._planner, ("recompute",))
-        if self._options.wants_forms and self._budget_bytes != unmanaged.baseline_peak_bytes:
-            self._add_forms()
+                made.append(Made(name=name, plan=plan))
+        if wish.is_budget and wish.limit_bytes >= peak_bytes:
+            return made
+        if may_recompute:
+            has_points = not wish.is_budget and wish.limit_bytes < peak_bytes
+            for share in _SHARES if has_points else ():
+                point_bytes = peak_bytes - int((peak_bytes - self.unmanaged.floor_bytes) * share)
+                plan = self._solve(self._planner, "auto", point_bytes, ("recompute",))
+                made.append(Made(name=f"auto, {share:.0%} to the floor", plan=plan, is_point=True))
+            made.append(self._auto(self._planner, wish, ("recompute",)))
+        if self._options.wants_forms and wish.limit_bytes != peak_bytes:
+            made += self._with_forms(wish)
+        return made
 
-    def _walk_down(self, unmanaged: Plan) -> None:
-        """Make plans at several shares of the reachable reduction, and set the budget to the knee of the frontier."""
-        peak_bytes, room_bytes = unmanaged.baseline_peak_bytes, unmanaged.baseline_peak_bytes - unmanaged.floor_bytes
-        knee = find_knee(unmanaged.frontier, unmanaged.baseline_seconds)
-        if knee is None or room_bytes < LITTLE * peak_bytes:
-            self.knee_bytes = self._budget_bytes = peak_bytes
-            return
-        for share in _SHARES if self._options.may_recompute else ():
-            budget_bytes = peak_bytes - int(room_bytes * share)
-            plan = self._solve(self._planner, "auto", budget_bytes, ("recompute",))
-            self.made.append(Made(name=f"auto, {share:.0%} to the floor", plan=plan, is_point=True))
-        self._budget_text = format_bytes_up(knee.peak_bytes).replace(" ", "")
-        self.knee_bytes = self._budget_bytes = parse_bytes(self._budget_text)
-
-    def _add_forms(self) -> None:
+    def _with_forms(self, wish: Wish) -> list[Made]:
         """Make plans with compression, with offloading and with both, in addition to recomputation, as far as allowed."""
         self._report("trying codecs and links", 0.3)
         wanted = self._options
@@ -97,37 +86,35 @@ class CandidateMaker:
         lowest = find_extremes(self._trace, self._costs).lowest
         forms = sense_forms(self._task.step(), self._trace, self._costs, lowest, wanted).forms
         words = tuple(word for word in _DECISIONS if word in self._options.allow)
-        used = [word for position, word in enumerate(words) if self._try_forms(forms, (word,), position / 3)]
-        if len(used) > 1:  # a form that no plan uses alone would not be used together with another form
-            self._try_forms(forms, words, 2 / 3)
+        made = [entry for word in words for entry in self._try_forms(forms, (word,), wish)]
+        # A form that no plan uses alone would not be used together with another form.
+        if len(words) > 1 and all(_uses_forms(entry.plan) for entry in made if entry.name != _LOSSY):
+            made += self._try_forms(forms, words, wish)
+        return made
 
-    def _try_forms(self, forms: Forms, words: tuple[str, ...], share: float) -> bool:
-        """Make a plan with the forms that ``words`` allow; return whether the plan uses one of them."""
-        self._report(f"planning with {' and '.join(words)}", 0.4 + 0.6 * share)
+    def _try_forms(self, forms: Forms, words: tuple[str, ...], wish: Wish) -> list[Made]:
+        """Make the best plan with the forms that ``words`` allow, and one that is lossy throughout if an error is tolerated."""
+        self._report(f"planning with {' and '.join(words)}", 0.4 + 0.3 * len(words))
         may_recompute = self._options.may_recompute
         allow = (*(("recompute",) if may_recompute else ()), *words)
         offered = only(forms, words)
         index = StepIndex(self._trace, self._costs, offered, may_recompute=may_recompute)
         planner = Planner(index, limits=self._options.limits())
-        plan = self._add_auto(planner, allow, offered)
+        made = [self._auto(planner, wish, allow, offered)]
         if words == ("compress",) and self._options.max_error:
-            self._add(_LOSSY, self._solve(planner.heedless_of_error(), _LOSSY, None, allow))
-        return _uses_forms(plan)
+            lossy = self._solve(planner.heedless_of_error(), _LOSSY, None, allow)
+            made.append(Made(name=_LOSSY, plan=lossy))
+        return made
 
-    def _add_auto(self, planner: Planner, allow: tuple[str, ...], offered: Forms | None = None) -> Plan:
-        """Add the best plan within the budget, and return it."""
-        plan = self._solve(planner, "auto", self._budget_bytes, allow)
+    def _auto(self, planner: Planner, wish: Wish, allow: tuple[str, ...], offered: Forms | None = None) -> Made:
+        """Make the best plan within the limit."""
+        plan = self._solve(planner, "auto", wish.limit_bytes, allow)
         refused = "" if offered is None else why_unused(offered, plan)
-        limit = {"budget_bytes": self._budget_bytes, "budget_text": self._budget_text}
-        self._add(f"auto ({' + '.join(allow)})", plan, refused=refused, **limit)
-        return plan
+        return Made(name=f"auto ({' + '.join(allow)})", plan=plan, refused=refused)
 
     def _solve(self, planner: Planner, strategy: str, budget_bytes: int | None, allow: tuple[str, ...]) -> Plan:
         made = solve(planner, budget_bytes=budget_bytes, strategy=strategy, raise_below_floor=False)
         return dataclasses.replace(self._options, allow=allow).written_into(made)
-
-    def _add(self, name: str, plan: Plan, **more: Any) -> None:
-        self.made.append(Made(name=name, plan=plan, **more))
 
 
 def only(forms: Forms, words: Collection[str]) -> Forms:

@@ -6,37 +6,49 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from plimsoll.analysis.advise.choosing import Made
-from plimsoll.analysis.advise.memory import FUSED, find_attention
-from plimsoll.artifacts.advice import Bottleneck, Candidate, CheckItem, CheckOutcome, FailureMode, FailureSign, LayerUse
-from plimsoll.artifacts.costs import Costs, CostSource
+from plimsoll.artifacts.advice import Bottleneck, CheckItem, CheckOutcome, LayerUse
+from plimsoll.artifacts.costs import CostSource
 from plimsoll.artifacts.decision import Decision, Engine
 from plimsoll.artifacts.plan import Plan
-from plimsoll.artifacts.receipt import OWN, Receipt, ReceiptVerdict
-from plimsoll.artifacts.trace import Trace
+from plimsoll.artifacts.receipt import OWN, PEAK_TOLERANCE, Receipt, ReceiptVerdict
 from plimsoll.artifacts.verdict import Ruling, Verdict
+from plimsoll.planning.step import StepIndex
+from plimsoll.planning.strategies import between_products
 from plimsoll.units import format_bytes, format_seconds, format_share
 
+_PASS, _FAIL, _NOT_CHECKED = CheckOutcome.PASS, CheckOutcome.FAIL, CheckOutcome.NOT_CHECKED
+_FOUND, _NOT_FOUND = CheckOutcome.FOUND, CheckOutcome.NOT_FOUND
 _ENOUGH_LOSSES = 100
 """Steps with the optimizer that a loss curve needs; fewer steps can only show early differences."""
+_COLLAPSE = 0.35
+"""More overhead than this has another cause: full recomputation costs 20% to 33% in theory, and up to 38% as measured."""
 _NO_RECEIPT = "no receipt was given"
 _SAYS_NOTHING = (Ruling.UNDECIDED, Ruling.BASELINE_DIVERGED)
 """Rulings that neither clear nor blame the plan."""
+_RIGHT_GRADIENTS = (ReceiptVerdict.OVER_BUDGET, ReceiptVerdict.OVER_PREDICTION)
+"""Verdicts that do not pass, but that say nothing against the gradients."""
+_FUSED = "scaled_dot_product"
+_MASK_SHARE = 4
+"""Dropout's mask has one byte for four of the attention matrix; smaller values on the way are not matrices."""
+_Judged = tuple[CheckOutcome, str, str]
+"""The outcome, its evidence, and what to do next."""
+_Checks = Sequence[tuple[str, str, Callable[["StepEvidence"], _Judged]]]
+"""Name, title and judgement of each item."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEvidence:
-    """The evidence for the checklist and the failure modes: the trace that was just made, and the user's receipt and verdict.
+    """The evidence for the checklist and the failure modes: the traced step, its plans, and the user's receipt and verdict.
 
-    ``items`` is the number of tokens or examples in one batch, and ``items_name`` says which. ``target`` is the step's name in
-    commands. ``receipt`` and ``verdict`` belong to this model and step, or are ``None``.
+    ``made`` begins with the unmanaged plan. ``items`` is the number of tokens or examples in one batch, and ``items_name``
+    says which. ``target`` is the step's name in commands. ``receipt`` and ``verdict`` belong to this model and step.
     """
 
-    trace: Trace
-    costs: Costs
+    index: StepIndex
     bottleneck: Bottleneck
     layers: Sequence[LayerUse]
     made: Sequence[Made]
-    candidates: Sequence[Candidate]
+    chosen: Made | None
     receipt: Receipt | None
     verdict: Verdict | None
     items: int
@@ -44,16 +56,10 @@ class StepEvidence:
     target: str
 
     @property
-    def chosen(self) -> Plan | None:
-        """The recommended plan, or ``None``."""
-        pairs = zip(self.made, self.candidates, strict=True)
-        return next((entry.plan for entry, candidate in pairs if candidate.is_chosen), None)
-
-    @property
-    def manages_nothing(self) -> bool:
-        """Whether the recommended plan keeps everything, or no plan is recommended."""
-        plan = self.chosen
-        return plan is None or all(region.is_untouched for region in plan.regions)
+    def managing(self) -> Plan | None:
+        """The recommended plan; ``None`` if it keeps everything, or no plan is recommended."""
+        is_idle = self.chosen is None or all(region.is_untouched for region in self.chosen.plan.regions)
+        return None if is_idle or self.chosen is None else self.chosen.plan
 
     @property
     def receipt_name(self) -> str:
@@ -90,40 +96,45 @@ class StepEvidence:
 
     @property
     def _with_plan(self) -> str:
-        return "" if self.manages_nothing else " --plan plan.json"
-
-
-_Judged = tuple[CheckOutcome, str, str]
-"""An item's outcome, its evidence, and what to do next."""
+        return "" if self.managing is None else " --plan plan.json"
 
 
 def check_all(evidence: StepEvidence) -> tuple[CheckItem, ...]:
     """Judge all items, in the order of the checklist."""
+    return _judge(_CHECKS, evidence)
+
+
+def find_failures(evidence: StepEvidence) -> tuple[CheckItem, ...]:
+    """Check the five failure modes of activation management, the most costly first."""
+    return _judge(_MODES, evidence)
+
+
+def _judge(checks: _Checks, evidence: StepEvidence) -> tuple[CheckItem, ...]:
     return tuple(
         CheckItem(name=name, title=title.format(items=evidence.items_name), outcome=outcome, evidence=found, next=next_)
-        for name, title, check in _CHECKS
+        for name, title, check in checks
         for outcome, found, next_ in [check(evidence)]
     )
 
 
 def _layers(evidence: StepEvidence) -> _Judged:
-    layers = evidence.layers
+    layers, trace = evidence.layers, evidence.index.trace
     largest = max(layers, key=lambda layer: layer.saved_bytes)
     total = sum(layer.saved_bytes for layer in layers)
     name = largest.name or "the whole model as one layer"
     found = f"{len(layers)} layers save {format_bytes(total)}, the most in {name}: {format_bytes(largest.saved_bytes)}"
-    if evidence.trace.is_fake:
+    if trace.is_fake:
         counted = f"counted with fake tensors, not measured: {found}"
-        return CheckOutcome.NOT_CHECKED, counted, f"run plimsoll advise {evidence.target} on the device itself"
-    return CheckOutcome.PASS, f"{found} (traced on {evidence.trace.device})", ""
+        return _NOT_CHECKED, counted, f"run plimsoll advise {evidence.target} on the device itself"
+    return _PASS, f"{found} (traced on {trace.device})", ""
 
 
 def _parameters(evidence: StepEvidence) -> _Judged:
     sizes = {part.name: part.bytes for part in evidence.bottleneck.parts}
-    optimizer = sizes.get("optimizer state", 0)
+    optimizer = sizes["optimizer state"]
     state = f"{format_bytes(optimizer)} optimizer state" if optimizer else "no optimizer state (none was counted)"
     kinds = f"{format_bytes(sizes['parameters'])} parameters, {format_bytes(sizes['gradients'])} gradients, {state}"
-    return CheckOutcome.PASS, f"at the peak {kinds}", ""
+    return _PASS, f"at the peak {kinds}", ""
 
 
 def _recompute(evidence: StepEvidence) -> _Judged:
@@ -134,58 +145,61 @@ def _recompute(evidence: StepEvidence) -> _Judged:
             share = receipt.predicted_seconds / receipt.predicted_baseline_seconds - 1
             predicted = f", predicted {format_share(share)}"
         measured = format_share(seconds[1] / seconds[0] - 1)
-        return CheckOutcome.PASS, f"{evidence.receipt_name}: measured {measured}{predicted}", ""
-    is_measured = evidence.costs.source is CostSource.MEASURED
+        return _PASS, f"{evidence.receipt_name}: measured {measured}{predicted}", ""
+    is_measured = evidence.index.costs.source is CostSource.MEASURED
     ops = "op seconds are measured" if is_measured else "op seconds are a roofline's"
     found = f"{ops}, but {_NO_RECEIPT} that shows a managed step's time"
-    return CheckOutcome.NOT_CHECKED, found, evidence.verify_command
+    return _NOT_CHECKED, found, evidence.verify_command
 
 
 def _granularity(evidence: StepEvidence) -> _Judged:
-    chosen = next((candidate.name for candidate in evidence.candidates if candidate.is_chosen), None)
     compared = f"{len(evidence.made)} plans were compared: of layers, of modules, of single values"
-    if chosen is None:
-        return CheckOutcome.FAIL, f"{compared}; none of them fits", "a larger budget, or a smaller micro-batch"
-    return CheckOutcome.PASS, f"{compared}; chosen: {chosen}", ""
+    if evidence.chosen is None:
+        return _FAIL, f"{compared}; none of them fits", "a larger budget, or a smaller micro-batch"
+    return _PASS, f"{compared}; chosen: {evidence.chosen.name}", ""
 
 
 def _determinism(evidence: StepEvidence) -> _Judged:
     receipt = evidence.receipt
     if receipt is None:
-        return CheckOutcome.NOT_CHECKED, _NO_RECEIPT, evidence.verify_command
+        return _NOT_CHECKED, _NO_RECEIPT, evidence.verify_command
     if receipt.is_deterministic:
-        found = f"two unmanaged runs gave the same bits ({receipt.compared_gradients} gradients)"
-        return CheckOutcome.PASS, found, ""
+        return _PASS, f"two unmanaged runs gave the same bits ({receipt.compared_gradients} gradients)", ""
     next_ = "torch.use_deterministic_algorithms(True), then verify again"
-    return CheckOutcome.FAIL, "two unmanaged runs of the same step differ", next_
+    return _FAIL, "two unmanaged runs of the same step differ", next_
 
 
 def _attention(evidence: StepEvidence) -> _Judged:
-    found = find_attention(evidence.trace)
-    if found.matrices:
+    """Fused kernels save sums of rows and make the matrix again in backward. Separate ops save it, with its squared length."""
+    fused, held = 0, []
+    for view in evidence.index.views:
+        graph, between = view.graph, between_products(view)
+        fused += sum(_FUSED in op.name for op in graph.ops)
+        largest_bytes = max((graph.values[value].bytes for value in between), default=0)
+        saved = [graph.values[value] for value in view.saved if value in between]
+        held += [(view.call.name, value) for value in saved if value.bytes * _MASK_SHARE >= largest_bytes]
+    if held:
+        (layer, value), held_bytes = held[0], sum(value.bytes for _, value in held)
         return (
-            CheckOutcome.FAIL,
-            f"{found.matrices} attention matrices are held for backward, {format_bytes(found.matrix_bytes)} "
-            f"({found.example}); {found.fused_calls} calls are fused",
+            _FAIL,
+            f"{len(held)} attention matrices are held for backward, {format_bytes(held_bytes)} "
+            f"({layer}.{value.name}); {fused} calls are fused",
             "attn_implementation='sdpa' in transformers, or scaled_dot_product_attention; its CPU kernel takes no "
             "dropout, CUDA's do (see --device-profile)",
         )
-    if not found.fused_calls:
-        return CheckOutcome.PASS, "the layers run no fused attention and hold no attention matrix", ""
-    again = _fused_twice(evidence.chosen)
+    if not fused:
+        return _PASS, "the layers run no fused attention and hold no attention matrix", ""
+    regions = () if evidence.managing is None else evidence.managing.regions
+    again = sum(
+        each.decision is Decision.RECOMPUTE and _FUSED in each.value and each.value.endswith(".0")
+        for region in regions
+        for each in region.decisions
+    )
     repeated = f"; the plan runs {again} of them once more before that" if again else ""
     return (
-        CheckOutcome.PASS,
-        f"{found.fused_calls} fused calls make their matrix again in backward themselves; none is held{repeated}",
-        f'to leave them be: --override "*{FUSED}*=keep"' if again else "",
-    )
-
-
-def _fused_twice(plan: Plan | None) -> int:
-    """Count the fused attention outputs that a plan recomputes."""
-    decisions = () if plan is None else (decision for region in plan.regions for decision in region.decisions)
-    return sum(
-        each.decision is Decision.RECOMPUTE and FUSED in each.value and each.value.endswith(".0") for each in decisions
+        _PASS,
+        f"{fused} fused calls make their matrix again in backward themselves; none is held{repeated}",
+        f'to leave them be: --override "*{_FUSED}*=keep"' if again else "",
     )
 
 
@@ -193,15 +207,18 @@ def _throughput(evidence: StepEvidence) -> _Judged:
     verdict, seconds = evidence.verdict, evidence.receipt_seconds
     if verdict is not None and verdict.baseline.items_per_second and verdict.plan.items_per_second:
         before, after = verdict.baseline.items_per_second, verdict.plan.items_per_second
-        found = f"probe: {after:,.0f} {verdict.items}/s with strategy {verdict.strategy}, {before:,.0f} without"
-        return CheckOutcome.PASS, found, ""
+        return (
+            _PASS,
+            f"probe: {after:,.0f} {verdict.items}/s with strategy {verdict.strategy}, {before:,.0f} without",
+            "",
+        )
     if seconds is not None:
         before, after = (evidence.items / each for each in seconds)
         found = f"receipt: {after:,.0f} {evidence.items_name}/s with {evidence.receipt_name}, {before:,.0f} without"
-        return CheckOutcome.PASS, found, ""
+        return _PASS, found, ""
     step = format_seconds(evidence.made[0].plan.baseline_seconds)
     found = f"only predicted: {evidence.items} {evidence.items_name} in {step} without a plan"
-    return CheckOutcome.NOT_CHECKED, found, evidence.verify_command
+    return _NOT_CHECKED, found, evidence.verify_command
 
 
 def _curves(evidence: StepEvidence) -> _Judged:
@@ -209,27 +226,23 @@ def _curves(evidence: StepEvidence) -> _Judged:
     if verdict is not None:
         found = f"probe of strategy {verdict.strategy} over {verdict.steps} steps: {verdict.ruling} ({verdict.reason})"
         if verdict.ruling.is_pass:
-            return CheckOutcome.PASS, found, ""
-        outcome = CheckOutcome.NOT_CHECKED if verdict.ruling in _SAYS_NOTHING else CheckOutcome.FAIL
-        return outcome, found, verdict.ruling.advice
+            return _PASS, found, ""
+        return _NOT_CHECKED if verdict.ruling in _SAYS_NOTHING else _FAIL, found, verdict.ruling.advice
     if receipt is None:
-        return CheckOutcome.NOT_CHECKED, "no receipt and no verdict was given", evidence.curve_command
+        return _NOT_CHECKED, "no receipt and no verdict was given", evidence.curve_command
     curve = receipt.plan_curve
     if len(curve) >= _ENOUGH_LOSSES:
         same = "equal at every step" if curve == receipt.baseline_curve else f"verdict {receipt.verdict}"
         found = f"receipt: {len(curve)} steps with the optimizer, {same}"
-        if receipt.verdict.is_pass:
-            return CheckOutcome.PASS, found, ""
-        return CheckOutcome.FAIL, found, receipt.verdict.advice
+        return (_PASS, found, "") if receipt.verdict.is_pass else (_FAIL, found, receipt.verdict.advice)
     if receipt.verdict is ReceiptVerdict.LOSSES_DIFFER:
-        return CheckOutcome.FAIL, "receipt: the losses already differ at the first steps", receipt.verdict.advice
+        return _FAIL, "receipt: the losses already differ at the first steps", receipt.verdict.advice
     steps = len(curve) or len(receipt.plan_losses)
     kind = "steps with the optimizer" if curve else "losses from the same weights"
-    found = f"the receipt has {steps} {kind}: too few to call a curve"
-    return CheckOutcome.NOT_CHECKED, found, evidence.curve_command
+    return _NOT_CHECKED, f"the receipt has {steps} {kind}: too few to call a curve", evidence.curve_command
 
 
-_CHECKS: tuple[tuple[str, str, Callable[[StepEvidence], _Judged]], ...] = (
+_CHECKS: _Checks = (
     ("activations-by-layer", "activations measured by layer", _layers),
     ("parameters-apart", "parameters counted apart from activations", _parameters),
     ("recompute-profiled", "recompute profiled", _recompute),
@@ -241,31 +254,7 @@ _CHECKS: tuple[tuple[str, str, Callable[[StepEvidence], _Judged]], ...] = (
 )
 
 
-COLLAPSE = 0.35
-"""More overhead than this has another cause: full recomputation costs 20% to 33% in theory, and up to 38% as measured."""
-_OFF_BY = 0.05
-"""A measured peak that exceeds the predicted peak by more than this share is reported as a failure."""
-_WRONG = (
-    ReceiptVerdict.GRADIENTS_DIFFER,
-    ReceiptVerdict.BUFFERS_DIFFER,
-    ReceiptVerdict.LOSSES_DIFFER,
-    ReceiptVerdict.TENSORS_DIFFER,
-    ReceiptVerdict.INTERMEDIATES_DIFFER,
-)
-_Shown = tuple[FailureSign, str, str]
-"""Whether the failure was found, the evidence, and what to do next."""
-
-
-def find_failures(evidence: StepEvidence) -> tuple[FailureMode, ...]:
-    """Check the five failure modes of activation management, the most costly first."""
-    return tuple(
-        FailureMode(name=name, title=title, sign=sign, evidence=found, next=next_)
-        for name, title, find in _MODES
-        for sign, found, next_ in [find(evidence)]
-    )
-
-
-def _collapse(evidence: StepEvidence) -> _Shown:
+def _collapse(evidence: StepEvidence) -> _Judged:
     verdict, seconds = evidence.verdict, evidence.receipt_seconds
     if seconds is not None:
         source = f"receipt, {evidence.receipt_name}"
@@ -273,79 +262,75 @@ def _collapse(evidence: StepEvidence) -> _Shown:
         seconds = verdict.baseline.measured_step_seconds, verdict.plan.measured_step_seconds
         source = f"probe, strategy {verdict.strategy}"
     else:
-        plan = evidence.chosen
-        predicted = "no plan fits" if plan is None else f"{format_share(plan.predicted_overhead)} is predicted"
-        return FailureSign.NOT_CHECKED, f"{predicted}, nothing is measured", evidence.verify_command
+        chosen = evidence.chosen
+        predicted = "no plan fits" if chosen is None else f"{format_share(chosen.plan.predicted_overhead)} is predicted"
+        return _NOT_CHECKED, f"{predicted}, nothing is measured", evidence.verify_command
     overhead = seconds[1] / seconds[0] - 1
-    found = f"measured {format_share(overhead)} a step ({source}); more than {format_share(COLLAPSE)} is a collapse"
-    if overhead > COLLAPSE:
-        return FailureSign.FOUND, found, f"plimsoll diagnose {evidence.target} --plan plan.json"
-    return FailureSign.NOT_FOUND, found, ""
+    found = f"measured {format_share(overhead)} a step ({source}); more than {format_share(_COLLAPSE)} is a collapse"
+    if overhead > _COLLAPSE:
+        return _FOUND, found, f"plimsoll diagnose {evidence.target} --plan plan.json"
+    return _NOT_FOUND, found, ""
 
 
-def _gradients(evidence: StepEvidence) -> _Shown:
+def _gradients(evidence: StepEvidence) -> _Judged:
     receipt = evidence.receipt
     if receipt is None:
-        return FailureSign.NOT_CHECKED, _NO_RECEIPT, evidence.verify_command
+        return _NOT_CHECKED, _NO_RECEIPT, evidence.verify_command
     found = f"{evidence.receipt_name}: {receipt.verdict}"
-    if receipt.verdict in _WRONG:
+    if not receipt.verdict.is_pass and receipt.verdict not in _RIGHT_GRADIENTS:
         cause = f"; {receipt.faults[0]}" if receipt.faults else ""
-        return FailureSign.FOUND, f"{found}{cause}", receipt.verdict.advice
+        return _FOUND, f"{found}{cause}", receipt.verdict.advice
     itself = "" if receipt.is_deterministic else "; the model differs from itself from run to run"
-    return FailureSign.NOT_FOUND, f"{found}{itself}", ""
+    return _NOT_FOUND, f"{found}{itself}", ""
 
 
-def _bubbles(evidence: StepEvidence) -> _Shown:
-    found = "one process on one device was traced; a pipeline's schedule cannot be seen from it"
-    return FailureSign.NOT_CHECKED, found, ""
+def _bubbles(_: StepEvidence) -> _Judged:
+    return _NOT_CHECKED, "one process on one device was traced; a pipeline's schedule cannot be seen from it", ""
 
 
-def _savings(evidence: StepEvidence) -> _Shown:
+def _savings(evidence: StepEvidence) -> _Judged:
     """Compare the measured with the predicted peak, or else the bytes freed after forward with the bytes off the peak."""
-    receipt, plan = evidence.receipt, evidence.chosen
+    receipt, plan = evidence.receipt, evidence.managing
     if receipt is not None:
         measured, predicted = receipt.measured_peak_bytes, receipt.predicted_peak_bytes
-        if measured is not None and predicted is not None and measured > predicted * (1 + _OFF_BY):
+        if measured is not None and predicted is not None and measured > predicted * (1 + PEAK_TOLERANCE):
             found = f"measured peak {format_bytes(measured)}, predicted {format_bytes(predicted)}"
             again = (
                 f"plimsoll verify {evidence.target} --plan plan.json again on an idle device; see who holds the peak"
             )
-            return FailureSign.FOUND, f"{evidence.receipt_name}: {found}", again
+            return _FOUND, f"{evidence.receipt_name}: {found}", again
         kept = [region.name for region in receipt.regions if region.engine is Engine.KEEP]
         if kept:
             found = f"{len(kept)} layers kept everything although the plan drops something there ({kept[0]})"
-            return FailureSign.FOUND, found, "the receipt gives each layer's reason: plimsoll show receipt.json"
-    if plan is None or evidence.manages_nothing:
-        return FailureSign.NOT_CHECKED, "there is no plan that saves anything", ""
-    freed = _held_bytes(evidence.made[0].plan) - _held_bytes(plan)
-    saved = plan.baseline_peak_bytes - plan.predicted_peak_bytes
-    is_found = saved < freed / 2
-    why = f": the peak has moved to {plan.peak.moment}" if is_found else ""
-    return (
-        FailureSign.FOUND if is_found else FailureSign.NOT_FOUND,
-        f"the plan holds {format_bytes(freed)} less between forward and backward, its peak is predicted "
-        f"{format_bytes(saved)} lower{why}; "
-        "communication buffers and fragmentation are not seen from one process's allocations",
-        "; ".join(evidence.bottleneck.remedies) if is_found else "",
+            return _FOUND, found, "the receipt gives each layer's reason: plimsoll show receipt.json"
+    if plan is None:
+        return _NOT_CHECKED, "the recommendation does not save memory", ""
+    unmanaged_bytes, managed_bytes = (
+        sum(region.retained_bytes for region in each.regions) for each in (evidence.made[0].plan, plan)
     )
+    freed_bytes, saved_bytes = unmanaged_bytes - managed_bytes, plan.baseline_peak_bytes - plan.predicted_peak_bytes
+    is_found = saved_bytes < freed_bytes / 2
+    why = f": the peak has moved to {plan.peak.moment}" if is_found else ""
+    found = (
+        f"the plan holds {format_bytes(freed_bytes)} less between forward and backward, its peak is predicted "
+        f"{format_bytes(saved_bytes)} lower{why}; "
+        "communication buffers and fragmentation are not seen from one process's allocations"
+    )
+    return (_FOUND, found, "; ".join(evidence.bottleneck.remedies)) if is_found else (_NOT_FOUND, found, "")
 
 
-def _held_bytes(plan: Plan) -> int:
-    return sum(region.retained_bytes for region in plan.regions)
-
-
-def _debugging(evidence: StepEvidence) -> _Shown:
-    plan = evidence.chosen
-    if plan is None or evidence.manages_nothing:
-        return FailureSign.NOT_FOUND, "every value stays where it was", ""
+def _debugging(evidence: StepEvidence) -> _Judged:
+    plan = evidence.managing
+    if plan is None:
+        return _NOT_FOUND, "every value stays where it was", ""
     dropped = sum(len(region.dropped) for region in plan.regions)
     packed = sum(len(region.packed) for region in plan.regions)
     found = f"{dropped} values do not exist between forward and backward, {packed} exist in another form"
     next_ = f"plimsoll verify {evidence.target} --plan plan.json --intermediate NAME keeps one and compares it"
-    return FailureSign.FOUND, found, next_
+    return _FOUND, found, next_
 
 
-_MODES: tuple[tuple[str, str, Callable[[StepEvidence], _Shown]], ...] = (
+_MODES: _Checks = (
     ("throughput", "throughput collapses", _collapse),
     ("non-determinism", "non-determinism breaks gradients", _gradients),
     ("pipeline-bubbles", "the pipeline's bubbles grow", _bubbles),

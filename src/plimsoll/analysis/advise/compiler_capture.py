@@ -37,6 +37,7 @@ from plimsoll.artifacts.progress import Progress, silent
 from plimsoll.tracing.recorder.calling import Loss, scalar_loss
 from plimsoll.tracing.recorder.opkey import cost_key
 from plimsoll.tracing.recorder.untouched import private_copy, untouched
+from plimsoll.tracing.refusals import first_line
 from plimsoll.tracing.torch_internals import current_autograd_node, sequence_number
 
 _MARK = "_is_torch_compile"
@@ -80,32 +81,33 @@ def ask_compiler(
     """
     if dynamo.config.disable:
         return Capture(is_asked=False, failure="torch.compile is switched off here (TORCHDYNAMO_DISABLE)")
-    report = progress or silent
-    report("asking torch.compile", 0.0)
-    job = _Job(loss, time.monotonic() + limit_seconds, report)
-    with untouched(model), _unmarked(model), _fresh_dynamo(job.check_time), job.breaks.watching():
+    recorder = _Recorder(time.monotonic() + limit_seconds, progress or silent)
+    failure = ""
+    with untouched(model), _unmarked(model), _fresh_dynamo(recorder.check_time):
+        started_microseconds = time.time_ns() // 1000
         try:
-            job.run(model, *private_copy((args, kwargs)))
+            recorder.run(model, private_copy((args, kwargs)), loss)
         except _OutOfTimeError:
             return Capture(is_asked=False, failure=f"it took longer than {limit_seconds:g} s; raise the limit")
         except torch.OutOfMemoryError:
             return Capture(is_asked=False, failure="the device ran out of memory: the step runs without a plan here")
         except _FAILURES as error:
-            return Capture(is_asked=True, failure=_describe(error), breaks=job.breaks.entries())
-    return job.capture()
+            inner = error.inner_exception if isinstance(error, BackendCompilerFailed) else error
+            failure = f"{type(inner).__name__}: {first_line(inner)}"
+        recorder.note_frames(started_microseconds)
+    return recorder.capture(failure)
 
 
-class _Job:
-    """One step under the recording backend."""
+class _Recorder:
+    """A backend of torch.compile that runs graphs op by op. It records the ops of one step and the places of graph breaks."""
 
-    def __init__(self, loss: Loss | None, deadline_seconds: float, report: Progress) -> None:
-        self.breaks = _BreakBook()
-        self._loss = loss
+    def __init__(self, deadline_seconds: float, report: Progress) -> None:
         self._deadline_seconds = deadline_seconds
         self._report = report
         self._graphs = 0
-        self._forward: list[list[str]] = []
+        self._forward: list[tuple[str, ...]] = []
         self._backward: list[BackwardOp] = []
+        self._breaks: Counter[_Place] = Counter()
         self._nodes: list[tuple[int, int]] = []
         """Ascending half-open ranges of the sequence numbers of autograd nodes that captured graphs made."""
         self._is_captured = False
@@ -114,45 +116,53 @@ class _Job:
         if time.monotonic() > self._deadline_seconds:
             raise _OutOfTimeError
 
-    def run(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        compiled = torch.compile(model, backend=self._backend)
-        output = compiled(*args, **kwargs)
-        loss = scalar_loss(output, self._loss)
+    def run(self, model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]], loss: Loss | None) -> None:
+        self._report("asking torch.compile", 0.0)
+        args, kwargs = call
+        output = torch.compile(model, backend=self._backend)(*args, **kwargs)
+        scalar = scalar_loss(output, loss)
         self._report("asking torch.compile", 0.8)
-        with _Watch(self._note_backward), torch.autocast(loss.device.type, enabled=False):
-            loss.backward()
+        with _Watch(self._note_backward, self.check_time), torch.autocast(scalar.device.type, enabled=False):
+            scalar.backward()
 
-    def capture(self) -> Capture:
+    def capture(self, failure: str) -> Capture:
+        """What was recorded; nothing counts as captured if the step failed. Every break once, the most frequent first."""
+        breaks = tuple(
+            GraphBreak(reason=reason, file=shorten(file), line=line, code=_code(file, line), count=count)
+            for (reason, file, line), count in self._breaks.most_common()
+        )
+        if failure:
+            return Capture(is_asked=True, failure=failure, breaks=breaks)
         return Capture(
             is_asked=True,
             graphs=self._graphs,
-            forward=tuple(map(tuple, self._forward)),
+            forward=tuple(self._forward),
             backward=tuple(self._backward),
-            breaks=self.breaks.entries(),
+            breaks=breaks,
         )
 
     def _backend(self, graph: GraphModule, _inputs: list[torch.Tensor]) -> Callable[..., Any]:
         self.check_time()
         self._graphs += 1
-        self.breaks.note(graph)
         self._report(f"asking torch.compile, graph {self._graphs}", min(0.1 * self._graphs, 0.7))
+        reason = getattr(graph, "compile_subgraph_reason", None)
+        if reason is not None and reason.graph_break:  # else the function simply returned
+            frame = reason.user_stack[-1] if reason.user_stack else None
+            place = ("", 0) if frame is None else (frame.filename, frame.lineno or 0)
+            self._breaks[_readable(reason.reason), *place] += 1
 
         def run(*inputs: Any) -> Any:
-            self._forward.append([])
+            keys: list[str] = []
             first = sequence_number()
-            with _Watch(self._note_forward):
+            with _Watch(keys.append, self.check_time):
                 out = graph.forward(*inputs)
+            self._forward.append(tuple(keys))
             self._nodes.append((first, sequence_number()))
             return out
 
         return run
 
-    def _note_forward(self, key: str) -> None:
-        self.check_time()
-        self._forward[-1].append(key)
-
     def _note_backward(self, key: str) -> None:
-        self.check_time()
         node: Any = current_autograd_node()
         number = -1 if node is None else node._sequence_nr()
         if 0 <= number < 2**63:  # AccumulateGrad's number is larger; its ops count like the node before it
@@ -160,21 +170,33 @@ class _Job:
             self._is_captured = place >= 0 and number < self._nodes[place][1]
         self._backward.append(BackwardOp(cost_key=key, is_captured=self._is_captured))
 
+    def note_frames(self, started_microseconds: int) -> None:
+        """Record why Dynamo left whole frames to Python, and the breaks inside of functions that a frame calls."""
+        inner: dict[str, tuple[str, str, int]] = {}
+        for entry in get_compilation_metrics():
+            if (entry.start_time_us or 0) < started_microseconds:
+                continue
+            if entry.fail_type is not None:
+                reason = f"{_readable(entry.fail_reason or entry.fail_type)}; {_frame(entry.co_name)} is not captured"
+                self._breaks[reason, entry.fail_user_frame_filename or "", entry.fail_user_frame_lineno or 0] += 1
+            for text in entry.restart_reasons or ():
+                if not text.startswith(_UNKNOWN):  # the innermost function that met it comes last
+                    inner[_readable(text)] = (_frame(entry.co_name), entry.co_filename or "", entry.co_firstlineno or 0)
+        known = {reason for reason, _, _ in self._breaks}
+        for reason, (name, file, line) in inner.items():
+            if not any(text.startswith(reason) for text in known):
+                self._breaks[f"{reason}, in {name}", file, line] += 1
+
 
 class _Watch(TorchDispatchMode):
-    """Passes the key of every op to ``note``, and runs the op."""
+    """Passes the key of every op to ``note``, after ``check_time``, and runs the op."""
 
-    def __init__(self, note: Callable[[str], None]) -> None:
+    def __init__(self, note: Callable[[str], None], check_time: Callable[[], None]) -> None:
         super().__init__()
-        self._note = note
+        self._note, self._check_time = note, check_time
 
-    def __torch_dispatch__(
-        self,
-        func: torch._ops.OpOverload,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        self._check_time()
         self._note(cost_key(func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
@@ -214,69 +236,6 @@ def _fresh_dynamo(check_time: Callable[..., None]) -> Iterator[None]:
         counters.update(counted)
 
 
-def _describe(error: BaseException) -> str:
-    """The class and the first line of the error that stopped the capture; a wrapper of the backend is unwrapped."""
-    if isinstance(error, BackendCompilerFailed):
-        error = error.inner_exception
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
-
-
-class _BreakBook:
-    """Collects graph breaks, and failures that made Dynamo leave a whole frame to Python."""
-
-    def __init__(self) -> None:
-        self._found: Counter[_Place] = Counter()
-        self._started_microseconds = 0
-
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """At the end of the block, record the frames that failed to be captured in it, also after an error."""
-        self._started_microseconds = time.time_ns() // 1000
-        try:
-            yield
-        finally:
-            self._note_frames()
-
-    def note(self, graph: GraphModule) -> None:
-        """Record why a graph ended, unless the function simply returned."""
-        reason = getattr(graph, "compile_subgraph_reason", None)
-        if reason is None or not reason.graph_break:
-            return
-        frame = reason.user_stack[-1] if reason.user_stack else None
-        place = ("", 0) if frame is None else (frame.filename, frame.lineno or 0)
-        self._found[_readable(reason.reason), *place] += 1
-
-    def _note_frames(self) -> None:
-        inner: dict[str, tuple[str, str, int]] = {}
-        for entry in get_compilation_metrics():
-            if (entry.start_time_us or 0) < self._started_microseconds:
-                continue
-            if entry.fail_type is not None:
-                reason = f"{_readable(entry.fail_reason or entry.fail_type)}; {_frame(entry.co_name)} is not captured"
-                self._found[reason, entry.fail_user_frame_filename or "", entry.fail_user_frame_lineno or 0] += 1
-            for text in entry.restart_reasons or ():
-                if not text.startswith(_UNKNOWN):  # the innermost function that met it comes last
-                    inner[_readable(text)] = (_frame(entry.co_name), entry.co_filename or "", entry.co_firstlineno or 0)
-        known = {reason for reason, _, _ in self._found}
-        for reason, (name, file, line) in inner.items():
-            if not any(text.startswith(reason) for text in known):
-                self._found[f"{reason}, in {name}", file, line] += 1
-
-    def entries(self) -> tuple[GraphBreak, ...]:
-        """Every place once, the most frequent first."""
-        return tuple(
-            GraphBreak(
-                reason=reason,
-                file=shorten(file) if file else "",
-                line=line,
-                code=_code(file, line),
-                count=count,
-            )
-            for (reason, file, line), count in self._found.most_common()
-        )
-
-
 def shorten(file: str) -> str:
     """Shorten a path: relative to the working directory, or from the top of the installed package, else the file's name."""
     _, found, inside = file.replace(os.sep, "/").rpartition("/site-packages/")
@@ -294,7 +253,7 @@ def _code(file: str, line: int) -> str:
 
 def _readable(text: str) -> str:
     """The first line of a reason; the other lines are hints for Dynamo's developers."""
-    first = text.strip().splitlines()[0] if text.strip() else "no reason given"
+    first = text.strip().partition("\n")[0] or "no reason given"
     return "something in this call cannot be captured" if first == _IN_A_CALL else first
 
 

@@ -10,6 +10,7 @@ A CUDA graph replays kernels with fixed shapes and without the host. So it canno
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -29,8 +30,6 @@ _SHOWN = 4
 _MODEL = "the model itself"
 _LITTLE = 0.01
 """Uncaptured modules are named only if uncaptured ops take more than this share of the time."""
-_RANDOM = ("bernoulli", "native_dropout", "dropout", "rand", "normal")
-_FUSED = "scaled_dot_product"
 _DROPOUT = re.compile(r";0\.0*[1-9]")
 """In the key of fused attention, a positional number between 0 and 1 is the dropout; the scale is a keyword."""
 _MASKED = ("index", "index_put", "index_put_", "_index_put_impl_")
@@ -48,9 +47,10 @@ def judge_coverage(trace: Trace, costs: Costs, capture: Capture) -> CompilerCove
     ticks = [tick for tick, op in enumerate(trace.ops) if op.phase is not Phase.OPTIMIZER]
     seconds = {tick: costs.seconds_of(trace.ops[tick].cost_key) for tick in ticks}
     captured = set() if capture.failure else captured_ticks(trace, capture)
+    why = capture.failure or ("" if capture.graphs else "torch.compile found no graph in this model")
     found = CompilerCoverage(
         is_measured=True,
-        note=_note(capture),
+        note=f"nothing is captured: {why}" if why else "",
         ops=len(ticks),
         captured_ops=len(captured),
         seconds=sum(seconds.values()),
@@ -63,9 +63,7 @@ def judge_coverage(trace: Trace, costs: Costs, capture: Capture) -> CompilerCove
         if tick not in captured:
             missed[trace.ops[tick].module or _MODEL] += round(seconds[tick] * 1e9)
     names = tuple(name for name, _ in missed.most_common(_SHOWN)) if found.time_share < 1 - _LITTLE else ()
-    regions = _missed_regions(trace, captured)
-    lines = _advice(found, regions, is_random=_draws(trace))
-    return msgspec.structs.replace(found, uncaptured=names, advice=lines)
+    return msgspec.structs.replace(found, uncaptured=names, advice=_advice(found, trace, captured))
 
 
 def captured_ticks(trace: Trace, capture: Capture) -> set[int]:
@@ -104,58 +102,46 @@ def _aligned(trace: Trace, ticks: Sequence[int], keys: Sequence[str]) -> list[tu
     ]
 
 
-def _note(capture: Capture) -> str:
-    if capture.failure:
-        return f"nothing is captured: {capture.failure}"
-    if not capture.graphs:
-        return "nothing is captured: torch.compile found no graph in this model"
-    return ""
-
-
-def _missed_regions(trace: Trace, captured: set[int]) -> list[str]:
-    """Regions with less than the share ``RELY_ON_COMPILER`` of their forward ops captured."""
-    missed = []
-    for call in trace.regions:
-        ticks = range(*call.forward)
-        if ticks and sum(tick in captured for tick in ticks) < RELY_ON_COMPILER * len(ticks):
-            missed.append(call.name)
-    return list(dict.fromkeys(missed))
-
-
-def _draws(trace: Trace) -> bool:
-    return any(
-        op.name.startswith(_RANDOM) or (_FUSED in op.name and _DROPOUT.search(op.cost_key))
-        for op in trace.ops
-        if op.phase is Phase.FORWARD
+def _advice(found: CompilerCoverage, trace: Trace, captured: set[int]) -> tuple[str, ...]:
+    """What to do about the captured part, and about the regions that the compiler missed."""
+    missed = dict.fromkeys(
+        call.name
+        for call in trace.regions
+        if sum(tick in captured for tick in range(*call.forward)) < RELY_ON_COMPILER * len(range(*call.forward))
     )
+    regions = f"--regions for {', '.join([*missed][:_SHOWN])}" if missed else ""
+    if not found.captured_ops:
+        return ("Manage the eager model with a plan: the compiler's own recomputation has nothing to work on here.",)
+    if found.time_share <= RELY_ON_COMPILER:
+        return (
+            f"Less than {RELY_ON_COMPILER:.0%} of the time is captured: the compiler cannot see the whole step. Manage the "
+            f"uncaptured part{f': {regions}' if regions else ' by a plan on the eager model'}, or remove the breaks first.",
+        )
+    lines = [
+        f"More than {RELY_ON_COMPILER:.0%} of the time is captured: if you train with torch.compile, let it recompute "
+        "(torch._functorch.config.activation_memory_budget below 1.0), and do not put a plan around compiled layers: "
+        "hooks around a compiled region unpack everything at once."
+    ]
+    if any(_draws(op) for op in trace.ops if op.phase is Phase.FORWARD):
+        lines.append(
+            "But this model draws random numbers (dropout): below 1.0 that setting draws them anew in backward, and the "
+            "gradients are wrong (an open PyTorch defect). Keep it at 1.0, or train eager under a plan."
+        )
+    return (*lines, f"Manage what it missed: {regions}.") if regions else tuple(lines)
 
 
-def _advice(found: CompilerCoverage, regions: Sequence[str], *, is_random: bool) -> tuple[str, ...]:
-    lines = []
-    if found.time_share > RELY_ON_COMPILER:
-        lines.append(
-            f"More than {RELY_ON_COMPILER:.0%} of the time is captured: if you train with torch.compile, let it recompute "
-            "(torch._functorch.config.activation_memory_budget below 1.0), and do not put a plan around compiled layers: "
-            "hooks around a compiled region unpack everything at once."
-        )
-        if is_random:
-            lines.append(
-                "But this model draws random numbers (dropout): below 1.0 that setting draws them anew in backward, and the "
-                "gradients are wrong (an open PyTorch defect). Keep it at 1.0, or train eager under a plan."
-            )
-        if regions:
-            lines.append(f"Manage what it missed: --regions for {', '.join(regions[:_SHOWN])}.")
-    elif found.captured_ops:
-        where = f": --regions for {', '.join(regions[:_SHOWN])}" if regions else " by a plan on the eager model"
-        lines.append(
-            f"Less than {RELY_ON_COMPILER:.0%} of the time is captured: the compiler cannot see the whole step. "
-            f"Manage the uncaptured part{where}, or remove the breaks first."
-        )
-    else:
-        lines.append(
-            "Manage the eager model with a plan: the compiler's own recomputation has nothing to work on here."
-        )
-    return tuple(lines)
+def _draws(op: TraceOp) -> bool:
+    """Whether the op draws random numbers. torch tags fused attention too, which draws only if its dropout is not 0."""
+    is_attention = "scaled_dot_product" in op.name
+    return bool(_DROPOUT.search(op.cost_key)) if is_attention else torch.Tag.nondeterministic_seeded in _tags(op.name)
+
+
+@functools.cache
+def _tags(name: str) -> frozenset[torch.Tag]:
+    """What torch says about an ATen op in the tags on its overloads; nothing for other ops."""
+    packet = None if "." in name else getattr(torch.ops.aten, name, None)
+    overloads = () if packet is None else packet.overloads()
+    return frozenset(tag for overload in overloads for tag in getattr(packet, overload).tags)
 
 
 def find_hazards(trace: Trace) -> tuple[CaptureHazard, ...]:
@@ -181,12 +167,9 @@ def _hazard(op: TraceOp) -> str:
     if op.name in _MASKED:
         indices = op.cost_key.partition(";")[2].partition("]]")[0]
         return f"{op.name} with a mask" if any(name in indices for name in _MASK_TYPES) else ""
-    packet = getattr(torch.ops.aten, op.name, None)
-    if packet is None or "." in op.name:
-        return ""
-    tags = {tag for overload in packet.overloads() for tag in getattr(packet, overload).tags}
     if op.phase is Phase.OPTIMIZER and op.name == "_local_scalar_dense":
         return "the optimizer reads its step count on the host (capturable=True keeps it on the device)"
+    tags = _tags(op.name)
     if torch.Tag.data_dependent_output in tags:
         return f"{op.name} reads a value on the host (.item(), a branch on data)"
     if torch.Tag.dynamic_output_shape in tags:

@@ -89,8 +89,9 @@ class PeakSubject:
     """The step whose peak is to be lowered: its trace, the engine's choices in it, and its unmanaged run."""
 
     trace: Trace
-    watched: WatchedStep
-    is_managed: bool
+    watched: WatchedStep | None = None
+    """The unmanaged run; without it, every trainable parameter is taken to get a gradient."""
+    is_managed: bool = False
     """Whether the model itself or the engine saves memory in the step."""
     choose: Choose | None = None
     """Makes the engine's choices for a trace. ``None``: the engine does nothing, and ``trace`` is ``watched.trace``."""
@@ -114,8 +115,13 @@ class Changes:
         self._optimizer_forms()
         self._half_batch()
         self._strategies()
-        self._found.sort(key=self._rank)
-        return tuple(self._found), tuple(self._unsupported)
+        return tuple(sorted(self._found, key=self._rank)), tuple(self._unsupported)
+
+    def of_loss_and_optimizer(self) -> tuple[Change, ...]:
+        """Only the changes to the loss and the optimizer, largest reduction first. They are replayed; nothing runs."""
+        self._chunked_loss()
+        self._optimizer_forms()
+        return tuple(sorted(self._found, key=self._rank))
 
     def _rank(self, change: Change) -> tuple[int, bool, int, str]:
         """Sort key: the largest reduction first; among equal reductions, a single change before a pair of changes."""
@@ -161,7 +167,7 @@ class Changes:
         return f"plimsoll.chunked.{name}"
 
     def _freed_output(self) -> None:
-        ends = self._in_subject(self._subject.watched.output_ends)
+        ends = self._in_subject(lambda watched: watched.output_ends)
         if ends:
             how = "write loss = model(...).loss, so that only the loss is referenced when backward starts"
             trace = with_storages(self._subject.trace, lambda s: replace(s, dies=min(s.dies, ends.get(s.id, s.dies))))
@@ -169,7 +175,7 @@ class Changes:
             self._add("output freed before backward", how, peak, _REPLAYED)
 
     def _gradients_set_to_none(self) -> None:
-        writes = self._in_subject(self._subject.watched.first_writes)
+        writes = self._in_subject(lambda watched: watched.first_writes)
         if writes:
             births = {storage: tick + 1 for storage, tick in writes.items()}
             trace = with_storages(self._subject.trace, lambda s: replace(s, born=max(s.born, births.get(s.id, s.born))))
@@ -177,9 +183,11 @@ class Changes:
             how = "call optimizer.zero_grad(set_to_none=True) before forward, unless gradients are accumulated"
             self._add("gradients set to None", how, peak, _REPLAYED)
 
-    def _in_subject(self, ticks: dict[int, int]) -> dict[int, int]:
+    def _in_subject(self, ticks_of: Callable[[WatchedStep], dict[int, int]]) -> dict[int, int]:
         """Map ticks of watched storages to the subject's trace; equal birth tick, size and label identify a storage."""
-        trace, watched = self._subject.trace, self._subject.watched.trace
+        if self._subject.watched is None:
+            return {}
+        trace, watched, ticks = self._subject.trace, self._subject.watched.trace, ticks_of(self._subject.watched)
         if watched is trace:
             return ticks
         if self._step.task.units:  # kernels have other ticks than ops, and the loss may be inside a kernel
@@ -201,7 +209,7 @@ class Changes:
             if not is_known or all(optimizer.defaults[key] == wish for key, wish in options.items()):
                 continue
             try:
-                without = frozenset(self._subject.watched.without_gradient)
+                without = frozenset(() if self._subject.watched is None else self._subject.watched.without_gradient)
                 trace = with_options(self._subject.trace, optimizer, self._step.task.model, options, without)
             except PlimsollError as error:
                 self._cannot_tell(f"optimizer with {option}", error.found)

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from plimsoll.analysis.explain.changes import Changes, ExplainedStep, PeakSubject
+from plimsoll.analysis.explain.parts import parts_of_peak
 from plimsoll.analysis.verify.saved_tensors import watched
-from plimsoll.artifacts.explained import LEAST_SHARE, Change, Explanation, RecomputedPart
+from plimsoll.artifacts.explained import LEAST_SHARE, Change, Explanation, MemoryPart, RecomputedPart
 from plimsoll.artifacts.naming import group_holders, name_largest, region_in_label
 from plimsoll.artifacts.plan import Holder, Peak, Plan, TimelinePoint
 from plimsoll.artifacts.progress import Progress, silent
@@ -26,7 +27,6 @@ from plimsoll.errors import InvalidStrategy
 from plimsoll.planning.choice import Choice
 from plimsoll.planning.costing.devices import find_device
 from plimsoll.planning.describe import (
-    classes_at_peak,
     describe_peak,
     describe_timeline,
     forward_end,
@@ -56,7 +56,7 @@ class PeakView:
     """The memory of one way to run the step: its peak, and the bytes that stay resident between forward and backward."""
 
     peak: Peak
-    classes: dict[str, int]
+    parts: tuple[MemoryPart, ...]
     resident_bytes: int
     resident: tuple[Holder, ...]
     timeline: tuple[TimelinePoint, ...]
@@ -240,7 +240,7 @@ def _as_it_is(step: ExplainedStep, report: Progress) -> Explanation:
     report("replaying it with changes", 0.5)
     return _explanation(
         step,
-        PeakSubject(seen.trace, seen, bool(used)),
+        PeakSubject(seen.trace, seen, is_managed=bool(used)),
         setup=" and ".join(f"{name} ({count} times a step)" for name, count in used.most_common()),
         seen=_look_at_run(step, seen),
         plain=plain,
@@ -274,7 +274,7 @@ def _under(asked: str | Plan | None, step: ExplainedStep, report: Progress) -> E
     report("replaying it with changes", 0.5)
     return _explanation(
         step,
-        PeakSubject(traced, plain_step, asked is not None, choose),
+        PeakSubject(traced, plain_step, is_managed=asked is not None, choose=choose),
         setup="torch.compile's default partition" if asked is None else f"strategy {name}, by Plimsoll",
         seen=_look(simulation, end, names),
         plain=_look_at_run(step, plain_step) if asked is None else _look(keeping, end, names),
@@ -304,7 +304,7 @@ def _explanation(
         optimizer="" if step.task.optimizer is None else type(step.task.optimizer).__name__,
         verdict=judge(setup, seen, plain, changes),
         peak=seen.peak,
-        classes=seen.classes,
+        parts=seen.parts,
         resident_bytes=seen.resident_bytes,
         resident=seen.resident,
         recomputed=recomputed,
@@ -323,10 +323,10 @@ def _look_at_run(step: ExplainedStep, run: WatchedStep) -> PeakView:
 
 
 def _look(simulation: Simulation, end: int, regions: Sequence[str]) -> PeakView:
-    holders = holders_at(simulation, 2 * end)
+    holders, peak = holders_at(simulation, 2 * end), describe_peak(simulation)
     return PeakView(
-        peak=describe_peak(simulation),
-        classes=classes_at_peak(simulation),
+        peak=peak,
+        parts=parts_of_peak(simulation.index.trace, peak, regions),
         resident_bytes=sum(holder.bytes for holder in holders),
         resident=by_place(holders, regions),
         timeline=describe_timeline(simulation),

@@ -30,7 +30,7 @@ from plimsoll.integrations.jax.estimates import estimate, fit
 from plimsoll.integrations.jax.planning import FRAMEWORK, plan
 from plimsoll.integrations.search import check_plan
 
-__all__ = ["compare", "compiler_options", "estimate", "fit", "plan", "temporary_bytes", "wrap"]
+__all__ = ["PlanMismatch", "compare", "compiler_options", "estimate", "fit", "plan", "temporary_bytes", "wrap"]
 
 
 def wrap(function: Callable[..., Any], plan: Plan, *, argnums: int | Sequence[int] = 0) -> Callable[..., Any]:
@@ -51,13 +51,7 @@ def wrap(function: Callable[..., Any], plan: Plan, *, argnums: int | Sequence[in
     Example:
         >>> jax.value_and_grad(pj.wrap(loss, plan))(params, batch)  # doctest: +SKIP
     """
-    check_plan(plan)
-    if plan.framework != FRAMEWORK:
-        raise PlanMismatch(
-            f"This plan was made for {plan.framework}, not for JAX.",
-            why="its decisions name tensors or layers of another framework, which a jaxpr does not have",
-            next="plan the function with plimsoll.integrations.jax.plan",
-        )
+    check_plan(plan, FRAMEWORK, "JAX")
 
     @functools.wraps(function)
     def managed(*args: Any, **kwargs: Any) -> Any:

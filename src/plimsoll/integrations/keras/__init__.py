@@ -23,8 +23,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from plimsoll.artifacts.comparison import Comparison
 from plimsoll.artifacts.estimate import Estimate
 from plimsoll.artifacts.fit import Fit
@@ -43,7 +41,7 @@ from plimsoll.integrations.keras.steps import (
 from plimsoll.integrations.layers import check_fingerprint, kinds_of, rerun_layers
 from plimsoll.units import parse_bytes
 
-__all__ = ["apply", "compare", "estimate", "fit", "plan", "plan_layers", "rebuild"]
+__all__ = ["apply", "compare", "estimate", "fit", "parse_bytes", "plan", "plan_layers", "rebuild"]
 
 
 def plan(model: Any, x: Any, y: Any = None, *, budget: str | int | None, device: str | None = None) -> Plan:
@@ -117,9 +115,7 @@ def plan_layers(model: Any, x: Any, y: Any = None, *, budget: str | int | None) 
         >>> plan = pk.plan_layers(model, x[:32], y[:32], budget="8GiB")  # doctest: +SKIP
     """
     _check(model, ("jax", "tensorflow"))
-    started = time.monotonic()
-    found = layer_plans(model, x, y).plan(None if budget is None else parse_bytes(budget))
-    return msgspec.structs.replace(found, solve_seconds=time.monotonic() - started)
+    return layer_plans(model, x, y).plan(budget)
 
 
 def rebuild(model: Any, plan: Plan) -> Any:

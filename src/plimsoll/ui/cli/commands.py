@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from plimsoll.errors import InvalidOption
-from plimsoll.ui.cli import terminal
+from plimsoll.ui.cli import options, terminal
 
 R = TypeVar("R")
 _UsageError: Any = typer.BadParameter.__base__  # the class of all usage errors, which Typer does not name
@@ -138,9 +138,11 @@ def command(function: Callable[..., R], *, plans_if_asked: bool = False) -> Call
             continue
         assert isinstance(kind, type)
         groups[name] = kind
-        options = get_type_hints(kind, include_extras=True)
+        annotations = get_type_hints(kind, include_extras=True)
         parameters += [
-            inspect.Parameter(field.name, parameter.KEYWORD_ONLY, default=field.default, annotation=options[field.name])
+            inspect.Parameter(
+                field.name, parameter.KEYWORD_ONLY, default=field.default, annotation=annotations[field.name]
+            )
             for field in fields(kind)
             if field.name not in own
         ]
@@ -185,20 +187,12 @@ def _refuse_early(typed: Mapping[str, Any], *, plans_if_asked: bool) -> None:
     strategies = (
         [asked] if isinstance(asked, str) else [s for s in asked if not (typed["compiled"] and is_torchs_own(s))]
     )
-    is_asked = typed.get("budget") or asked != "auto" or typed.get("override")
-    is_planned = typed.get("plan") is None and (is_asked or not plans_if_asked)
     budget, device = Budget.read(typed.get("budget")), typed.get("device_profile")
-    max_error = read_error(typed.get("max_error", "0"))  # also checked without a plan
-    PlanOptions.read(
-        strategies=strategies,
-        regions=typed.get("regions") or None,
-        device_profile=device,
-        allow=typed.get("allow", "recompute"),
-        max_error=max_error if is_planned else 0.0,
-        host_budget=typed.get("host_budget"),
-        overrides=tuple(typed.get("override") or ()),
-        link=typed.get("link"),
-    )
+    limits = options.limits(typed)
+    is_asked = typed.get("budget") or asked != "auto" or typed.get("override")
+    if typed.get("plan") is not None or (plans_if_asked and not is_asked):
+        read_error(limits.pop("max_error"))  # it is about the measured gradient then, and no codec need be allowed
+    PlanOptions.read(strategies=strategies, device_profile=device, **limits)
     if device is not None:
         budget.bytes_of(device, find_device(device).memory_bytes)
 

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from plimsoll.artifacts.plan import Plan
-from plimsoll.artifacts.store import load_any
+from plimsoll.artifacts.store import load_plan
 from plimsoll.errors import InvalidStrategy
 from plimsoll.estimator.targets.recipe import check_target
 from plimsoll.ui.cli import commands, options, ranks, terminal
@@ -84,13 +83,7 @@ def _is_saved(target: str) -> bool:
 
 
 def _explain_saved(context: typer.Context, target: str, to: options.Output) -> None:
-    artifact = load_any(target)
-    if not isinstance(artifact, Plan):
-        raise InvalidStrategy(
-            f"{target} holds a {artifact.KIND}, not a plan.",
-            why="only a plan has decisions to explain",
-            next=f"run plimsoll show {target}",
-        )
+    plan = load_plan(target)
     ignored = [name for name in options.given(context) if name not in _OF_A_PLAN]
     if ignored:
         raise InvalidStrategy(
@@ -98,4 +91,4 @@ def _explain_saved(context: typer.Context, target: str, to: options.Output) -> N
             why="the reasons of a saved plan are in its file, and nothing is traced",
             next=f"leave these options out, or run plimsoll explain TARGET --plan {target} to replay the plan on a target",
         )
-    terminal.hand_over(artifact, to, explain=True)
+    terminal.hand_over(plan, to, explain=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import enum
 import functools
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -159,15 +160,19 @@ class Planning:
 
     def words(self) -> dict[str, Any]:
         """All options except the strategy, as keyword arguments of the public verbs."""
-        return {
-            "budget": self.budget,
-            "regions": self.regions or None,
-            "allow": self.allow,
-            "max_error": self.max_error,
-            "host_budget": self.host_budget,
-            "overrides": tuple(self.override or ()),
-            "link": self.link,
-        }
+        return {"budget": self.budget} | limits(asdict(self))
+
+
+def limits(typed: Mapping[str, Any]) -> dict[str, Any]:
+    """What plans may do, as keyword arguments of the public verbs; ``typed`` may lack options that a command does not have."""
+    return {
+        "regions": typed.get("regions") or None,
+        "allow": typed.get("allow", "recompute"),
+        "max_error": typed.get("max_error", "0"),
+        "host_budget": typed.get("host_budget"),
+        "overrides": tuple(typed.get("override") or ()),
+        "link": typed.get("link"),
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,6 @@ from plimsoll.artifacts.advice import (
     CheckItem,
     CheckOutcome,
     CompilerCoverage,
-    FailureMode,
-    FailureSign,
     GraphBreak,
     Kind,
     LayerUse,
@@ -31,14 +29,15 @@ from plimsoll.ui.document import (
     subject_of,
     tabulate,
 )
+from plimsoll.ui.views.explanation import tabulate_parts
 from plimsoll.units import format_bytes, format_seconds, format_share
 
 _KINDS = {Kind.DOES_NOT_FIT: Tone.BAD, Kind.LOOK_ELSEWHERE: Tone.NEUTRAL}
 _WORDS = {
     CheckOutcome.PASS: Tone.GOOD,
     CheckOutcome.FAIL: Tone.BAD,
-    FailureSign.FOUND: Tone.BAD,
-    FailureSign.NOT_FOUND: Tone.GOOD,
+    CheckOutcome.FOUND: Tone.BAD,
+    CheckOutcome.NOT_FOUND: Tone.GOOD,
 }
 _LAYERS_HEADER = ("layer", "saved", "forward", "backward", "freed per ms")
 _CANDIDATES: Mapping[str, Callable[[Candidate], str]] = {
@@ -49,12 +48,15 @@ _CANDIDATES: Mapping[str, Callable[[Candidate], str]] = {
     "": lambda each: each.reason,
 }
 _BREAKS_SHOWN = 8
+_UNSEEN_HAZARDS = (
+    "a step's ops do not show copies between host and device, pinned memory, streams and collectives; torch.cuda.graph on the "
+    "device itself is the test"
+)
 
 
 def view_advice(advice: Advice) -> Document:
     """Make the document: recommendation, reasons and checklist."""
     passed = sum(item.outcome is CheckOutcome.PASS for item in advice.checklist)
-    modes = [(mode.sign, mode) for mode in advice.failure_modes]
     return Document(
         source="Advice",
         subject=f"for {advice.model} on {advice.device}",
@@ -68,10 +70,7 @@ def view_advice(advice: Advice) -> Document:
             Section("What to do", _reasons(advice)),
             Section(
                 "Checklist",
-                [
-                    _checks([(item.outcome, item) for item in advice.checklist]),
-                    Fold("Failure modes", [_checks(modes)]),
-                ],
+                [_checks(advice.checklist), Fold("Failure modes", [_checks(advice.failure_modes)])],
             ),
         ],
         notes=advice.notes,
@@ -81,18 +80,10 @@ def view_advice(advice: Advice) -> Document:
 def _reasons(advice: Advice) -> list[Element]:
     recommendation, bottleneck = advice.recommendation, advice.bottleneck
     reasons = dict.fromkeys([*recommendation.reasons, bottleneck.summary])
-    parts = [part for part in bottleneck.parts if part.bytes]
     elements: list[Element] = [Paragraph(sentence(reason)) for reason in reasons]
     if recommendation.command:
         elements.append(Paragraph(f"Command: {recommendation.command}"))
-    elements.append(
-        Table(
-            title=f"Where the memory is ({bottleneck.moment})",
-            rows=[(part.name, format_bytes(part.bytes), f"{part.share:.0%}", part.largest) for part in parts],
-            numbers=(1, 2),
-            bars=[part.share for part in parts],
-        )
-    )
+    elements.append(tabulate_parts(bottleneck.parts, f"Where the memory is ({bottleneck.moment})"))
     elements += [Paragraph(sentence(remedy)) for remedy in bottleneck.remedies if remedy not in recommendation.reasons]
     elements.append(
         tabulate(
@@ -167,16 +158,15 @@ def _hazards(advice: Advice) -> list[str]:
         f"{hazard.what} in {hazard.where}{f', {hazard.count} times' if hazard.count > 1 else ''}"
         for hazard in advice.hazards
     ]
-    lines = lines or ["nothing found that would stop a capture"]
-    return [*lines, advice.hazards_note] if advice.hazards_note else lines
+    return [*(lines or ["nothing found that would stop a capture"]), _UNSEEN_HAZARDS]
 
 
-def _checks(entries: Sequence[tuple[CheckOutcome | FailureSign, CheckItem | FailureMode]]) -> Checks:
+def _checks(items: Sequence[CheckItem]) -> Checks:
     """Items with their next step. A step that an earlier item has is shown as ``as above``."""
     checks: list[Check] = []
-    told: set[str] = set()
-    for word, entry in entries:
-        step = "as above" if entry.next in told else entry.next
-        checks.append(Check(_WORDS.get(word, Tone.NEUTRAL), word, entry.title, entry.evidence, step))
-        told |= {entry.next} if entry.next else set()
+    shown: set[str] = set()
+    for item in items:
+        step = "as above" if item.next in shown else item.next
+        checks.append(Check(_WORDS.get(item.outcome, Tone.NEUTRAL), item.outcome, item.title, item.evidence, step))
+        shown |= {item.next} if item.next else set()
     return Checks(checks)

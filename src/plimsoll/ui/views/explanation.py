@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from plimsoll.artifacts.explained import Change, Explanation
+from plimsoll.artifacts.explained import Change, Explanation, MemoryPart
 from plimsoll.artifacts.naming import group_holders, with_rest
 from plimsoll.artifacts.plan import Holder
 from plimsoll.ui.document import Document, Element, MemoryChart, NamedFigures, Paragraph, Section, Table, Tone
@@ -19,7 +19,7 @@ def view_explanation(explanation: Explanation) -> Document:
     peak = explanation.peak
     sections = [
         Section("Figures", [NamedFigures(_figures(explanation))]),
-        Section(f"At the peak ({peak.moment})", [_holders(peak.holders)]),
+        Section(f"At the peak ({peak.moment})", [tabulate_parts(explanation.parts), _holders(peak.holders)]),
         Section("Resident after forward", [_holders(explanation.resident)]),
     ]
     if explanation.recomputed:
@@ -56,6 +56,17 @@ def _figures(explanation: Explanation) -> list[tuple[str, str]]:
         ("resident after forward", f"{format_bytes(explanation.resident_bytes)}{beside_resident}"),
         ("basis", basis),
     ]
+
+
+def tabulate_parts(parts: Sequence[MemoryPart], title: str = "") -> Table:
+    """A table of the parts that are not empty: name, bytes, share, largest holder."""
+    shown = [part for part in parts if part.bytes]
+    return Table(
+        title=title,
+        rows=[(part.name, format_bytes(part.bytes), f"{part.share:.0%}", part.largest) for part in shown],
+        numbers=(1, 2),
+        bars=[part.share for part in shown],
+    )
 
 
 def _holders(holders: Sequence[Holder]) -> Table:
