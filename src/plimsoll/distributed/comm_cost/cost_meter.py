@@ -66,7 +66,8 @@ class SilentAverages(Averages):
 class _Samples:
     """Measurements of one method.
 
-    ``rounds`` are [forward, silent step with the method's own work, this work, real step], in seconds of this rank.
+    ``rounds`` are [forward, silent step, the method's own work, real step], in seconds of this rank. The silent step is
+    forward and backward without own work and transfers.
     """
 
     rounds: list[list[float]] = field(default_factory=list)
@@ -114,9 +115,7 @@ class CostMeter:
         rate = dense_bytes(_LINK_BYTES, torch.uint8, self.group.size(), "mean") / max(whole - latency, 1e-9)
         rows = {method: self._slowest(sample.rounds) for method, sample in samples.items()}
         plain_rows = rows[UNCOMPRESSED]
-        forward, silent = (
-            median(each) for each in zip(*((row[0], row[1] - row[2]) for row in plain_rows), strict=True)
-        )
+        forward, silent, *_ = (median(column) for column in zip(*plain_rows, strict=True))
         found: list[MethodTraffic] = []
         for method, sample in samples.items():
             local = median(row[2] for row in rows[method])
@@ -166,13 +165,15 @@ class CostMeter:
             sample.exchanges, sample.transfers = averages.exchanges, averages.group.transfers
             sample.sent_bytes = handle.step_bytes
             before_seconds = averages.local_seconds
-            row = [*self._step(), averages.local_seconds - before_seconds]
+            forward_seconds, step_seconds = self._step()
+            local_seconds = averages.local_seconds - before_seconds
         with contextlib.nullcontext() if method == UNCOMPRESSED else attach_compression(self.model, settings):
             self._step()
             if not sample.rounds:
                 gradients = (each.grad for each in self.model.parameters() if each.grad is not None)
                 sample.gradient = [part.detach().cpu().double() for each in gradients for part in dense_parts(each)]
-            sample.rounds.append([*row, self._step()[1]])
+            _, real_seconds = self._step()
+        sample.rounds.append([forward_seconds, step_seconds - local_seconds, local_seconds, real_seconds])
 
     def _step(self) -> tuple[float, float]:
         """Run one step without earlier gradients, on all ranks at once; seconds of forward, and of forward and backward."""
