@@ -132,21 +132,18 @@ class Averages:
             offers = [offer(slots[i], rows[i], self._settings.momentum) for i in due]
             flags = torch.stack([each.is_not_finite for each in offers]).to(gradients.rows.dtype)
             # All ranks must know if a gradient is not finite on one of them, so every row carries the flags.
-            message = torch.cat([*(rows[i] for i in plain), flags.expand(count, -1)], dim=1).mul_(1 / group.size())
-            total = message.new_empty(message.shape[1]) if self._form == "shard" else message.view(-1)
-            self._sum(message, total, group)
-            *means, is_void = total.split([*(rows[i].shape[1] for i in plain), len(due)])
+            message = torch.cat([*(rows[i] for i in plain), flags.expand(count, -1)], dim=1)
+            averaged = message.new_empty(message.shape[1]) if self._form == "shard" else message.view(-1)
+            self._average_rows(message, averaged, group)
+            *means, is_void = averaged.split([*(rows[i].shape[1] for i in plain), len(due)])
             outcomes = self._compressor.reduce(offers, group)
             for i, mean in zip(plain, means, strict=True):
                 outputs[i].copy_(mean.view(outputs[i].shape))
             for i, each, outcome, flag in zip(due, offers, outcomes, is_void, strict=True):
                 outputs[i].copy_(settle(each, outcome, flag, own_row).view(outputs[i].shape))
-            is_nonfinite = (is_void > 0).any() | ~total.isfinite().all()
+            is_nonfinite = (is_void > 0).any() | ~averaged.isfinite().all()
         else:
-            if self._form == "shard":
-                scatter_rows(gradients.rows, gradients.mean, group, dist.ReduceOp.AVG)
-            else:
-                average_whole(gradients.mean, group)
+            self._average_rows(gradients.rows, gradients.mean, group)
             is_nonfinite = ~gradients.mean.isfinite().all()
         if self._settings.momentum:
             for i in plain:
@@ -154,11 +151,11 @@ class Averages:
                 outputs[i].copy_(mean.view(outputs[i].shape))
         self.tally.add(slots, self._settings, is_nonfinite, step)
 
-    def _sum(self, message: torch.Tensor, total: torch.Tensor, group: dist.ProcessGroup) -> None:
+    def _average_rows(self, rows: torch.Tensor, mean: torch.Tensor, group: dist.ProcessGroup) -> None:
         if self._form == "shard":
-            scatter_rows(message, total, group, dist.ReduceOp.SUM)
+            scatter_rows(rows, mean, group, dist.ReduceOp.AVG)
         else:
-            dist.all_reduce(total, group=group)
+            average_whole(mean, group)
 
 
 def _spread_velocity(slot: GradientSlot, rows: int, own_row: int) -> None:
