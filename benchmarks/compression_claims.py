@@ -13,34 +13,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from benchmarks.page import format_table
-from plimsoll.artifacts.traffic import Transfer
-from plimsoll.distributed.comm_cost.forecast import BucketWork, Sharing, run_step
+from plimsoll.distributed.comm_cost.cost_meter import predict_step_seconds
+from plimsoll.distributed.gradient_compression.method import Method
+from plimsoll.distributed.gradient_compression.slots import compressed_bytes, dense_bytes
 from plimsoll.planning.costing.devices import Device, find_device
 from plimsoll.planning.costing.links import Collective, collective_seconds
 
 LOCAL_BYTES_PER_ELEMENT = 40
-GRADIENT_BYTES, VALUE_BYTES, PLACE_BYTES, FACTOR_BYTES = 2, 2, 4, 4
-"""Gradients and the values of top-k in bf16; places in int32; factors of PowerSGD in float32."""
+GRADIENT_BYTES, FACTOR_BYTES = 2, 4
+"""Gradients in bf16; factors of PowerSGD in float32."""
 
 
 def local_seconds(elements: float, device: Device) -> float:
     return elements * LOCAL_BYTES_PER_ELEMENT / (device.bandwidth_bytes_per_second * device.achieved_bandwidth)
 
 
-def top_k_rows(parameters: float, claimed_seconds: float, device: Device) -> list[list[str]]:
+def top_k_rows(elements: int, claimed_seconds: float, device: Device) -> list[list[str]]:
     """What is left of "top-k at 1% cuts a 50 ms all-reduce to 0.5 ms", on a link on which the all-reduce takes that long."""
     rows = []
+    local = local_seconds(elements, device)
     for ranks in (8, 32, 64):
-        dense_bytes = parameters * GRADIENT_BYTES
-        link = Transfer.ALL_REDUCE.wire_bytes(dense_bytes, ranks) / claimed_seconds
-        sent = Transfer.ALL_GATHER.wire_bytes(parameters * 0.01 * (VALUE_BYTES + PLACE_BYTES), ranks)
-        local = local_seconds(parameters, device)
+        dense = dense_bytes(elements, torch.bfloat16, ranks, "mean")
+        sent = compressed_bytes(Method(kind="topk", share=0.01), (elements,), torch.bfloat16, ranks, "mean")
+        link = dense / claimed_seconds
         rows.append(
             [
                 str(ranks),
                 f"{link / 1e9:.0f} GB/s",
-                f"{sent / 1e9:.2f} GB of {Transfer.ALL_REDUCE.wire_bytes(dense_bytes, ranks) / 1e9:.2f}",
+                f"{sent / 1e9:.2f} GB of {dense / 1e9:.2f}",
                 f"{sent / link * 1e3:.1f} ms",
                 f"{local * 1e3:.0f} ms",
                 f"{(sent / link + local) * 1e3:.0f} ms",
@@ -67,16 +70,17 @@ class Job:
         return 6 * self.parameters * self.tokens / self.tp / flops
 
     def step_seconds(self, payload_share: float, *, is_overlapped: bool, local_share: float = 0.0) -> float:
-        """With every layer a bucket, or everything sent after backward; ``local_share`` of the floor of local work."""
+        """With every layer a part, or everything sent after backward; ``local_share`` of the floor of local work."""
         elements = self.parameters / self.tp / self.layers
         whole_bytes = elements * GRADIENT_BYTES * payload_share
         sending = collective_seconds(Collective.ALL_REDUCE, whole_bytes, self.dp, self.device, stride=self.tp)
-        local = local_share * local_seconds(elements, self.device)
-        forward, backward = self.compute_seconds / 3, self.compute_seconds * 2 / 3 / self.layers
-        works = [BucketWork(backward, (local, 0.0), (sending,)) for _ in range(self.layers)]
-        if is_overlapped:
-            return forward + run_step(works, 0.0, Sharing(processor=0.5)).step_seconds
-        return self.compute_seconds + self.layers * (sending + local)
+        return predict_step_seconds(
+            self.compute_seconds / 3,
+            self.compute_seconds,
+            self.layers * local_share * local_seconds(elements, self.device),
+            self.layers * sending,
+            parts=self.layers if is_overlapped else 1,
+        )
 
 
 def power_sgd_rows(job: Job, rows: int, columns: int, rank: int) -> list[list[str]]:
@@ -90,7 +94,7 @@ def power_sgd_rows(job: Job, rows: int, columns: int, rank: int) -> list[list[st
         found.append(
             [
                 f"{job.tokens:,}",
-                "overlapped, a layer a bucket" if is_overlapped else "after backward",
+                "overlapped, a layer a part" if is_overlapped else "after backward",
                 f"{job.compute_seconds * 1e3:.0f} ms",
                 f"{plain:.1%}",
                 f"{wire:.1%}",
@@ -104,7 +108,7 @@ def main() -> int:
     device = find_device("H100-SXM")
     print("Top-k at 1%, 1B parameters in bf16, on a link on which the all-reduce takes 50 ms\n")
     head = ("ranks", "that link", "each rank sends", "on the wire", "local work, at least", "together", "faster by")
-    print("\n".join(format_table(head, top_k_rows(1e9, 0.05, device))))
+    print("\n".join(format_table(head, top_k_rows(10**9, 0.05, device))))
     print("\nRank-8 PowerSGD, 70B parameters on 32 H100 (tp=8, dp=4)\n")
     rows: list[Sequence[str]] = []
     for tokens in (4096, 8192, 16384, 32768):

@@ -60,15 +60,12 @@ class Setting:
 
 SETTINGS = (
     Setting(method="none"),
-    Setting(method="int8"),
-    Setting(method="sign"),
     Setting(method="powersgd:4"),
     Setting(method="powersgd:1"),
     Setting(method="topk:10%"),
     Setting(method="topk:1%"),
     Setting(method="topk:1%", warmup=0.0),
     Setting(method="topk:0.1%"),
-    Setting(method="randomk:10%"),
     Setting(method="none", optimizer="sgd"),
     Setting(method="topk:1%", optimizer="sgd"),
     Setting(method="topk:1%", optimizer="sgd", momentum=0.9),

@@ -43,6 +43,6 @@ def regression() -> tuple[nn.Module, list[torch.Tensor], Callable[[torch.Tensor]
 
 def ask_for_traffic(path: str) -> dict[str, Any]:
     """``compress-gradients`` on every rank at once: exit code and text of a short measurement."""
-    options = ["--methods", "topk:1%", "--steps", "1", "--validate", "2", "--orders", "1", "--output", path]
+    options = ["--methods", "topk:1%", "--steps", "1", "--bandwidth", "10", "--output", path]
     result = CliRunner().invoke(app, ["compress-gradients", "ranks.small_models:regression", *options])
     return {"code": result.exit_code, "stdout": result.stdout, "stderr": result.stderr}

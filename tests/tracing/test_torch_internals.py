@@ -74,7 +74,7 @@ def test_versions_are_compared_as_numbers(monkeypatch):
         lambda model: plimsoll.diagnose(model, None, make_plan()),
         lambda model: plimsoll.estimate(model, batch=None),
         lambda model: plimsoll.fit(model, None, budget="1GiB"),
-        lambda model: compress_gradients(nn.Linear(1, 1), "int8"),
+        lambda model: compress_gradients(nn.Linear(1, 1), "topk:1%"),
     ],
 )
 def test_the_first_verb_that_takes_a_model_warns_at_the_users_line(monkeypatch, verb):

@@ -14,7 +14,7 @@ from plimsoll.artifacts.plan import Holder, Peak
 from plimsoll.artifacts.receipt import OWN, Intermediate, Slope
 from plimsoll.units import GIB, MIB
 from samples import filled, make_comparison, make_mismatch, make_plan, make_receipt
-from traffic_samples import make_sharded_traffic, make_traffic
+from traffic_samples import make_traffic
 from ui.pages.page_samples import make_finding, make_full_comparison, make_full_plan, make_full_receipt, make_verdict
 
 PEAK = Peak(
@@ -152,5 +152,4 @@ ARTIFACTS = {
     "explanation": make_explanation(),
     "explanation without help": make_explanation(is_helped=False),
     "traffic": make_traffic(),
-    "traffic of shards": make_sharded_traffic(),
 }

@@ -220,20 +220,6 @@ def reshard(model: nn.Module) -> None:
         module.reshard()
 
 
-@contextlib.contextmanager
-def scattering(model: nn.Module, scatter: Any) -> Iterator[None]:
-    """Reduce gradients by ``scatter`` in every module inside the block. Each module has one group of parameters."""
-    groups = _groups(model)
-    before = [group._reduce_scatter_comm for group in groups]
-    for group in groups:
-        group._reduce_scatter_comm = scatter
-    try:
-        yield
-    finally:
-        for group, comm in zip(groups, before, strict=True):
-            group._reduce_scatter_comm = comm
-
-
 def own_reductions(model: nn.Module) -> list[str]:
     """Return the names of the user's reductions (or gradient compression's) that replace torch's."""
     found = dict.fromkeys(thing for group in _groups(model) for thing in _own_of(group) if thing is not None)

@@ -2,57 +2,52 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from launching import launch
-from plimsoll.artifacts.base import to_json
 from plimsoll.artifacts.store import from_json, load_any
-from plimsoll.artifacts.traffic import Traffic, TrafficRuling
-from plimsoll.artifacts.verdict import Outcome
-from traffic_samples import make_method, make_sharded_traffic, make_traffic, make_validation
+from plimsoll.artifacts.traffic import Traffic
+from traffic_samples import make_method, make_traffic
 
 
-@pytest.mark.parametrize("make", [make_traffic, make_sharded_traffic])
-def test_a_saved_traffic_comes_back_exactly_and_is_shown(make: Callable[[], Traffic], run):
-    traffic = make()
+def test_a_saved_traffic_comes_back_exactly_and_is_shown(run):
+    traffic = make_traffic()
     traffic.save("traffic.json")
     assert load_any("traffic.json") == traffic
     shown = run("show", "traffic.json").out
-    if traffic.sharded is None:
-        for part in ("KEEP", "powersgd:4", "all_reduce", "2.0010", "a note", "below 160 Mbit/s"):
-            assert part in shown
-        return
-    # No column of which nothing is known.
-    [header] = [line.split() for line in shown.splitlines() if line.split()[:1] == ["method"]]
-    assert header == ["method", "sent", "measured", "saved", "error", "ruling"]
-    assert "5 units of FSDP2" in shown
-    assert not [absent for absent in ("link", "pays", "hidden") if absent in shown]
+    for part in (
+        "powersgd:4 saves most time",
+        "1 Gbit/s",
+        "predicted for this link",
+        "20.0% (19.0% to 21.0%)",
+        "3 parts",
+    ):
+        assert part in shown
+    [header] = [line.split("  ") for line in shown.splitlines() if line.split()[:1] == ["method"]]
+    names = [name.strip() for name in header if name.strip()]
+    assert names == ["method", "sent", "encode, decode", "predicted", "saves", "measured", "saves (95%)", "error"]
 
 
-def test_a_traffic_of_schema_1_is_read(tmp_path: Path):
-    written = json.loads(to_json(make_traffic()))
-    del written["sharded"]
-    path = tmp_path / "traffic.json"
-    path.write_text(json.dumps(written | {"schema_version": 1}))
-    found = load_any(path)
-    assert isinstance(found, Traffic)
-    assert (found.sharded, found.step, found.links) == (None, make_traffic().step, make_traffic().links)
+def test_the_method_that_saves_most_for_certain_is_the_fastest():
+    slow, fast = make_method("topk:1%", saved=0.05), make_method("powersgd:4", saved=0.2)
+    assert make_traffic(slow, fast).fastest == "powersgd:4"
 
 
-def test_its_text_says_what_is_missing_and_what_a_validation_came_to():
-    broken = make_method(
-        "sign", saved=0.2, ruling=TrafficRuling.REFUSE, validation=make_validation(outcome=Outcome.BROKEN)
-    )
-    plain = make_method("none", saved=0.0, ruling=TrafficRuling.UNDECIDED)
-    text = str(make_traffic(ruling=TrafficRuling.UNDECIDED, missing=("more steps",), methods=(plain, broken)))
-    assert "missing: more steps" in text
-    assert "BROKEN" in text
-    assert "if under 90% is hidden" in text
+def test_a_method_that_may_save_less_than_two_percent_is_not_taken():
+    traffic = make_traffic(make_method("topk:1%", saved=0.025))  # 1.5% to 3.5%
+    assert traffic.fastest == "none"
+    assert "do not compress" in str(traffic)
+
+
+def test_on_a_link_that_is_not_here_the_prediction_decides():
+    method = make_method("topk:1%", saved=-0.5, predicted=0.4)
+    assert make_traffic(method).fastest == "none"
+    traffic = make_traffic(method, assumed_bytes_per_second=12.5e6)
+    assert traffic.fastest == "topk:1%"
+    assert "predicted for 100 Mbit/s" in str(traffic)
 
 
 Told = tuple[list[dict[str, Any]], Path]
@@ -72,10 +67,9 @@ def test_one_rank_prints_for_all(told: Told):
     assert second["stdout"] == ""
 
 
-def test_what_it_saves_has_both_ways_to_send(told: Told):
+def test_what_it_saves_has_both_ways_to_send_on_the_given_link(told: Told):
     _, path = told
     found = from_json(path.read_bytes())
     assert isinstance(found, Traffic)
     assert [method.method for method in found.methods] == ["none", "topk:1%"]
-    # Two steps are no training: a method that saves time is validated, whatever comes of it; one that saves none is refused.
-    assert found.methods[1].validation is not None or found.methods[1].ruling is TrafficRuling.REFUSE
+    assert found.assumed_bytes_per_second == 1.25e6

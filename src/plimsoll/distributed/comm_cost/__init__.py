@@ -1,1 +1,1 @@
-"""Measures the cost of exchanging gradients, and judges whether compressing them saves time."""
+"""Measures what exchanging gradients costs, and which method of compression is fastest."""

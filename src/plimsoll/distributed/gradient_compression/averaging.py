@@ -1,8 +1,8 @@
 """Averages gradients over ranks: compresses those that are due, reduces the others as torch would, and counts all bytes.
 
-DDP packs parameters into buckets; here a bucket is split into parameters again. The uncompressed part is all-reduced first,
-together with flags for gradients that are not finite. If nothing is compressed, the whole bucket is all-reduced in place, with
-the same bits as DDP without a hook. Under FSDP2 every rank gets only its own shards of the mean.
+DDP and FSDP2 reduce several parameters in one piece of memory. Here it is split into parameters again. Uncompressed gradients
+travel together, with flags for gradients that are not finite. If nothing is compressed, the memory is reduced as a whole, with
+the same bits as torch. Under FSDP2 every rank gets only its own shards of the mean.
 """
 
 from __future__ import annotations
@@ -13,10 +13,15 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from plimsoll.distributed.gradient_compression.feedback import Offer, offer, settle, with_velocity
+from plimsoll.distributed.gradient_compression.feedback import offer, settle, with_velocity
 from plimsoll.distributed.gradient_compression.method import CompressionSettings
-from plimsoll.distributed.gradient_compression.rounds import Round, reduce_rows
-from plimsoll.distributed.gradient_compression.slots import GradientSlot
+from plimsoll.distributed.gradient_compression.powersgd import LowRankMean
+from plimsoll.distributed.gradient_compression.slots import Form, GradientSlot
+from plimsoll.distributed.gradient_compression.topk import TopKMean
+
+_NAMES = vars(dist)
+# torch 2.13 renamed it and warns of the old name.
+_reduce_scatter = _NAMES["reduce_scatter_single" if "reduce_scatter_single" in _NAMES else "reduce_scatter_tensor"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +47,12 @@ class Counters:
 
 
 class Tally:
-    """Counts steps and bytes. Numbers that only the device knows are added there, and copied to the host on ``read``."""
+    """Counts while training. Only the device knows if a step is finite; ``read`` copies that to the host."""
 
-    def __init__(self) -> None:
-        self._known = Counters()
-        self._nonfinite_steps: torch.Tensor | None = None
-        self._last_nonfinite: torch.Tensor | None = None
+    def __init__(self, known: Counters = Counters()) -> None:
+        self._known = known
+        self._nonfinite_before: torch.Tensor | int = 0
+        self._is_nonfinite_now: torch.Tensor | bool = False
 
     def add(
         self, slots: Sequence[GradientSlot], settings: CompressionSettings, is_nonfinite: torch.Tensor, step: int
@@ -56,145 +61,119 @@ class Tally:
 
         ``is_nonfinite`` is a boolean tensor on the device. A step (counted from 0) counts at most once as not finite.
         """
-        sent_bytes = sum(slot.sent_bytes(settings) if slot.is_due(settings) else slot.dense_bytes for slot in slots)
+        if step >= self._known.steps:
+            self._nonfinite_before = self._nonfinite_before + self._is_nonfinite_now
+            self._is_nonfinite_now = False
+        self._is_nonfinite_now = is_nonfinite | self._is_nonfinite_now
         self._known = replace(
             self._known,
             steps=max(self._known.steps, step + 1),
             uncompressed_bytes=self._known.uncompressed_bytes + sum(slot.dense_bytes for slot in slots),
-            sent_bytes=self._known.sent_bytes + sent_bytes,
+            sent_bytes=self._known.sent_bytes
+            + sum(slot.sent_bytes(settings) if slot.is_due(settings) else slot.dense_bytes for slot in slots),
         )
-        if self._nonfinite_steps is None or self._last_nonfinite is None:
-            self._nonfinite_steps = torch.zeros((), dtype=torch.int64, device=is_nonfinite.device)
-            self._last_nonfinite = torch.full_like(self._nonfinite_steps, -1)
-        self._nonfinite_steps += is_nonfinite & (self._last_nonfinite < step)
-        self._last_nonfinite = torch.where(is_nonfinite, step, self._last_nonfinite)
         for slot in slots:
             slot.reductions += 1
 
     def read(self) -> Counters:
         """The counts so far."""
-        counted = 0 if self._nonfinite_steps is None else int(self._nonfinite_steps)
+        counted = int(self._nonfinite_before) + int(self._is_nonfinite_now)
         return replace(self._known, nonfinite_steps=self._known.nonfinite_steps + counted)
 
-    def restore(self, counters: Counters) -> None:
-        """Continue from saved counters."""
-        self._known = counters
-        self._nonfinite_steps = self._last_nonfinite = None
+
+@dataclass(frozen=True, slots=True)
+class SplitGradients:
+    """Gradients of one rank, and the memory for their mean: each as a whole and split into parameters.
+
+    ``rows`` are ``(1, elements)``, or under ``shard`` ``(ranks, elements of a shard)``.
+    """
+
+    rows: torch.Tensor
+    mean: torch.Tensor
+    split_rows: Sequence[torch.Tensor]
+    split_mean: Sequence[torch.Tensor]
+
+    @classmethod
+    def of_mean(cls, flat: torch.Tensor, gradients: Sequence[torch.Tensor]) -> SplitGradients:
+        """Gradients that are replaced by their mean; they are views of the memory ``flat``."""
+        return cls(flat.view(1, -1), flat, [each.reshape(1, -1) for each in gradients], gradients)
+
+    @classmethod
+    def of_shard(cls, rows: torch.Tensor, mean: torch.Tensor, slots: Sequence[GradientSlot]) -> SplitGradients:
+        """Every rank gets the mean of its own row."""
+        widths = [slot.shape[1] for slot in slots]
+        return cls(rows, mean, rows.split(widths, dim=1), mean.split(widths))
 
 
 class Averages:
-    """Averages gradients over the ranks of a group; ``round_`` is ``None`` if the method is ``none``."""
+    """Averages gradients over the ranks of a group."""
 
-    def __init__(self, settings: CompressionSettings, round_: Round | None, tally: Tally) -> None:
+    def __init__(self, settings: CompressionSettings, form: Form) -> None:
+        self.tally = Tally()
         self._settings = settings
-        self._round = round_
-        self._tally = tally
+        self._form = form
+        method = settings.method
+        self._compressor = (
+            LowRankMean(method.rank, settings.seed) if method.kind == "powersgd" else TopKMean(method, form)
+        )
 
     @torch.no_grad()
-    def reduce(
-        self,
-        slots: Sequence[GradientSlot],
-        gradients: Sequence[torch.Tensor],
-        flat: torch.Tensor,
-        *,
-        group: dist.ProcessGroup,
-        step: int,
+    def average(
+        self, gradients: SplitGradients, slots: Sequence[GradientSlot], group: dist.ProcessGroup, step: int
     ) -> None:
-        """Replace the gradients by their mean over ranks.
-
-        Slots are in the same order on every rank. ``gradients`` are views of the bucket's memory ``flat``, one per slot.
-        ``step`` is the step of training, for the counts.
-        """
-        pairs = list(zip(slots, gradients, strict=True))
-        due = [(slot, each) for slot, each in pairs if slot.is_due(self._settings)]
-        plain = [(slot, each) for slot, each in pairs if not slot.is_due(self._settings)]
-        if due:
-            assert self._round is not None, "some parameter is compressed"
-            offers = [offer(slot, each.reshape(-1), self._settings.momentum) for slot, each in due]
-            is_void, is_nonfinite = self._plain(plain, offers, flat, group)
-            outcomes = self._round.reduce(offers, group)
-            for flag, (_, gradient), offered, outcome in zip(is_void, due, offers, outcomes, strict=True):
-                gradient.copy_(settle(offered, outcome, flag).view(gradient.shape))
-        else:
-            average_whole(flat, group)
-            is_nonfinite = ~flat.isfinite().all()
-        if self._settings.momentum:
-            for slot, each in plain:
-                each.copy_(self._with_momentum(slot, each.reshape(-1)).view(each.shape))
-        self._tally.add(slots, self._settings, is_nonfinite, step)
-
-    @torch.no_grad()
-    def scatter(
-        self,
-        slots: Sequence[GradientSlot],
-        output: torch.Tensor,
-        rows: torch.Tensor,
-        *,
-        group: dist.ProcessGroup,
-        step: int,
-    ) -> None:
-        """Write the mean of this rank's row to ``output``; ``rows`` are ``(ranks, elements)``, in the order of the slots."""
-        widths = [slot.shape[1] for slot in slots]
-        pieces, shards = rows.split(widths, dim=1), output.split(widths)
+        """Average over ranks. Slots are in the same order on every rank; ``step`` is that of training, for the counts."""
+        rows, outputs = gradients.split_rows, gradients.split_mean
         due = [i for i, slot in enumerate(slots) if slot.is_due(self._settings)]
         plain = [i for i, slot in enumerate(slots) if not slot.is_due(self._settings)]
-        is_nonfinite = torch.zeros((), dtype=torch.bool, device=rows.device)
-        if not due:
-            # Reduce the memory as a whole: then the bits equal the reduce-scatter's that this replaces.
-            reduce_rows(output, rows, group, dist.ReduceOp.AVG)
-            is_nonfinite = ~output.isfinite().all()
-            for slot, shard in zip(slots, shards, strict=True):
-                shard.copy_(self._with_momentum(slot, shard))
-        elif plain:
-            message = torch.cat([pieces[i] for i in plain], dim=1).mul_(1 / group.size())
-            averaged = message.new_empty(message.shape[1])
-            reduce_rows(averaged, message, group)
-            for i, mean in zip(plain, averaged.split([widths[i] for i in plain]), strict=True):
-                shards[i].copy_(self._with_momentum(slots[i], mean))
-            is_nonfinite = ~averaged.isfinite().all()
         if due:
-            assert self._round is not None, "some parameter is compressed"
+            count, own_row = len(gradients.rows), group.rank() if self._form == "shard" else 0
             for i in due:
-                _spread_velocity(slots[i], group)
-            offers = [offer(slots[i], pieces[i], self._settings.momentum) for i in due]
-            # Each rank only has its own shard. If a gradient is not finite on one rank, all ranks must know.
-            is_void = torch.stack([each.is_not_finite for each in offers])
-            dist.all_reduce(is_void, group=group)
-            outcomes = self._round.reduce(offers, group)
-            for flag, i, each, outcome in zip(is_void, due, offers, outcomes, strict=True):
-                shards[i].copy_(settle(each, outcome, flag, group.rank()))
-            is_nonfinite = is_nonfinite | (is_void > 0).any()
-        self._tally.add(slots, self._settings, is_nonfinite, step)
+                _spread_velocity(slots[i], count, own_row)
+            offers = [offer(slots[i], rows[i], self._settings.momentum) for i in due]
+            flags = torch.stack([each.is_not_finite for each in offers]).to(gradients.rows.dtype)
+            # All ranks must know if a gradient is not finite on one of them, so every row carries the flags.
+            message = torch.cat([*(rows[i] for i in plain), flags.expand(count, -1)], dim=1)
+            averaged = message.new_empty(message.shape[1]) if self._form == "shard" else message.view(-1)
+            self._average_rows(message, averaged, group)
+            *means, is_void = averaged.split([*(rows[i].shape[1] for i in plain), len(due)])
+            outcomes = self._compressor.reduce(offers, group)
+            for i, mean in zip(plain, means, strict=True):
+                outputs[i].copy_(mean.view(outputs[i].shape))
+            for i, each, outcome, flag in zip(due, offers, outcomes, is_void, strict=True):
+                outputs[i].copy_(settle(each, outcome, flag, own_row).view(outputs[i].shape))
+            is_nonfinite = (is_void > 0).any() | ~averaged.isfinite().all()
+        else:
+            self._average_rows(gradients.rows, gradients.mean, group)
+            is_nonfinite = ~gradients.mean.isfinite().all()
+        if self._settings.momentum:
+            for i in plain:
+                mean = with_velocity(slots[i], outputs[i].reshape(1, -1), self._settings.momentum)
+                outputs[i].copy_(mean.view(outputs[i].shape))
+        self.tally.add(slots, self._settings, is_nonfinite, step)
 
-    def _plain(
-        self,
-        plain: Sequence[tuple[GradientSlot, torch.Tensor]],
-        offers: Sequence[Offer],
-        flat: torch.Tensor,
-        group: dist.ProcessGroup,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Average the uncompressed gradients. Return which offers are not finite on some rank, and if anything is not."""
-        flags = torch.stack([each.is_not_finite for each in offers]).to(flat.dtype)
-        message = torch.cat([*(each.reshape(-1) for _, each in plain), flags])
-        average_whole(message, group)
-        *averaged, is_void = message.split([*(each.numel() for _, each in plain), len(offers)])
-        for (_, each), mean in zip(plain, averaged, strict=True):
-            each.copy_(mean.view(each.shape))
-        return is_void, (is_void > 0).any() | ~message.isfinite().all()
-
-    def _with_momentum(self, slot: GradientSlot, mean: torch.Tensor) -> torch.Tensor:
-        return with_velocity(slot, mean, self._settings.momentum) if self._settings.momentum else mean
+    def _average_rows(self, rows: torch.Tensor, mean: torch.Tensor, group: dist.ProcessGroup) -> None:
+        if self._form == "shard":
+            scatter_rows(rows, mean, group, dist.ReduceOp.AVG)
+        else:
+            average_whole(mean, group)
 
 
-def _spread_velocity(slot: GradientSlot, group: dist.ProcessGroup) -> None:
+def _spread_velocity(slot: GradientSlot, rows: int, own_row: int) -> None:
     """After warm-up, turn the momentum of this rank's shard of the mean into momentum of its own gradient with that mean."""
-    if slot.velocity is not None and slot.velocity.dim() == 1:
-        rows = slot.velocity.new_zeros(slot.shape)
-        rows[group.rank()] = slot.velocity * group.size()
-        slot.velocity = rows
+    if slot.velocity is not None and len(slot.velocity) < rows:
+        spread = slot.velocity.new_zeros(slot.shape)
+        spread[own_row] = slot.velocity * slot.ranks
+        slot.velocity = spread
 
 
 def average_whole(message: torch.Tensor, group: dist.ProcessGroup) -> None:
     """All-reduce like DDP without a hook: first multiply by 1 / ranks, so that the bits are the same."""
     message.mul_(1 / group.size())
     dist.all_reduce(message, group=group)
+
+
+def scatter_rows(
+    rows: torch.Tensor, output: torch.Tensor, group: dist.ProcessGroup, op: dist.ReduceOp | dist.ReduceOp.RedOpType
+) -> None:
+    """Reduce-scatter: rank i's output gets row i of the sum (or mean) over ranks of ``(ranks, elements)``."""
+    _reduce_scatter(output, rows.view(-1), op=op, group=group)

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from plimsoll.distributed.gradient_compression.averaging import Averages, Tally
+from plimsoll.distributed.gradient_compression.averaging import Averages
 from plimsoll.distributed.gradient_compression.handle import CompressionHandle
-from plimsoll.distributed.gradient_compression.method import EXCLUDED, CompressionSettings, Method, parse_method
-from plimsoll.distributed.gradient_compression.replicas import Replicas, free_switch_of, parts_of_replicas
-from plimsoll.distributed.gradient_compression.rounds import round_of
-from plimsoll.distributed.gradient_compression.shards import (
-    Shards,
-    check_default,
-    check_free,
-    parts_of_shards,
-    units_of,
-)
-from plimsoll.distributed.gradient_compression.slots import Form, GradientSlot, make_slots
+from plimsoll.distributed.gradient_compression.method import EXCLUDED, CompressionSettings, parse_method
+from plimsoll.distributed.gradient_compression.replicas import Replicas
+from plimsoll.distributed.gradient_compression.shards import Shards
+from plimsoll.distributed.gradient_compression.slots import Form, make_slots
 from plimsoll.errors import InvalidModel, InvalidOption
 from plimsoll.session.rendezvous.conversation import Conversation
 from plimsoll.session.rendezvous.world import current_world
@@ -53,11 +45,12 @@ def compress_gradients(
 
     Args:
         model: under ``DistributedDataParallel``, or sharded by FSDP2's ``fully_shard`` over a mesh of one dimension.
-        method: ``"none"``, ``"powersgd:4"``, ``"topk:1%"``, ``"randomk:1%"``, ``"sign"``, ``"int8"``.
+        method: ``"none"``, ``"powersgd:4"`` (two factors of rank 4 of each matrix; not for the reduce-scatter of FSDP2), or
+            ``"topk:1%"`` (the largest elements and their places).
         exclude: patterns (``fnmatch``) of names of parameters that are not compressed.
-        momentum: with ``topk`` and ``randomk``, momentum before compression; then use an optimizer without momentum.
+        momentum: with ``topk``, momentum before compression; then use an optimizer without momentum.
         warmup_steps: the number of reductions at the start that are not compressed.
-        seed: seed of random places and first factors; the same on all ranks.
+        seed: seed of the first factors of ``powersgd``; the same on all ranks.
         min_ratio: compress a parameter only if this divides its bytes by at least this number.
         min_elements: compress a parameter only if it has at least this many elements.
         replicate_group: FSDP2 only: the ranks that hold the same shards. The all-reduce among them is added, and
@@ -77,8 +70,8 @@ def compress_gradients(
         >>> handle = compress_gradients(DDP(model), "powersgd:4", warmup_steps=100)  # doctest: +SKIP
         >>> print(handle.describe())  # doctest: +SKIP
 
-    Source: see `lowrank`, `encoders`, `feedback`. Known weakness: the residual takes 4 bytes per compressed element on every
-    rank, under FSDP2 per element of the unsharded parameter.
+    Source: see `powersgd`, `topk`, `feedback`. Known weakness: the residual takes 4 bytes per compressed element on every
+    rank, under FSDP2 per element of the unsharded parameter. On a CPU backward waits for each exchange.
     """
     warn_if_untried()
     settings = CompressionSettings(
@@ -90,91 +83,54 @@ def compress_gradients(
         min_ratio=min_ratio,
         min_elements=min_elements,
     )
+    return attach_compression(model, settings, replicate_group)
+
+
+def attach_compression(
+    model: nn.Module,
+    settings: CompressionSettings,
+    replicate_group: dist.ProcessGroup | None = None,
+    make_averages: Callable[[CompressionSettings, Form], Averages] = Averages,
+) -> CompressionHandle:
+    """Do what ``compress_gradients`` does; ``make_averages`` makes the object that exchanges the gradients."""
+    layout = layout_of(model, replicate_group)
+    world = current_world(dist.get_process_group_ranks(layout.group))
+    # Without this conversation a rank would wait for the others in its next collective, or could not read what they send.
+    with contextlib.nullcontext() if world is None else Conversation(world, _TOPIC) as conversation:
+        layout.check(settings.method)
+        slots = make_slots(layout.parts(), settings, ranks=layout.group.size(), form=layout.form)
+        if conversation is not None:
+            parameters = [(slot.name, slot.shape, str(slot.dtype), slot.reason) for slot in slots]
+            digest = hashlib.blake2s(repr(parameters).encode(), digest_size=6).hexdigest()
+            mine = {**settings.as_text(), "parameters": f"{len(slots)}, {digest}"}
+            facts = {name: str(value) for name, value in mine.items()}
+            conversation.same(
+                "what is compressed", facts, {"": _SAME}, why="else they cannot read what the others send"
+            )
+    averages = make_averages(settings, layout.form)
+    layout.attach(slots, averages)
+    return CompressionHandle(settings, slots, averages, layout)
+
+
+def layout_of(model: nn.Module, replicate_group: dist.ProcessGroup | None) -> Replicas | Shards:
+    """Find out which wrapper exchanges the model's gradients.
+
+    Raises:
+        InvalidOption: ``replicate_group`` with DDP.
+        InvalidModel: neither DDP nor FSDP2 does, or nothing is trained.
+    """
     if isinstance(model, DistributedDataParallel):
-        return _compress_replicas(model, settings, replicate_group)
+        if replicate_group is not None:
+            raise InvalidOption(
+                "replicate_group= with DistributedDataParallel.",
+                why="all its ranks are replicas already",
+                next="leave replicate_group= out",
+            )
+        return Replicas(model)
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        return _compress_shards(model, settings, replicate_group)
+        return Shards(model, replicate_group)
     raise InvalidModel(
         f"{type(model).__name__} is neither under DistributedDataParallel nor sharded by fully_shard.",
         why="gradients are exchanged by one of these two",
         next="wrap the model first, and pass what DistributedDataParallel() returned",
     )
-
-
-def _compress_replicas(
-    model: DistributedDataParallel, settings: CompressionSettings, replicate_group: dist.ProcessGroup | None
-) -> CompressionHandle:
-    if replicate_group is not None:
-        raise InvalidOption(
-            "replicate_group= with DistributedDataParallel.",
-            why="all its ranks are replicas already",
-            next="leave replicate_group= out",
-        )
-    group = model.process_group
-    with _agreeing(settings, group) as slots:
-        slots += make_slots(parts_of_replicas(model), settings, ranks=group.size(), form="mean")
-        switch = free_switch_of(model)
-    tally = Tally()
-    attachment = Replicas(model, switch, slots, Averages(settings, round_of(settings, "mean"), tally))
-    return CompressionHandle(settings, slots, tally, attachment, rank=group.rank(), layout="replicas")
-
-
-def _compress_shards(
-    model: nn.Module, settings: CompressionSettings, replicate_group: dist.ProcessGroup | None
-) -> CompressionHandle:
-    units = units_of(model)
-    if not units:
-        raise InvalidModel("No sharded parameter is trained.", why="there are no gradients", next="unfreeze some")
-    form: Form = "mean"
-    group, layout = replicate_group, "replicas of shards"
-    if group is None:
-        form, layout = "shard", "shards"
-        group = units[0].parameters[0].device_mesh.get_group()
-    with _agreeing(settings, group) as slots:
-        if form == "shard":
-            check_scatters(settings.method)
-        check_free(units)
-        if form == "shard":
-            check_default(units)
-        parts = itertools.chain.from_iterable(parts_of_shards(unit, form) for unit in units)
-        slots += make_slots(parts, settings, ranks=group.size(), form=form)
-    tally, remaining = Tally(), iter(slots)
-    of_units = [list(itertools.islice(remaining, len(unit.parameters))) for unit in units]
-    averages = Averages(settings, round_of(settings, form), tally)
-    attachment = Shards(units, of_units, averages, replicate_group)
-    return CompressionHandle(settings, slots, tally, attachment, rank=group.rank(), layout=layout)
-
-
-def check_scatters(method: Method) -> None:
-    """Raise if a method cannot replace a reduce-scatter.
-
-    Raises:
-        InvalidOption: ``powersgd``.
-    """
-    if method.kind == "powersgd":
-        raise InvalidOption(
-            f"{str(method)!r} for a model that FSDP2 shards.",
-            why="its factors are of whole matrices, and a reduce-scatter hands every rank some rows of the mean only",
-            next='choose "topk", "randomk", "sign" or "int8", or wrap in DistributedDataParallel; '
-            "compress_gradients() takes it with replicate_group=",
-        )
-
-
-@contextlib.contextmanager
-def _agreeing(settings: CompressionSettings, group: dist.ProcessGroup) -> Iterator[list[GradientSlot]]:
-    """Run the block that fills the list of slots, then check that all ranks agree; raise on all if one rank is refused.
-
-    Without this, a rank would wait for the others in its next collective, or could not read what they send.
-    """
-    world = current_world(dist.get_process_group_ranks(group))
-    slots: list[GradientSlot] = []
-    if world is None:
-        yield slots
-        return
-    with Conversation(world, _TOPIC) as conversation:
-        yield slots
-        parameters = [(slot.name, slot.shape, str(slot.dtype), slot.reason) for slot in slots]
-        digest = hashlib.blake2s(repr(parameters).encode(), digest_size=6).hexdigest()
-        mine = {**settings.as_text(), "parameters": f"{len(slots)}, {digest}"}
-        facts = {name: str(value) for name, value in mine.items()}
-        conversation.same("what is compressed", facts, {"": _SAME}, why="else they cannot read what the others send")

@@ -32,7 +32,7 @@ _MOST_FLOAT16 = torch.finfo(torch.float16).max
 class Offer:
     """What a rank offers for a parameter in one step.
 
-    ``values`` are float32 in the gradient's shape, zeros if the rank offers nothing. ``waiting`` equals ``values``, or the
+    ``values`` are float32 ``(rows, elements)``, zeros if the rank offers nothing. ``waiting`` equals ``values``, or the
     residual if the rank offers nothing. ``is_not_finite`` is one number, above 0 if the local gradient has NaN or infinity.
     """
 
@@ -50,27 +50,25 @@ class FeedbackOutcome:
     Attributes:
         mean: the mean over ranks of the values sent, flat; under ``shard``, of this rank's shard.
         sent: what this rank sent, in the offer's shape.
-        kept: new values of other fields of the slot, by name.
+        factor: the slot's next right factor, for ``powersgd``.
     """
 
     mean: torch.Tensor
     sent: torch.Tensor
-    kept: dict[str, torch.Tensor]
+    factor: torch.Tensor | None = None
 
 
 def offer(slot: GradientSlot, gradient: torch.Tensor, momentum: float) -> Offer:
-    """Add the residual to a gradient of any shape and dtype; ``momentum`` is 0 for none."""
+    """Add the residual to a gradient of ``(rows, elements)`` and any dtype; ``momentum`` is 0 for none."""
     local = gradient.float()
     is_finite = local.isfinite().all()
     is_used = (local != 0).any() & is_finite
     residual = _or_zeros(slot.residual, local)
+    velocity = None
     if momentum:
         before = _or_zeros(slot.velocity, local)
-        velocity = torch.where(is_used, before.mul(momentum).add_(local), before)
-        values = torch.where(is_used, residual + velocity, 0.0)
-    else:
-        velocity = None
-        values = torch.where(is_used, residual + local, 0.0)
+        velocity = local = torch.where(is_used, before.mul(momentum).add_(local), before)
+    values = torch.where(is_used, residual + local, 0.0)
     return Offer(
         slot=slot,
         values=values,
@@ -80,13 +78,11 @@ def offer(slot: GradientSlot, gradient: torch.Tensor, momentum: float) -> Offer:
     )
 
 
-def settle(
-    offered: Offer, outcome: FeedbackOutcome, is_not_finite: torch.Tensor, row: int | None = None
-) -> torch.Tensor:
+def settle(offered: Offer, outcome: FeedbackOutcome, is_not_finite: torch.Tensor, row: int) -> torch.Tensor:
     """Keep what was not sent, and return the mean: NaN if any rank's gradient was not finite.
 
     ``is_not_finite`` is one number, above 0 if any rank's gradient was not finite; then the state does not change. ``row`` is
-    the row of this rank's shard, and ``mean`` is the mean of this row; ``None`` if every rank has the whole mean.
+    the row of the offer that ``mean`` is about: under ``shard`` this rank's own, otherwise 0.
     """
     slot = offered.slot
     is_void = is_not_finite > 0
@@ -94,17 +90,14 @@ def settle(
     mean = outcome.mean
     if slot.dtype is torch.float16:
         mean = mean.clamp(-_MOST_FLOAT16, _MOST_FLOAT16)
-        beyond = outcome.mean - mean
-        if row is None:
-            residual += beyond.view_as(residual)
-        else:
-            residual[row] += beyond * slot.ranks  # only this rank keeps it, so it counts for all ranks
+        # Of a shard only this rank keeps the remainder, so it counts for all ranks.
+        residual[row] += (outcome.mean - mean) * (slot.ranks if slot.form == "shard" else 1)
     slot.residual = torch.where(is_void, _or_zeros(slot.residual, residual), residual)
     if offered.velocity is not None:
         masked = torch.where(outcome.sent != 0, 0.0, offered.velocity)
         slot.velocity = torch.where(is_void, _or_zeros(slot.velocity, masked), masked)
-    for kind, kept in outcome.kept.items():
-        setattr(slot, kind, torch.where(is_void, _or_zeros(getattr(slot, kind), kept), kept))
+    if outcome.factor is not None:
+        slot.factor = torch.where(is_void, _or_zeros(slot.factor, outcome.factor), outcome.factor)
     return torch.where(is_void, torch.nan, mean)
 
 

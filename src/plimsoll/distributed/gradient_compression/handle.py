@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from plimsoll.distributed.gradient_compression.averaging import Counters, Tally
+from plimsoll.distributed.gradient_compression.averaging import Averages, Counters, Tally
 from plimsoll.distributed.gradient_compression.method import CompressionSettings
 from plimsoll.distributed.gradient_compression.replicas import Replicas
 from plimsoll.distributed.gradient_compression.shards import Shards
@@ -19,7 +19,7 @@ from plimsoll.engine.apply import RemovedAtEnd
 from plimsoll.errors import CompressionMismatch, InvalidOption
 from plimsoll.units import format_bytes
 
-_SCHEMA_VERSION = 1
+_SCHEMA_VERSION = 2
 
 
 class CompressionHandle(RemovedAtEnd):
@@ -29,28 +29,24 @@ class CompressionHandle(RemovedAtEnd):
         self,
         settings: CompressionSettings,
         slots: Sequence[GradientSlot],
-        tally: Tally,
-        attachment: Replicas | Shards,
-        *,
-        rank: int,
-        layout: str,
+        averages: Averages,
+        layout: Replicas | Shards,
     ) -> None:
         self._settings = settings
         self._slots = list(slots)
-        self._tally = tally
-        self._attachment: Replicas | Shards | None = attachment
-        self._rank = rank
-        self._layout = layout
+        self._averages = averages
+        self._layout: Replicas | Shards | None = layout
+        self._place = {"layout": layout.name, "ranks": layout.group.size(), "rank": layout.group.rank()}
 
     @property
     def is_active(self) -> bool:
         """True while gradients are compressed."""
-        return self._attachment is not None
+        return self._layout is not None
 
     @property
     def counters(self) -> Counters:
         """Bytes and steps so far. On a GPU this waits for the device."""
-        return self._tally.read()
+        return self._averages.tally.read()
 
     @property
     def step_bytes(self) -> int:
@@ -62,10 +58,10 @@ class CompressionHandle(RemovedAtEnd):
 
         Every rank must call it, between two steps. The residuals are lost unless ``state_dict`` was called before.
         """
-        attachment, self._attachment = self._attachment, None
-        if attachment is None:
+        layout, self._layout = self._layout, None
+        if layout is None:
             return
-        attachment.detach()
+        layout.detach()
         for slot in self._slots:
             for kind in STATE:
                 setattr(slot, kind, None)
@@ -89,7 +85,7 @@ class CompressionHandle(RemovedAtEnd):
             )
         with torch.no_grad():
             for slot in self._slots:
-                for kept in (slot.residual, slot.velocity, slot.owned):
+                for kept in (slot.residual, slot.velocity):
                     if kept is not None:
                         kept.mul_(factor)
 
@@ -98,9 +94,7 @@ class CompressionHandle(RemovedAtEnd):
         return {
             "schema_version": _SCHEMA_VERSION,
             "settings": self._settings.as_text(),
-            "layout": self._layout,
-            "ranks": self._slots[0].ranks if self._slots else 1,
-            "rank": self._rank,
+            **self._place,
             "shapes": {slot.name: list(slot.shape) for slot in self._slots},
             "counters": asdict(self.counters),
             "reductions": {slot.name: slot.reductions for slot in self._slots},
@@ -119,28 +113,35 @@ class CompressionHandle(RemovedAtEnd):
         Raises:
             CompressionMismatch: the state is for another method, model, layout, number of ranks, or rank; nothing changes.
         """
-        mine = self.state_dict()
-        for what in ("schema_version", "settings", "layout", "ranks", "rank", "shapes"):
-            if state.get(what) != mine[what]:
-                raise _mismatch(what, state.get(what), mine[what])
+        saved, mine = _facts(state), _facts(self.state_dict())
+        odd = [what for what in {**saved, **mine} if saved.get(what) != mine.get(what)]
+        if odd:
+            more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
+            raise CompressionMismatch(
+                f"The saved state of gradient compression has {odd[0]} = {saved.get(odd[0])}{more}, "
+                f"this run has {mine.get(odd[0])}.",
+                why="what a rank has not sent yet belongs to its parameters, its method and its number of ranks",
+                next="load on the same rank of as many ranks with the same call, or start without the state: what was unsent "
+                "is lost",
+            )
         for slot in self._slots:
             slot.reductions = state["reductions"][slot.name]
             for kind in STATE:
                 kept = state[kind].get(slot.name)
                 # Load to the host. The stream that exchanges gradients copies it to the device, into its own memory.
                 setattr(slot, kind, None if kept is None else kept.detach().to("cpu", copy=True))
-        self._tally.restore(Counters(**state["counters"]))
-        if self._attachment is not None:
-            self._attachment.restore(state["counters"]["steps"])
+        self._averages.tally = Tally(Counters(**state["counters"]))
+        if self._layout is not None:
+            self._layout.restore(state["counters"]["steps"])
 
     def describe(self) -> str:
         """Describe what is compressed, what is not and why, and how much this rank sends in a step."""
         compressed = [slot for slot in self._slots if slot.is_compressed]
-        ranks = self._slots[0].ranks if self._slots else 1
         before = sum(slot.dense_bytes for slot in self._slots)
         after = self.step_bytes
         lines = [
-            f"{self._settings.method} on {ranks} ranks: {len(compressed)} of {len(self._slots)} parameters are compressed",
+            f"{self._settings.method} on {self._place['ranks']} ranks: "
+            f"{len(compressed)} of {len(self._slots)} parameters are compressed",
             f"sent by each rank in a step: {format_bytes(after)} instead of {format_bytes(before)}"
             + (f", {before / after:.1f} times fewer" if after else ""),
             f"kept between steps on this rank: {format_bytes(sum(slot.state_bytes for slot in self._slots))}",
@@ -152,16 +153,8 @@ class CompressionHandle(RemovedAtEnd):
         return "\n".join(lines)
 
 
-def _mismatch(what: str, saved: object, mine: object) -> CompressionMismatch:
-    if isinstance(saved, Mapping) and isinstance(mine, Mapping):
-        names = [name for name in {**saved, **mine} if saved.get(name) != mine.get(name)]
-        first = names[0]
-        saved, mine, what = saved.get(first), mine.get(first), f"{what}: {first}"
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    else:
-        more = ""
-    return CompressionMismatch(
-        f"The saved state of gradient compression has {what} = {saved}{more}, this run has {mine}.",
-        why="what a rank has not sent yet belongs to its parameters, its method and its number of ranks",
-        next="load on the same rank of as many ranks with the same call, or start without the state: what was unsent is lost",
-    )
+def _facts(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What has to be the same in a saved state and in this run."""
+    alone = {what: state.get(what) for what in ("schema_version", "layout", "ranks", "rank")}
+    groups = ((what, state.get(what, {})) for what in ("settings", "shapes"))
+    return alone | {f"{what}: {name}": value for what, group in groups for name, value in group.items()}

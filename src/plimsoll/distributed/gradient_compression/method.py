@@ -8,46 +8,32 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from plimsoll.errors import InvalidOption
+from plimsoll.units import check_count
 
-Kind = Literal["none", "powersgd", "topk", "randomk", "sign", "int8"]
-
-SIGN_BLOCK = 1024
-INT8_BLOCK = 256
-_FORMS = (
-    '"none", "powersgd:RANK" (powersgd:4), "topk:SHARE" (topk:1%), "randomk:SHARE" (randomk:1%), '
-    '"sign" or "sign:BLOCK" (sign:1024), "int8" or "int8:BLOCK" (int8:256)'
-)
+Kind = Literal["none", "powersgd", "topk"]
+_FORMS = '"none", "powersgd:RANK" (powersgd:4), "topk:SHARE" (topk:1%)'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """A method of gradient compression; only the field for its kind is set.
+    """A method of gradient compression.
 
     Attributes:
-        rank: columns of each factor of ``powersgd``.
-        share: the share of elements that ``topk`` and ``randomk`` send, above 0 and at most 1.
-        block: elements that share one scale, for ``sign`` and ``int8``.
+        rank: columns of each factor of ``powersgd``; 0 for other methods.
+        share: the share of elements that ``topk`` sends, above 0 and at most 1; 0 for other methods.
     """
 
     kind: Kind
     rank: int = 0
     share: float = 0.0
-    block: int = 0
 
     def __str__(self) -> str:
         if self.kind == "powersgd":
             return f"powersgd:{self.rank}"
-        if self.kind in ("topk", "randomk"):
-            return f"{self.kind}:{self.share * 100:g}%"
-        return f"{self.kind}:{self.block}" if self.block else self.kind
-
-    @property
-    def is_sparse(self) -> bool:
-        """True if it sends some elements unchanged and omits the others."""
-        return self.kind in ("topk", "randomk")
+        return f"topk:{self.share * 100:g}%" if self.kind == "topk" else "none"
 
     def elements_sent(self, elements: int) -> int:
-        """The number of elements that ``topk`` and ``randomk`` send of ``elements``: at least one."""
+        """The number of elements that ``topk`` sends of ``elements``: at least one."""
         return min(elements, max(1, round(self.share * elements)))
 
 
@@ -55,7 +41,7 @@ def parse_method(text: str) -> Method:
     """Parse a method's name and parameter.
 
     Args:
-        text: ``"none"``, ``"powersgd:4"``, ``"topk:1%"``, ``"randomk:0.01"``, ``"sign"``, ``"int8:256"``.
+        text: ``"none"``, ``"powersgd:4"``, ``"topk:1%"``, ``"topk:0.01"``.
 
     Raises:
         InvalidOption: the method does not exist, or its parameter is not valid.
@@ -63,37 +49,27 @@ def parse_method(text: str) -> Method:
     Example:
         >>> parse_method("topk:1%").share
         0.01
-        >>> str(parse_method("sign"))
-        'sign:1024'
+        >>> str(parse_method("PowerSGD:4"))
+        'powersgd:4'
     """
     name, colon, parameter = str(text).strip().lower().partition(":")
     if name == "none" and not colon:
         return Method(kind="none")
     if name == "powersgd":
-        return Method(kind="powersgd", rank=_whole(text, parameter, "the rank"))
+        if not re.fullmatch(r"[0-9]+", parameter) or int(parameter) < 1:
+            raise InvalidOption(
+                f"{text!r}: the rank is {parameter or 'missing'}.",
+                why="the rank is a whole number of at least 1",
+                next='write it after the colon, as in "powersgd:4"',
+            )
+        return Method(kind="powersgd", rank=int(parameter))
     if name == "topk":
         return Method(kind="topk", share=_share(text, parameter))
-    if name == "randomk":
-        return Method(kind="randomk", share=_share(text, parameter))
-    if name == "sign":
-        return Method(kind="sign", block=_whole(text, parameter, "the block") if colon else SIGN_BLOCK)
-    if name == "int8":
-        return Method(kind="int8", block=_whole(text, parameter, "the block") if colon else INT8_BLOCK)
     raise InvalidOption(
         f"{text!r} is no method of gradient compression.",
         why=f"the methods are {_FORMS}",
         next="choose one of them",
     )
-
-
-def _whole(text: str, parameter: str, what: str) -> int:
-    if not re.fullmatch(r"[0-9]+", parameter) or int(parameter) < 1:
-        raise InvalidOption(
-            f"{text!r}: {what} is {parameter or 'missing'}.",
-            why=f"{what} is a whole number of at least 1",
-            next=f"write it after the colon, as in {_FORMS}",
-        )
-    return int(parameter)
 
 
 def _share(text: str, parameter: str) -> float:
@@ -114,17 +90,7 @@ EXCLUDED = ("*norm*", "*bias*", "*embed*", "*lm_head*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompressionSettings:
-    """The settings of gradient compression.
-
-    Attributes:
-        method: how a parameter's gradient is compressed.
-        exclude: patterns (``fnmatch``) of names of parameters that are not compressed.
-        momentum: decay of the momentum before compression; 0 for none.
-        warmup_steps: a parameter's number of uncompressed reductions at the start.
-        seed: seed of random places and of the first factors of ``powersgd``.
-        min_ratio: compress a parameter if this divides its bytes by at least this number.
-        min_elements: do not compress a parameter with fewer elements.
-    """
+    """The caller's settings; see `compress_gradients`."""
 
     method: Method
     exclude: tuple[str, ...] = EXCLUDED
@@ -135,34 +101,25 @@ class CompressionSettings:
     min_elements: int = 1024
 
     def __post_init__(self) -> None:
-        _check_between("momentum", self.momentum, 0.0, 1.0, "it is a decay: 0 is none, 0.9 is usual")
-        _check_between(
-            "min_ratio", self.min_ratio, 0.0, math.inf, "1.5 asks for two thirds of the bytes, 0 takes everything"
-        )
-        for name, value in (("warmup_steps", self.warmup_steps), ("min_elements", self.min_elements)):
-            _check_whole(name, value, 2**63, "it is a count; 0 is none")
-        _check_whole("seed", self.seed, 2**63, "it is a number that all ranks share")
-        if self.momentum and not self.method.is_sparse:
+        for name in ("warmup_steps", "min_elements", "seed"):
+            check_count(name, getattr(self, name), least=0)
+        if not 0 <= self.momentum < 1:
+            raise InvalidOption(
+                f"momentum={self.momentum:g}.", why="it is a decay below 1", next="0 is none, 0.9 is usual"
+            )
+        if not 0 <= self.min_ratio < math.inf:
+            raise InvalidOption(
+                f"min_ratio={self.min_ratio:g}.",
+                why="compression has to divide a parameter's bytes by at least this number",
+                next="1.5 asks for two thirds of the bytes, 0 takes everything",
+            )
+        if self.momentum and self.method.kind != "topk":
             raise InvalidOption(
                 f"momentum={self.momentum:g} with {str(self.method)!r}.",
-                why="momentum correction is about elements that wait for many steps, as those of topk and randomk do",
-                next='leave momentum= out and keep the momentum of the optimizer, or choose "topk" or "randomk"',
+                why="momentum correction is for elements that wait for many steps, as those of topk do",
+                next='leave momentum= out and keep the momentum of the optimizer, or choose "topk"',
             )
 
     def as_text(self) -> dict[str, Any]:
         """Everything that must be equal on all ranks and in a saved state."""
         return {**asdict(self), "method": str(self.method), "exclude": list(self.exclude)}
-
-
-def _check_between(name: str, value: float, least: float, limit: float, advice: str) -> None:
-    if not least <= value < limit:
-        raise InvalidOption(
-            f"{name}={value:g}.",
-            why=f"{name} is at least {least:g}" + ("" if math.isinf(limit) else f" and below {limit:g}"),
-            next=advice,
-        )
-
-
-def _check_whole(name: str, value: int, limit: int, advice: str) -> None:
-    if type(value) is not int or not 0 <= value < limit:
-        raise InvalidOption(f"{name}={value!r}.", why=f"{name} is a whole number from 0 to {limit - 1}", next=advice)

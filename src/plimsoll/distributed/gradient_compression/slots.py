@@ -12,26 +12,29 @@ import fnmatch
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
-from plimsoll.artifacts.traffic import Transfer
-from plimsoll.distributed.gradient_compression.encoders import encoder_of
 from plimsoll.distributed.gradient_compression.method import EXCLUDED, CompressionSettings, Method
 from plimsoll.errors import InvalidOption
 
 Form = Literal["mean", "shard"]
 """``mean``: every rank gets the whole mean, as under DDP. ``shard``: every rank gets its shard of it, as under FSDP2."""
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+STATE = ("residual", "velocity", "factor")
+"""The fields of a slot with tensors that live from step to step."""
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that are compressed; gradients of other dtypes are sent uncompressed."""
+_MOST_ELEMENTS = 2**31 - 1
+_INDEX_BYTES = torch.int32.itemsize
 
 
 def dense_bytes(elements: int, dtype: torch.dtype, ranks: int, form: Form) -> int:
-    """Bytes that one rank sends for an uncompressed gradient."""
-    transfer = Transfer.ALL_REDUCE if form == "mean" else Transfer.REDUCE_SCATTER
-    return int(transfer.wire_bytes(elements * dtype.itemsize, ranks))
+    """Bytes that one rank sends for an uncompressed gradient: an all-reduce, or a reduce-scatter for ``shard``."""
+    passes = 2 if form == "mean" else 1
+    return passes * elements * dtype.itemsize * (ranks - 1) // ranks
 
 
 def compressed_bytes(method: Method, shape: Sequence[int], dtype: torch.dtype, ranks: int, form: Form) -> int:
@@ -39,20 +42,12 @@ def compressed_bytes(method: Method, shape: Sequence[int], dtype: torch.dtype, r
 
     For ``shard``, ``shape`` is ``(ranks, elements of a padded shard)``.
     """
-    elements = math.prod(shape)
-    chunk = -(-elements // ranks)
     if method.kind == "powersgd":
         rows, columns, rank = factors_of(shape, method.rank)
-        return int(Transfer.ALL_REDUCE.wire_bytes((rows + columns) * rank * torch.float32.itemsize, ranks))
-    if method.kind == "randomk":
-        sent = method.elements_sent(chunk) * ranks if form == "shard" else method.elements_sent(elements)
-        return dense_bytes(sent, dtype, ranks, form)
-    encoder = encoder_of(method)
-    if form == "mean" and method.kind != "int8":
-        return int(Transfer.ALL_GATHER.wire_bytes(encoder.payload_bytes(elements, dtype), ranks))
-    part_bytes = encoder.payload_bytes(chunk, dtype)
-    passes = 1 if form == "shard" else 2  # the all-gather of averaged chunks sends as much as the all-to-all before it
-    return passes * int(Transfer.ALL_TO_ALL.wire_bytes(ranks * part_bytes, ranks))
+        return dense_bytes((rows + columns) * rank, torch.float32, ranks, "mean")
+    # An all-gather of one payload, or an all-to-all of one payload per rank: the payload goes to each other rank.
+    sent = method.elements_sent(shape[1] if form == "shard" else math.prod(shape))
+    return sent * (_INDEX_BYTES + dtype.itemsize) * (ranks - 1)
 
 
 def factors_of(shape: Sequence[int], rank: int) -> tuple[int, int, int]:
@@ -67,12 +62,6 @@ def factors_of(shape: Sequence[int], rank: int) -> tuple[int, int, int]:
     return rows, columns, min(rows, columns, rank)
 
 
-STATE = ("residual", "velocity", "factor", "owned")
-"""The fields of a slot with tensors that live from step to step."""
-
-_MOST_ELEMENTS = 2**31 - 1  # places of elements are sent as int32
-
-
 @dataclass(slots=True, kw_only=True)
 class GradientSlot:
     """One parameter on one rank.
@@ -82,10 +71,9 @@ class GradientSlot:
         shape: the gradient's shape; for ``shard``, ``(ranks, elements of a padded shard)``.
         reason: why it is not compressed; empty if it is compressed.
         reductions: the number of its reductions so far.
-        residual: what this rank has not sent yet, float32.
-        velocity: momentum before compression, float32.
+        residual: what this rank has not sent yet, float32 ``(rows, elements)``, where ``shard`` has one row per rank.
+        velocity: momentum before compression, like the residual; of a parameter that is not compressed, of its mean.
         factor: the right factor of ``powersgd`` from the last step, ``(columns, rank)`` float32, the same on all ranks.
-        owned: the residual of the second pass of ``int8``, for the chunk that this rank averages, float32.
     """
 
     name: str
@@ -98,7 +86,6 @@ class GradientSlot:
     residual: torch.Tensor | None = field(default=None, repr=False)
     velocity: torch.Tensor | None = field(default=None, repr=False)
     factor: torch.Tensor | None = field(default=None, repr=False)
-    owned: torch.Tensor | None = field(default=None, repr=False)
     reductions: int = 0
 
     @property
@@ -132,8 +119,7 @@ class GradientSlot:
         return sum(kept.nbytes for kind in STATE if (kept := getattr(self, kind)) is not None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GradientPart:
+class GradientPart(NamedTuple):
     """A parameter's gradient in its reduction, where shape and dtype may differ from the parameter's."""
 
     name: str
@@ -150,30 +136,20 @@ def make_slots(
         InvalidOption: one of the caller's patterns matches no parameter.
     """
     parts = list(parts)
-    _check_patterns(settings.exclude, [part.name for part in parts])
-    return [
-        GradientSlot(
-            name=part.name,
-            number=number,
-            shape=part.shape,
-            dtype=part.dtype,
-            ranks=ranks,
-            form=form,
-            reason=_reason_not_to(part, settings, ranks, form),
-        )
-        for number, part in enumerate(parts)
-    ]
-
-
-def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
-    for pattern in patterns:
-        if pattern not in EXCLUDED and not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-            some = ", ".join(names[:3])
+    for pattern in settings.exclude:
+        if pattern not in EXCLUDED and not any(fnmatch.fnmatchcase(part.name, pattern) for part in parts):
+            some = ", ".join(part.name for part in parts[:3])
             raise InvalidOption(
                 f"exclude={pattern!r} matches no parameter.",
                 why=f"patterns are matched against whole names, such as {some}",
                 next="correct the pattern (a star matches any text, '*.mlp.*'), or leave it out",
             )
+    return [
+        GradientSlot(
+            **part._asdict(), number=number, ranks=ranks, form=form, reason=_reason_not_to(part, settings, ranks, form)
+        )
+        for number, part in enumerate(parts)
+    ]
 
 
 def _reason_not_to(part: GradientPart, settings: CompressionSettings, ranks: int, form: Form) -> str:
@@ -183,7 +159,7 @@ def _reason_not_to(part: GradientPart, settings: CompressionSettings, ranks: int
     for pattern in settings.exclude:
         if fnmatch.fnmatchcase(part.name, pattern):
             return f"excluded by {pattern!r}"
-    if part.dtype not in FLOATS:
+    if part.dtype not in _FLOATS:
         return f"gradients of {str(part.dtype).removeprefix('torch.')} are sent as they are"
     if elements < settings.min_elements or not elements:
         return f"fewer than {settings.min_elements} elements"
@@ -191,8 +167,7 @@ def _reason_not_to(part: GradientPart, settings: CompressionSettings, ranks: int
         return f"more than {_MOST_ELEMENTS} elements: places are sent as 32-bit integers"
     # One rank alone sends nothing. Then decide as with two ranks.
     several = max(2, ranks)
-    dense = dense_bytes(elements, part.dtype, several, form)
     compressed = compressed_bytes(settings.method, part.shape, part.dtype, several, form)
-    if dense < settings.min_ratio * compressed:
+    if dense_bytes(elements, part.dtype, several, form) < settings.min_ratio * compressed:
         return f"would save too little: its bytes divided by less than {settings.min_ratio:g}"
     return ""

@@ -1,0 +1,114 @@
+"""PowerSGD: one low-rank mean of all ranks' gradients, by torch's own communication hook.
+
+torch's hook does the arithmetic. Its state belongs to buckets, and DDP rebuilds its buckets after the first step. So the
+factors are kept in the slots, per parameter, error feedback is ours, and the hook gets buckets of our own.
+
+Source: Vogels, Karimireddy, Jaggi 2019, "PowerSGD". Known weakness: on a GPU torch's hook waits for the whole device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+from plimsoll.distributed.gradient_compression.feedback import FeedbackOutcome, Offer
+from plimsoll.distributed.gradient_compression.slots import GradientSlot, factors_of
+
+_BUCKET = 0
+_FIRST_STEP = 2
+"""torch's state does not allow an earlier start, because DDP rebuilds its buckets after the first step; our buckets stay."""
+_EPSILON = 1e-8
+"""Added to the length of columns before dividing by it, so that a column of zeros stays zero instead of NaN."""
+_FREEING_SECONDS = 1.0
+"""The longest wait until torch frees its callbacks; usually it takes microseconds."""
+
+
+class _State(PowerSGDState):
+    """torch's state in a class of our own, whose instances allow weak references."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """The part of DDP's bucket interface that torch's hook uses."""
+
+    matrices: list[torch.Tensor]
+
+    def index(self) -> int:
+        return _BUCKET
+
+    def buffer(self) -> torch.Tensor:
+        return self.matrices[0].view(-1)
+
+    def gradients(self) -> list[torch.Tensor]:
+        return self.matrices
+
+    def is_last(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class LowRankMean:
+    """One step of subspace iteration per reduction, starting from the factor of the previous one; two all-reduces."""
+
+    rank: int
+    seed: int
+
+    def reduce(self, offers: Sequence[Offer], group: dist.ProcessGroup) -> list[FeedbackOutcome]:
+        # torch orders factors by shape, in the order of each shape's first occurrence.
+        shapes = [factors_of(each.slot.shape, self.rank)[:2] for each in offers]
+        order = sorted(range(len(offers)), key=lambda i: shapes.index(shapes[i]))
+        # torch's hook overwrites the matrices by their mean. Each has memory of its own: aligned, so that a run repeats to the
+        # bit in buckets of another composition.
+        matrices = [offers[i].values.view(shapes[i]) for i in order]
+        factors = [self._right_factor(offers[i].slot, matrices[0].device) for i in order]
+        state = self._state(group, factors, [shapes[i][0] for i in order])
+        powerSGD_hook(state, _Bucket(matrices)).wait()  # type: ignore[arg-type]  # _Bucket has all that the hook uses
+        right_factors = state.q_memory_dict[_BUCKET].split([factor.numel() for factor in factors])
+        # The callbacks of torch's hook hold the group, and a thread of the group frees them after the result is there. If the
+        # group is destroyed before that, its last reference is dropped on its own thread, which aborts the process.
+        freed = threading.Event()
+        weakref.finalize(state, freed.set)
+        del state
+        freed.wait(_FREEING_SECONDS)
+        kept = {i: each.view_as(factor) for i, each, factor in zip(order, right_factors, factors, strict=True)}
+        return [
+            # As in torch and in the paper, the agreed mean counts as sent: residuals add up over ranks.
+            FeedbackOutcome(mean=each.values.view(-1), sent=each.values, factor=kept[i].clone())
+            for i, each in enumerate(offers)
+        ]
+
+    def _state(self, group: dist.ProcessGroup, factors: Sequence[torch.Tensor], rows: Sequence[int]) -> _State:
+        state = _State(
+            process_group=group,
+            matrix_approximation_rank=self.rank,
+            start_powerSGD_iter=_FIRST_STEP,
+            min_compression_rate=0,
+            use_error_feedback=False,
+            warm_start=True,
+            orthogonalization_epsilon=_EPSILON,
+        )
+        state.iter = _FIRST_STEP
+        left = sum(count * factor.shape[1] for count, factor in zip(rows, factors, strict=True))
+        state.p_memory_dict[_BUCKET] = factors[0].new_empty(left)
+        state.q_memory_dict[_BUCKET] = torch.cat([factor.reshape(-1) for factor in factors])
+        return state
+
+    def _right_factor(self, slot: GradientSlot, device: torch.device) -> torch.Tensor:
+        """The factor of the last step. Columns of zeros would stay zero for ever, so they are drawn again."""
+        _, columns, rank = factors_of(slot.shape, self.rank)
+        # The generator depends on the seed, the parameter and its number of reductions, so all ranks draw the same.
+        digest = hashlib.blake2b(struct.pack("<qqq", self.seed, slot.number, slot.reductions), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+        drawn = torch.randn(columns, rank, generator=generator).to(device)
+        if slot.factor is None:
+            return drawn
+        factor = slot.factor.to(device)
+        return torch.where((factor == 0).all(dim=0), drawn, factor)
