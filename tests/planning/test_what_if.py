@@ -108,7 +108,7 @@ def test_a_plan_for_the_floor_offers_the_chunked_loss_with_its_peak():
     assert chunked_bytes < 0.6 * full.peak_bytes
     floor = Peak(moment="backward", bytes=full.peak_bytes, holders=(Holder(label="logits", bytes=full.peak_bytes),))
     error = floor_error(1000, floor, chunked_bytes=chunked_bytes)
-    assert error.next.startswith("plimsoll.chunked.chunk_loss(model) before planning (floor ")
+    assert error.next.startswith("call plimsoll.chunked.chunk_loss(model) before planning (floor ")
     assert "chunk_loss" not in floor_error(1000, floor, chunked_bytes=int(0.99 * floor.bytes)).next
     assert "chunk_loss" not in floor_error(1000, floor).next
 
