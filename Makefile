@@ -71,7 +71,7 @@ docs: $(STAMP)  ## build the documentation as a site in build/site, which opens 
 
 # The suite runs what is quick of it. Half an hour on two cores; PAGES="docs/report.md README.md" runs some.
 snippets: $(STAMP)  ## run every command and snippet of the documentation as written
-	OMP_NUM_THREADS=1 $(BIN)/python tests/snippets.py $(PAGES)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/support/snippets.py $(PAGES)
 
 # Twice, since two builds of one tree must be the same bytes; then the wheel alone in an environment with nothing else in it.
 wheel: $(STAMP)  ## build wheel and sdist twice, compare them, and install the wheel in a bare environment

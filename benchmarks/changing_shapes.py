@@ -1,11 +1,11 @@
 """Trainings whose batches change size with every step, kept under a budget by `attach`: peaks, gradients, time.
 
-    PYTHONPATH=src:tests python -m benchmarks.changing_shapes --page benchmarks/results/....md
+    PYTHONPATH=src:tests/support python -m benchmarks.changing_shapes --page benchmarks/results/....md
 
 Every model trains on one stream of random sizes, four times in turns: unmanaged, under `attach`, with `torch.utils.checkpoint`
 around every block, and, at a few of the sizes, under the best plan that is solved for just that size. Seconds are the
 process's CPU time on one thread. Gradients are compared bit for bit in every step. Peaks are counted in a run of their own,
-from outside (`tests/metering.py`). The budget lies between the floor and the unmanaged peak of the largest batch.
+from outside (`tests/support/metering.py`). The budget lies between the floor and the unmanaged peak of the largest batch.
 """
 
 from __future__ import annotations

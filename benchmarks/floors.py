@@ -1,10 +1,10 @@
 """Whether the floor that a refusal names is one: 40 small trainings, each refused, then run at what it was told.
 
-    PYTHONPATH=src:tests python -m benchmarks.floors
+    PYTHONPATH=src:tests/support python -m benchmarks.floors
 
 Every case asks for a KiB and is refused. It then runs at the budget that the refusal says to paste, and at one percent more:
 every step has to stay within that, without a warning and without another refusal. The excess is what the floor lies above
-the highest step of these runs. Storages are counted from outside in every step (`tests/metering.py`, one process). Torch's
+the highest step of these runs. Storages are counted from outside in every step (`metering.py`, one process). Torch's
 allocator events, which hold what kernels take for themselves, are read in every step under an applied plan; under `attach`
 in the steps that it measures itself, and in the last two. Writes a page.
 """
@@ -312,7 +312,7 @@ def found(case: Case) -> Floor | str:
 
 def _head() -> list[str]:
     cpu = torch.device("cpu")
-    command = "PYTHONPATH=src:tests python -m benchmarks.floors --page PAGE"
+    command = "PYTHONPATH=src:tests/support python -m benchmarks.floors --page PAGE"
     head = page_head("Floors that refusals name", command, device=device_name(cpu), versions=versions())
     text = (__doc__ or "").split("\n\n")[2].replace("\n", " ").strip()
     return [*head, text, ""]

@@ -1,6 +1,6 @@
 """Plans for JAX beside hand-written policies of ``jax.checkpoint``, for a scanned decoder in flax.nnx and in equinox.
 
-    PYTHONPATH=src:tests python -m benchmarks.jax_policies [flax.nnx | equinox] [policies | budgets]
+    PYTHONPATH=src:tests/support python -m benchmarks.jax_policies [flax.nnx | equinox] [policies | budgets]
 
 Memory is XLA's own figure for the compiled gradient. Beside it stands what the process allocates in one run beyond the
 gradients that it returns: the highest resident memory less that before, with an allocator that gives every block of 64 KiB
@@ -254,7 +254,7 @@ def main() -> int:
     """Print the page."""
     text = page_head(
         "JAX: plans beside hand-written policies",
-        "PYTHONPATH=src:tests python -m benchmarks.jax_policies",
+        "PYTHONPATH=src:tests/support python -m benchmarks.jax_policies",
         device=f"{jax.devices()[0].device_kind}, one thread, load {os.getloadavg()[0]:.1f}",
         versions=versions() | {"jax": jax.__version__},
     )

@@ -1,7 +1,7 @@
 """Keras models at shares of their memory: planned value by value (on JAX), and layer by layer under ``RematScope``.
 
-    PYTHONPATH=src:tests python -m benchmarks.keras_budgets [vit | convolutional]
-    KERAS_BACKEND=tensorflow PYTHONPATH=src:tests python -m benchmarks.keras_budgets [vit | convolutional]
+    PYTHONPATH=src:tests/support python -m benchmarks.keras_budgets [vit | convolutional]
+    KERAS_BACKEND=tensorflow PYTHONPATH=src:tests/support python -m benchmarks.keras_budgets [vit | convolutional]
 
 A model is a functional one of residual blocks, each a layer of its own. Budgets lie between all blocks run again and
 unmanaged. Memory is XLA's figure for the compiled gradient, or the most that TensorFlow counts in three traces. Seconds are
@@ -171,7 +171,7 @@ def counted_bytes(model: Any, batch: Any) -> int:
 
 def main() -> int:
     """Print the page."""
-    command = "PYTHONPATH=src:tests python -m benchmarks.keras_budgets"
+    command = "PYTHONPATH=src:tests/support python -m benchmarks.keras_budgets"
     packages = versions() | {"keras": keras.__version__}
     if is_on_jax():
         packages["jax"] = jax.__version__

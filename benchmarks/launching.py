@@ -72,7 +72,7 @@ def _enter(function: str, payload: Any, timeout_seconds: float) -> Any:
     import torch
 
     torch.set_num_threads(1)
-    for place in (str(_ROOT / "tests"), str(_ROOT)):
+    for place in (str(_ROOT / "tests" / "support"), str(_ROOT / "tests"), str(_ROOT)):
         if place not in sys.path:
             sys.path.insert(0, place)
     module, name = function.split(":")

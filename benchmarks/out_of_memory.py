@@ -1,6 +1,6 @@
 """Whether running out of memory loses anything: a step that fails at a random moment, in 40 small trainings.
 
-    PYTHONPATH=src:tests python -m benchmarks.out_of_memory --cases 40
+    PYTHONPATH=src:tests/support python -m benchmarks.out_of_memory --cases 40
 
 Every training has dropout where its model has some, two micro-batches per step, a gradient scaler, clipped gradients, a
 scheduler and an evaluation. Its steps run in ``handle.step(...)``. In one of them an op that was drawn at random raises

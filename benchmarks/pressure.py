@@ -1,6 +1,6 @@
 """A budget that shrinks by 30% for 50 steps and returns: whether ``attach`` follows it, and what following costs.
 
-    PYTHONPATH=src:tests python -m benchmarks.pressure
+    PYTHONPATH=src:tests/support python -m benchmarks.pressure
 
 One model is attached with ``room=``, which says the budget, then 70% of it for 50 steps, then the budget again. Two twins run
 the plans that are best for either all the time. In every step the first one and the twin whose plan is the right one for the

@@ -1,8 +1,8 @@
 """Plans beside themselves as exported policies of selective activation checkpointing: peak and seconds of both.
 
-    PYTHONPATH=src:tests python -m benchmarks.sac_policies
+    PYTHONPATH=src:tests/support python -m benchmarks.sac_policies
 
-Peaks are counted from outside (`tests/metering.py`); seconds are the process's CPU time per step on one thread, medians.
+Peaks are counted from outside (`metering.py`); seconds are the process's CPU time per step on one thread, medians.
 """
 
 from __future__ import annotations

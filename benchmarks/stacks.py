@@ -1,9 +1,9 @@
 """Training frameworks under a budget in one line of their user's code, beside the framework's own switch.
 
-    PYTHONPATH=src:tests python -m benchmarks.stacks --page benchmarks/results/....md
+    PYTHONPATH=src:tests/support python -m benchmarks.stacks --page benchmarks/results/....md
 
 Every set-up trains from the same start, in processes of its own: without anything, with the framework's own activation
-checkpointing, and under a budget of that one's peak. Peaks are counted from outside (`tests/metering.py`), in runs of their
+checkpointing, and under a budget of that one's peak. Peaks are counted from outside (`metering.py`), in runs of their
 own; losses and weights are compared bit for bit. Seconds are the processes' CPU time per optimizer step on one thread. The
 three take turns, one step each, once each has made its first steps: ratios are medians over these rounds. A set-up whose
 floor is above the peak of the switch is given that floor, as the refusal names it. On several ranks a peak is the highest

@@ -1,10 +1,10 @@
 """What the meter of every training step costs, and whether it leaves a step out.
 
-    PYTHONPATH=src:tests python -m benchmarks.step_meter
-    PYTHONPATH=src:tests python -m benchmarks.step_meter --steps 200 --rounds 60
+    PYTHONPATH=src:tests/support python -m benchmarks.step_meter
+    PYTHONPATH=src:tests/support python -m benchmarks.step_meter --steps 200 --rounds 60
 
 The first table trains models whose sizes inside follow the data while batches keep their shape, under ``attach``. Peaks are
-counted from outside (`tests/metering.py`). A step is silent if it is over the budget, no warning comes within two steps, and
+counted from outside (`metering.py`). A step is silent if it is over the budget, no warning comes within two steps, and
 its peak is higher than that of every step that a warning has named. The second table gives the processor time of one step, and
 of its readings, in the same rounds on one thread.
 """

@@ -1,6 +1,6 @@
 """TensorFlow at shares of its memory: which blocks run again, beside hand-written ``recompute_grad`` of every block.
 
-    PYTHONPATH=src:tests python -m benchmarks.tensorflow_budgets [vit | convolutional | decoder]
+    PYTHONPATH=src:tests/support python -m benchmarks.tensorflow_budgets [vit | convolutional | decoder]
 
 Networks are residual blocks of ``tf.Module``. Budgets lie between every block run again and unmanaged, both counted as plans
 are: the most of runs of two traces beside other tensors, and twice their deviation. The first row of a table is the plan at
@@ -195,7 +195,7 @@ def main() -> int:
     """Print the page."""
     tf.config.threading.set_inter_op_parallelism_threads(1)
     tf.config.threading.set_intra_op_parallelism_threads(1)
-    command = "PYTHONPATH=src:tests python -m benchmarks.tensorflow_budgets"
+    command = "PYTHONPATH=src:tests/support python -m benchmarks.tensorflow_budgets"
     device = f"{device_name(torch.device('cpu'))}, one thread, load {os.getloadavg()[0]:.1f}"
     print(
         "\n".join(

@@ -24,7 +24,7 @@ def make_importable() -> None:
 
     Nothing has to be installed: not Plimsoll, nor the tests that the session runs.
     """
-    paths = [str(ROOT), str(ROOT / "src"), str(ROOT / "tests")]
+    paths = [str(ROOT), str(ROOT / "src"), str(ROOT / "tests" / "support"), str(ROOT / "tests")]
     sys.path[:0] = paths
     os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
 

@@ -193,7 +193,7 @@ t.assert_equal_gradients(mapped(t.scanned), mapped(pj.wrap(t.scanned, local)), p
 
 
 def test_what_is_no_plan_is_refused_in_words():
-    with pytest.raises(InvalidOption, match="A str is no plan"):
+    with pytest.raises(InvalidOption, match="plan= is a str, which is not a Plan"):
         pj.wrap(scanned, "plan.json")
 
 

@@ -222,7 +222,11 @@ def test_torchrun_starts_the_command_on_ranks_that_meet_by_themselves(tmp_path: 
     saved = tmp_path / "plan.json"
     started = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "plimsoll"]
     asked = ["plan", "ranks.small_models:step", "--strategy", "full", "--output", str(saved)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS / "support")]),
+    }
     done = subprocess.run(
         [*started, *asked], cwd=TESTS, env=environment, capture_output=True, text=True, timeout=300, check=False
     )

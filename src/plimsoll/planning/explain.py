@@ -140,6 +140,16 @@ def optimizer_floor_error(budget_bytes: int, floor_bytes: int, where: str = "") 
     )
 
 
+def after_backward_floor_error(budget_bytes: int, floor_bytes: int) -> BudgetBelowFloor:
+    """The error for a budget below what a training step was measured to take from its last backward to the next forward."""
+    return BudgetBelowFloor(
+        f"budget {format_bytes(budget_bytes)} is below what a training step takes after backward, {format_bytes(floor_bytes)}.",
+        why="parameters, gradients, the optimizer's step, and what the training loop makes until the next forward are alive "
+        "together, and decisions about activations do not change that",
+        next=f"{budget_text(floor_bytes)}, or an optimizer with less state, or foreach=False, or free tensors earlier",
+    )
+
+
 def compared(seconds: float, bytes_: int, price: float) -> str:
     """``recompute costs 0.8 µs/MiB, memory is worth 2.1 µs/MiB here``."""
     if not bytes_:

@@ -66,6 +66,7 @@ from plimsoll.tracing.ddp import inner_module, is_without_reduction
 from plimsoll.tracing.fsdp2 import every_gradient, every_parameter
 from plimsoll.tracing.meters.memory import storage_bytes
 from plimsoll.tracing.recorder.calling import output_tensors
+from plimsoll.tracing.refusals import BackwardFailed
 from plimsoll.tracing.torch_internals import is_profiled
 from plimsoll.units import format_bytes
 
@@ -74,12 +75,22 @@ T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
 _MOST_TRIES = 3
-"""If this many first steps fail, or run under the user's profiler, make the plan without a measurement."""
+"""If this many first steps fail, or run under the user's profiler, make the plan without a measurement. If backward fails in
+more traces than that, give up.
+"""
 _FIRST_CALLS = 3
 """In these calls, take what the loop holds as the baseline: the first measured steps included it, or its record has just begun.
 """
 _MOST_TRACED_AGAIN = 8
 """Trace at most this many steps to find one that runs as much as the step that exceeded the budget."""
+
+
+class _RaisedByModel(Exception):
+    """The model has raised an error of its own while it was traced: ``own`` in forward, or another one in backward."""
+
+    def __init__(self, own: BaseException | None) -> None:
+        super().__init__()
+        self.own = own
 
 
 class TrainingCall(NamedTuple):
@@ -141,7 +152,10 @@ class Attachment(RemovedAtEnd):
         self._budget, self._options, self._optimizer = budget, options, optimizer
         self._has_ladder = can_follow_shapes(options, agreement.size)
         self._source = CompiledStep(model, units) if units else EagerStep(model, options)
-        self._has_warned = False
+        self._failed_traces = 0
+        """How many traces have failed in backward."""
+        self._unseen_steps = 0
+        """How many steps of an optimizer were seen before any training call."""
         self._calls = 0
         self._pressure = Pressure(room)
         self._room = PlanRoom()
@@ -232,7 +246,12 @@ class Attachment(RemovedAtEnd):
                 self._react(event, call)
         except BaseException as error:
             self._react(TrainingEvent.FAILED, error)
-            raise
+            if not isinstance(error, _RaisedByModel):
+                raise
+            # The call itself raises this too, and only then has it moved random states and running statistics as far as it does
+            # without a budget. A loop may catch the error and go on.
+            if error.own is not None:
+                self._steps.raise_unless_it_fails(error.own)
         if self.state is State.RUNNING:
             self._served = situation.shapes
             self._steps.meter_if_new(args, kwargs, situation, self._metered)
@@ -303,9 +322,11 @@ class Attachment(RemovedAtEnd):
         self._steps.graphs.abandon()
         if not self._watch.is_settled and not self.is_compiled:
             self._metered = MeteredSituations()  # all situations are new again
-        if self._calls == 0 and every_gradient(self.model) and not self._has_warned:
-            self._has_warned = True
-            warn_of_unseen(self.model)
+        if self._calls == 0 and every_gradient(self.model):
+            # The first such step may have begun before attach was called.
+            self._unseen_steps += 1
+            if self._unseen_steps == 2:
+                warn_of_unseen(self.model)
 
     # Reactions: any state
 
@@ -591,20 +612,22 @@ class Attachment(RemovedAtEnd):
         """
         gradient_bytes = storage_bytes(every_gradient(self.model), self._steps.device)
         taken_bytes = plan.predicted_peak_bytes + self._room.account.measured_bytes()
-        taken_bytes += self._copied_bytes(task) + gradient_bytes
+        taken_bytes += self._copied_bytes(traced.planner, task) + gradient_bytes
         return not is_more(taken_bytes, traced.planner.budget_bytes or 0)
 
-    def _copied_bytes(self, task: TrainingTask | None) -> int:
-        """What a trial copies, so that it leaves no trace: the buffers twice, and the batch."""
+    def _copied_bytes(self, planner: StepPlanner, task: TrainingTask | None) -> int:
+        """What a trial copies, so that it leaves no trace: buffers and written parameters twice, and the batch."""
         batch, device = () if task is None else output_tensors(task.call()), self._steps.device
-        return 2 * storage_bytes(list(self.model.buffers()), device) + storage_bytes(batch, device)
+        named = dict(inner_module(self.model).named_parameters())
+        written = [named[name] for name in planner.trace.written if name in named]
+        return 2 * storage_bytes([*self.model.buffers(), *written], device) + storage_bytes(batch, device)
 
     def _log_trial(self, planner: StepPlanner, task: TrainingTask, tried: str) -> None:
         """Log if a trial took more than the budget."""
-        taken_bytes = planner.tried_bytes + self._copied_bytes(task)
+        taken_bytes = planner.tried_bytes + self._copied_bytes(planner, task)
         budget_bytes = planner.own_budget_bytes or 0
         if planner.tried_bytes and is_more(taken_bytes, budget_bytes):
-            why = f"{tried} was run once, with copies of the model's buffers and of the batch"
+            why = f"{tried} was run once, with copies of the batch and of what the model writes"
             log_planning_overrun(taken_bytes, budget_bytes, why, "a larger budget leaves room for the copies")
 
     # Reactions: running
@@ -660,6 +683,8 @@ class Attachment(RemovedAtEnd):
         is_named, self._is_named = self._is_named, False
         next_ = "the next step is planned with that taken off, where a plan takes less"
         is_other_step = self._metered.has_run_more or self._steps.is_reordered
+        if over_bytes > 0 and self._work.has_moved():
+            is_other_step, cause = True, "modules that the plan manages were replaced by others"
         may_trace = self._shaped is not None and self.agreement.size == 1 and not self.is_compiled
         if may_trace and over_bytes > 0 and is_other_step:
             self._traces_left, self._ran_more_bytes = _MOST_TRACED_AGAIN, peak_bytes
@@ -866,4 +891,14 @@ class Attachment(RemovedAtEnd):
             if own is None:
                 raise
             own.add_note(f"plimsoll: {type(self.model).__name__} raised this while attach traced its training call")
-            raise own from None
+            if self.agreement.size > 1:
+                raise own from None  # other ranks wait for this one
+            raise _RaisedByModel(own) from None
+        except BackwardFailed as error:
+            if self.agreement.size > 1 or self._failed_traces == _MOST_TRIES:
+                raise
+            self._failed_traces += 1
+            warn(
+                f"{error.found}\n  why   {error.why}\n  next  this step is not planned for; the next one is tried again"
+            )
+            raise _RaisedByModel(None) from None

@@ -24,7 +24,7 @@ from plimsoll.errors import BudgetBelowFloor, InvalidModel, TracingFailed
 from plimsoll.planning.costing.devices import find_device
 from plimsoll.planning.costing.roofline import roofline_costs
 from plimsoll.planning.describe import classes_at_peak, describe_timeline
-from plimsoll.planning.explain import floor_error, optimizer_floor_error
+from plimsoll.planning.explain import after_backward_floor_error, floor_error
 from plimsoll.planning.ladder import rungs_of
 from plimsoll.planning.replay_schedule import Unreachable
 from plimsoll.planning.simulate import choices_of, run_choices
@@ -355,11 +355,11 @@ class StepPlanner:
             lowest: the plan.
             floor_bytes: its measured peak.
             accumulating_bytes: the peak with gradients of earlier micro-batches; 0 if not measured.
-            is_optimizer: the peak is in the optimizer's step, not before it.
+            is_optimizer: the peak is after backward, mostly in the optimizer's step.
         """
         assert self.budget_bytes is not None
         if is_optimizer:
-            error = optimizer_floor_error(self.budget_bytes, floor_bytes)
+            error = after_backward_floor_error(self.budget_bytes, floor_bytes)
         else:
             solver = self._solver  # with several ranks, only one of them solves
             error = floor_error(

@@ -74,6 +74,7 @@ class StepWatch:
         self.levels = StepLevels(self.device)
         self.held = HeldByLoop(model, self.device)
         self._version = 0
+        self._expected_error: BaseException | None = None
         self._has_raised = False
         """Whether a forward has raised. The traceback may keep tensors alive that the forward made."""
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
@@ -186,6 +187,10 @@ class StepWatch:
         """
         if self.is_between_steps and situations.begin(situation) and self.device.type == "cpu":
             self.meter(args, kwargs, with_optimizer=situations.is_sample)
+
+    def raise_unless_it_fails(self, error: BaseException) -> None:
+        """Raise an error when the coming call has returned, unless the call raises one itself."""
+        self._expected_error = error
 
     def larger_call(self, text: str, /, *, is_reordered: bool) -> None:
         """Measure the step from here on, because a region is about to run its largest call so far or in a new order.
@@ -335,6 +340,9 @@ class StepWatch:
         if self._is_blind:
             return
         self._call = None
+        expected, self._expected_error = self._expected_error, None
+        if expected is not None and output is not None:
+            raise expected
         if output is None:  # it raised
             self._has_raised = True
             if self.running is not None:

@@ -57,7 +57,11 @@ _REENTRANT_CHECKPOINT = internal("torch.utils.checkpoint.CheckpointFunction._bac
 class SlotBook:
     """The slots of one region call, or of everything outside of regions."""
 
-    def __init__(self, tracer: StepTracer, is_parameter: Callable[[torch.Tensor], bool]) -> None:
+    def __init__(
+        self, tracer: StepTracer, is_parameter: Callable[[torch.Tensor], bool], *, keeps_values: bool = False
+    ) -> None:
+        """``keeps_values``: backward reads copies of the saved tensors, not zeros."""
+        self._keeps_values = keeps_values
         self.records: list[SlotRecord] = []
         self.order: list[int] = []
         self.is_parameter_slot: list[bool] = []
@@ -90,6 +94,7 @@ class SlotBook:
         self.is_parameter_slot.append(is_parameter)
         with tracer.unseen():
             can_stand_in = tensor.dtype.is_floating_point and is_plain(tensor) and not is_parameter
+            can_stand_in = can_stand_in and not self._keeps_values
             held = None if can_stand_in else tensor if is_gathered else tensor.detach()
             if held is not None and value >= 0 and is_plain(tensor):
                 copy = held.clone()  # strides differ if elements share memory
@@ -267,7 +272,8 @@ class RefusesHooks(Exception):
 class StepCapture:
     """Runs one step under the tracer and drops every tensor that autograd saves.
 
-    For the modules in ``left_alone``, autograd holds what they save as in training.
+    For the modules in ``left_alone``, autograd holds what they save as in training. ``keeps_values``: backward reads copies of
+    all that autograd saves, not zeros.
     """
 
     def __init__(
@@ -280,8 +286,10 @@ class StepCapture:
         meter: WorkspaceMeter | None = None,
         progress: Callable[[float], None],
         left_alone: Mapping[str, nn.Module] = MappingProxyType({}),
+        keeps_values: bool = False,
     ) -> None:
         self._model = model
+        self._keeps_values = keeps_values
         self._left_alone = left_alone
         self._regions = regions
         self._loss = loss
@@ -296,7 +304,7 @@ class StepCapture:
             refilled=Gathered(model).tensors,
         )
         self._parameter_storages: frozenset[int] = frozenset()
-        self._outside = SlotBook(self.tracer, self._is_parameter)
+        self._outside = self._book()
         self._logs: list[RegionLog] = []
         self._calls: dict[str, int] = {}
         self._running: RegionLog | None = None
@@ -338,6 +346,9 @@ class StepCapture:
         first, last = self._sequence
         if first <= node < last:
             self._progress(0.5 + 0.5 * (last - node) / (last - first))
+
+    def _book(self) -> SlotBook:
+        return SlotBook(self.tracer, self._is_parameter, keeps_values=self._keeps_values)
 
     def _is_parameter(self, tensor: torch.Tensor) -> bool:
         storage = self.tracer.table.find(tensor)
@@ -413,7 +424,7 @@ class StepCapture:
             call=call,
             start=tracer.tick,
             sequence_start=sequence_number(),
-            book=SlotBook(tracer, self._is_parameter),
+            book=self._book(),
             leaves=leaves,
             value_reads=-tracer.value_reads,
         )

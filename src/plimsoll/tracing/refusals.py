@@ -338,13 +338,17 @@ def explain_forward(model: nn.Module) -> contextlib.AbstractContextManager[None]
     )
 
 
+class BackwardFailed(TracingFailed):
+    """Backward has raised an error while a step was traced."""
+
+
 def explain_backward(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Explain an error in backward. Forward has shown already that the batch fits."""
     return _explained(
         model,
-        lambda found, place: TracingFailed(
-            f"The backward pass of {type(model).__name__} failed: {found}",
-            why="during tracing, backward reads zeros instead of the saved activations, and a backward formula failed on them",
+        lambda found, place: BackwardFailed(
+            f"The backward pass of {type(model).__name__} failed in {place}: {found}",
+            why="a backward formula or a hook on gradients raised it in a step that was run in order to be traced",
             next="check that loss.backward() works without Plimsoll; if it does, please report this model",
         ),
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -44,6 +45,7 @@ from plimsoll.tracing.recorder.contents import lent
 from plimsoll.tracing.recorder.fingerprint import fingerprint, signature
 from plimsoll.tracing.recorder.untouched import arguments_kept, private_copy, returned_tensors, untouched
 from plimsoll.tracing.refusals import (
+    BackwardFailed,
     check_traceable,
     refuse_shards,
     refuse_unseen_reducer,
@@ -55,6 +57,7 @@ from plimsoll.tracing.torch_internals import current_autograd_node
 from plimsoll.tracing.tracer import OpTimer, StepTracer, register_statics
 from plimsoll.tracing.zero import bytes_beside
 
+_LOG = logging.getLogger(__name__)
 _Timings = Mapping[str, Sequence[float]]
 _ROOM_TO_HOLD = 2
 """Timed runs hold what autograd saves, as in training, if this many times its bytes are free. Otherwise memory would be
@@ -118,9 +121,10 @@ def trace(
         refuse_shards(step.model)
     first = functools.partial(report, "tracing with fake tensors" if step.is_fake else "tracing")
     left_alone: dict[str, nn.Module] = {}
+    keeps_values = False
 
     def capture(**how: Any) -> StepCapture:
-        return StepCapture(step.model, found, left_alone=left_alone, loss=loss, **how)
+        return StepCapture(step.model, found, left_alone=left_alone, loss=loss, keeps_values=keeps_values, **how)
 
     while True:
         try:
@@ -128,6 +132,17 @@ def trace(
             break
         except RefusesHooks as refusal:
             found, left_alone = without_transforms(found, str(refusal), left_alone)
+        except BackwardFailed as failure:
+            if keeps_values or step.is_fake:
+                raise
+            # Hooks on gradients, and backward formulas of the user's, may check values, and zeros are not like training.
+            keeps_values = True
+            _LOG.warning(
+                "plimsoll: the backward pass of %s fails if it reads zeros instead of the saved activations (%s), so this call "
+                "is traced with all activations held, and may take more than the budget; later calls do not",
+                type(step.model).__name__,
+                failure.found,
+            )
     traced = step.described(log, workspaces)[0]
     if step.home is None or step.is_fake or not repeats:
         return traced

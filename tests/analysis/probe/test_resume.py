@@ -92,7 +92,7 @@ def test_a_killed_process_loses_at_most_the_chunk_that_it_was_in(whole: tuple[Pa
     )
     run, plan = tmp_path / "run", tmp_path / "plan.json"
     make_plan().save(plan)
-    paths = [str(HERE.parents[1])]
+    paths = [str(HERE.parents[1]), str(HERE.parents[1] / "support")]
     process = subprocess.Popen(
         [sys.executable, "-c", script, str(run), str(plan), *paths], env={**os.environ, "OMP_NUM_THREADS": "1"}
     )

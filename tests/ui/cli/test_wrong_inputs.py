@@ -1,4 +1,4 @@
-"""Wrong words and wrong values are refused in words: some of those in ``tests/wrong_inputs.py``, which tries all."""
+"""Wrong words and wrong values are refused in words: some of those in ``tests/support/wrong_inputs.py``, which tries all."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Wrong words for every option of every command, and wrong values for every argument of every public verb.
 
-``python tests/wrong_inputs.py`` tries them all (with 5, every fifth), each in a fork of this process. It prints how many there
-are, which were not refused as they should be, and what processor time they took beyond Python's imports. The suite tries some.
+``python tests/support/wrong_inputs.py`` tries them all (with 5, every fifth), each in a fork of this process. It prints how
+many there are, which were not refused as they should be, and what processor time they took beyond Python's imports. The suite
+tries some.
 """
 
 from __future__ import annotations

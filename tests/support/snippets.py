@@ -1,7 +1,7 @@
 """Runs what the documentation shows: Python snippets page by page, and commands in a directory that has what they name.
 
 A page says what ``model`` is; ``SETUPS`` makes it, small, together with the other names that the page takes for granted. The
-suite runs what is quick. ``python tests/snippets.py`` runs everything, says what it took, and ends with 1 if something failed.
+suite runs what is quick. ``make snippets`` runs everything, says what it took, and ends with 1 if something failed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGES = {str(page.relative_to(ROOT)): page for page in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])}
 SNIPPET = re.compile(r"^( *)```python\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
 BLOCK = re.compile(r"^```\w*\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -445,7 +445,7 @@ def run_command(line: str, folder: Path) -> tuple[int, float, str]:
     """
     words = shlex.split(line, comments=True)
     start = {"plimsoll": ["plimsoll"], "torchrun": ["torch.distributed.run"]}[words[0]]
-    paths = [str(folder), os.environ.get("PYTHONPATH", ""), str(ROOT / "tests"), str(ROOT / "src")]
+    paths = [str(folder), os.environ.get("PYTHONPATH", ""), str(ROOT / "tests" / "support"), str(ROOT / "src")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PLIMSOLL_CACHE_DIR": str(folder / "cache")}
     before = os.times()
     done = subprocess.run(
@@ -495,7 +495,7 @@ def _try_snippets(page: str) -> str:
     code = f"import snippets; snippets.run_snippets({page!r})"
     with tempfile.TemporaryDirectory() as folder:
         before = os.times()
-        paths = [str(ROOT / "tests"), str(ROOT / "src")]
+        paths = [str(ROOT / "tests" / "support"), str(ROOT / "src")]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
         done = subprocess.run(
             [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True, check=False
