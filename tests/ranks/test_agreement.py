@@ -270,7 +270,7 @@ def test_ranks_that_wait_in_a_collective_for_one_that_failed_are_released_and_na
     kinds = of_all(told_by_four, "forward", "kind")
     assert kinds == ["RankFailed", "RankFailed", "InvalidBatch", "RankFailed"]
     assert {told_by_four[rank]["forward"]["ranks"] for rank in (0, 1, 3)} == {(2,)}
-    assert "start the job anew" in told_by_four[0]["forward"]["next"]
+    assert "restart the job" in told_by_four[0]["forward"]["next"]
     assert all(seconds < 30 for seconds in of_all(told_by_four, "forward", "seconds"))
 
 

@@ -4,7 +4,7 @@
 
 1. The first training call is traced before it runs. It then runs under the plan with the lowest peak.
 2. This step is measured until the next call begins. The measurement includes bytes that the trace does not contain: the user's
-   loss and the optimizer's state. They go into an account (see ``account``).
+   loss and the optimizer's state. An account counts them (see ``account``).
 3. The next call solves the plan for the budget minus the account. From then on, each step runs under the cheapest plan of a
    ladder that keeps a batch of its shape within the budget (see ``shapes``). A few more shapes are traced for this ladder. The
    peaks at all other shapes are computed from these traces.
@@ -346,7 +346,8 @@ class Attachment(RemovedAtEnd):
         """Stop managing the model if planning itself failed. After an error of the model, the next call plans again."""
         if isinstance(error, PlimsollError):
             self.state = State.GIVEN_UP
-            if not self._retry.is_running:  # else the step may run again and plan then; if it does not, `step` removes all
+            # Within `step`, the step may run again, and is planned then. If it does not, `step` removes everything.
+            if not self._retry.is_running:
                 self.remove()
 
     def keep_plan(self, error: BaseException) -> None:
@@ -441,7 +442,7 @@ class Attachment(RemovedAtEnd):
     # Reactions: measuring
 
     def calibrate(self, call: TrainingCall) -> None:
-        """Make the plan for the budget if the last step was measured; else measure this step. Every rank does this in every call
+        """Make the plan for the budget if the last step was measured; else measure this step. Every rank does so in every call
         until the plan exists.
         """
         with self.agreement:
@@ -496,7 +497,7 @@ class Attachment(RemovedAtEnd):
         self._steps.meter(call.args, call.kwargs, carried, with_optimizer=True)
 
     def _settle(self, traced: FirstStep, task: TrainingTask | None, in_flight: int) -> None:
-        """Make the plan for the budget, after the first step. Bytes that the trace does not contain go into the account.
+        """Make the plan for the budget, after the first step. Bytes that the trace does not contain are added to the account.
 
         Args:
             traced: the step that was traced.
@@ -642,7 +643,7 @@ class Attachment(RemovedAtEnd):
         levels.expected_forward_bytes, levels.expected_peak_bytes = self._shaped.expected()
 
     def grow(self, call: TrainingCall) -> None:
-        """Plan again for a batch that may need more than all earlier ones, unless some rank has no such batch in this call."""
+        """Plan again for a batch that may need more than all earlier ones, if all ranks have such a batch in this call."""
         facts = facts_of(self._task(call))
         everyone = self.agreement.gathered(f"larger batch in call {self._calls}", str(facts), str)
         if everyone is None or len(set(everyone)) > 1:
@@ -689,7 +690,9 @@ class Attachment(RemovedAtEnd):
         if may_trace and over_bytes > 0 and is_other_step:
             self._traces_left, self._ran_more_bytes = _MOST_TRACED_AGAIN, peak_bytes
             self._steps.is_reordered = False
-            next_ = f"up to {_MOST_TRACED_AGAIN} steps are traced to find one that runs as much; then plans are made for it"
+            next_ = (
+                f"up to {_MOST_TRACED_AGAIN} steps are traced to find one that runs as much; then plans are made for it"
+            )
         elif self._shaped is not None and peak_bytes:
             self._shaped.note_peak(peak_bytes)
         if over_bytes <= 0:

@@ -1,4 +1,4 @@
-"""A table of what ``plimsoll.attach`` does about each event in each state of a managed model.
+"""A table of events and states of a model under ``plimsoll.attach``, with the reaction to each event in each state.
 
 Each cell names a method of ``Attachment``, which looks up its reaction to every event here. An empty cell means that the event
 cannot occur in that state. A test runs a real training through every cell.

@@ -323,7 +323,7 @@ class StepPlanner:
     def lowest_that_fits(self, step: TrainingStep, error_scale: float = 1.0) -> Plan:
         """Return the plan with the lowest peak if its measured peak fits, whatever its prediction says.
 
-        The measured peak is that of a training that begins with this plan, before the optimizer has state.
+        The peak is measured as in a training that begins with this plan, before the optimizer has state.
 
         Raises:
             BudgetBelowFloor: names the measured peak, which is a budget that works.
@@ -581,7 +581,7 @@ def first_planner(
     """Trace a step, and try other forms of its values if they are allowed. Return its planner and the scale of errors.
 
     The scale says how many times larger than expected the measured errors are. The trace runs inside a training call. So it
-    keeps to the budget minus ``taken_bytes``, which are allocated besides the traced step.
+    keeps to the budget minus ``taken_bytes``, which are allocated outside of the traced step.
     """
     planner = eager_planner(
         agreement,
