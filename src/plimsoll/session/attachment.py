@@ -683,7 +683,7 @@ class Attachment(RemovedAtEnd):
         over_bytes = peak_bytes - limit_bytes
         is_named, self._is_named = self._is_named, False
         next_ = "later steps are planned for a budget that is smaller by this amount, if some plan needs less"
-        # Modules that run in another order keep other tensors alive: models went up to 39% over the budget in every later step.
+        # A model whose modules began to run in another order was up to 39% over its budget in every later step.
         is_other_step = self._metered.has_run_more or self._steps.is_reordered
         # A rank cannot trace alone: the trace may run collectives, and the other ranks do not know of it.
         may_trace = self._shaped is not None and self.agreement.size == 1 and not self.is_compiled

@@ -227,11 +227,8 @@ def _measure(touched_bytes: int, device: torch.device) -> EngineOverhead:
     watch = _Stopwatch(touched_bytes)
     unmanaged, short, long = (_Model(links, watch, device) for links in (_LONG_LINKS, _SHORT_LINKS, _LONG_LINKS))
     with manage(short, _plan_for(_SHORT_LINKS)), manage(long, _plan_for(_LONG_LINKS)) as handle:
-        for model in (
-            unmanaged,
-            short,
-            long,
-        ) * 2:  # the first step records, the second learns backward's order of reading
+        # The first step records, the second learns backward's order of reading.
+        for model in (unmanaged, short, long) * 2:
             model.take_laps()
         if not any(outcome.dropped_bytes for outcome in handle.outcomes()):
             return EngineOverhead()

@@ -299,9 +299,8 @@ class ShapePlans:
     def _cheapest(self, shapes: Shapes) -> tuple[Plan, Forecast]:
         """Return the cheapest rung that fits. If none fits, or the shape is far larger than before, solve for it first."""
         unmanaged_bytes = self._unmanaged_bytes(shapes)
-        if (
-            self._in_flight > 1
-        ):  # other forwards wait at the same time, and may have larger batches: plan for the largest
+        # Other forwards wait at the same time, and may have larger batches: plan for the largest.
+        if self._in_flight > 1:
             if self._largest is None or unmanaged_bytes > self._unmanaged_bytes(self._largest):
                 self._largest = shapes
             shapes, unmanaged_bytes = self._largest, self._unmanaged_bytes(self._largest)
