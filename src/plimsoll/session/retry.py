@@ -212,7 +212,7 @@ def floor_of(planner: StepPlanner, excess_bytes: int, *, is_optimizer: bool) -> 
     lowest = planner.lowest()
     floor_bytes = lowest.predicted_peak_bytes + max(0, excess_bytes)
     told = planner.refusal(lowest, floor_bytes, is_optimizer=is_optimizer)
-    found = f"Out of memory under the plan with the lowest possible peak, {format_bytes(floor_bytes)}."
+    found = f"Out of memory under the plan with the lowest peak of all plans, {format_bytes(floor_bytes)}."
     return _refusal(found, f"the device has less memory free for this step; {told.why}", floor_bytes)
 
 

@@ -489,7 +489,7 @@ class StepPlanner:
             raise floor_error(budget_bytes, made.peak, excess_bytes)  # the caller then tries the lowest known peak
         notes = made.notes
         if self.options.wants_forms and not planner.index.forms.regions:
-            notes = (*notes, "Nothing is compressed or offloaded, although it was allowed: the step fits without it.")
+            notes = (*notes, "Nothing is compressed or offloaded although it was allowed: everything fits without it.")
         return self.ranks.noted(msgspec.structs.replace(self.options.written_into(made), notes=notes))
 
     def own(self, plan: Plan) -> Plan:

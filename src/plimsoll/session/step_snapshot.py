@@ -98,7 +98,7 @@ class StepSnapshot:
                 return f"code other than an optimizer's step wrote to a parameter of shape {tuple(parameter.shape)}"
         for tensor, version in self._batch:
             if version_of(tensor) != version:
-                return f"the step wrote in place to an argument of shape {tuple(tensor.shape)}"
+                return f"the step wrote in place to a tensor of shape {tuple(tensor.shape)}, one of its arguments"
         return ""
 
     def put_back(self) -> None:
