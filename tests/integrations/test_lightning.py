@@ -141,7 +141,7 @@ def test_optimizing_several_modules_by_hand_is_refused():
 
 def test_a_module_that_has_a_budget_already_is_refused():
     module = sized()
-    with plimsoll.attach(module.model, "1GiB"), pytest.raises(InvalidModel, match="at work on Sized already: model"):
+    with plimsoll.attach(module.model, "1GiB"), pytest.raises(InvalidModel, match="Sized already has a budget: model"):
         fit(module, PlimsollCallback("1GiB"))
 
 

@@ -181,7 +181,7 @@ def test_a_model_that_has_a_budget_already_is_refused(tmp_path):
     trainer = plain_trainer(str(tmp_path), [PlimsollCallback("1GiB")])
     with (
         plimsoll.attach(trainer.model, "1GiB"),
-        pytest.raises(InvalidModel, match="at work on LlamaForCausalLM already"),
+        pytest.raises(InvalidModel, match="LlamaForCausalLM already has a budget"),
     ):
         trainer.train()
 

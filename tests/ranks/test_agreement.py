@@ -139,7 +139,10 @@ def test_work_of_one_process_is_refused_on_all_ranks_at_once_where_ranks_train_t
     outcomes = [rank["one process"][call] for rank in told]
     assert [outcome["kind"] for outcome in outcomes] == ["InvalidModel"] * 2
     assert [outcome["exchanges"] for outcome in outcomes] == [0, 0]
-    assert all(f"trained by 2 ranks together, and plimsoll.{call} is work" in outcome["found"] for outcome in outcomes)
+    assert all(
+        f"trained by 2 ranks together, but plimsoll.{call} runs in one process" in outcome["found"]
+        for outcome in outcomes
+    )
 
 
 def test_ranks_that_leave_out_one_with_a_shard_of_the_model_are_refused_at_once(told: Told):
@@ -274,7 +277,7 @@ def test_ranks_that_wait_in_a_collective_for_one_that_failed_are_released_and_na
     kinds = of_all(told_by_four, "forward", "kind")
     assert kinds == ["RankFailed", "RankFailed", "InvalidBatch", "RankFailed"]
     assert {told_by_four[rank]["forward"]["ranks"] for rank in (0, 1, 3)} == {(2,)}
-    assert "start the job anew" in told_by_four[0]["forward"]["next"]
+    assert "restart the job" in told_by_four[0]["forward"]["next"]
     assert all(seconds < 30 for seconds in of_all(told_by_four, "forward", "seconds"))
 
 

@@ -56,7 +56,7 @@ def test_a_rank_that_meets_a_new_shape_alone_takes_the_lowest_peak_and_says_so(t
     first, second = (rank["later"] for rank in told)
     assert (first["exchanges"][7], second["exchanges"][7]) == (0, 1)
     assert first["said"] == []
-    assert ["nothing tells what a batch of f32[384x16]" in said for said in second["said"]] == [True]
+    assert ["the memory that a batch of f32[384x16] needs is unknown" in said for said in second["said"]] == [True]
     assert second["dropped"][7] > second["dropped"][6]
 
 
@@ -81,7 +81,7 @@ def test_a_rank_follows_its_own_room(told: Told):
 
 def test_room_is_refused_where_ranks_have_to_have_one_plan(told: Told):
     assert [rank["without room"]["kind"] for rank in told] == ["InvalidOption"] * 2
-    assert "2 ranks that run one plan" in told[0]["without room"]["found"]
+    assert "2 ranks that share one plan" in told[0]["without room"]["found"]
 
 
 class _Others:

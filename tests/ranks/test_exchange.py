@@ -111,7 +111,7 @@ def test_subsets_of_ranks_exchange_among_themselves(told: Told):
 
 
 def test_a_rank_that_does_not_exist_is_refused(told: Told):
-    assert told[3]["no_such_rank"] == "ranks=[0, 1, 2, 3, 4] on rank 3 of 4."
+    assert told[3]["no_such_rank"] == "ranks=[0, 1, 2, 3, 4] was passed on rank 3 of 4."
 
 
 def test_a_rank_that_comes_at_the_last_moment_is_not_missing():

@@ -168,4 +168,4 @@ def test_gradients_that_wait_for_the_last_micro_batch_are_within_the_budget_or_t
             assert peaks.first_peak_bytes < peaks.peak_bytes
             assert peaks.static_bytes == found["trial"][0].static_bytes
         assert found["as before"]
-        assert any("gradients of an earlier backward are there already" in said for said in found["said"])
+        assert any("gradients of an earlier backward already exist" in said for said in found["said"])

@@ -295,7 +295,9 @@ def test_a_forward_that_runs_more_than_those_before_it_is_metered_and_named(verb
             for number in range(10):
                 deepens(model, torch.optim.SGD(model.parameters()), number)
         said = [str(entry.message) for entry in caught][:1]
-    assert ["run more than in the steps before" in text and "more than the budget" in text for text in said] == [True]
+    assert [
+        "ran more operations than in all earlier steps" in text and "more than the budget" in text for text in said
+    ] == [True]
 
 
 def casts_by_turns(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
@@ -427,7 +429,7 @@ def test_a_model_whose_forward_is_never_called_is_named_when_it_is_trained():
             "2 forwards of the model wait",
             lambda model: (model.zero_grad(), (loss_of(model) + loss_of(model)).backward()),
         ),
-        ("gradients of an earlier backward are there", lambda model: loss_of(model).backward()),
+        ("gradients of an earlier backward already exist", lambda model: loss_of(model).backward()),
         (
             "of its parameters were frozen before",
             lambda model: (model.requires_grad_(True), loss_of(model).backward(), model.zero_grad()),

@@ -617,7 +617,7 @@ def test_the_compilers_own_budget_is_refused() -> None:
 def test_what_compiled_code_cannot_do_is_refused_in_words(wish: dict[str, Any]) -> None:
     model, batch = zoo.sample("llama")
     model.compile()
-    with pytest.raises(InvalidOption, match=r"does not go with torch\.compile"):
+    with pytest.raises(InvalidOption, match=r"is not supported with torch\.compile"):
         plimsoll.plan(model, batch, "1GiB", **wish)
 
 

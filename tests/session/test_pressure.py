@@ -100,8 +100,9 @@ def test_training_follows_the_room_with_the_same_weights(caplog: pytest.LogCaptu
     found, peaks = run(budget)
     assert all(map(torch.equal, expected, found))
     assert max(peaks[5:10]) <= budget * 7 // 10 < max(peaks[15:])
-    assert [record.message.split(";")[0] for record in caplog.records if "room for" in record.message] == [
-        f"plimsoll: room for {share / MIB:.1f} MiB (budget {budget / MIB:.1f} MiB)" for share in (budget * 0.7, budget)
+    assert [record.message.split(";")[0] for record in caplog.records if "the room is" in record.message] == [
+        f"plimsoll: the room is {share / MIB:.1f} MiB (budget {budget / MIB:.1f} MiB)"
+        for share in (budget * 0.7, budget)
     ]
 
 

@@ -1,7 +1,8 @@
-"""One account of the bytes that a plan's prediction does not contain, and what a prediction contains.
+"""Counts the bytes of a training step that a plan's prediction does not contain, in one account.
 
-A plan predicts the peak of the traced step. A training step takes more: the user's loss, state of optimizers, what the loop
-holds. A plan must therefore fit into the budget less the account, which is its *room*.
+A plan predicts the peak of the traced step. A real training step needs more memory: for the user's loss, for optimizer state,
+and for other tensors that the loop holds. The account is the sum of these bytes. A plan must fit into the budget minus the
+account. This difference is the plan's *room*.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from plimsoll.artifacts.trace import Category, Phase
 class MemoryAccount:
     """Bytes of a training step that a plan's prediction does not contain.
 
-    The first three are *measured*: a step of the first traced shape took so much more than its prediction.
+    The first three fields are the *measured* bytes: their sum is how much more than predicted a step of the first traced shape
+    took.
 
     Example:
         >>> account = MemoryAccount(optimizer_state=100, outside_model=10)
@@ -26,15 +28,15 @@ class MemoryAccount:
     """
 
     optimizer_state: int = 0
-    """State of optimizers, beyond the state that the plan counts. The same at every batch shape."""
+    """Optimizer state that the plan does not count. The same at every batch shape."""
     waiting_gradients: int = 0
-    """What a step leaves behind for the next one, mostly gradients. The same at every batch shape."""
+    """Bytes that a step leaves behind for the next step, mostly gradients. The same at every batch shape."""
     outside_model: int = 0
-    """What the loop makes during a step (its loss), and the error of the prediction. It grows with the batch."""
+    """Bytes that the loop allocates during a step (for its loss), plus the prediction's error. They grow with the batch."""
     held_by_loop: int = 0
-    """What the loop holds when a step begins, beyond what it held when plans were made."""
+    """Bytes that the loop holds when a step begins and did not hold when plans were made."""
     withheld: int = 0
-    """What other programs on the device take of the budget now."""
+    """Bytes of the budget that plans may not use now, because other programs use the device's memory."""
 
     @property
     def fixed_bytes(self) -> int:
@@ -42,7 +44,7 @@ class MemoryAccount:
         return self.optimizer_state + self.waiting_gradients
 
     def measured_bytes(self, growth: float = 1.0) -> int:
-        """Return the measured bytes at a shape whose activations are ``growth`` times those of the first shape."""
+        """Return the measured bytes at a shape with ``growth`` times the activations of the first shape."""
         return self.fixed_bytes + round(self.outside_model * growth)
 
     def total_bytes(self, growth: float = 1.0) -> int:
@@ -50,34 +52,37 @@ class MemoryAccount:
         return self.measured_bytes(growth) + self.held_by_loop + self.withheld
 
     def measuring(self, measured_bytes: int) -> MemoryAccount:
-        """Return the account with ``measured_bytes`` of measured bytes. What is not fixed counts as outside of the model."""
+        """Return the account with new measured bytes. The two fixed fields stay the same; the rest goes to ``outside_model``.
+
+        If ``measured_bytes`` is less than the fixed fields, they shrink to it.
+        """
         state = min(self.optimizer_state, measured_bytes)
         waiting = min(self.waiting_gradients, measured_bytes - state)
         outside = measured_bytes - state - waiting
         return dataclasses.replace(self, optimizer_state=state, waiting_gradients=waiting, outside_model=outside)
 
     def adding_state(self, new_bytes: int) -> MemoryAccount:
-        """Return the account with more optimizer state."""
+        """Return the account with ``new_bytes`` more optimizer state."""
         return dataclasses.replace(self, optimizer_state=self.optimizer_state + new_bytes)
 
     def holding(self, held_by_loop: int) -> MemoryAccount:
-        """Return the account with other bytes that the loop holds."""
+        """Return the account for a loop that now holds ``held_by_loop`` bytes."""
         return dataclasses.replace(self, held_by_loop=held_by_loop)
 
     def withholding(self, withheld: int) -> MemoryAccount:
-        """Return the account with other bytes withheld for the rest of the device."""
+        """Return the account with ``withheld`` bytes that plans may not use now."""
         return dataclasses.replace(self, withheld=withheld)
 
 
 class PlanRoom:
-    """The bytes that a plan may take on this rank: the budget less the current account."""
+    """The bytes that a plan may use on this rank: the budget minus the current account."""
 
     def __init__(self, account: MemoryAccount | None = None, budget_bytes: int = 0) -> None:
         self.account = account or MemoryAccount()
         self.budget_bytes = budget_bytes
 
     def bytes(self, growth: float = 1.0) -> int:
-        """Return the room at a shape whose activations are ``growth`` times those of the first shape."""
+        """Return the room at a shape with ``growth`` times the activations of the first shape."""
         return self.budget_bytes - self.account.total_bytes(growth)
 
 

@@ -1,9 +1,10 @@
-"""How ranks that make one call together agree: they exchange facts, budgets, plans and measurements.
+"""Lets the ranks that make one call together agree: they exchange facts, budgets, plans and measurements.
 
 A single process sends nothing and receives its own values.
 
-Every decision that changes which steps are run depends on the values of all ranks. One rank solves: the tightest, whose budget
-leaves the least room. It sends its plan to all as JSON (`tightest_rank`).
+If a decision changes which steps are run, it depends on the values of all ranks: otherwise one rank would run a step with
+collectives that the others do not run. One rank solves: the tightest, whose budget leaves the least room (`tightest_rank`). It
+sends its plan to all ranks as JSON.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ T = TypeVar("T")
 
 SOLVING_SECONDS = 600.0
 """How much longer than usual ranks wait for the rank that solves: a solver may use its time limit several times."""
-_PAD = "pad the batches to the same shape, set the same mode and loss, or name the ranks that have the same: ranks="
+_PAD = "pad the batches to the same shape, set the same mode and loss, or pass ranks= with the ranks that have the same"
 
 
 class _Solved(msgspec.Struct, frozen=True, kw_only=True):
-    """The message of the rank that solves: a plan's JSON, or the text of a `BudgetBelowFloor`."""
+    """The message of the rank that solves: the JSON of a plan, or the text of a `BudgetBelowFloor`."""
 
     plan: str = ""
     below_floor: tuple[str, str, str] | None = None
@@ -47,13 +48,14 @@ class _Solved(msgspec.Struct, frozen=True, kw_only=True):
 class DelayedLoss:
     """Delays an error in the user's loss until backward has finished, so that other ranks' collectives complete.
 
-    If the loss fails, a sum over the whole output replaces it, so that backward runs through the whole model.
+    If the loss fails, a sum over the whole output replaces it, so that backward runs through the whole model. After that, the
+    process groups can still be used. A rank that stopped before backward would leave the others in a collective.
     """
 
     def __init__(self, loss: Loss) -> None:
         self._loss = loss
         self._failure: Exception | None = None
-        # The name by which the signature of a step knows its loss.
+        # The signature of a step contains the name of its loss, and must not change.
         self.__qualname__ = name_of(loss)
 
     def __call__(self, output: Any) -> torch.Tensor:
@@ -76,7 +78,7 @@ class DelayedLoss:
 class Agreement:
     """One call (``plan``, ``attach``, …) that several ranks make together.
 
-    Use it as a context manager (see ``Conversation``). A single process has no conversation.
+    Use it as a context manager (see ``Conversation``). In a single process, ``conversation`` is None.
     """
 
     def __init__(self, conversation: Conversation | None, topic: str) -> None:
@@ -104,13 +106,13 @@ class Agreement:
             assert isinstance(error, PlimsollError)
             raise RankFailed(
                 f"Rank {self._solver} failed in {self._topic!r}: {error.found}",
-                why=f"it has the least room of {self.size} ranks, so it plans for all; {error.why}",
+                why=f"it has the least room of {self.size} ranks, so it plans for all of them; {error.why}",
                 next=error.next,
                 ranks=(self._solver,),
             ) from error
 
     def joint_step(self) -> JointStep:
-        """Return an object that ends training steps on all these ranks together."""
+        """Return an object that makes these ranks end their training steps together."""
         return JointStep(self._conversation)
 
     @property
@@ -216,7 +218,7 @@ class Agreement:
             except BudgetBelowFloor as error:
                 self._below_floor = error
                 mine = _Solved(below_floor=(error.found, error.why, error.next))
-        # The other ranks do not solve. Costs are measured, so each rank would find a different plan.
+        # Only one rank solves: costs are measured, so each rank would find another plan.
         told = self.all_of(what, mine, _Solved, more_seconds=SOLVING_SECONDS)
         solved = told[self.ranks.index(rank)]
         if solved.below_floor is not None:
@@ -267,9 +269,9 @@ def agreement_for(
     """
     if isinstance(timeout_seconds, bool) or not isinstance(timeout_seconds, int | float) or not timeout_seconds > 0:
         raise InvalidOption(
-            f"timeout_seconds={timeout_seconds!r} is no time to wait.",
-            why="ranks wait so many seconds for each other before they name the one that is missing",
-            next=f"timeout_seconds={TIMEOUT_SECONDS:g}, or leave it out",
+            f"timeout_seconds={timeout_seconds!r} is not a positive number.",
+            why="ranks wait this many seconds for each other, and then raise an error that names the missing rank",
+            next=f"pass timeout_seconds={TIMEOUT_SECONDS:g}, or leave it out",
         )
     found = find_participants(model, ranks)
     if found.world is None:

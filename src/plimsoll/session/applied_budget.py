@@ -1,4 +1,4 @@
-"""Warns if training under an applied plan exceeds its budget."""
+"""Warns if training under an applied plan exceeds the plan's budget."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from plimsoll.session.step_watch import StepWatch
 
 
 class _PatientHook(ModelHook):
-    """A model hook that allows the model to be compiled: it does nothing while dynamo traces.
+    """A model hook that does nothing while dynamo traces, so that the model can be compiled.
 
-    This is safe because a plan that keeps everything only watches.
+    A plan that drops something refuses compilation by itself. Under a plan that keeps everything, this hook only watches.
     """
 
     def __call__(self, caller: nn.Module, *arguments: Any) -> None:
@@ -30,7 +30,7 @@ class _PatientHook(ModelHook):
 
 
 class BudgetWatch:
-    """Warns once if training under an applied plan exceeds its budget, in a step that the plan was not made for.
+    """Warns if training under an applied plan exceeds its budget, once for each growth of the peak.
 
     The first step is always measured: a batch of the planned shape may still lead to larger sizes inside the model.
     """
@@ -73,6 +73,6 @@ class BudgetWatch:
                 peak_bytes,
                 self._budget_bytes,
                 cause,
-                "plan for such steps (where gradients accumulate: when the first micro-batch has gone backward, so that what "
-                "waits is counted), or use plimsoll.attach, which plans for them itself",
+                "plan with such a step (if gradients accumulate, plan after the backward of the first micro-batch, so that "
+                "existing gradients are counted), or use plimsoll.attach, which plans for such steps itself",
             )

@@ -63,15 +63,15 @@ def attach(
         optimizer: lets the plan count the optimizer's state before it exists; otherwise the first step measures it.
         regions: as for ``plimsoll.plan``.
         allow: as for ``plimsoll.plan``; so are ``max_error``, ``host_budget``, ``overrides`` and ``link``. If they allow other
-            forms, the first training call takes one or two more steps' time to try them.
-        max_error: the relative error of the gradient; expected errors are scaled to the measurement of one trial step.
+            forms, the first training call runs one or two more steps to try them.
+        max_error: the largest relative error of the gradient. Expected errors are scaled to one measured trial step.
         host_budget: bytes at the other end of the link.
         overrides: decisions by pattern.
         link: ``host`` or ``disk``.
         verify_every: as for ``plimsoll.apply``.
         room: a function that returns the bytes that the training step may take now in total, if that may be less than the
-            budget. It is called before every training step. The plan follows: tighter at once, looser after some steps. By
-            default CUDA is asked on a GPU, and nothing on a CPU.
+            budget. It is called before every training step. If the room shrinks, a tighter plan is applied at once; if it
+            grows, a looser plan is applied some steps later. By default, CUDA is asked on a GPU, and nothing is asked on a CPU.
         ranks: as for ``plimsoll.plan``.
         timeout_seconds: as for ``plimsoll.plan``.
 
@@ -120,10 +120,10 @@ def _refuse_attached(model: nn.Module) -> None:
     attached = next((name for name, module in model.named_modules() if is_watched(module)), None)
     if attached is not None:
         raise InvalidModel(
-            f"A budget is at work on {type(model).__name__} already: {attached or 'the model itself'}.",
-            why="plimsoll.attach, plimsoll.apply, or a framework's integration was called on it before: two would plan for the "
-            "same bytes",
-            next="keep one of them; handle.remove() takes off the other",
+            f"{type(model).__name__} already has a budget: {attached or 'the model itself'}.",
+            why="plimsoll.attach, plimsoll.apply, or a framework's integration was called on it before, and two budgets would "
+            "plan for the same bytes",
+            next="keep one of them, and remove the other with handle.remove()",
         )
 
 
@@ -134,22 +134,23 @@ def _refuse_of_gathered(model: nn.Module, units: Sequence[Unit], options: PlanOp
         found = f"allow= names {', '.join(options.allow)}"
     if found and any(map(is_gathered_by_zero, model.parameters())):
         raise InvalidModel(
-            f"DeepSpeed's ZeRO trains {type(model).__name__} in stage 3, and {found}.",
-            why="compiled code holds the memory that parameters had, and what other forms do to gradients is measured on whole "
-            "ones, of which a rank has none",
-            next='allow="recompute" without torch.compile, or "stage": 2',
+            f"{type(model).__name__} is trained by DeepSpeed's ZeRO in stage 3, and {found}.",
+            why="stage 3 moves parameters to new memory in each step, but compiled code keeps their old memory; and the error "
+            "of other forms is measured on whole gradients, but each rank has only shards",
+            next='use allow="recompute" without torch.compile, or "stage": 2',
         )
 
 
 def _refuse_split_graphs(model: nn.Module, units: Sequence[Unit]) -> None:
     """Refuse a model compiled as a whole under ``DistributedDataParallel``.
 
-    The call that makes the plan would run inside the wrapper's call. Code that is compiled there is not split as in later
-    calls.
+    The call that makes the plan would run inside the wrapper's call. Torch would not split the code that is compiled there in
+    the same way as in later calls.
     """
     if reduced_parameters(model) and not all(unit.path for unit in units):
         raise InvalidModel(
             f"{type(inner_module(model)).__name__} is compiled as a whole under DistributedDataParallel.",
-            why="torch splits its graph at the reducer's buckets, and within a training call it may be split otherwise",
+            why="torch splits its graph at the reducer's buckets, and may split it elsewhere if attach compiles it inside a "
+            "training call",
             next="compile the blocks (layer.compile() for each), or use plimsoll.plan and plimsoll.apply",
         )

@@ -1,4 +1,4 @@
-"""Distinguishes calls of a model by the shapes of their tensors, and finds calls whose peak is bounded by known ones."""
+"""Distinguishes calls of a model by the shapes of their tensors, and finds known calls that need at least as much memory."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
 def shapes_and_masks_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
     """Return `shapes_of`, with more detail in the dtype keys.
 
-    A mask's key also records whether the mask is all-true, because attention then uses another kernel. The key of a tensor in a
-    list records which list argument it came from, because tensors of one list can replace each other. Reading a mask waits for
-    the device; models that choose their kernel by the mask wait there anyway.
+    A mask's key also records whether the mask is all-true, because attention then uses another kernel: a padded batch after
+    batches without padding needed 0.84 MB more than planned, under a budget of 10.8 MB. The key of a tensor in a list records
+    which list argument it came from, because tensors of one list can replace each other. Reading a mask waits for the device;
+    models that choose their kernel by the mask wait there anyway.
     """
     masks = {id(leaf) for name, value in kwargs.items() if "mask" in name for leaf in tree_leaves(value)}
     named = [*enumerate(args), *((name, kwargs[name]) for name in sorted(kwargs))]
@@ -73,11 +74,12 @@ def covers(known: Shapes, shapes: Shapes) -> bool:
 
 
 def standing_in(known: Iterable[Shapes], shapes: Shapes) -> list[Shapes]:
-    """Return the known calls that together bound another call, so that the largest of them can be used in its place.
+    """Return the known calls that together bound another call. They can be used in its place.
 
-    A detector's images and boxes come in lists of any size, and rarely is one call at least as large as another in every
-    position. So a list is compared as a whole: its number of tensors, their total elements, their longest sides, and their
-    padded size. Tensors outside of lists are compared one by one.
+    A detector gets lists of images and boxes of any size, so one call is rarely at least as large as another in every position.
+    So a list is compared as a whole: its number of tensors, their total elements, their longest sides, and their padded size.
+    Without the padded size, a broad picture next to a high one ran under the plan of smaller pairs and exceeded the budget,
+    because it is three times as large when padded. Tensors outside of lists are compared one by one.
     """
     alike = [each for each in known if covers(_single(each), _single(shapes))]
     reached = [_extents(each) for each in alike]

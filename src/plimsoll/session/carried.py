@@ -18,10 +18,10 @@ from plimsoll.tracing.recorder.calling import output_tensors
 
 
 class Carried:
-    """Finds the tensors that a loop keeps from step to step outside of model and optimizer, such as a list of perturbed
-    weights.
+    """Finds tensors that a loop keeps from step to step outside of model and optimizer, such as a list of perturbed weights.
 
-    These are storages that did not exist at ``note_before``. Other batches that wait to be trained on do not count.
+    A tensor counts if its storage did not exist at ``note_before``. Tensors that look like the batch do not count: they are
+    other batches that wait to be trained on.
     """
 
     def __init__(self) -> None:
@@ -35,8 +35,9 @@ class Carried:
     def found(self, device: torch.device, batch: Any) -> list[torch.Tensor]:
         """Return the tensors whose storage was made since `note_before`.
 
-        The weak references in `_before` keep the addresses of earlier storages from being reused, so an address identifies one.
+        A storage's address identifies it, because the weak references in `_before` prevent that its address is used again.
         """
+        # Optimizer state is counted elsewhere.
         states = (
             output_tensors(list(each.state.values())) for each in instances_of(Optimizer) if "state" in vars(each)
         )

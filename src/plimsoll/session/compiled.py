@@ -1,10 +1,10 @@
 """Plans steps of models that torch.compile compiles as a whole or in part. Compiled parts are read from their graphs. The rest
-is traced eagerly, and its regions are managed by the engine.
+is traced eagerly, and the engine manages its regions.
 
-The step without a plan is torch.compile's default partition. If its measured peak is within the budget, the compilation is not
-touched. Otherwise the plan is solved on the kernels of the graphs, compiled, run, and solved again if the run exceeds the
-budget, as for eager models. This is done in inductor's own order of kernels first, and in the order of the graph if the first
-plan did not fit.
+Without a plan, the step runs in torch.compile's default partition. If its measured peak is within the budget, the compilation
+is not touched. Otherwise a plan is solved on the kernels of the graphs, compiled and run. If the run exceeds the budget, the
+plan is solved again, as for eager models. All this is done in inductor's own order of kernels first. If the first plan in that
+order exceeds the budget, it is also done in the order of the graph.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ _WORTH_COMPILING = 0.25
 plan costs a compilation, so the ladder has at most five.
 """
 _FAR_ABOVE = 1.25
-"""Run torch.compile's default partition to see if it fits, unless its predicted peak is above this multiple of the budget."""
+"""Run torch.compile's default partition to see if it fits, unless its predicted peak is above this multiple of the budget. Far
+above the budget, the run could only run out of memory.
+"""
 _STRATEGIES = ("auto", "none", "full")
 _ROUNDS = 7
 """How many steps are timed for each of two ways to compile a plan, to find the faster one."""
@@ -65,8 +67,8 @@ def plans_compiled(
 ) -> bool:
     """Return True if the plan decides about compiled parts.
 
-    If options are given that compiled parts do not support, and some region runs eagerly, warn and return False: then compiled
-    parts keep what they save.
+    If options are given that compiled parts do not support, and some region runs eagerly, warn and return False. Then the plan
+    decides about eager regions only, and compiled parts keep all that they save.
 
     Raises:
         InvalidOption: as for `refuse_uncompilable`, if nothing runs eagerly.
@@ -80,7 +82,9 @@ def plans_compiled(
         return True
     if not is_mixed:
         refuse_uncompilable(options, strategy, room=room, takes_forms=takes_forms)
-    warnings.warn(f"plimsoll: compiled parts keep what they save: {found} is the eager engine's alone", stacklevel=3)
+    warnings.warn(
+        f"plimsoll: compiled parts keep what they save: {found} is supported in eager regions only", stacklevel=3
+    )
     return False
 
 
@@ -92,10 +96,10 @@ def refuse_uncompilable(options: PlanOptions, strategy: str, *, room: object = N
     """
     if found := _beyond(options, strategy, room, takes_forms=takes_forms):
         raise InvalidOption(
-            f"{found} does not go with torch.compile.",
-            why="inside of compiled code a plan decides what is saved and what is computed again, on the device that is "
-            "here; what blocks that are compiled one by one save, may also be compressed and offloaded, on one process",
-            next="leave it out, compile block by block, or plan the uncompiled model",
+            f"{found} is not supported with torch.compile.",
+            why="inside compiled code a plan can only keep or recompute, on this device; in one process, saved values of "
+            "blocks that are compiled one by one can also be compressed and offloaded",
+            next="leave the option out, compile the blocks one by one, or plan the uncompiled model",
         )
 
 
@@ -129,7 +133,8 @@ def compiled_planner(
 ) -> CompiledPlanner:
     """Read and time a step with compiled parts and return its planner. Errors are those of `plimsoll.plan`.
 
-    ``limit_bytes`` is the most that reading and timing may allocate. It holds only if nothing but saved activations exceeds it.
+    ``limit_bytes`` is the most that reading and timing may allocate. They keep to it by saving fewer activations, so they may
+    exceed a limit that is too small even without them.
     """
     is_alone = agreement.size == 1 and not split_regions(task.model, task.units, options.regions)[1]
     for name in options.strategies:
@@ -139,8 +144,8 @@ def compiled_planner(
     if device.type == "meta":
         raise InvalidModel(
             f"{type(task.model).__name__} is on the meta device.",
-            why="what torch.compile makes of it is timed, and a plan is compiled and run once",
-            next="plan it on the device itself, or plan the uncompiled model",
+            why="the compiled model is timed, and its plan is compiled and run once; on the meta device nothing runs",
+            next="move the model to the device that trains it, or plan the uncompiled model",
         )
     check_compiler(device)
     with agreement.stepping():
@@ -202,7 +207,8 @@ def _trace(
     model = inner_module(task.model)
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     written = [part for name in (*uncompiled.written, *uncompiled.written_buffers) for part in dense_parts(named[name])]
-    # The trace omits modules that run a transform of torch.func, because these raise under hooks on saved tensors.
+    # Drop saved activations while the graphs are read, so that this call keeps to the budget. This is not possible if a module
+    # runs a transform of torch.func: these raise under hooks on saved tensors, and the trace omits such modules.
     has_hooks = {*eager, *inner} <= {region.name for region in uncompiled.regions}
     holding_nothing = saved_as_zeros(task.model) if has_hooks else contextlib.nullcontext()
     with untouched(task.model, uncompiled.written), holding_nothing:
@@ -221,10 +227,10 @@ class CompiledPlanner(StepPlanner):
             msgspec.structs.replace(unit, copied_inputs=_copied_inputs(self.trace, unit)) for unit in compiled
         )
         self._is_in_order = True
-        """Whether plans are made for the order of their graphs; else for inductor's own order."""
+        """True if plans are made for the order of the graph; False if for inductor's own order."""
         self._default_bytes = 0
         self._trials: list[tuple[Plan, int]] = []
-        """Every plan that was run, with its peak."""
+        """Every plan that was run, with its measured peak."""
         self.unseen_bytes = 0
         """The largest excess of a trial over its prediction."""
 
@@ -232,8 +238,8 @@ class CompiledPlanner(StepPlanner):
         """Override `StepPlanner.plan`: keep the default partition if it fits; else plan in inductor's own order or in the
         graph's.
 
-        If the first plan in inductor's own order keeps to the budget, take it. If only a tighter one does, or none, also make a
-        plan in the graph's order, and take the faster of the two.
+        If the first plan in inductor's own order keeps to the budget, take it. If only a tighter plan does, or no plan, also
+        make a plan in the graph's order, and take the faster of the two.
         """
         default = self.solve(None, "none")
         if strategy == "none" or not self._is_far_above_budget(default):
@@ -243,7 +249,7 @@ class CompiledPlanner(StepPlanner):
             fits = self.budget_bytes is None or measured.peak_bytes <= self.budget_bytes
             if strategy == "none" or (strategy == "auto" and fits):
                 return self._untouched(measured.peak_bytes)
-        # Inductor's own order comes first: 34 of 37 measured plans were faster in it, at 0.85 to 0.999 of the time. If the
+        # Inductor's own order comes first: 34 of 37 measured plans were faster in it, at 0.85 to 0.999 times the time. If the
         # first plan fits, nothing else is compiled (docs/design/plans-inside-torch-compile.md).
         free = None if self.budget_bytes is None else self._in_own_order(strategy, step(), part_of(progress, 0.2, 0.5))
         if free is not None and len(self._trials) == 1:
@@ -257,22 +263,23 @@ class CompiledPlanner(StepPlanner):
                 raise
             ordered = None
         if free is None:
-            note = "in the order of its graph: none was found that fits in inductor's own"
+            note = "compiled in the order of its graph: in inductor's own order, no plan was found that fits"
             return planned if ordered is None else with_note(ordered, note)
         if ordered is not None:
             share = self._share_of_seconds(step(), free, ordered)
             if share >= 1:
                 return with_note(
-                    ordered, f"in the order of its graph: one in inductor's own took {share:.3f} of the time"
+                    ordered,
+                    f"in the order of its graph: in inductor's own order, the step took {share:.3f} times as long",
                 )
-            free = with_note(free, f"in inductor's own order: {share:.3f} of the time of one in the order of its graph")
+            free = with_note(free, f"in inductor's own order: {share:.3f} times the time in the order of its graph")
         self.unseen_bytes = own_unseen_bytes
         return free
 
     @property
     def planning_peak_bytes(self) -> int:
-        """The peak of the step without a plan, when it was read and tried. One graph of a whole model holds all that it
-        saves.
+        """The highest peak while the plan was made. A model that is compiled as a whole has one graph, which holds all
+        activations while it is read. Graphs of single blocks do not.
         """
         is_one_graph = any(not unit.path for unit in self._compiled)
         return max(self._default_bytes, self.extremes.unmanaged_peak_bytes if is_one_graph else 0)
@@ -281,12 +288,13 @@ class CompiledPlanner(StepPlanner):
     def _may_fail(self) -> tuple[type[BaseException], ...]:
         """Errors from one kernel order that make us try the other.
 
-        If a rank runs out of memory, others wait in a collective of that step. The error must leave the step to release them.
+        With several ranks, out of memory is not among them: the other ranks wait in a collective of that step, and only an
+        error that leaves the step releases them.
         """
         return (BudgetBelowFloor,) if self._agreement.size > 1 else (BudgetBelowFloor, torch.OutOfMemoryError)
 
     def _is_far_above_budget(self, plan: Plan) -> bool:
-        """True if the prediction alone shows that the plan does not fit. Running it could run out of memory."""
+        """True if the prediction alone shows that the plan does not fit. Running such a plan could run out of memory."""
         if self.budget_bytes is None:
             return False
         return self.ranks.worst_bytes(self.own(plan).predicted_peak_bytes) > _FAR_ABOVE * self.budget_bytes
@@ -306,7 +314,7 @@ class CompiledPlanner(StepPlanner):
         return self._fitting(planned)
 
     def _fitting(self, plan: Plan) -> Plan | None:
-        """Return the plan with its measured peak as the predicted one, or ``None`` if that is above the budget."""
+        """Return the plan with its measured peak as its predicted peak, or ``None`` if that peak is above the budget."""
         taken = (taken_bytes for tried, taken_bytes in reversed(self._trials) if tried.regions == plan.regions)
         taken_bytes = next(taken, None)
         if taken_bytes is None or self.budget_bytes is None or taken_bytes > self.budget_bytes:
@@ -314,8 +322,9 @@ class CompiledPlanner(StepPlanner):
         return msgspec.structs.replace(plan, predicted_peak_bytes=taken_bytes)
 
     def _share_of_seconds(self, step: TrainingStep, one: Plan, other: Plan) -> float:
-        """Return the seconds of a step under ``one``, divided by the seconds under ``other``: the median over alternating
-        rounds, of the rank that gains least.
+        """Return the seconds of a step under ``one``, divided by the seconds under ``other``.
+
+        Each rank measures the median over alternating rounds. The result is from the rank where ``one`` gains least.
         """
         with self._agreement.stepping(), untouched(step.model, one.written), manage(step.model, one) as work:
 
@@ -364,9 +373,7 @@ class CompiledPlanner(StepPlanner):
         return _trace(task, self.options, is_timed=False), None
 
     def rungs(self) -> Iterator[Plan]:
-        """Override `StepPlanner.rungs`: yield only a few plans whose peaks differ clearly, because each used one is
-        compiled.
-        """
+        """Override `StepPlanner.rungs`: yield only a few plans with clearly different peaks, because each one is compiled."""
         found = list(super().rungs())
         spare_bytes = found[0].predicted_peak_bytes - found[-1].predicted_peak_bytes
         last_bytes = 0
@@ -379,7 +386,7 @@ class CompiledPlanner(StepPlanner):
     def _untouched(self, peak_bytes: int) -> Plan:
         """Return a plan that does not touch the compilation."""
         solved = self.solve(None, "none")
-        note = f"left as torch.compile partitions it: the measured peak was {format_bytes(peak_bytes)}"
+        note = f"torch.compile's own partition is kept: its measured peak was {format_bytes(peak_bytes)}"
         return msgspec.structs.replace(
             solved, budget_bytes=self.budget_bytes, predicted_peak_bytes=peak_bytes, notes=(*solved.notes, note)
         )

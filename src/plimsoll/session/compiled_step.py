@@ -1,7 +1,7 @@
-"""What ``attach`` does to a model that torch.compile compiles: the first training call makes the plan, and compiles it.
+"""Plans a model that torch.compile compiles, for ``attach``: the first training call makes the plan and compiles it.
 
-The call's own arguments are the batch. Later calls choose among a few plans by their shapes; each plan is compiled once (see
-``shapes``). If values may be compressed or offloaded, all calls follow the first plan, because those forms are measured at one
+The arguments of that call are the batch. Later calls choose among a few plans by their shapes; each plan is compiled once (see
+``shapes``). If values may be compressed or offloaded, all calls follow the first plan, because such forms are measured at one
 size only.
 """
 
@@ -53,7 +53,7 @@ class CompiledStep:
         """Make the plan for the budget.
 
         Returns:
-            The planner, its plan, and by how many bytes a trial of a plan exceeded its prediction at most.
+            The planner, its plan, and the largest excess in bytes of a trial over its prediction.
         """
         task = dataclasses.replace(task, units=self._units)
         with gradients_as_if(task.model, are_there=True) if accumulates else contextlib.nullcontext(), task.compiled():
@@ -66,15 +66,15 @@ class CompiledStep:
             log_planning_overrun(
                 planner.planning_peak_bytes,
                 plan.budget_bytes,
-                "one step ran without a plan, to read and to measure what torch.compile makes of the model",
-                "compiled block by block the model takes less in this call",
+                "one step ran without a plan, to read the compiled graphs and to measure the step",
+                "if the blocks are compiled one by one, this call needs less memory",
             )
         return planner, plan, planner.unseen_bytes
 
 
 class _Outside(nn.Module):
-    """Wraps a model that is compiled as a whole and is called in its place. Hooks on the model itself would be compiled with
-    it.
+    """Wraps a model that is compiled as a whole, and is called in the model's place. Its hooks see the calls. Hooks on the
+    model itself would be compiled with it.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -89,7 +89,8 @@ class _Outside(nn.Module):
         """Run the compiled model."""
         wrapper = self._unit.wrapper
         if self._compiled is None and wrapper is not None:
-            # The user's compiled code calls the module, which would call this wrapper again.
+            # Before there is a plan (an evaluation), the user's compiled code runs. It calls the module. With this wrapper in
+            # place, that call came back here and ended in a RecursionError.
             with self.away():
                 return wrapper.forward(*args, **kwargs)
         with as_ours():

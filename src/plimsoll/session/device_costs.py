@@ -1,11 +1,11 @@
-"""The costs of a step's ops and of the engine's own work on this device, as far as they can be measured.
+"""Measures the costs of a step's ops, and of the engine's own work, on this device.
 
 *Ops.* Seconds are the median of the faster half of an op's samples, with their spread. The faster half is used because an op
-that gets fresh memory from the system waits for page faults: on a virtual machine, up to five times its compute time in the
-first run after memory was returned to the system. A replayed op reuses memory that backward has just freed and does not wait.
-Ops without samples get a roofline, whose bandwidth, arithmetic rate and launch time are fitted to the ops with samples:
-`fit_roofline`. An optimizer step has no samples, because it is traced with fake tensors to leave the model unchanged. The
-spread of such ops is the fit's typical error.
+that gets fresh memory from the system waits for page faults. On a virtual machine, this took up to five times the op's compute
+time in the first run after memory was returned to the system. A replayed op reuses memory that backward has just freed and does
+not wait. Ops without samples get a roofline, whose bandwidth, arithmetic rate and launch time are fitted to the ops with
+samples: `fit_roofline`. Ops of an optimizer step are never sampled, because that step is traced with fake tensors to leave the
+model unchanged. The spread of ops without samples is the fit's typical error.
 
 *Engine.* Small real regions run under the engine, in a few tenths of a second. The engine is Python. Between ops that have
 streamed through megabytes it runs from cold caches, and takes several times as long as in a tight loop. So between two links of
@@ -39,7 +39,6 @@ _COMPUTE_BOUND_FLOPS_PER_BYTE = 8.0
 _LARGE_BYTES = 2**18
 """Times of ops that move fewer bytes show launch time rather than bandwidth."""
 
-
 _OPS_PER_LINK = 3
 """One op in forward; its derivative and a product in backward."""
 
@@ -63,7 +62,7 @@ class EngineOverhead:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChainLaps:
-    """Seconds of one step of a chain: into the region, through every link, out of the region, and back through every link.
+    """Seconds of one step of a chain: entering the region, each link of forward, leaving the region, and each link of backward.
 
     Both tuples are in the order of forward.
     """
@@ -98,9 +97,9 @@ def measured_costs(trace: Trace, engine: EngineOverhead = _NO_ENGINE) -> Costs:
     """Return the seconds of every op of ``trace`` on the device that it was traced on, and of the engine's work on this host.
 
     A plan's extra seconds are the seconds of its replayed ops, plus ``engine`` for every region that it touches. A fake trace
-    has no timings and needs ``roofline_costs``.
+    is not timed and needs ``roofline_costs``.
     """
-    assert trace.timings, "a fake trace has no timings: use roofline_costs"
+    assert trace.timings, "a fake trace is not timed: use roofline_costs"
     ops = {key: op_cost(samples) for key, samples in trace.timings.items() if samples}
     unseen = [key for key in trace.specs if key not in ops]
     if unseen:
@@ -202,7 +201,9 @@ _SHORT_LINKS, _LONG_LINKS = 5, 15
 _SECONDS = 0.1
 _LEAST_ROUNDS, _MOST_ROUNDS = 5, 40
 _MOST_TOUCHED_BYTES = 8 * 2**20
-"""Touching more takes longer without a gain: most of the caches are cold already."""
+"""Touch at most this much memory between two ops to cool the caches. With 16 MiB, laps were up to twice as long and nearer to
+the engine's real ones, but measuring took too long.
+"""
 
 
 def measure_engine(trace: Trace) -> EngineOverhead:
@@ -226,7 +227,8 @@ def _measure(touched_bytes: int, device: torch.device) -> EngineOverhead:
     watch = _Stopwatch(touched_bytes)
     unmanaged, short, long = (_Model(links, watch, device) for links in (_LONG_LINKS, _SHORT_LINKS, _LONG_LINKS))
     with manage(short, _plan_for(_SHORT_LINKS)), manage(long, _plan_for(_LONG_LINKS)) as handle:
-        for model in (unmanaged, short, long) * 2:  # to record, and to learn backward's order of reading
+        # The first step records, the second learns backward's order of reading.
+        for model in (unmanaged, short, long) * 2:
             model.take_laps()
         if not any(outcome.dropped_bytes for outcome in handle.outcomes()):
             return EngineOverhead()

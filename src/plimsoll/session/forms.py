@@ -1,13 +1,14 @@
-"""Which other forms (compressed, offloaded) the values of a step may take, with bytes, seconds and noise measured here.
+"""Measures the forms (compressed, offloaded) that the values of a step can be held in: bytes, seconds and noise.
 
-One step runs at the lowest memory with a sensor attached. Its gradients equal those of the unmanaged model, and are kept as the
-reference for lossy plans. Codecs are tried on the first, the middle and the last call of every kind of region. All calls of a
-kind share the result: the largest payload, and the root mean square of noise and sensitivity.
+One step runs at the lowest memory while a sensor watches it. Its gradients equal the unmanaged model's gradients, and are kept
+as the reference for lossy plans. Codecs are tried on the first, the middle and the last call of every kind of region. All calls
+of a kind share the result: the largest payload, and the root mean square of noise and sensitivity.
 
 Queries and keys stay exact. Backward of fused attention recomputes the probabilities as exp(q·k - log-sum-exp), with the
-log-sum-exp that forward saved. If queries or keys come back with an error, they no longer match the log-sum-exp, and the error
-of a score is in the exponent. This is harmless while scores are small, as at the start of training. Once scores have grown, the
-error is a hundred times the gradient. The lab notes have the measurement.
+log-sum-exp that forward saved. If queries or keys are restored with an error, they no longer match the log-sum-exp, and the
+error of a score is in the exponent. This is harmless while scores are small, as at the start of training. Once scores have
+grown, it is not: one step of 40 had a gradient 14 times too long (lab notes). An error measured on the first batch cannot show
+that in advance.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ def sense_forms(step: TrainingStep, trace: Trace, costs: Costs, lowest: Plan, op
     if trace.is_fake:
         raise TracingFailed(
             "Compression and offloading cannot be planned from a fake trace.",
-            why="what a codec takes and loses depends on the values, and what a link carries on the machine",
-            next="plan with allow='recompute' for a device that is not here, or plan on the device",
+            why="a codec's size and error depend on the values, and a link's speed depends on the machine",
+            next="plan with allow='recompute' for a device that is not here, or plan on the device itself",
         )
     sensor = Sensor(_codecs(options), _sampled(trace), wants_sensitivity=options.wants_lossy)
     with untouched(step.model, lowest.written):
@@ -105,7 +106,7 @@ def sense_compiled(step: TrainingStep, trace: Trace, costs: Costs, plan: Plan, o
     sensor = Sensor(_codecs(options), _sampled(trace), wants_sensitivity=False)
     for call in trace.regions:
         if call.unpacks_at_once:
-            # other slots are packed in backward
+            # Only values that forward saves: the other slots are packed in backward.
             saved = (slot for slot in call.graph.slots if slot.packed <= call.forward[1])
             values = {call.graph.values[slot.value].name: call.graph.values[slot.value] for slot in saved}
             held = {name: value for name, value in values.items() if value.bytes >= _LEAST_BYTES}
@@ -127,7 +128,10 @@ def sense_compiled(step: TrainingStep, trace: Trace, costs: Costs, plan: Plan, o
 def _follow_noise(
     step: TrainingStep, trace: Trace, sensor: Sensor, gradients: Mapping[str, torch.Tensor | None]
 ) -> None:
-    """Measure how noise in each saved value changes the gradients: one step for each value of each kind of compiled block."""
+    """Measure how noise in each saved value changes the gradients: one step for each value of each kind of compiled block.
+
+    Noise cannot be followed through a compiled block, because the block is one node of autograd.
+    """
     kinds: dict[str, list[RegionCall]] = {}
     for call in trace.regions:
         if call.unpacks_at_once:
@@ -195,7 +199,7 @@ def _measure_link(options: PlanOptions, device: torch.device) -> tuple[LinkCost 
 
 @dataclass(frozen=True)
 class _FormMaker:
-    """Makes forms from what a sensor recorded."""
+    """Makes forms from a sensor's records."""
 
     trace: Trace
     costs: Costs
@@ -255,15 +259,15 @@ class _FormMaker:
         trials = [entry.trials[codec_name] for entry in seen if codec_name in entry.trials]
         value = next(v for v in graph.values if v.name == name)
         if value.bytes < _LEAST_BYTES:
-            return "it is too small to be worth another form"
+            return "the value is too small for another form to pay off"
         if any(trial.payload_bytes is None for trial in trials):
             return f"{codec_name}: the data are not finite, or would not get smaller"
         if codec.keeps_sign_only and not (readers and readers <= READS_SIGN_ONLY):
             return f"{codec_name}: not only ReLU reads it"
         if not codec.is_lossless and _is_statistic(graph, name):
-            return f"{codec_name}: backward needs a statistic exactly"
+            return f"{codec_name}: the value is a statistic, which backward needs exactly"
         if not codec.is_lossless and name in made_into_scores(graph):
-            return f"{codec_name}: fused attention's backward would see its error as an exponent"
+            return f"{codec_name}: in fused attention's backward, its error would be in an exponent"
         count, dtype = seen[0].count, seen[0].dtype
         exact = codec.payload_bytes(count, dtype)
         held = exact if exact is not None else int(_SLACK * max(t.payload_bytes or 0 for t in trials))
@@ -375,6 +379,7 @@ def _worthwhile(forms: Sequence[Form], wished: Collection[str]) -> list[Form]:
 
 
 _MOST_ELEMENTS = 1 << 22
+"""Codecs are timed on tensors of at most this many elements."""
 _RUNS = 3
 
 

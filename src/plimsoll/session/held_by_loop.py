@@ -1,10 +1,11 @@
 """Finds what a training loop holds when a step begins: a copy of the weights, another optimizer's state, a failed step's graph.
 
-Memory that exists before the first step does not count. From then on the allocator is read at the beginning of every step. Only
-if more is allocated than before, all tensors of the process are searched, which takes as long as a small step. Tensors that
-look like the batch do not count: other batches wait to be trained on. Tensors that grow in two steps in a row do not count
-either: they are a record that the loop keeps, such as outputs for a metric. If a search finds nothing (for instance because a
-data set was read into memory), the next search waits longer.
+Memory that exists before the first step does not count. From then on, the allocator is read at the beginning of every step.
+Only if more is allocated than before, all tensors of the process are searched, which takes as long as a small step. If a search
+finds nothing (for instance because a data set was read into memory), the next search waits longer.
+
+Some tensors do not count. Tensors that look like the batch are other batches that wait to be trained on. Tensors that grow in
+two steps in a row are a record that the loop keeps, such as outputs for a metric.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from plimsoll.tracing.meters.memory import storage_bytes, storage_of
 from plimsoll.tracing.recorder.calling import output_tensors
 
 _MOST_PATIENCE = 64
-"""The most steps between two searches that find nothing."""
+"""The most steps that a search waits after searches that found nothing."""
 _MOST_LEVELS = 8
 
 
 class _Level(NamedTuple):
-    """A reading at the beginning of a step, the bytes that the loop held then, and how many of those bytes graphs hid."""
+    """A reading at the beginning of a step, the bytes that the loop held then, and the part of them that graphs held."""
 
     reading: int
     bytes: int
@@ -46,17 +47,17 @@ class HeldByLoop:
         self.carried = Carried()
         self.bytes = 0
         self.state_bytes = 0
-        """State of the optimizers that train the model, as the last search found it."""
+        """Bytes of state of the optimizers that train the model, as the last search found them."""
         self.hidden_bytes = 0
         """The part of ``bytes`` that autograd graphs hold, where Python finds no tensors."""
         self.batch_bytes = 0
         """Bytes of the batch's storages that its tensors do not show: a slice keeps the whole tensor alive."""
         self._model, self._device = model, device
         self._levels: dict[bool, list[_Level]] = {}
-        """Known levels, the last one last, of steps that begin without gradients and with them."""
+        """Known levels, the latest last, separately for steps that begin without gradients (False) and with them (True)."""
         self._patience = self._waited = 0
         self._record_bytes = self._run_bytes = 0
-        """Bytes of records, and bytes that consecutive steps have added."""
+        """Bytes of records, and the bytes that the last steps in a row have added."""
 
     def begin(
         self,
@@ -70,7 +71,7 @@ class HeldByLoop:
     ) -> None:
         """Update ``bytes`` before a step of about ``peak_bytes``.
 
-        ``leaves_graph``: an earlier step has failed before its backward ended, or has retained its graph.
+        ``leaves_graph``: an earlier step failed before its backward ended, or retained its graph.
         """
         self.batch_bytes = _hidden_in_batch(output_tensors((args, kwargs)), self._device)
         if reading is None:
@@ -87,8 +88,8 @@ class HeldByLoop:
             self._waited += 1
             if self._waited < self._patience:
                 return
-            # Collect garbage first: the loop does not hold reference cycles, such as a copy of the model that it made and
-            # dropped.
+            # Collect garbage first. Copies of the model, which a loop makes and drops in every step, form reference cycles.
+            # They piled up, and the step exceeded its budget by 0.5%.
             gc.collect()
             reading = allocated_bytes(self._device) or reading
             before_bytes = self.bytes + self.state_bytes
@@ -103,7 +104,7 @@ class HeldByLoop:
             if level is None:
                 held_bytes = max(0, last.bytes - (last.reading - reading))
                 level = _Level(reading, held_bytes, min(held_bytes, last.hidden_bytes))
-                # Higher levels at which the loop held nothing are out of date: other memory was freed.
+                # Less is allocated than before. Forget higher levels at which the loop held nothing: other memory was freed.
                 levels[:] = [each for each in levels if each.bytes or each.reading < reading]
         self.bytes, self.hidden_bytes = level.bytes, level.hidden_bytes
         if level in levels:
@@ -112,7 +113,12 @@ class HeldByLoop:
         del levels[:-_MOST_LEVELS]
 
     def _first_level(self, reading: int, *, accumulates: bool) -> _Level:
-        """Return the level of the first step that begins with gradients (or without), derived from the last other step."""
+        """Return the level of the first step that begins with gradients (or without), derived from the last step of the other
+        kind.
+
+        If less is allocated than that step and the gradients explain, the loop has freed what it held. Without this, a budget
+        above the unmanaged peak of a learned loss was refused.
+        """
         held_bytes = self.bytes
         if held_bytes:
             (levels,) = self._levels.values()
@@ -123,7 +129,7 @@ class HeldByLoop:
         return _Level(reading, held_bytes, min(held_bytes, self.hidden_bytes))
 
     def planned(self, added_bytes: int) -> None:
-        """Planning has allocated ``added_bytes`` since ``begin``. They are not the loop's."""
+        """Note that planning has allocated ``added_bytes`` since ``begin``. The loop does not hold them."""
         if added_bytes:
             for levels in self._levels.values():
                 levels[:] = [each._replace(reading=each.reading + added_bytes) for each in levels]
@@ -141,7 +147,7 @@ class HeldByLoop:
         self.bytes = visible_bytes + self.hidden_bytes
 
     def _without_records(self, visible_bytes: int, was_visible_bytes: int) -> int:
-        """The bytes without records, which are tensors that have grown in two consecutive steps."""
+        """Return ``visible_bytes`` without records, which are tensors that have grown in two consecutive steps."""
         more_bytes = max(0, visible_bytes - was_visible_bytes)
         is_record = more_bytes > 0 and self._run_bytes > 0
         self._run_bytes += more_bytes

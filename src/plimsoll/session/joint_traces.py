@@ -1,13 +1,13 @@
 """Decides which training calls trace new shapes. If traces run collectives, all ranks trace in the same calls.
 
-A trace runs the model once more. If the model runs collectives (sharded or split models; not DDP, whose reducer does not see
-traces), a rank that traces alone would wait forever. So in the calls after a trace, all ranks exchange whether one of them
-meets an unknown shape. If one does, all ranks trace, each its own batch. After a few calls without a need to trace, they stop
-asking, and calls exchange nothing.
+A trace runs the model once more. If the model runs collectives, a rank that traces alone would wait for ever. This is so for
+sharded and split models, and not for DDP, whose reducer does not see traces. So in the calls after a trace, all ranks exchange
+whether one of them has a batch of unknown shape. If one does, all ranks trace, each its own batch. After a few calls without
+such a batch, the ranks stop asking, and calls exchange nothing.
 
-Later, a rank that meets an unknown shape waits some seconds for the others to meet one in the same call (the short last batch,
-or a longer sequence from now on). If all do, all ranks ask again from then on. If they do not, the wait was useless; a rank
-waits like this at most three times.
+Later, a rank with an unknown shape waits some seconds for the others to have one in the same call (the short last batch, or a
+longer sequence from now on). If all do, all ranks trace, and ask again in the next calls. If not all do, the wait was useless.
+A rank waits like this at most three times.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from plimsoll.tracing.recorder.collectives import names_collective
 _CALM_CALLS = 4
 """After this many successive calls without a trace on any rank, the ranks stop asking."""
 _MOST_VAIN = 3
-"""A rank waits for the others at most this many times without an answer."""
+"""A rank waits for the others at most this many times without an answer. Each wait takes some seconds of training."""
 
 
 class _Need(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether a rank meets an unknown shape, and the facts that must be equal on all ranks for their traces to fit together."""
+    """True if a rank has a batch of unknown shape, and the facts that must be equal on all ranks if they trace together."""
 
     is_needed: bool
     facts: dict[str, str]
@@ -55,7 +55,7 @@ class JointTraces:
         self._has_warned = False
 
     def among(self, trace: Trace) -> Agreement:
-        """Return the ranks that must trace together: all if some rank's trace runs collectives, else only this process."""
+        """Return the ranks that must trace together: all ranks if any rank's trace runs collectives, else only this process."""
         is_silent = not any(names_collective(op.cost_key) for op in trace.ops)
         if self._agreement.every("silent traces", holds=is_silent):
             self._agreement = Agreement(None, "attach")
@@ -80,13 +80,14 @@ class JointTraces:
     def _is_due(self, call: int, task: Callable[[], TrainingTask], *, is_needed: bool) -> bool:
         if self._agreement.size == 1:
             return is_needed
-        # It is not enough to ask only when this rank needs a trace: a rank whose batches never change would never come.
+        # It is not enough to ask only if this rank needs a trace: a rank whose batches never change would never ask, and the
+        # others would wait for it.
         is_asking = self._calm < _CALM_CALLS or (is_needed and self._vain < _MOST_VAIN)
         if not is_asking or _turn_of(self._model) != self._turn:
             return False
         mine = _Need(is_needed=is_needed, facts=facts_of(task()))
         told = self._agreement.gathered(f"shapes in call {call}", mine, _Need)
-        if told is None:  # the others make other calls, or know their shapes
+        if told is None:  # some rank makes other calls, or knows its shapes and does not ask
             self._calm = _CALM_CALLS
             self._vain += is_needed
             return False
@@ -108,5 +109,7 @@ def facts_of(task: TrainingTask) -> dict[str, str]:
 
 
 def _turn_of(model: nn.Module) -> tuple[bool, bool]:
-    """Return which micro-batch of a step comes next, if gradients wait for a later reduction: their traces differ."""
+    """Return which kind of micro-batch comes next, if gradients wait for a later reduction. Traces of two kinds differ, so all
+    traces are made in the kind of the first trace.
+    """
     return holds_gradients_back(model), any(True for _ in waiting_gradients(model))

@@ -50,8 +50,8 @@ def manage_together(
 def agree_on_service(region: str, peers: tuple[int, ...], service: str) -> None:
     """Compare how a region is served, and which collectives its recipes repeat, with the ranks that it communicates with.
 
-    If one rank kept what the others rebuild, the others would wait in a collective. So ranks compare once, when the region was
-    recorded. ``peers`` are global ranks, including this one.
+    If one rank kept values that the others rebuild, the others would wait in a collective for ever. So ranks compare once,
+    after the region was recorded. ``peers`` are global ranks, including this one.
 
     Raises:
         RanksDiffer: another rank serves the region differently.
@@ -62,7 +62,7 @@ def agree_on_service(region: str, peers: tuple[int, ...], service: str) -> None:
         return
     answers = [answer.decode() for answer in exchange(world, f"collectives of {region}", service.encode())]
     if len(set(answers)) > 1:
-        why = "one that keeps what the others rebuild would leave them waiting in a collective"
+        why = "if one rank keeps values that the others rebuild, the others wait in a collective for ever"
         raise differing({f"region {region!r}": answers}, world.ranks, "plan without 'collectives' in allow=", why=why)
 
 
@@ -70,8 +70,8 @@ def check_plan(plan: object) -> None:
     """Refuse an object that is not a plan, such as a path."""
     if not isinstance(plan, Plan):
         raise PlanNotUsable(
-            f"A {type(plan).__name__} is no plan.",
-            why="decisions come from plimsoll.plan(...), or from a file by plimsoll.load(path)",
+            f"plan= is a {type(plan).__name__}, not a Plan.",
+            why="a plan is made by plimsoll.plan(...), or read from a file by plimsoll.load(path)",
             next="plimsoll.load(path)" if isinstance(plan, str) else "plan = plimsoll.plan(model, batch, budget=...)",
         )
 
@@ -81,14 +81,14 @@ def refuse_other_model(model: nn.Module, plan: Plan) -> None:
     if plan.framework != "torch":
         raise PlanMismatch(
             f"This plan was made for {plan.framework}, not for PyTorch.",
-            why=f"its decisions name values of a function of {plan.framework}, and a module's saved tensors are others",
-            next=f"follow it with plimsoll.integrations.{plan.framework}, or plan this model with plimsoll.plan",
+            why=f"its decisions name values of a {plan.framework} function, and a PyTorch module saves other values",
+            next=f"use the plan with plimsoll.integrations.{plan.framework}, or plan this model with plimsoll.plan",
         )
     found = fingerprint(model)
     if found != plan.fingerprint:
         raise PlanMismatch(
             f"This plan was made for another model: {plan.fingerprint}, not {found}.",
-            why="classes, names, shapes or dtypes of modules, parameters or buffers differ, or which parameters are trained",
+            why="modules, parameters or buffers differ in class, name, shape or dtype, or other parameters are trained",
             next="plan this model, or load the model that the plan was made for",
         )
 
@@ -98,13 +98,13 @@ def refuse_other_signature(found: str, plan: Plan) -> None:
     if found != plan.signature:
         raise PlanMismatch(
             f"This plan was made for another step: {plan.signature}",
-            why=f"this one is {found}",
+            why=f"this step is {found}",
             next="plan with this batch, or pass the batch, loss= and mode that the plan was made with",
         )
 
 
 _OTHER_KERNELS = (
-    "a GPU's kernels save other tensors for backward than a CPU's, and the plan decides about those tensors"
+    "kernels of a GPU save other tensors for backward than kernels of a CPU, and the plan decides about saved tensors"
 )
 
 
@@ -114,17 +114,17 @@ def warn_of_other_device(model: nn.Module, plan: Plan) -> None:
     if plan.framework != "torch" or here.type == "meta":
         return
     if _has_other_kernels(plan, here):
-        name, effect = str(here), f"{_OTHER_KERNELS}: here the step may take more"
+        name, effect = str(here), f"{_OTHER_KERNELS}: on this device the step may need more memory"
     elif here.type == "cuda" and _is_another(plan.device, torch.cuda.get_device_name(here)):
         name = torch.cuda.get_device_name(here)
-        effect = "decisions weigh the seconds of that device, and its libraries take other workspaces"
+        effect = "its decisions depend on the speed of that device, and libraries allocate other workspaces there"
     else:
         return
     budget = "" if plan.budget_bytes is None else f" under a budget of {format_bytes(plan.budget_bytes)}"
     warnings.warn(
         f"plimsoll: this plan was made for {plan.device}, and the model is on {name}. Its peak of "
         f"{format_bytes(plan.predicted_peak_bytes)}{budget} was predicted for {plan.device}; {effect}. "
-        "Plan on this device: leave device_profile= (--device-profile) out.",
+        "To plan for this device, leave device_profile= (--device-profile) out.",
         stacklevel=4,
     )
 

@@ -1,4 +1,4 @@
-"""Measures one training step of the user's: its peaks before and after the optimizer begins, and what it leaves behind.
+"""Measures one training step of the user's loop: its peaks before and after the optimizer begins, and the bytes that it leaves.
 
 The peak is measured from the model's forward to the next call of the model. On a CPU, measuring needs torch's profiler, and
 only one can run at a time. A user's own profiler always has precedence, and a step during which it ran counts as not measured.
@@ -35,9 +35,7 @@ FORWARD, LOSS, BACKWARD, OPTIMIZER = "forward", "loss", "backward", "optimizer"
 
 
 class MeasuredStep:
-    """Measures the bytes of one step from the model's forward on, which is about to run. ``end`` returns whether it
-    succeeded.
-    """
+    """Measures the bytes of one step, from the forward that is about to run. ``end`` returns whether this succeeded."""
 
     def __init__(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], carried: Carried | None = None
@@ -55,8 +53,9 @@ class MeasuredStep:
         self.has_trained = False
         """Set by the owner if a backward has run. Otherwise `end` looks for gradients or for parameters that were written."""
         self._meter: PeakMeter | None = None
+        # On a CPU the meter is torch's profiler, and only one can run. The user's profiler has precedence.
         if not (self._device.type == "cpu" and (is_profiled() or is_profiler_on())):
-            release_library_workspaces(self._device)
+            release_library_workspaces(self._device)  # the step allocates cuBLAS's workspaces anew, so that they count
             self._meter = PeakMeter(self._device, held=held)
             self._meter.__enter__()
 
@@ -78,6 +77,7 @@ class MeasuredStep:
         except MeasurementLost:
             self._meter = None
             return False
+        # DDP has rebuilt its buckets, as it does once. The meter sees the new buckets allocated, but not the old ones freed.
         if self._device.type == "cpu" and has_rebuilt_buckets(self._model) and not self._has_rebuilt_before:
             self._replaced_bytes = self._bucket_bytes
             self.static_bytes -= self._bucket_bytes
@@ -85,7 +85,7 @@ class MeasuredStep:
 
     @property
     def step_peak_bytes(self) -> int:
-        """The peak until the last backward ended, including all that existed before, without optimizer state."""
+        """The peak until the last backward ended. It includes bytes that existed before the step, except optimizer state."""
         assert self._meter is not None
         *before, last = self._meter.windows
         parts = before if last.name == OPTIMIZER else [*before, last]
@@ -93,16 +93,14 @@ class MeasuredStep:
 
     @property
     def loss_peak_bytes(self) -> int:
-        """The peak between forwards and their backwards, without optimizer state."""
+        """The peak between forward and backward, without optimizer state."""
         assert self._meter is not None
         peaks = [window.peak_bytes for window in self._meter.windows if window.name == LOSS]
         return self.static_bytes + max(peaks, default=0)
 
     @property
     def optimizer_peak_bytes(self) -> int:
-        """The peak from the last backward on, without the optimizer state that existed before; 0 if the optimizer was not
-        seen.
-        """
+        """The peak after the last backward, without optimizer state that existed before; 0 if this part was not measured."""
         assert self._meter is not None
         last = self._meter.windows[-1]
         return self.static_bytes + last.peak_bytes if last.name == OPTIMIZER else 0
@@ -114,14 +112,14 @@ class MeasuredStep:
         return self._meter.resident_bytes - self._replaced_bytes
 
     def _has_trained(self) -> bool:
-        """True if there are gradients, or if parameters were written since (the optimizer has stepped)."""
+        """True if gradients exist, or if parameters were written since the step began (an optimizer has stepped)."""
         return any(gradient_of(parameter) is not None for parameter in self._parameters) or any(
             parameter._version != version for parameter, version in zip(self._parameters, self._versions, strict=True)
         )
 
 
 def held_tensors(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Return what exists before a step and counts for it: parameters, buffers, existing gradients, and the batch."""
+    """Return the tensors that exist before a step and count for it: parameters, buffers, existing gradients, and the batch."""
     gathered = (tensor for _, tensor in Gathered(model).tensors())
     beside = (holder[key] for _, holder, key in beside_weights(model))
     held = (
@@ -137,21 +135,21 @@ def held_tensors(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What a measured step took. ``lasting_bytes`` are what it left behind without optimizer state, mostly gradients."""
+    """The memory of a measured step. ``lasting_bytes`` are left after it, without optimizer state: mostly gradients."""
 
     bytes: int = 0
-    """A lower bound for the coming steps, which include the optimizer state that this step made."""
+    """A lower bound for the peak of later steps. It includes the optimizer state that this step made."""
     most_bytes: int = 0
-    """An upper bound: includes what this step left behind, as if recording took nothing."""
+    """An upper bound for it. It includes the bytes that this step left, and the bytes that recording the plan needed."""
     optimizer_bytes: int = 0
     """The peak during the optimizer's step."""
     lasting_bytes: int = 0
 
 
 def taken_bytes(step: MeasuredStep, watch: OptimizerWatch, plan: Plan, recording_bytes: int = 0) -> Taken:
-    """Return what a step took under a plan. The plan may count optimizer state that does not exist yet.
+    """Return the memory that a step needed under a plan. The plan may count optimizer state that does not exist yet.
 
-    If the step recorded the plan, up to ``recording_bytes`` of its peak do not recur in the coming steps.
+    If the step recorded the plan, up to ``recording_bytes`` of its peak do not recur in later steps.
     """
     state_bytes = max(watch.bytes_after, planned_state_bytes(plan))
     optimizer_bytes = step.optimizer_peak_bytes + watch.bytes_before
@@ -165,16 +163,17 @@ def taken_bytes(step: MeasuredStep, watch: OptimizerWatch, plan: Plan, recording
 
 
 def unseen_bytes(step: MeasuredStep, watch: OptimizerWatch, plan: Plan) -> int:
-    """Return by how much the coming steps will exceed the plan's prediction: what the trace missed, and what a step leaves.
+    """Return by how many bytes later steps will exceed the plan's prediction: bytes that the trace does not contain, and bytes
+    that a step leaves behind.
 
-    The step was measured under this plan. Its prediction includes the state of the optimizer that it was made with, if any.
+    The step was measured under this plan. If the plan was made with an optimizer, the prediction includes its state.
     """
     step_bytes = step.step_peak_bytes + max(watch.bytes_after, planned_state_bytes(plan))
     return max(0, step_bytes - predicted_before_optimizer(plan) + taken_bytes(step, watch, plan).lasting_bytes)
 
 
 def beside_bytes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], allocated_bytes: int) -> int:
-    """Return how many of the allocated bytes on a GPU do not belong to the training step that is about to begin."""
+    """Return how many of the allocated bytes on a GPU do not belong to the training step that begins now."""
     optimizer = optimizer_in_view(model)
     state_bytes = 0 if optimizer is None else _state_bytes(optimizer)
     device = next(model.parameters()).device
@@ -190,8 +189,8 @@ def beside_bytes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 def taken_beside(
     measured: MeasuredStep | None, watch: OptimizerWatch, plan: Plan, recording_bytes: int
 ) -> tuple[Taken, int]:
-    """Return what the measured step took under a plan, and by how many bytes later steps will exceed the plan's prediction."""
+    """Return what the measured step needed under a plan, and by how many bytes later steps will exceed the prediction."""
     if measured is not None:
         return taken_bytes(measured, watch, plan, recording_bytes), unseen_bytes(measured, watch, plan)
-    warn("the first steps could not be measured (failed, or under a profiler); the plan relies on its trace alone")
+    warn("the first steps failed or ran under a profiler, and were not measured; the plan relies on its trace alone")
     return Taken(), max(0, watch.bytes_after - planned_state_bytes(plan))

@@ -1,4 +1,4 @@
-"""What the user is told about training steps, in warnings and log lines."""
+"""Warnings and log lines about training steps."""
 
 from __future__ import annotations
 
@@ -22,31 +22,36 @@ def warn(text: str) -> None:
 
 def warn_of_larger(situation: Situation) -> None:
     """Warn that this rank's batch is larger than the batches that the plan is for."""
-    found = f"the batch of this rank ({situation.shown}) is larger than those before it, or masked otherwise, and not so on all"
-    advice = "Pad batches to the same shape, or train on every rank's largest one first"
-    warn(f"{found} ranks alike: the plan at work stays, and may take more than the budget. {advice}")
+    found = f"this rank's batch ({situation.shown}) is larger than all earlier batches, or its mask is of another kind"
+    advice = "Pad batches to the same shape, or train on every rank's largest batch first"
+    warn(
+        f"{found}, and not all ranks have such a batch in this call. The plan stays the same, and this step may exceed the "
+        f"budget. {advice}"
+    )
 
 
 def warn_of_unknown(shapes: Shapes) -> None:
     """Warn that the peak of a batch is unknown, because the ranks do not all meet a new shape in this call."""
     warn(
-        f"nothing tells what a batch of {Situation(shapes).shown} takes: its shape does not follow from those traced so far, "
-        "and not all ranks meet a new one in this call. Such batches run at the lowest peak, and may take more than the "
-        "budget. Train on some of them on all ranks in the first steps"
+        f"the memory that a batch of {Situation(shapes).shown} needs is unknown: it does not follow from the shapes traced so "
+        "far, and not all ranks have a new shape in this call. Such batches run at the lowest peak, and may exceed the budget. "
+        "Let all ranks train on some of them in the first steps"
     )
 
 
 def warn_of_waiting(waiting: int, planned: int, *, is_planned: bool) -> None:
     """Warn that more forwards wait for one backward than planned, and say whether the next steps are planned for that."""
-    then = ", and the next ones are planned for that" if is_planned else ""
+    then = "; the following steps are planned for that" if is_planned else ""
     found = f"{waiting} forwards of the model wait for one backward"
-    warn(f"{found}, not {planned} as planned: this step may take more than the budget{then}")
+    warn(f"{found}, and the plan was made for {planned}: this step may exceed the budget{then}")
 
 
 def warn_of_state(new_bytes: int) -> None:
     """Warn that the plan does not count some state of this rank's optimizer."""
-    state = f"the optimizer of this rank has stepped ({format_bytes(new_bytes)} of new state), and not on all ranks"
-    warn(f"{state}: the plan at work stays, and does not count that. Pass optimizer= to plimsoll.attach")
+    state = (
+        f"the optimizer of this rank has stepped ({format_bytes(new_bytes)} of new state), but not those of all ranks"
+    )
+    warn(f"{state}. The plan stays the same, and does not count this state. Pass optimizer= to plimsoll.attach")
 
 
 def warn_of_overrun(peak_bytes: int, budget_bytes: int, cause: str, next_: str) -> None:
@@ -59,7 +64,7 @@ def warn_of_overrun(peak_bytes: int, budget_bytes: int, cause: str, next_: str) 
 
 def log_planning_overrun(peak_bytes: int, budget_bytes: int, why: str, next_: str) -> None:
     """Log that a call exceeded the budget because plans were made in it. Later calls keep to the budget."""
-    # A log line and not a warning: the device had room, and the user has nothing to do.
+    # A log line and not a warning: the device had enough memory, and the user has nothing to do.
     _LOG.warning(
         "plimsoll: the training call that made the plan took up to %s, %s more than the budget %s.\n  why   %s\n"
         "  next  later calls run under a plan for the budget; %s",
@@ -70,15 +75,17 @@ def log_planning_overrun(peak_bytes: int, budget_bytes: int, why: str, next_: st
 
 
 def warn_of_floor(error: BudgetBelowFloor, why: str) -> None:
-    """Warn that no plan fits any more, and say what runs instead."""
-    warn(f"{error.found}\n  why   {why}; {error.why}\n  next  {error.next}; until then the lowest peak is at work")
+    """Warn that no plan fits any more, and that the plan with the lowest peak runs instead."""
+    warn(
+        f"{error.found}\n  why   {why}; {error.why}\n  next  {error.next}; until then, the plan with the lowest peak runs"
+    )
 
 
 def warn_of_unseen(model: nn.Module) -> None:
     """Warn that an optimizer steps the model's parameters but its forward was never called in training mode."""
     children = [name for name, child in model.named_children() if any(True for _ in child.parameters())]
     warn(
-        f"an optimizer has trained {type(model).__name__}, and attach has seen no training call of it: nothing is "
-        "managed.\n  why   attach plans in the forward of the module itself; the training loop calls something else, or this "
-        f"module in evaluation mode\n  next  attach to the module that is called, such as .{[*children, 'module'][0]}"
+        f"an optimizer has trained {type(model).__name__}, but attach has not seen a training call of it, so nothing is "
+        "managed.\n  why   attach plans in the forward of this very module; the training loop calls another module, or calls "
+        f"this one in evaluation mode\n  next  attach to the module that is called, such as .{[*children, 'module'][0]}"
     )

@@ -1,7 +1,7 @@
 """Watches optimizers: when they step, and how many bytes of state they have.
 
-Torch's global hooks report the steps of all optimizers in the process. They are removed once a step has not changed the size of
-the state.
+Torch's global hooks report the steps of all optimizers in the process. They are removed after the first step that did not
+change the size of the state.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from plimsoll.tracing.zero import optimizer_inside
 _SEEN: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Optimizer]] = weakref.WeakKeyDictionary()
 """The optimizer that `optimizer_in_view` found for each model."""
 
-
 _ABANDONED: list[Any] = []
 """Hooks of watches that were garbage-collected. They do nothing and are removed when the next watch is made: torch may be
 iterating over its hooks at the moment when a watch is collected.
@@ -49,7 +48,7 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class OptimizerWatch:
-    """Watches the steps of optimizers that train one of the given parameters, and the size of their state.
+    """Watches optimizers that train at least one of the given parameters: their steps, and the size of their state.
 
     ``on_step`` is called before the first step of an optimizer, ``after_step`` after every step. Neither may remove optimizer
     hooks, because torch is iterating over them at that moment.
@@ -66,7 +65,7 @@ class OptimizerWatch:
         self._on_step, self._after_step = on_step, after_step
         self.has_stepped = False
         self.is_settled = False
-        """Whether the last step did not change the size of the state."""
+        """True if the last step did not change the size of the state."""
         self._growth_bytes = 0
         self._before = weakref.WeakKeyDictionary({each: _state_bytes(each) for each in optimizers})
         self._now = weakref.WeakKeyDictionary(self._before)
@@ -86,17 +85,17 @@ class OptimizerWatch:
 
     @property
     def bytes_before(self) -> int:
-        """State before the first step that was seen."""
+        """Bytes of state before the first observed step."""
         return sum(self._before.values())
 
     @property
     def bytes_now(self) -> int:
-        """State after the last step that was seen."""
+        """Bytes of state after the last observed step."""
         return sum(self._now.values())
 
     @property
     def bytes_after(self) -> int:
-        """State after the last step that was seen; if steps still add to it, the state expected after the next step."""
+        """Bytes of state after the last observed step. If that step added some, as many are expected from the next one."""
         return self.bytes_now + self._growth_bytes
 
     def _begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -121,7 +120,7 @@ class OptimizerWatch:
 
 
 class CountedState:
-    """The optimizer state that was subtracted from the budget."""
+    """Counts the optimizer state that was subtracted from the budget."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -132,7 +131,7 @@ class CountedState:
         self.bytes, self._has_stepped = max(watch.bytes_after, planned_state_bytes(plan)), watch.has_stepped
 
     def is_behind(self, watch: OptimizerWatch) -> bool:
-        """True if there is more state now, or if an optimizer has made its first step since."""
+        """True if more state exists than was counted, or if an optimizer has made its first step since."""
         return watch.has_stepped and (not self._has_stepped or watch.bytes_after > self.bytes)
 
     def take_new(self, watch: OptimizerWatch) -> int:
@@ -162,12 +161,12 @@ def state_bytes_of(model: nn.Module) -> int:
 
 
 def optimizer_in_view(model: nn.Module, named: Optimizer | None = None) -> Optimizer | None:
-    """The optimizer that the user has named, else the only one in this process that trains ``model``: its state can be counted
-    ahead.
+    """Return the optimizer that the user has passed, else the only optimizer in this process that trains ``model``, else None.
+    Plans can count its state before the state exists.
 
-    The named one held a parameter of the model once. A model that has exchanged all of them since trains on without it.
-    One that was found before is not looked for again: collecting garbage and going through all objects takes as long as a
-    small step.
+    The user's optimizer counts only while it holds a parameter of the model: a model may exchange all its parameters and
+    continue without it. An optimizer that was found is remembered, because collecting garbage and searching all objects of the
+    process takes as long as a small step.
     """
     inside = optimizer_inside(inner_module(model))
     if inside is not None:
@@ -178,7 +177,7 @@ def optimizer_in_view(model: nn.Module, named: Optimizer | None = None) -> Optim
     before = _SEEN[model]() if model in _SEEN else None
     if before is not None and trains(before, parameters):
         return before
-    gc.collect()
+    gc.collect()  # an old optimizer in a reference cycle would count as a second one
     # Wrappers around optimizers do not have their own parameter groups.
     found = [thing for thing in instances_of(Optimizer) if "param_groups" in vars(thing)]
     ours: list[Optimizer] = [optimizer for optimizer in found if trains(optimizer, parameters)]

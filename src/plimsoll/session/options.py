@@ -1,4 +1,4 @@
-"""The budget and the options of a plan, read once at the public verb, in the notations that users write.
+"""Reads the budget and the options of a plan once, at the public verb, in all notations that users may write.
 
 All code behind the verb uses `PlanOptions`, and a budget in bytes.
 """
@@ -34,14 +34,14 @@ _WORD_OF = {Decision.RECOMPUTE: "recompute", Decision.COMPRESS: "compress", Deci
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The limit of a step's memory as a user gave it: bytes, no limit, or the device's memory (``is_auto``)."""
+    """The limit of a step's memory as the user passed it: bytes, no limit, or the device's memory (``is_auto``)."""
 
     asked_bytes: int | None = None
     is_auto: bool = False
 
     @classmethod
     def read(cls, budget: int | str | None) -> Budget:
-        """Parse the user's budget. ``InvalidBudget``: no unit, an ambiguous unit, or not positive."""
+        """Parse the user's budget. Raise ``InvalidBudget`` if its unit is missing or ambiguous, or if it is not positive."""
         return cls() if budget is None else cls.required(budget)
 
     @classmethod
@@ -63,16 +63,16 @@ class Budget:
         if self.is_auto:
             if memory_bytes is None:
                 raise BudgetAboveDevice(
-                    f"The memory of {device} is not known.",
-                    why="budget='auto' takes the device's memory less a margin",
-                    next="name the budget in bytes",
+                    f"The memory of {device} is unknown.",
+                    why="budget='auto' is the device's memory minus a margin",
+                    next="pass the budget in bytes",
                 )
             return int(memory_bytes * (1 - AUTO_MARGIN))
         if asked_bytes is not None and memory_bytes is not None and asked_bytes > memory_bytes:
             raise BudgetAboveDevice(
-                f"budget {format_bytes(asked_bytes)} is more than {device} has, {format_bytes(memory_bytes)}.",
-                why="a plan for memory that is not there would run out of it",
-                next=f'budget "{memory_bytes}B" or less, or budget="auto"',
+                f"budget {format_bytes(asked_bytes)} is more than the memory of {device}, {format_bytes(memory_bytes)}.",
+                why="a plan for more memory than the device has would run out of memory",
+                next=f'pass budget="{memory_bytes}B" or less, or budget="auto"',
             )
         return asked_bytes
 
@@ -142,19 +142,19 @@ class PlanOptions:
             raise InvalidStrategy(
                 f"max_error={self.max_error:g} allows lossy codecs, but compression is not allowed.",
                 why=f"allow= is {words}",
-                next="allow=('recompute', 'compress'), or leave max_error out",
+                next="pass allow=('recompute', 'compress'), or leave max_error out",
             )
         if (self.link or self.host_budget_bytes is not None) and not self.may_offload:
             raise InvalidStrategy(
-                f"{'link' if self.link else 'host_budget'}= is about offloaded values, but offloading is not allowed.",
+                f"{'link' if self.link else 'host_budget'}= is for offloaded values, but offloading is not allowed.",
                 why=f"allow= is {words}",
-                next="allow=('recompute', 'offload'), or leave it out",
+                next="pass allow=('recompute', 'offload'), or leave it out",
             )
         if self.may_repeat_collectives and not self.may_recompute:
             raise InvalidStrategy(
                 "allow= has 'collectives' without 'recompute'.",
-                why="collectives are run again as part of recomputing what is behind them",
-                next="allow=('recompute', 'collectives')",
+                why="collectives run again only when values that are computed from them are recomputed",
+                next="pass allow=('recompute', 'collectives')",
             )
         for override in self.overrides:
             word = _WORD_OF.get(override.decision)
@@ -162,7 +162,7 @@ class PlanOptions:
                 raise InvalidStrategy(
                     f"override {override.pattern!r} asks for {override.decision.value}, which is not allowed.",
                     why=f"allow= is {words}",
-                    next=f"add {word!r} to allow=, or override with another decision",
+                    next=f"add {word!r} to allow=, or choose another decision for this pattern",
                 )
 
     def facts(self) -> dict[str, str]:
@@ -173,17 +173,17 @@ class PlanOptions:
 
     @property
     def codecs(self) -> tuple[str, ...]:
-        """Lossy codecs that named strategies use."""
+        """The lossy codecs of the named strategies."""
         return tuple(dict.fromkeys(codec for name in self.strategies for codec in codecs_of_strategy(name)))
 
     @property
     def wants_forms(self) -> bool:
-        """Whether values may be held in another form at all."""
+        """True if values may be held in another form (compressed or offloaded)."""
         return self.may_compress or self.may_offload
 
     @property
     def insists_on_forms(self) -> bool:
-        """Whether values must be held in another form even if everything fits."""
+        """True if some values must be held in another form, even if everything fits without."""
         return (
             bool(self.codecs) or any(map(uses_link, self.strategies)) or self.overrides_without_forms != self.overrides
         )
@@ -210,11 +210,11 @@ class PlanOptions:
 
     @property
     def overrides_without_forms(self) -> tuple[Override, ...]:
-        """The overrides that only ask for KEEP or RECOMPUTE."""
+        """The overrides that ask for KEEP or RECOMPUTE."""
         return tuple(o for o in self.overrides if o.decision in (Decision.KEEP, Decision.RECOMPUTE))
 
     def opened(self, trace: Trace) -> Trace:
-        """Return the trace as plans see it. If plans may repeat collectives, these become ordinary ops, with their seconds."""
+        """Return the trace to plan with. If plans may repeat collectives, these become ordinary ops with a cost in seconds."""
         if not self.may_repeat_collectives:
             return trace
         return msgspec.structs.replace(trace, regions=tuple(map(_without_collectives, trace.regions)))
@@ -224,7 +224,7 @@ class PlanOptions:
         return Limits((self.max_error / error_scale) ** 2, self.host_budget_bytes)
 
     def most_error(self, strategy: str) -> float | None:
-        """Return the largest error that a plan may be measured to have; ``None``: any."""
+        """Return the largest measured error that a plan may have; ``None``: any error."""
         return None if codecs_of_strategy(strategy) else self.max_error
 
     def written_into(self, plan: Plan) -> Plan:
@@ -251,10 +251,10 @@ def _words(allow: Collection[str] | str) -> frozenset[str]:
     if unknown or not words:
         raise InvalidStrategy(
             f"allow={allow!r} is not understood.",
-            why=f"{unknown[0]!r} is none of {', '.join(_ALLOWED)}"
+            why=f"{unknown[0]!r} is not one of {', '.join(_ALLOWED)}"
             if unknown
-            else "it is empty; strategy='none' keeps all",
-            next="write allow=('recompute', 'compress', 'offload') or some of them; 'collectives' lets recipes repeat those",
+            else "it is empty; to keep everything, use strategy='none'",
+            next="pass some of allow=('recompute', 'compress', 'offload'), or also 'collectives' to let recipes repeat them",
         )
     return words
 
@@ -270,7 +270,7 @@ def read_error(max_error: float | str) -> float:
         raise InvalidStrategy(
             f"max_error={max_error!r} is not a share of the gradient.",
             why="it is the relative error that the gradient may have, from 0 (lossless) to below 1",
-            next="write max_error=0.01, or '1%'",
+            next="pass max_error=0.01, or '1%'",
         )
     return share
 
@@ -280,9 +280,9 @@ def _read_link(link: str | None) -> str:
     if link is None or link in LINK_NAMES:
         return link or ""
     raise InvalidOption(
-        f"There is no link {link!r}.",
+        f"The link {link!r} does not exist.",
         why=f"links are {', '.join(LINK_NAMES)}",
-        next="name one of them, or leave it out for the device's default",
+        next="pass one of them, or leave link= out for the device's default",
     )
 
 
@@ -306,9 +306,9 @@ def check_text(name: str, given: object) -> None:
     """
     if not isinstance(given, str):
         raise InvalidOption(
-            f"{name}= takes text, not {reprlib.repr(given)}.",
-            why=f"it is of type {type(given).__name__}",
-            next=f"write {name}= as on the command line, or leave it out",
+            f"{name}= must be text, not {reprlib.repr(given)}.",
+            why=f"the value is a {type(given).__name__}",
+            next=f"pass {name}= as on the command line, or leave it out",
         )
 
 
@@ -320,7 +320,7 @@ def as_patterns(regions: Sequence[str] | str | None) -> tuple[str, ...] | None:
     if not patterns:
         raise InvalidRegions(
             "regions= is empty.",
-            why="without regions there is nothing to decide about",
-            next="leave it out for the repeated blocks, or name modules as in 'model.layers.*'",
+            why="a plan decides about values in regions, and an empty list selects none",
+            next="leave it out to select the repeated blocks, or name modules, as in 'model.layers.*'",
         )
     return patterns

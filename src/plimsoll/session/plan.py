@@ -59,8 +59,8 @@ def plan(
     the least room solves, and all return its plan, or all raise.
 
     Args:
-        model: any PyTorch model, on its device, in the mode in which it trains: eager, or compiled by torch.compile as a whole
-            or block by block.
+        model: any PyTorch model, on the device and in the mode that it trains with: eager, or compiled by torch.compile as a
+            whole or block by block.
         batch: a tensor (one argument), a tuple (positional) or a dict (keywords).
         budget: bytes, as an int or as text with a unit (``"70GiB"``); bounds the peak of everything that the training step
             allocates on the device. ``"auto"``: the device's memory less 8%. ``None``: no limit (for a named strategy).
@@ -77,10 +77,10 @@ def plan(
         host_budget: bytes that offloaded values may take at the other end of the link.
         overrides: decisions by pattern that ``auto`` respects: ``"layers.*.mlp::silu=compress:int8"``, ``"*attn*=keep"``.
         link: ``host`` or ``disk``; by default the usual one of the device.
-        compile: plan for the model compiled by torch.compile, which it is not yet: ``True``, or keywords of torch.compile
-            (``{"dynamic": False}``); ``plimsoll.apply`` then compiles it.
-        ranks: global ranks that plan together; by default the ranks of the model's process groups (DDP, FSDP2, DTensor), or all
-            ranks if the model has no group.
+        compile: plan as if torch.compile compiled the model, which is not compiled yet: ``True``, or keywords of torch.compile
+            (``{"dynamic": False}``). ``plimsoll.apply`` then compiles it.
+        ranks: global ranks that plan together. By default these are the ranks of the model's process groups (DDP, FSDP2,
+            DTensor), or all ranks if the model does not have a group.
         timeout_seconds: how long ranks wait for each other in each exchange.
         progress: a function that receives the stage and the share done.
 

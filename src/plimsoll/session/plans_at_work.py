@@ -1,4 +1,4 @@
-"""Applies one plan after another to a model, on all ranks together."""
+"""Applies a plan to a model, and replaces it by later plans, on all ranks together."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class PlansAtWork:
-    """The plan that manages a model; it can be replaced by another one. ``plan`` is ``None`` before the first."""
+    """The plan that manages a model. It can be replaced by another plan. ``plan`` is ``None`` before the first one."""
 
     def __init__(self, agreement: Agreement, model: nn.Module, verify_every: int) -> None:
         self.plan: Plan | None = None
@@ -43,6 +43,7 @@ class PlansAtWork:
         if self._handle is not None and before is not None:
             if before.regions is plan.regions or before.effect == plan.effect:
                 return False
+            # Switching keeps the records of regions. Under a plan that was applied before, nothing is recorded again.
             try:
                 self._handle.switch(plan)
             except PlanMismatch:  # the plan needs another link

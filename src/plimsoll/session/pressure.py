@@ -1,9 +1,9 @@
-"""How much of the budget training may use now, while other memory on the device comes and goes.
+"""Sets a limit below the budget while other memory on the device comes and goes.
 
-The budget is the maximum; the room is what is available at the moment. If the room is less than the current plan needs, the
-limit falls at once, to the next lower multiple of 1/64 of the budget. It rises only after several successive steps with more
-room, to the least room among those steps. If that room is lost again soon, it is trusted less: next time, twice as many steps
-must pass.
+The room is what training may use at the moment, at most the budget. If the room is less than the current plan needs, the limit
+falls at once, to the next lower multiple of 1/64 of the budget: too little room ends the training, too much costs only some
+seconds. The limit rises after several successive steps with more room, to the least room among those steps. If the room shrinks
+again soon, twice as many steps must pass before the next rise.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from plimsoll.units import format_bytes
 
 _LOG = logging.getLogger(__name__)
 _RUNGS = 64
-"""Limits are multiples of the budget divided by this, so that the same limits recur and their plans are reused."""
+"""Limits are multiples of the budget divided by this. So the same limits recur, and their plans are reused."""
 _PATIENCE = 4
 """This many successive steps must begin with more room before the limit rises."""
 # Doubling the patience bounds how often room that comes and goes changes the plan: seven times in 1,000 steps for every period
@@ -60,7 +60,7 @@ class Pressure:
         return 0 if self._limit_bytes is None else max(0, budget_bytes - self._limit_bytes)
 
     def lower(self, limit_bytes: int) -> None:
-        """Lower the limit, because the step was found to have less memory than before."""
+        """Lower the limit, because less memory is available than before."""
         self._limit_bytes = limit_bytes
         self._calm = 0
         if self._since_rise is not None and self._since_rise < _TRUSTED_AFTER * self._patience:
@@ -89,7 +89,7 @@ class Pressure:
                 return False
             self._limit_bytes, self._calm, self._since_rise = _rung(self._least_bytes, budget_bytes), 0, 0
         _LOG.warning(
-            "plimsoll: room for %s (budget %s); the limit goes from %s to %s",
+            "plimsoll: the room is %s (budget %s); the limit changes from %s to %s",
             *map(format_bytes, (room_bytes, budget_bytes, limit_bytes, self._limit_bytes or 0)),
         )
         return True
@@ -102,13 +102,15 @@ def _rung(bytes_: int, budget_bytes: int) -> int:
 
 
 def check_room(room: object, *, follows: bool, ranks: int) -> None:
-    """Refuse a ``room`` that is not callable, or that is given on several ranks which share one plan (not ``follows``)."""
+    """Refuse a ``room`` that is not callable. Also refuse it on several ranks that share one plan (``follows`` is False)."""
     if room is None or (callable(room) and (follows or ranks == 1)):
         return
     is_odd = not callable(room)
     raise InvalidOption(
-        f"room= is a {type(room).__name__}." if is_odd else f"room= is given on {ranks} ranks that run one plan.",
-        why="it is called before every training step, for the bytes that this may take"
-        + ("" if is_odd else "; with this allow= ranks would have to agree on another plan in every step"),
-        next="room=lambda: bytes_free_now()" if is_odd else "allow=('recompute',), or leave room= out",
+        f"room= is a {type(room).__name__}, not a function."
+        if is_odd
+        else f"room= is given on {ranks} ranks that share one plan.",
+        why="it is called before every training step, and returns the bytes that the step may use"
+        + ("" if is_odd else "; with this allow=, ranks would have to agree on a plan before every step"),
+        next="pass room=lambda: bytes_free_now()" if is_odd else "use allow=('recompute',), or leave room= out",
     )

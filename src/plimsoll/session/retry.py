@@ -68,7 +68,7 @@ class TighterPlans(Protocol):
 
 
 class Retry:
-    """Runs training steps of a model until no rank runs out of memory, or until no plan has a lower peak."""
+    """Runs a training step again until no rank runs out of memory in it, or until no plan has a lower peak."""
 
     def __init__(self, model: nn.Module, plans: TighterPlans) -> None:
         self._model = model
@@ -117,8 +117,8 @@ class Retry:
     def _go_back(self, snapshot: StepSnapshot, failure: Exception, *, is_last: bool) -> bool:
         """Restore the state from before the step and switch to a tighter plan. Return True if a tighter plan was found.
 
-        If not, the step is run once more anyway: regions record in their first call only, and the allocator's cache was
-        emptied.
+        If not, the step runs once more anyway. It may fit now: regions recorded in the failed run and do not record again, and
+        the allocator's cache was emptied.
         """
         agreement = self._plans.agreement
         self._joint.renew()
@@ -126,7 +126,9 @@ class Retry:
             written = snapshot.written()
             if any(agreement.all_of("what cannot be put back", written, str, more_seconds=_PATIENCE_SECONDS)):
                 where = written or "see the other ranks"
-                failure.add_note(f"plimsoll: the step cannot be run again, as not all of it can be put back: {where}.")
+                failure.add_note(
+                    f"plimsoll: the step cannot run again, because not all of its changes can be undone: {where}."
+                )
                 raise failure
             snapshot.put_back()
             torch.clear_autocast_cache()
@@ -149,40 +151,40 @@ def refuse_unrepeatable(model: nn.Module, plans: TighterPlans) -> None:
     if steps_with_buckets(inner):
         raise InvalidModel(
             f"{type(inner).__name__} is trained by DeepSpeed's engine, and handle.step cannot run its steps again.",
-            why="gradients go into DeepSpeed's buckets while backward runs, and it counts which have been reduced: after a "
-            "step that fails within backward the next one meets half of them",
-            next="call the engine without handle.step; a smaller budget leaves more room for what else comes onto the device",
+            why="backward puts gradients into DeepSpeed's buckets, and DeepSpeed counts which of them were reduced; if a step "
+            "fails within backward, half of them would remain for the next step",
+            next="call the engine without handle.step; a smaller budget leaves more memory for other uses of the device",
         )
     agreement, world = plans.agreement, find_participants(model).world
     if world is None:
         return
     backends = agreement.backends - {dist.Backend.GLOO}
     if agreement.size < world.size:
-        why = f"ranks= names {agreement.size} of them, and all have to run a step again if one does"
+        why = f"ranks= names {agreement.size} of them, but all ranks must run a step again if one does"
     elif backends:
-        why = f"their collectives run on {', '.join(backends)}; connections are made anew with gloo only"
+        why = f"their collectives run on {', '.join(backends)}, and only connections of gloo can be closed and opened again"
     elif own := [*ddp.own_reductions(model), *fsdp2.own_reductions(model)]:
-        why = f"{', '.join(own)} may keep what it has not sent from step to step, and that cannot be put back"
+        why = f"{', '.join(own)} may keep unsent gradients from step to step, and these cannot be restored"
     elif ddp.is_static(model):
-        why = "static_graph=True counts steps, and one that is run again would count twice"
+        why = "static_graph=True counts steps, and a step that runs again would count twice"
     elif plans.repeats_collectives:
-        why = "allow= lets recipes repeat collectives, and ranks that stop within them are out of step"
+        why = "allow= lets recipes repeat collectives, and after an error within one, ranks are not at the same collective"
     else:
         return
     raise InvalidModel(
         f"{type(model).__name__} is trained by {world.size} ranks, and handle.step cannot run their steps again.",
         why=why,
-        next="run the step without handle.step; a smaller budget leaves more room for what else comes onto the device",
+        next="run the step without handle.step; a smaller budget leaves more memory for other uses of the device",
     )
 
 
 def _line(before: Plan | None, after: Plan | None) -> str:
     """Return the log line for a step that is repeated."""
     if before is None:
-        return "plimsoll: out of memory before there was a plan; everything was put back, the step is run again"
-    then = "no plan takes less; the step is run once more"
+        return "plimsoll: out of memory before the first plan was made; everything was put back, the step is run again"
+    then = "no plan has a lower peak; the step is run once more"
     if after is not None:
-        then = f"the step is run again with {format_bytes(after.predicted_peak_bytes)}"
+        then = f"the step is run again with a plan of {format_bytes(after.predicted_peak_bytes)}"
     had = format_bytes(before.predicted_peak_bytes)
     if after is not None and after.signature != before.signature:  # the failed step may be larger than the planned one
         had += ", which was made for another step"
@@ -190,7 +192,9 @@ def _line(before: Plan | None, after: Plan | None) -> str:
 
 
 def _let_go(error: BaseException) -> None:
-    """Clear the local variables of all frames that an error passed through: they hold what the step has made."""
+    """Clear the local variables of all frames that an error passed through. They hold the failed step's tensors, and a retry
+    would need more memory than the failed step.
+    """
     for each in _chain(error, set()):
         traceback.clear_frames(each.__traceback__)
 
@@ -208,23 +212,24 @@ def floor_of(planner: StepPlanner, excess_bytes: int, *, is_optimizer: bool) -> 
     lowest = planner.lowest()
     floor_bytes = lowest.predicted_peak_bytes + max(0, excess_bytes)
     told = planner.refusal(lowest, floor_bytes, is_optimizer=is_optimizer)
-    found = f"Out of memory under the plan with the lowest peak there is, {format_bytes(floor_bytes)}."
-    return _refusal(found, f"the device has less left for this step; {told.why}", floor_bytes)
+    found = f"Out of memory under the plan with the lowest peak of all plans, {format_bytes(floor_bytes)}."
+    return _refusal(found, f"the device has less memory free for this step; {told.why}", floor_bytes)
 
 
 def _refusal(found: str, why: str, floor_bytes: int) -> BudgetBelowFloor:
     return BudgetBelowFloor(
         found,
         why=why,
-        next=f"free {format_bytes(floor_bytes)} for it, use a smaller micro-batch, or open more to the plan "
-        "(allow=('recompute', 'offload')); the state is that of before the step",
+        next=f"free {format_bytes(floor_bytes)} for the step, use a smaller micro-batch, or allow the plan more "
+        "(allow=('recompute', 'offload')); everything was put back to its state before the step",
     )
 
 
 def can_retry(model: nn.Module, plan: Plan) -> bool:
     """True if steps under a plan can be repeated.
 
-    They cannot if the whole model is one compiled unit without a wrapper: the hook that sees its calls would be compiled too.
+    They cannot if the whole model is one compiled unit without a wrapper, because the hook that sees its calls would be
+    compiled too.
     """
     return inner_module(model) is not model or all(unit.path for unit in plan.compiled)
 
@@ -237,7 +242,8 @@ class AppliedPlan:
         self.agreement = agreement
         self.repeats_collectives = COLLECTIVES in plan.allow
         self._first = plan
-        # the handle refers to this object, so a strong reference would form a cycle that only the garbage collector frees
+        # The handle refers to this object. A strong reference back would form a cycle, and a dropped plan would keep its link
+        # to host memory or disk until the garbage collector runs.
         self._handle = weakref.proxy(handle)
         self._model = model
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
@@ -245,7 +251,7 @@ class AppliedPlan:
         self._retry = Retry(model, self)
 
     def run(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run the step like `Retry.run`. Also remember its call of the model, so that it can be planned for if it fails."""
+        """Run the step like `Retry.run`. Also remember its call of the model, to plan for that call if the step fails."""
         hook = self._model.register_forward_pre_hook(ModelHook(self._model, self._note), with_kwargs=True)
         try:
             return self._retry.run(function, *args, **kwargs)
@@ -260,8 +266,8 @@ class AppliedPlan:
     def tighten(self, *, is_own: bool) -> bool:
         """Switch to a plan with a lower peak, on all ranks together. Return True if one was found."""
         call, self._call = self._call, None
-        # Tracing needs memory too, about as much as the lowest peak. With one rank, a failed trace means that we do not
-        # tighten. With several ranks a failure must reach all of them, so it is raised.
+        # Tracing needs memory too, about as much as the lowest peak. If it fails in a single process, keep the plan. With
+        # several ranks, all must learn of the failure, so it is raised.
         may_fail = (torch.OutOfMemoryError,) if self.agreement.size == 1 else ()
         if self.agreement.every("the step's call", holds=call is not None) and call is not None:
             with self._handle.paused(), contextlib.suppress(*may_fail):
@@ -283,7 +289,9 @@ class AppliedPlan:
             return floor_of(self._planner, 0, is_optimizer=is_optimizer)
         floor_bytes = self._first.floor_bytes
         found = f"Out of memory, and the lowest peak that any plan reaches is {format_bytes(floor_bytes)}."
-        return _refusal(found, "tracing the step, to plan tighter, took more than there is, too", floor_bytes)
+        return _refusal(
+            found, "the step was traced to make a tighter plan, and that ran out of memory too", floor_bytes
+        )
 
     def _plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepPlanner:
         """Return a planner for the step that failed, with the options of the applied plan."""

@@ -1,8 +1,8 @@
 """Decides which training steps are metered: those in a situation that no metered step covers, and samples of the others.
 
-Metering a step on a CPU needs torch's profiler, so most steps are not metered. Whether a forward ran more operations than
-earlier ones (layers that are dropped at random) is known only afterwards. Then all following steps are metered until one runs
-as much.
+Metering a step on a CPU needs torch's profiler, so most steps are not metered. A forward may run more operations than earlier
+ones (layers that are dropped at random), which is known only when it has ended. Then all following steps are metered until one
+runs as much.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from plimsoll.session.batch_shapes import Shapes, covers, shown, standing_in
 from plimsoll.tracing.recorder.fingerprint import AUTOCAST
 
 _MOST_TRIES = 3
-
+"""After this many failed measurements of steps in one situation, treat it as known."""
 
 _ENOUGH = 6
 """If tensors in lists vary in size, this many metered calls that bound a call are enough to skip metering it."""
@@ -68,7 +68,7 @@ class Situation(NamedTuple):
 
     @property
     def turn(self) -> tuple[bool, bool]:
-        """Which micro-batch of a step this is (first, middle or last), as ``(accumulates, reduces)``."""
+        """The kind of micro-batch (first, middle or last of a step), as ``(accumulates, reduces)``."""
         return self.accumulates, self.reduces
 
     def differences(self, known: Iterable[Situation]) -> str:
@@ -81,7 +81,7 @@ class Situation(NamedTuple):
         if not any(self.in_flight <= other.in_flight for other in known):
             found.append(f"{self.in_flight} forwards of the model wait for one backward")
         if self.accumulates and not any(other.accumulates for other in known):
-            found.append("gradients of an earlier backward are there already")
+            found.append("gradients of an earlier backward already exist")
         if not any(self.reduces is other.reduces for other in known):
             found.append("it reduces gradients that waited" if self.reduces else "its gradients wait to be reduced")
         if not any(self.thawed <= other.thawed for other in known):
@@ -120,14 +120,14 @@ class MeteredSituations:
         """Whether the last metered step had a known shape and a forward that ran more than in all metered steps before."""
 
     def expect(self) -> None:
-        """Meter the next step of every micro-batch kind, even in known situations: the plan has not run before."""
+        """Meter the next step of each kind of micro-batch, even in known situations, because the plan has not run before."""
         self._due = {situation.turn for situation in (*self._known, *self._seen)}
 
     def begin(self, situation: Situation) -> bool:
         """Return True if a step that begins in this situation should be metered.
 
-        Known situations are sampled: no reading between forwards and backwards shows what the loop makes and frees there. After
-        three failed attempts, return False.
+        Of steps in known situations, samples are metered: no reading shows what the loop makes and frees between forward and
+        backward. After three failed attempts, return False.
         """
         self._current = None
         self._steps += 1
@@ -174,13 +174,13 @@ class MeteredSituations:
         before, self._metered_nodes = self._metered_nodes, max(self._metered_nodes, nodes)
         self.has_run_more = False
         if self._current is None:
-            return "nothing about the step is new: something else has come onto the device, or the model has changed"
+            return "nothing about the step is new: other memory was allocated on the device, or the model has changed"
         self._due.discard(self._current.turn)
         self._tries.pop(self._current, None)
         current = self._current._replace(in_flight=max(in_flight, self._current.in_flight))
         cause = current.differences(self._known) if self._known else ""
         self._known.append(current)
-        return cause or self._run_more(nodes, before) or "it takes more than was predicted"
+        return cause or self._run_more(nodes, before) or "it needed more than was predicted"
 
     def estimated(self, nodes: int, cause: str) -> str:
         """Return the cause for a step that was not metered and whose estimated peak exceeds its limit."""
@@ -191,7 +191,7 @@ class MeteredSituations:
         self.has_run_more = 0 < _MORE * before < nodes
         if not self.has_run_more:
             return ""
-        return f"its forward has run more than in the steps before ({nodes} autograd nodes, not {before})"
+        return f"its forward ran more operations than in all earlier steps ({nodes} autograd nodes, not {before})"
 
 
 def _is_sampled(step: int) -> bool:

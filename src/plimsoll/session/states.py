@@ -1,7 +1,7 @@
-"""The states of a model that ``plimsoll.attach`` manages, the events that change them, and what is done about each event.
+"""A table of events and states of a model under ``plimsoll.attach``, with the reaction to each event in each state.
 
-``TABLE`` is data: ``Attachment`` looks up the reaction to every event here, and a test walks through all cells. An empty cell
-means that the event cannot occur in that state.
+Each cell names a method of ``Attachment``, which looks up its reaction to every event here. An empty cell means that the event
+cannot occur in that state. A test runs a real training through every cell.
 
     event          untraced           measuring          running                   given up
     THAWED         know_nothing       know_nothing       know_nothing              know_nothing
@@ -26,16 +26,16 @@ from typing import NamedTuple
 
 
 class State(enum.StrEnum):
-    """What runs the model now."""
+    """Which plan the model runs under now."""
 
     UNTRACED = "untraced"
     """No plan. The next training call is traced."""
     MEASURING = "measuring"
-    """The plan with the lowest peak. The step is measured, to know what its trace does not show."""
+    """The plan with the lowest peak. The step is measured, because its trace does not contain all bytes of a training step."""
     RUNNING = "running"
     """A plan for the budget."""
     GIVEN_UP = "given up"
-    """No plan: planning has failed before the first plan for the budget was made."""
+    """No plan: planning failed before the first plan for the budget was made."""
 
 
 class TrainingEvent(enum.StrEnum):
@@ -56,7 +56,7 @@ class TrainingEvent(enum.StrEnum):
 
 
 class Reaction(NamedTuple):
-    """What is done about an event in a state: a method of ``Attachment``, and the states that it may lead to."""
+    """The reaction to an event in a state: a method of ``Attachment``, and the states that the method may lead to."""
 
     method: str
     leads_to: frozenset[State]
@@ -70,13 +70,13 @@ _UNTRACED, _MEASURING, _RUNNING, _GIVEN_UP = State
 _BEGUN = (_MEASURING, _RUNNING)
 
 TABLE: Mapping[TrainingEvent, Mapping[State, Reaction]] = {
-    # Gradients of thawed parameters need saved tensors that no trace has counted.
+    # Parameters that are trained only now need saved tensors that the trace did not count. So start with a new trace.
     TrainingEvent.THAWED: dict.fromkeys(State, _cell("know_nothing", _UNTRACED)),
     TrainingEvent.CALL: {
         _UNTRACED: _cell("trace_first_call", *_BEGUN),
         _MEASURING: _cell("calibrate", *_BEGUN),
         _RUNNING: _cell("choose_plan", _RUNNING),
-        # The step that failed goes on after its error, or runs again.
+        # Only within `handle.step`: its function may catch the error and continue, or the step runs again.
         _GIVEN_UP: _cell("trace_first_call", *_BEGUN),
     },
     TrainingEvent.LARGER_BATCH: {_RUNNING: _cell("grow", *_BEGUN)},
@@ -86,7 +86,7 @@ TABLE: Mapping[TrainingEvent, Mapping[State, Reaction]] = {
     TrainingEvent.NEW_STATE: {_RUNNING: _cell("count_state", _RUNNING)},
     TrainingEvent.LOOP_HOLDS: {_RUNNING: _cell("count_held", _RUNNING)},
     TrainingEvent.ROOM_CHANGED: {_RUNNING: _cell("follow_room", _RUNNING)},
-    # While measuring, the measurement is used when the next call begins: all ranks take part in it.
+    # In MEASURING, the measurement is used when the next call begins, because all ranks exchange messages there.
     TrainingEvent.STEP_ENDED: {_RUNNING: _cell("correct_account", _RUNNING)},
     TrainingEvent.OUT_OF_MEMORY: {
         _UNTRACED: _cell("have_none_tighter", _UNTRACED),
@@ -94,7 +94,7 @@ TABLE: Mapping[TrainingEvent, Mapping[State, Reaction]] = {
         _RUNNING: _cell("plan_after_out_of_memory", _RUNNING),
         _GIVEN_UP: _cell("have_none_tighter", _UNTRACED),
     },
-    # An error that the model raised is not final: the next call plans again.
+    # After an error of planning, attach gives up. After an error of the model, the state stays, and the next call plans again.
     TrainingEvent.FAILED: {
         _UNTRACED: _cell("give_up", _GIVEN_UP, _UNTRACED),
         _MEASURING: _cell("give_up", _GIVEN_UP, _MEASURING),

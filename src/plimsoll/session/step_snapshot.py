@@ -2,10 +2,11 @@
 
 When a step begins, these are copied: random states, buffers, module attributes and flags, existing gradients, gradient scalers
 and learning-rate schedulers. Parameters and optimizer state are written only by optimizers, so they are copied when an
-optimizer is about to step. No copy of them exists during forward and backward. All copies are in host memory.
+optimizer is about to step. During forward and backward no copy of them exists. Copies from a GPU are in host memory, except
+small ones.
 
-Changes that cannot be undone are found by tensor versions: parameters written by other code than an optimizer, and tensors of
-the batch. A write through ``.data`` is not noticed.
+Two kinds of changes cannot be undone: other code than an optimizer writes to a parameter, or the step writes to a tensor of the
+batch. Version counters detect them. A write through ``.data`` is not detected.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from plimsoll.tracing.recorder.kept_modules import attributes_of
 from plimsoll.tracing.recorder.untouched import KeptState, RandomState
 
 _SMALL_BYTES = 2**16
+"""Tensors of at most this size are copied on their own device."""
 
 
 class Companions:
@@ -46,7 +48,7 @@ class Companions:
         self._found = [weakref.ref(thing) for thing in instances_of(GradScaler, LRScheduler)]
 
     def alive(self) -> list[Any]:
-        """Return those that still exist."""
+        """Return the scalers and schedulers that still exist."""
         return [thing for reference in self._found if (thing := reference()) is not None]
 
 
@@ -89,18 +91,19 @@ class StepSnapshot:
         return self._stepping is not None
 
     def written(self) -> str:
-        """Describe a write that cannot be undone; empty if everything can be put back."""
+        """Describe a write that cannot be undone, or return "" if everything can be restored."""
         kept = [contents for _, contents in self._optimizers.values()]
         for parameter, version in self._parameters:
             if version_of(parameter) != version and not any(parameter in contents for contents in kept):
-                return f"a parameter of shape {tuple(parameter.shape)} was written, and not by an optimizer's step"
+                return f"code other than an optimizer's step wrote to a parameter of shape {tuple(parameter.shape)}"
         for tensor, version in self._batch:
             if version_of(tensor) != version:
-                return f"a tensor of shape {tuple(tensor.shape)} that the step was given was written in place"
+                return f"the step wrote in place to a tensor of shape {tuple(tensor.shape)}, one of its arguments"
         return ""
 
     def put_back(self) -> None:
         """Restore everything to the state before the step."""
+        # The failed backward left FSDP2's parameters gathered, and DDP's reducer in the middle of its buckets.
         release_gathered(self._model)
         begin_anew(self._model)
         with torch.no_grad():
@@ -121,7 +124,7 @@ class StepSnapshot:
 
     def _begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if any(isinstance(p, FakeTensor) for group in optimizer.param_groups for p in group["params"]):
-            return  # a fake copy of an optimizer, whose step is traced
+            return  # a fake copy of an optimizer: tracing runs its step
         self._stepping = optimizer
         if id(optimizer) not in self._optimizers:
             self._optimizers[id(optimizer)] = (optimizer, KeptContents([vars(optimizer)]))
@@ -131,15 +134,15 @@ class StepSnapshot:
 
 
 class _KeptGradient:
-    """A gradient that exists when the step begins: the object and its numbers."""
+    """A gradient that exists when the step begins: the tensor object and a copy of its numbers."""
 
     def __init__(self, gradient: torch.Tensor | None) -> None:
         self._gradient = gradient
         self._copy = None if gradient is None else kept_copy(gradient)
 
     def put_back(self) -> torch.Tensor | None:
-        """Return the same object with its old numbers. A sparse gradient is made anew, because accumulation changes its
-        size.
+        """Return the same tensor object with its old numbers. For a sparse gradient, return a new tensor, because accumulation
+        changes its size.
         """
         if self._gradient is None or self._copy is None:
             return None
@@ -170,9 +173,10 @@ class KeptContents:
 
 
 def kept_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy in host memory. The copy is asynchronous: work that is enqueued on the stream later runs after it.
+    """Return a copy in host memory, or on the tensor's device if the tensor is small.
 
-    A small tensor is copied on its device.
+    From a GPU the copy is asynchronous. That is safe: work that is enqueued on the stream later, such as the optimizer's step,
+    runs after it.
     """
     source = local_of(tensor.detach())
     if source.device.type != "cuda" or source.nbytes <= _SMALL_BYTES or source.layout is not torch.strided:

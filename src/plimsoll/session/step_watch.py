@@ -1,7 +1,7 @@
-"""Follows the training steps of a model through its calls: where a step begins and ends, what is new about it, and its peak.
+"""Follows the training steps of a model by its calls: where a step begins and ends, what is new about it, and its peak.
 
-A step begins with the first call that leaves a graph waiting for its backward. It ends with the next call that finds no graph
-waiting. On a CPU only some steps are metered (see ``situations``); in every step, the allocated bytes are read at four moments
+A step begins with the first call whose graph waits for a backward. It ends before the next call that begins while no graph
+waits. On a CPU only some steps are metered (see ``situations``); in every step, the allocated bytes are read at four moments
 (see ``step_levels``). On CUDA the allocator's peak counter is read after every backward and never reset.
 """
 
@@ -41,7 +41,7 @@ from plimsoll.units import budget_text
 
 
 def is_watched(module: nn.Module) -> bool:
-    """True if the calls of this very module are followed already."""
+    """True if another watch already follows the calls of this very module."""
     hooks = module._forward_pre_hooks.values()  # seen in torch 2.9 to 2.15
     return any(isinstance(hook, ModelHook) and isinstance(hook.runner, StepWatch) for hook in hooks)
 
@@ -63,7 +63,7 @@ class StepWatch:
     ) -> None:
         self._model = model
         self._trained: list[weakref.ref[nn.Parameter]] = []
-        """Weak: ``load_state_dict(assign=True)`` exchanges parameters, and the old ones must be freed then."""
+        """Weak: ``load_state_dict(assign=True)`` exchanges parameters, and strong references kept the old weights alive."""
         self.note_frozen()
         self.device = next((parameter.device for parameter in self._trained_now()), torch.device("cpu"))
         self._before_call = before_call
@@ -76,22 +76,20 @@ class StepWatch:
         self._version = 0
         self._expected_error: BaseException | None = None
         self._has_raised = False
-        """Whether a forward has raised. The traceback may keep tensors alive that the forward made."""
+        """True if a forward has raised. Its traceback may keep tensors alive that the forward made."""
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         """The arguments of the running training call if it is the first of its step, else None."""
         self._larger = self._late = ""
-        """What a region reported about the measured step (`_larger`), and about a step that was too far along to measure
-        (`_late`).
-        """
+        """A region's report about the measured step (`_larger`), or about a step too far along to measure (`_late`)."""
         self.is_reordered = False
-        """Whether regions ran in an order that no earlier step had. The owner resets it."""
+        """True if regions ran in an order that no earlier step had. The owner resets it."""
         self._made_bytes = 0
-        """Bytes that forward had added when the measurement began."""
+        """Bytes that forward had already added when the measurement began."""
         self.running: MeasuredStep | None = None
         self.measured: MeasuredStep | None = None
         self.rising = RisingPeak(self.device)
         self.risen_bytes = 0
-        """The step's peak on CUDA if it exceeds all earlier peaks, without other memory on the device; else 0."""
+        """On CUDA, the step's peak without other memory on the device, if it exceeds all earlier peaks; else 0."""
         self.beside_bytes: int | None = None
         self.peak_bytes = 0
         """The highest peak of any step that `taken_by` has returned."""
@@ -101,23 +99,23 @@ class StepWatch:
         self.in_flight = 1
         """How many forwards the last step ran before one backward."""
         self.nodes = self._first_node = self._last_node = self._compiled_before = 0
-        """The most autograd nodes that one forward of the step made. Forwards that compiled something are not counted, because
-        compiling makes nodes too.
+        """The most autograd nodes that one forward of the step made. Forwards that compile something are not counted: compiling
+        makes nodes too, and up to 16 later steps were measured in wait for as many nodes.
         """
         self._watch = OptimizerWatch(())
         self._watch.remove()
         self._hooks: list[Any] = [
             model.register_forward_pre_hook(hook(model, self._before), with_kwargs=True, prepend=True),
-            model.register_forward_hook(hook(model, self._after), always_call=True),
+            model.register_forward_hook(hook(model, self._after), always_call=True),  # also after a forward that raises
         ]
 
     def note_frozen(self) -> None:
-        """Take the parameters that are frozen now for those that may be thawed."""
+        """Remember the parameters that are frozen now, to notice when one of them is trained."""
         frozen = (parameter for parameter in every_parameter(self._model) if not parameter.requires_grad)
         self._frozen = list(map(weakref.ref, frozen))
 
     def _trained_now(self) -> list[nn.Parameter]:
-        """The trained parameters. Look them up again if one of them was freed."""
+        """Return the trained parameters. Look them up again if one of them was freed."""
         found = [parameter for reference in self._trained if (parameter := reference()) is not None]
         if not found or len(found) < len(self._trained):
             found = [parameter for parameter in every_parameter(self._model) if parameter.requires_grad]
@@ -134,7 +132,7 @@ class StepWatch:
 
     @property
     def is_between_steps(self) -> bool:
-        """Whether no graph of this model waits for a backward."""
+        """True if no graph of this model waits for a backward."""
         return not len(self.graphs)
 
     def meter(
@@ -145,11 +143,11 @@ class StepWatch:
         *,
         with_optimizer: bool = False,
     ) -> None:
-        """Measure the step that the coming call begins, until the next step or (if not ``with_optimizer``) the optimizer's
-        step.
+        """Measure the step that the next call begins. End with the next step, or (if not ``with_optimizer``) before the
+        optimizer steps.
 
-        ``carried`` is what the loop carries between steps. The measurement cannot end within backward: when backward returns,
-        torch restores the state of profilers from before it.
+        ``carried`` finds what the loop carries between steps. The measurement cannot end within backward: when backward
+        returns, torch restores the profiler's state from before backward.
         """
         if carried is None and self.held.bytes:
             carried = self.held.carried
@@ -175,14 +173,14 @@ class StepWatch:
         self.stop()
 
     def forget(self) -> None:
-        """Forget the step: it has failed and starts again."""
+        """Forget the step, because it failed and starts again."""
         self.drop()
         self.graphs.begin()
 
     def meter_if_new(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation, situations: MeteredSituations
     ) -> None:
-        """Measure the step that the coming call begins if its situation is new. Does nothing on a GPU, whose counter always
+        """Measure the step that the next call begins if its situation is new. On a GPU do nothing, because its counter always
         runs.
         """
         if self.is_between_steps and situations.begin(situation) and self.device.type == "cpu":
@@ -193,10 +191,10 @@ class StepWatch:
         self._expected_error = error
 
     def larger_call(self, text: str, /, *, is_reordered: bool) -> None:
-        """Measure the step from here on, because a region is about to run its largest call so far or in a new order.
+        """Measure the step from here on, because a region is about to run its largest call so far, or in a new order.
 
-        ``text`` describes which. If forward has already added much, the step is not measured: the meter does not see when
-        tensors made before it starts are freed. Then the next step is measured.
+        ``text`` says which. If forward has already added much, measure the next step instead: the meter does not see when
+        tensors are freed that were made before it started.
         """
         self.is_reordered |= is_reordered and not self._is_blind
         is_first = self._call is not None and self.running is None and not self._is_blind
@@ -215,8 +213,8 @@ class StepWatch:
     def taken_by(self, state_bytes: int, situations: MeteredSituations, limit_bytes: int) -> tuple[int, str]:
         """Return the peak of the step that is over, up to its last backward, and the cause if it is unusual.
 
-        ``state_bytes`` of optimizer state are included. The peak is 0 if the step was not measured and its estimated peak is
-        within ``limit_bytes``. If the loop has exceeded ``limit_bytes`` after backward, warn: no plan can change that.
+        The peak includes ``state_bytes`` of optimizer state. It is 0 if the step was not measured and its estimated peak is
+        within ``limit_bytes``. If the loop exceeded ``limit_bytes`` after backward, warn here: no plan can change that.
         """
         self._warn_of_rest(limit_bytes)
         step, self.measured = self.measured, None
@@ -250,13 +248,13 @@ class StepWatch:
             warn_of_overrun(
                 rest_bytes,
                 limit_bytes,
-                "that was after its last backward, where no activations are left: parameters, gradients, the optimizer's step, "
-                "and what the training loop makes or holds there",
-                f"no plan changes that: free tensors of the loop earlier, or {budget_text(rest_bytes)}",
+                "this peak came after its last backward, when no activations are left: it consists of parameters, gradients, "
+                "the optimizer's step, and tensors that the training loop makes or holds",
+                f"plans cannot lower this peak: free tensors of the loop earlier, or set {budget_text(rest_bytes)}",
             )
 
     def end_step(self) -> None:
-        """End the step: the optimizer has stepped, or no graph waits any more. What follows belongs to the next step."""
+        """End the step, because an optimizer has stepped, or because no graph waits any more when the next call begins."""
         was_running = self.running is not None
         self.stop()
         self.graphs.abandon()
@@ -286,13 +284,14 @@ class StepWatch:
 
     @property
     def _is_blind(self) -> bool:
+        # A forward within backward recomputes something (checkpointing), and a call under a torch.func transform is not a step.
         return self.is_looking_away or is_in_backward() or peek_functorch() is not None
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_blind:
             return
         if not self.is_between_steps and self.graphs.has_backward and self._versions() != self._version:
-            self.graphs.abandon()  # an optimizer has stepped since, so these graphs belong to a step that failed
+            self.graphs.abandon()  # an optimizer has stepped since, so these graphs are left from a step that failed
         if self.is_between_steps:
             self.end_step()
             self._watch.remove()
@@ -327,12 +326,12 @@ class StepWatch:
         return reading or 0
 
     def _versions(self) -> int:
-        """A number that changes when an optimizer steps."""
+        """Return a number that changes when an optimizer steps."""
         return sum(parameter._version for parameter in self._trained_now())
 
     def _begin_rising(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         allocated_bytes = self.rising.begin()
-        # Measuring other memory on the device synchronizes it, which a CUDA graph capture forbids.
+        # Finding other memory on the device waits for the device, which a CUDA graph capture forbids.
         if allocated_bytes and self.beside_bytes is None and not is_capturing(self.device.type):
             self.beside_bytes = beside_bytes(self._model, args, kwargs, allocated_bytes)
 

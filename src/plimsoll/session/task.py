@@ -41,7 +41,7 @@ _OF_OURS = (PlimsollError, torch.OutOfMemoryError)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingTask:
-    """One training step as a user describes it. ``read`` checks the input and normalizes the fields.
+    """One training step as a user describes it. ``read`` checks the input and brings it into one form.
 
     ``batch`` is detached from the graph that made it. ``loss`` raises ``InvalidLoss`` if the user's function fails.
     """
@@ -53,7 +53,7 @@ class TrainingTask:
     units: tuple[Unit, ...] = ()
     """The parts of the model that torch.compile compiles."""
     compile_options: dict[str, Any] | None = None
-    """Options of torch.compile, if we call it and not the user."""
+    """Options of torch.compile, if we compile the model and not the user."""
 
     @classmethod
     def read(
@@ -87,7 +87,7 @@ class TrainingTask:
 
     @contextlib.contextmanager
     def compiled(self) -> Iterator[None]:
-        """Compile the model inside the block as the user has compiled it or wants it, also without torch.compile's wrapper."""
+        """Compile the model inside the block with the user's options, also if it is called without torch.compile's wrapper."""
         bare = [unit for unit in self.units if unit.module._compiled_call_impl is None and unit.path == ""]
         alone = [dataclasses.replace(unit, wrapper=None) for unit in bare]
         with in_place(alone, lambda unit: functools.partial(unit.call.compile(), unit.module)):
@@ -132,15 +132,15 @@ def units_of(model: nn.Module, wanted: Any = None) -> tuple[Unit, ...]:
         return found
     if found:
         raise InvalidModel(
-            f"{type(model).__name__} is compiled by torch.compile already, and compile= asks for it.",
-            why="it would be compiled within what is compiled",
+            f"{type(model).__name__} is already compiled by torch.compile, and compile= asks to compile it.",
+            why="it would be compiled twice, one compilation inside the other",
             next="leave compile= out, or pass the model before torch.compile",
         )
     return (Unit("", inner_module(model), CompileCall.of(wanted)),)
 
 
 def compiled_by(plan: Plan, model: nn.Module) -> dict[str, Any] | None:
-    """Return the options that a plan itself compiles a model with; ``None`` if it does not, or if the user has compiled it."""
+    """Return torch.compile's options if the plan itself compiles the model; ``None`` if not, or if the user has compiled it."""
     return None if find_units(check_module(model)) else plan.own_compilation
 
 
@@ -149,7 +149,7 @@ def check_module(model: object) -> nn.Module:
     warn_if_untried()
     if not isinstance(model, nn.Module):
         raise InvalidModel(
-            f"A {type(model).__name__} is no model.",
+            f"model= is a {type(model).__name__}, not a torch.nn.Module.",
             why="Plimsoll manages the regions of a torch.nn.Module",
             next="pass the module that is trained",
         )
@@ -163,15 +163,15 @@ def check_model(model: object, optimizer: object = None) -> None:
     managed = next((name for name, module in model.named_modules() if is_managed(module)), None)
     if managed is not None:
         raise InvalidModel(
-            f"{type(model).__name__} is managed by a plan already: {managed or 'the model itself'}.",
-            why="what its step needs without a plan cannot be seen while one is at work",
-            next="call handle.remove() first, or do this before plimsoll.apply",
+            f"{type(model).__name__} is already managed by a plan: {managed or 'the model itself'}.",
+            why="while a plan is applied, the memory of a step without a plan cannot be measured",
+            next="call handle.remove() first, or make this call before plimsoll.apply",
         )
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidModel(
-            f"optimizer= is a {type(optimizer).__name__}, which is no torch.optim.Optimizer.",
-            why="its state and the memory of its step are found by running it",
-            next="pass the optimizer itself, or leave it out to budget forward, backward and gradients",
+            f"optimizer= is a {type(optimizer).__name__}, not a torch.optim.Optimizer.",
+            why="the optimizer's step is run to find its state and its memory",
+            next="pass the optimizer itself, or leave it out to plan for forward, backward and gradients only",
         )
 
 
@@ -180,7 +180,7 @@ def refuse_profiler(model: nn.Module) -> None:
     if is_profiled() and any(parameter.device.type == "cpu" for parameter in model.parameters()):
         raise TracingFailed(
             "A profiler is running.",
-            why="on a CPU memory is measured with torch's profiler, of which there is one: yours would lose its records",
+            why="on a CPU, memory is measured with torch's profiler, and only one can run: yours would lose its records",
             next="call Plimsoll before the profiler starts; training under a plan can be profiled",
         )
 
@@ -213,8 +213,8 @@ def explained_loss(loss: object) -> Loss | None:
     if not callable(loss):
         raise InvalidLoss(
             f"loss= is a {type(loss).__name__}, which cannot be called.",
-            why="it is called with the model's output and returns one number",
-            next="pass loss=lambda output: ..., or leave it out where the output has a loss",
+            why="it is called with the model's output, and must return one number",
+            next="pass loss=lambda output: ..., or leave it out if the model's output contains the loss",
         )
 
     def explained(output: Any) -> torch.Tensor:
@@ -224,13 +224,13 @@ def explained_loss(loss: object) -> Loss | None:
             raise
         except Exception as error:  # a user's function may raise anything
             raise InvalidLoss(
-                f"loss= refused the model's output: {type(error).__name__}: {error}",
-                why=f"it was given a {type(output).__name__}",
+                f"loss= raised an error: {type(error).__name__}: {error}",
+                why=f"it was called with the model's output, a {type(output).__name__}",
                 next="check that loss(model(...)) works without Plimsoll",
             ) from error
         return value
 
-    # What has no name of its own (an nn.Module, a partial) goes by its class in the signature of the step.
+    # The signature of a step contains this name. A loss without a name (an nn.Module, a partial) gets the name of its class.
     explained.__qualname__ = name_of(loss)
     return explained
 
@@ -243,12 +243,12 @@ def as_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def task_of_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingTask:
-    """Return the step of a training call with a stand-in loss. A wrapper's arguments get the names of the model inside."""
+    """Return the step of a training call with a stand-in loss. A wrapper's arguments get the inner model's names."""
     return TrainingTask(model=model, batch=detached(as_batch(inner_module(model), args, kwargs)), loss=stand_in_loss)
 
 
 def stand_in_loss(output: Any) -> torch.Tensor:
-    """Return the model's own loss, or else a sum over its outputs: in the first call the user's loss is not known.
+    """Return the model's own loss, or else a sum over its outputs: in the first call, the user's loss is not known yet.
 
     Raises:
         InvalidLoss: no output depends on a trainable parameter.
@@ -261,8 +261,8 @@ def stand_in_loss(output: Any) -> torch.Tensor:
     ]  # autograd gives gradients to floats and complex numbers only
     if not parts:
         raise InvalidLoss(
-            f"The output of the model ({type(output).__name__}) does not depend on any parameter.",
-            why="attach calibrates on the first training call, and nothing in it can be trained",
+            f"The output of the model ({type(output).__name__}) does not depend on any trainable parameter.",
+            why="attach plans with the first training call, and this call does not compute a gradient",
             next="unfreeze parameters, or use plimsoll.plan with loss=",
         )
     return torch.stack(parts).sum()

@@ -1,9 +1,11 @@
-"""Translates what one rank measures into what a plan that all ranks share must fit into.
+"""Translates the bytes of each rank into the one budget of a plan that all ranks share.
 
-The tightest rank has the least room: its budget minus its unmanaged peak is the smallest. It solves for all ranks, so a plan
-has one budget, the tightest rank's. The overshoot of another rank over its own budget is translated into the same overshoot
-over the plan's budget. Ranks may have batches of different shapes: each simulates the plan on its own step, and if one exceeds
-its budget, the tightest rank solves again.
+The tightest rank is the rank with the smallest difference between budget and unmanaged peak. It solves for all ranks, so the
+plan has the tightest rank's budget. If another rank exceeds its own budget by some bytes, this counts as if the plan exceeded
+the plan's budget by the same bytes.
+
+Ranks may have batches of different shapes. So each rank simulates the plan on its own step. If a rank exceeds its budget in the
+simulation, the tightest rank solves again.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class _Taken(msgspec.Struct, frozen=True, kw_only=True):
 
     peak_bytes: int
     recording_bytes: int
-    """How much lower the peak is if the plan is recorded before the optimizer has state."""
+    """How much lower the peak is in a training that starts with this plan, before the optimizer has state."""
     budget_bytes: int | None
     error: float | None
 
@@ -44,20 +46,23 @@ class _Taken(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TightestRank:
-    """The rank with the least room, among the ranks that plan together. A process that plans alone is the tightest."""
+    """Knows which rank is the tightest of the ranks that plan together, and translates bytes into its budget.
+
+    A process that plans alone is the tightest rank, and its bytes do not change.
+    """
 
     def __init__(self, agreement: Agreement, own_budget_bytes: int | None, unmanaged_bytes: int) -> None:
         self._agreement = agreement
         self._own_budget_bytes = own_budget_bytes
         self.own_excess_bytes = 0
-        """By how much this rank's step was measured to exceed its prediction."""
+        """How many bytes more than predicted this rank's step was measured to need."""
         room_bytes = 0 if own_budget_bytes is None else own_budget_bytes - unmanaged_bytes
         rooms = agreement.all_of("room", _Room(room_bytes=room_bytes, budget_bytes=own_budget_bytes), _Room)
         by_rank = dict(zip(agreement.ranks, rooms, strict=True))
-        # without budgets all rooms are 0, so this is the first rank
+        # Without budgets all rooms are 0, so the first rank solves.
         self._rank = min(by_rank, key=lambda rank: by_rank[rank].room_bytes)
         self.budget_bytes = by_rank[self._rank].budget_bytes
-        """The tightest rank's budget, which is the plan's."""
+        """The budget of the tightest rank, which is the budget of the plan."""
         budgets = {str(rank): room.budget_bytes for rank, room in by_rank.items() if room.budget_bytes is not None}
         self._uneven_budget_bytes = budgets if len(set(budgets.values())) > 1 else {}
 
@@ -71,20 +76,20 @@ class TightestRank:
         return values[self._agreement.ranks.index(self._rank)]
 
     def excess_bytes(self, own_excess_bytes: int) -> int:
-        """Return the tightest rank's excess to subtract from its budget. From now on each rank counts its own excess."""
+        """Return the tightest rank's excess, which is subtracted from the plan's budget. Keep this rank's own excess."""
         self.own_excess_bytes = own_excess_bytes
         return self.of_tightest("excess", own_excess_bytes, int)
 
     def worst_bytes(self, own_bytes: int) -> int:
-        """Translate this rank's peak: return the plan's budget plus the largest overshoot of any rank over its own budget.
+        """Return the plan's budget plus the largest overshoot of any rank over its own budget. Every rank passes its own bytes.
 
-        For a process alone that is ``own_bytes``.
+        A single process gets ``own_bytes`` back.
         """
         over_bytes = own_bytes - (self._own_budget_bytes or 0)
         return (self.budget_bytes or 0) + max(self._agreement.all_of("worst", over_bytes, int))
 
     def worst_trial(self, own: TrialRun) -> TrialRun:
-        """Translate this rank's trial: return the largest error, and the plan's budget plus the largest overshoot."""
+        """Return one trial for all ranks: the largest error, and the plan's budget plus the largest overshoot."""
         if self._agreement.size == 1:
             return own
         taken = _Taken(
@@ -105,18 +110,21 @@ class TightestRank:
         )
 
     def refused(self, error: BudgetBelowFloor, floor_bytes: int) -> BudgetBelowFloor:
-        """Return the error that all ranks raise. If budgets differ, every rank must raise its own by the largest overshoot."""
+        """Return the error that all ranks raise.
+
+        If budgets differ between ranks, the error asks to raise every rank's own budget by the largest overshoot.
+        """
         if self._uneven_budget_bytes:
             more = format_bytes_up(floor_bytes - (self.budget_bytes or 0))
             error = BudgetBelowFloor(
                 error.found,
-                why=f"of {self._agreement.size} ranks one lacks {more} of its budget; on rank {self._rank} {error.why}",
-                next=f"{budget_text(floor_bytes)} on rank {self._rank} and {more} more on every other one",
+                why=f"one of {self._agreement.size} ranks needs {more} more than its budget; on rank {self._rank}: {error.why}",
+                next=f"{budget_text(floor_bytes)} on rank {self._rank}, and a budget {more} larger on every other rank",
             )
         return self._agreement.refused_by(self._rank, error)
 
     def noted(self, plan: Plan) -> Plan:
-        """Return a plan that this rank made, with a note of it and the budgets of the ranks."""
+        """Return a plan that this rank made, with a note that says so, and with the budgets of all ranks if they differ."""
         if self._agreement.size == 1:
             return plan
         note = f"planned by rank {self._rank}, which has the least room of {self._agreement.size} ranks"

@@ -45,8 +45,9 @@ from plimsoll.tracing.zero import held_by_deepspeed, is_gathered_by_zero
 
 @contextlib.contextmanager
 def gradients_as_if(model: nn.Module, *, are_there: bool) -> Iterator[None]:
-    """Give every trainable parameter a gradient (``are_there``, as after a first micro-batch) or none. Restore them
-    afterwards.
+    """Inside the block, give every trainable parameter a gradient (``are_there``, as after a first micro-batch) or none.
+
+    The gradients from before are put back after the block.
     """
     changed = {
         parameter: gradient_of(parameter)
@@ -67,10 +68,9 @@ def gradients_as_if(model: nn.Module, *, are_there: bool) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class StepPeaks:
-    """Bytes on the device in one step: what existed before, and the most that was alive at once, including that.
+    """Bytes on the device in one step: those that existed before, and the most that existed at once, including them.
 
-    If gradients wait for a later reduction, the peaks are of micro-batches, and ``first_peak_bytes`` is the peak of the first
-    one.
+    If gradients wait for a later reduction, each peak is of one micro-batch, and ``first_peak_bytes`` of the first one.
     """
 
     static_bytes: int
@@ -79,9 +79,9 @@ class StepPeaks:
 
 
 class TrainingStep:
-    """One step that can be repeated. ``run`` starts from the random states, buffers and attributes at the time of construction.
+    """One step that can be repeated. Each ``run`` starts from the random states, buffers and attributes at construction.
 
-    Under ``DistributedDataParallel`` this is the step of the model inside. The reducer does not see it, so gradients are those
+    Under ``DistributedDataParallel`` this is the step of the inner model. The reducer does not see it, so gradients are those
     of this process alone. ``context`` returns a new context that is entered around every forward and backward (such as an
     offloading context of the training loop). Parameters that the step writes (``written``, by name) are restored as well.
     """
@@ -99,6 +99,8 @@ class TrainingStep:
     ) -> None:
         self.model = inner_module(model)
         self._wrapped = model
+        # Aliases of the parameters, so that hooks of DDP and ZeRO do not see trial steps. These move gradients into buckets and
+        # count which were reduced.
         self._twins = Twins(model)
         self.device = next(model.parameters()).device
         self._args = args
@@ -140,6 +142,8 @@ class TrainingStep:
             loss = scalar_loss(output, self._loss)
             if is_checked:
                 refuse_foreign_graph(loss, first_node)
+            # As in a training loop, run backward outside of the caller's autocast. Inside it, the cache of cast weights stayed
+            # during the whole trial: half of the parameters' bytes, which were then counted into every peak.
             with after_autocast(self.device.type):
                 loss.backward()
             value = float(loss.detach())
@@ -150,9 +154,9 @@ class TrainingStep:
         made: object = self._context()
         if not isinstance(made, contextlib.AbstractContextManager):
             raise InvalidOption(
-                f"context= made a {type(made).__name__}, which is no context.",
-                why="it is called before every step for a new context to run that step in",
-                next="context=lambda: torch.autograd.graph.save_on_cpu(), or any function that returns a context",
+                f"context= returned a {type(made).__name__}, not a context manager.",
+                why="it is called before every step, and must return a new context manager to run the step in",
+                next="pass context=lambda: torch.autograd.graph.save_on_cpu(), or any function that returns a context manager",
             )
         return made
 
@@ -182,7 +186,7 @@ class TrainingStep:
         torch.clear_autocast_cache()
 
     def clear_gradients(self) -> None:
-        """Remove gradients. Set those to zero that existed when the step was made, because the step accumulates into them."""
+        """Remove gradients. Set those that existed when the step was made to zero, because the step adds to them."""
         for parameter in self.model.parameters():
             gradient = gradient_of(parameter)
             if gradient is None:
@@ -193,7 +197,7 @@ class TrainingStep:
                 parameter.grad = None
 
     def accumulating(self) -> TrainingStep:
-        """Return the same step for a loop that keeps gradients: every trainable parameter has one, except in the first run."""
+        """Return the same step for a loop that keeps gradients: each trainable parameter has one, except in the first run."""
         other = copy.copy(self)
         other._accumulating = frozenset(
             each for each in self.model.parameters() if each.requires_grad and not is_gathered_by_zero(each)
@@ -201,10 +205,10 @@ class TrainingStep:
         return other
 
     def measure_peak(self) -> StepPeaks:
-        """Measure the step's peak exactly, from allocator events on a CPU or the allocator's statistics on CUDA.
+        """Measure the step's peak exactly, from allocator events on a CPU, and from the allocator's statistics on CUDA.
 
-        If the model holds gradients back, later micro-batches find waiting gradients, and the last one reduces them. Then one
-        micro-batch of each kind is run.
+        If gradients wait for a later reduction, one micro-batch of each kind is run: the first, one that begins with waiting
+        gradients, and the last, which reduces them.
 
         Raises:
             InvalidBatch: backward would continue into the graph of an earlier call, and free it.
@@ -221,14 +225,15 @@ class TrainingStep:
         """Return the bytes that exist before one forward and backward, and the peak."""
         self.rewind()
         static_bytes = self.static_bytes()
-        release_library_workspaces(self.device)
+        release_library_workspaces(self.device)  # the step allocates cuBLAS's workspaces anew, so that they count
         with (
             self._given() as (args, kwargs),
             holding_gradients_back(self.model, holds=holds_back),
             self._twins.moving_gradients(keeps=True),
             PeakMeter(self.device) as meter,
         ):
-            # Check the graph: a user's step may read fast weights, or state that an earlier call has left on a module.
+            # Check that backward stays in this step's graph. A step may read fast weights, or a state that an earlier call left
+            # on a module: then the trial's backward freed the user's graph, and the user's own backward raised.
             self._forward_and_backward(args, kwargs, is_checked=True)
         return static_bytes, static_bytes + meter.peak_bytes
 
@@ -252,9 +257,7 @@ class TrainingStep:
         return storage_bytes(output_tensors(state), self.device)
 
     def absent_state_bytes(self, expected_bytes: int) -> int:
-        """Return how many of the ``expected_bytes`` of optimizer state that a plan counts do not exist yet, or are not known
-        here.
-        """
+        """Return how many of the ``expected_bytes`` of optimizer state do not exist yet, or belong to an unknown optimizer."""
         return max(0, expected_bytes - self.optimizer_bytes())
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
@@ -265,8 +268,8 @@ class TrainingStep:
         """
         if any(map(is_gathered_by_zero, self.model.parameters())):
             raise InvalidModel(
-                f"The gradients of {type(self.model).__name__} cannot be compared under DeepSpeed's ZeRO in stage 3.",
-                why="each goes into its shard as soon as it is complete, so that no rank has a whole one",
+                f"The gradients of {type(self.model).__name__} cannot be compared under DeepSpeed's ZeRO stage 3.",
+                why="each gradient is split into shards once it is complete, so ranks never have a whole gradient",
                 next='compare the same model with "stage": 2, or before deepspeed.initialize',
             )
         gradients = ((name, parameter.grad) for name, parameter in self.model.named_parameters())

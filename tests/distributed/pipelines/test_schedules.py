@@ -98,7 +98,7 @@ def test_a_bad_budget_or_managed_stage_leaves_the_schedule_alone():
     schedule = ScheduleGPipe(stage(0), 2, loss_fn=torch.sum)
     with pytest.raises(InvalidBudget):
         plimsoll.distributed.attach_schedule(schedule, "24G", ranks=[0])
-    with pytest.raises(InvalidModel, match=r"no torch\.optim\.Optimizer"):
+    with pytest.raises(InvalidModel, match=r"not a torch\.optim\.Optimizer"):
         plimsoll.distributed.attach_schedule(schedule, "1GiB", optimizer=["adam"], ranks=[0])  # type: ignore[list-item]
     assert "step" not in vars(schedule)
 

@@ -50,7 +50,7 @@ REFUSED = {
     f"plan targets:broken -b {'9' * 400}": "is not an amount of memory",
     "plan targets:broken --max-error 200%": "is not a share",
     "plan targets:broken --allow magic": "is not understood",
-    "plan targets:broken --link moon": "There is no link 'moon'.",
+    "plan targets:broken --link moon": "The link 'moon' does not exist.",
     "plan targets:broken --link disk": "offloading is not allowed",
     "plan targets:broken --host-budget 1GiB": "offloading is not allowed",
     f"plan llama-tiny --seq {'9' * 400}": "--seq has 400 digits.",

@@ -1,13 +1,14 @@
 """A call that ranks make together: every rank gets every rank's message, or every rank raises the same error.
 
-A conversation is a sequence of exchanges in the same order on every rank. A rank that raises between two exchanges says so in
-its next exchange, whichever that is. The other ranks are there already or will be, and raise ``RankFailed``. So no rank waits
-for a rank that has given up, and no message remains that could disturb the next conversation.
+A conversation is a sequence of exchanges in the same order on every rank. A rank that raises between two exchanges reports its
+error in the next exchange, whichever that is. The other ranks make that exchange too, and raise ``RankFailed``. So ranks do not
+wait for a rank that has given up, and no message remains that could disturb the next conversation.
 
 Between exchanges the ranks may run steps with collectives. A rank that fails in the middle of a step leaves the others in a
-collective that it will never join. They wait inside torch, where no Python exception reaches them. The wait ends when their
+collective that it will never join. They wait inside torch, where Python exceptions do not reach them. The wait ends when their
 connections end. So if the model's process groups are known, the rank that failed closes their connections (`release`), and the
-others report which rank failed. The groups are out of step by then and cannot be used again: the job must be restarted.
+others report which rank failed. The ranks are then not at the same collective, and the groups cannot be used again: the job
+must be restarted.
 
 Not covered: collectives of groups that the model does not show (they end by torch's own time-out), and a rank whose step never
 ends. A rank that dies ends torchrun's job. NCCL's ``abort`` ends this rank's wait; the other ranks notice by NCCL's own
@@ -31,18 +32,19 @@ from plimsoll.session.rendezvous.world import World
 from plimsoll.tracing.recorder.collectives import failed_in_collective
 
 _GRACE_SECONDS = 3.0
-"""How long a rank that failed waits for the others to leave the step by themselves."""
+"""How long a rank that failed waits for the others to leave the step by themselves, before it closes the groups."""
 _GATHERING_SECONDS = 5.0
-"""How long ranks wait for others that may not call at all."""
+"""How long ranks wait for others that may not call at all. Training stands still meanwhile."""
 _RELEASED = "released"
-_ANEW = "; then start the job anew, as the model's process groups were closed to end the wait for that rank"
-_WHY = "one plan is for ranks that run the same step of the same model, with the same options and versions"
+_ANEW = "; then restart the job: the model's process groups were closed, to end the wait for that rank"
+_WHY = "ranks can share a plan only if they run the same step of the same model, with the same options and versions"
 
 
 class _Failure(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """An error as text: what was found, why, and what to do next.
 
-    ``may_be_echo``: torch raises such an error in a collective when another rank has failed and closed its connections.
+    ``may_be_echo``: the error may be only a consequence of another rank's failure. Torch raises such errors in a collective
+    when another rank has closed its connections.
     """
 
     found: str
@@ -67,7 +69,7 @@ class _Turn(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Conversation:
-    """The exchanges of one call. Use it as a context manager: an error that leaves the block is reported to the other ranks.
+    """The exchanges of one call. Use it as a context manager. An error that leaves the block is reported to the other ranks.
 
     ``groups`` are the process groups of the model's collectives. They are released if this rank fails in a step.
     """
@@ -180,12 +182,13 @@ class Conversation:
         except dist.DistError:  # the store and the job have ended: let this rank's own error appear
             return
         if not self._is_stepping or not self.groups:
-            return
+            return  # outside of a step, the others wait in the store and get the message
         culprit = meeting.noted(_RELEASED)
         if not culprit:
             if meeting.is_complete_within(_GRACE_SECONDS):
                 self._name_cause(meeting, error)
                 return
+            # If a collective raised this error, the fault is not here: name the rank that did not come out of its step.
             lost = tuple(rank for rank in self.world.ranks if not meeting.has_come(rank))
             if lost and failed_in_collective(error):
                 release(self.groups)
@@ -210,7 +213,7 @@ class Conversation:
         named = _named(ranks).capitalize()
         return RankMissing(
             f"{named} was lost in {self._topic!r}: a collective of this rank's step failed with {type(error).__name__}.",
-            why="neither did it come out of its own step, nor say why it failed: it died, or it is stuck",
+            why="the lost rank has neither finished its step nor reported an error: it has died, or it hangs",
             next=f"look at the last output of rank {ranks[0]}{_ANEW}",
             ranks=ranks,
         )
@@ -222,7 +225,7 @@ class Conversation:
         why = f": {turn.failure.why}" if turn.failure.why else ""
         return RankFailed(
             f"Rank {rank}{more} failed in {self._topic!r}{place}: {turn.failure.found}",
-            why=f"all ranks go on together or none does{why}",
+            why=f"either all ranks continue, or none does{why}",
             next=f"on rank {rank}: {turn.failure.next}{advice}",
             ranks=ranks,
         )
@@ -245,7 +248,7 @@ def differing(facts: dict[str, list[str]], ranks: Sequence[int], next_: str = ""
     return RanksDiffer(
         "The ranks are not doing the same:\n" + "\n".join(f"    {row}" for row in rows),
         why=why,
-        next=next_ or "give all ranks the same, or name the ranks that do the same: ranks=",
+        next=next_ or "pass the same on all ranks, or pass ranks= with the ranks that do the same",
         ranks=tuple(sorted(odd)),
     )
 
@@ -265,10 +268,10 @@ _KINDS = range(32, 256)
 def release(groups: Iterable[dist.ProcessGroup]) -> None:
     """Close the connections of these groups, so that ranks that wait in one of their collectives get an error.
 
-    Those ranks wait inside torch, where no Python exception reaches them. A group whose connections were closed is out of step
-    for good. ``renew`` gives it new connections, and all objects that hold the group (a reducer, a device mesh) can continue.
-    With gloo, a receive that times out at once makes gloo close every connection of the group. Other backends use ``abort``.
-    Each group must have more than one rank, and this rank must not be in one of their collectives.
+    Those ranks wait inside torch, where Python exceptions do not reach them. A group whose connections were closed cannot be
+    used until ``renew`` gives it new ones. Then all objects that hold the group (a reducer, a device mesh) can continue. With
+    gloo, a receive that times out at once makes gloo close every connection of the group. Other backends use ``abort``. Each
+    group must have more than one rank, and this rank must not be in one of their collectives.
     """
     for group in groups:
         if dist.get_backend(group) == dist.Backend.GLOO:
@@ -308,9 +311,9 @@ def renew(world: World, groups: Iterable[dist.ProcessGroup], occasion: str) -> N
                 break
         else:
             raise InvalidModel(
-                f"A process group has had {len(_KINDS)} times new connections, and can have no more.",
-                why="a training step of its ranks ran out of memory as often",
-                next="start the job anew, with a smaller budget",
+                f"A process group got new connections {len(_KINDS)} times, and cannot get more.",
+                why="it gets new connections each time a training step runs out of memory, and torch numbers them in one byte",
+                next="restart the job with a smaller budget",
             )
         group._set_group_name(name)  # the backend stores both
         group._set_group_desc(about)

@@ -1,10 +1,10 @@
-"""One exchange: every rank leaves a message and gets the messages of all, or all ranks raise the same error in time.
+"""One exchange: every rank leaves a message and gets the messages of all ranks, or all ranks raise the same error in time.
 
-Messages go through torch's store, not through collectives, so a waiting rank can give up. The outcome is decided once, by the
-first rank that writes the verdict: the last rank to arrive writes that the exchange is complete; the first rank whose time is
-up writes who is missing. So either all ranks get all messages, or all raise, including the late ones.
+Messages go through torch's store, not through collectives, so a waiting rank can give up. The first rank that writes the
+verdict decides the outcome: the last rank to arrive writes that the exchange is complete, or the first rank whose time is up
+writes who is missing. So either all ranks get all messages, or all raise, including the late ones.
 
-Known weakness: if a rank dies between leaving its message and reading the others', that is not noticed; its message counts.
+Known weakness: if a rank dies after it has left its message, the others do not notice it, and its message counts.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Meeting:
             store.wait([key], datetime.timedelta(seconds=self.timeout_seconds))
         except dist.DistStoreError:
             missing = [str(rank) for rank in self.world.ranks if not store.check([self._key(rank)])]
-            # The last rank may have arrived between the end of the wait and this check.
+            # If all are here, the last rank arrived between the end of the wait and this check.
             proposed = _MISSING + ",".join(missing).encode() if missing else _COMPLETE
             decided: bytes = store.compare_set(key, "", proposed.decode())
             return decided
@@ -118,7 +118,7 @@ class Meeting:
         named = ("Rank " if len(missing) == 1 else "Ranks ") + ", ".join(map(str, missing))
         return RankMissing(
             f"{named} did not come to {self.topic!r} within {self.timeout_seconds:g} s.",
-            why="every rank has to take part; one that comes late, died or runs other code would leave the others waiting",
-            next="look at what the missing ranks are doing, or give them more time: timeout_seconds=",
+            why="every rank must make this call; a missing rank is late, has died, or runs other code",
+            next="find out what the missing ranks are doing, or give them more time with timeout_seconds=",
             ranks=missing,
         )

@@ -1,12 +1,12 @@
 """One training step that ranks run together: all finish it, or all run it again.
 
-The outcome of a step is decided once, by the first rank that writes it: the last rank to finish writes that the step is
-complete; a rank that fails writes that it has failed. So a rank returns from a step only when no other rank can fail in it any
-more. This is one short wait at the end of every step, through torch's store and not through a collective.
+The first rank that writes the outcome of a step decides it: the last rank to finish writes that the step is complete, or a rank
+that fails writes that it has failed. So a rank returns from a step only when no other rank can fail in it any more. This costs
+one short wait at the end of every step, through torch's store and not through a collective.
 
-A rank that runs out of memory then closes the connections of the model's groups, because the others wait in a collective that
-it will not join. The errors that this raises on them are not their own. When all ranks have restored their state, the groups
-get new connections. Known weakness: a rank that waits in a collective of a group that the model does not show keeps waiting.
+A rank that runs out of memory also closes the connections of the model's groups, because the others wait in a collective that
+it will not join. These others then raise errors, which are not their own. When all ranks have restored their state, the groups
+get new connections. Known weakness: if a rank waits in a collective of a group that the model does not show, it keeps waiting.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _GRACE_SECONDS = 3.0
 
 
 class JointStep:
-    """Ends the training steps of a conversation's ranks; ``None``: a single process."""
+    """Ends training steps on all ranks of a conversation together. ``None``: a single process."""
 
     def __init__(self, conversation: Conversation | None) -> None:
         self._conversation = conversation
@@ -41,7 +41,8 @@ class JointStep:
         """Begin a step. All ranks must call this."""
         self._steps += 1
         if self._conversation is not None and self._conversation.world.is_first and self._steps > 2:
-            for what in ("ended", "verdict"):  # all ranks have read the keys of the step before the last one
+            # All ranks have begun the last step, so all have read the keys of the step before it.
+            for what in ("ended", "verdict"):
                 self._conversation.world.store.delete_key(self._key(what, self._steps - 2))
 
     def failed_elsewhere(self) -> RankFailed | None:
@@ -60,9 +61,9 @@ class JointStep:
         verdict = self._verdict(seconds)
         if not verdict:
             raise RankMissing(
-                f"Not all of {world.size} ranks came to the end of their training step within {seconds:g} s.",
-                why="a step counts when all ranks have come to its end, as all run it again where one runs out of memory",
-                next="call handle.step on every rank as often, and look at what the others are doing",
+                f"Not all of {world.size} ranks reached the end of their training step within {seconds:g} s.",
+                why="a step counts once all ranks have reached its end, because all run it again if one runs out of memory",
+                next="call handle.step equally often on every rank, and find out what the missing ranks are doing",
                 ranks=(),
             )
         if verdict == _COMPLETE:
@@ -73,16 +74,17 @@ class JointStep:
         return error
 
     def failure(self, error: Exception) -> Exception | None:
-        """Interpret an error that left the step.
+        """Decide what an error that left the step means.
 
-        Return the error to raise in case the step cannot be run again. Return ``None`` if the error is this rank's own and must
-        be raised itself.
+        Return ``None`` if it must be raised itself, because it is this rank's own and the ranks do not run the step again.
+        Otherwise return the error to raise in case the step cannot be run again.
         """
         is_memory = isinstance(error, torch.OutOfMemoryError)
         if self._conversation is None:
             return error if is_memory else None
         world = self._conversation.world
         verdict = ""
+        # Such an error may only be the echo of another rank that closed its connections. That rank reports within seconds.
         if not is_memory and isinstance(error, RuntimeError | RankError):
             verdict = self._verdict(_GRACE_SECONDS)
         if not verdict:
@@ -118,7 +120,7 @@ class JointStep:
         _, rank, said = verdict.split(" ", 2)
         return RankFailed(
             f"Rank {rank} failed in a training step: {said}",
-            why="all ranks come to the end of a step, or all run it again, or none does",
+            why="either all ranks finish a step, or all run it again, or all raise an error",
             next=f"see the error of rank {rank}",
             ranks=(int(rank),),
         )
@@ -128,7 +130,7 @@ class JointStep:
 
 
 def _all_groups(conversation: Conversation) -> tuple[dist.ProcessGroup, ...]:
-    """Return the model's groups, and the job's default group if all its ranks take part: users reduce their losses in it."""
+    """Return the model's groups, and the job's default group if all its ranks take part: loops often reduce losses in it."""
     whole = dist.group.WORLD
     groups = list(conversation.groups)
     if whole is not None and whole.size() == conversation.world.size and dist.get_backend(whole) == dist.Backend.GLOO:

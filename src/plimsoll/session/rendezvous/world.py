@@ -1,6 +1,6 @@
-"""The ranks that train one model together, and the store that they share.
+"""Finds the ranks that train one model together, and the store that they share.
 
-The model shows who trains it together: ``DistributedDataParallel`` has a process group; parameters under FSDP2, HSDP and tensor
+The model shows its ranks: ``DistributedDataParallel`` has a process group, and parameters under FSDP2, HSDP and tensor
 parallelism have a device mesh. If a model has neither, all ranks are assumed to train it together.
 """
 
@@ -31,7 +31,7 @@ _PREFIX = "plimsoll"
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Ranks that do something together, from the view of one of them.
+    """Ranks that make calls together, as one of them sees it.
 
     ``rank`` and ``ranks`` are global ranks, as torchrun numbers them. ``store`` is torch's own key-value store behind a prefix.
     Messages go through the store instead of collectives, so a rank that waits for a message can stop waiting.
@@ -67,26 +67,26 @@ def current_world(ranks: Iterable[int] | None = None) -> World | None:
             return None
         raise InvalidOption(
             "ranks= was given, but torch.distributed is not initialised.",
-            why="ranks are those of torch's process group",
+            why="ranks= names ranks of torch's process group",
             next="call torch.distributed.init_process_group() first (torchrun starts the processes), or leave ranks= out",
         )
     size, rank = dist.get_world_size(), dist.get_rank()
     chosen = tuple(range(size)) if ranks is None else tuple(sorted(set(ranks)))
     if rank not in chosen or not set(chosen) <= set(range(size)):
         raise InvalidOption(
-            f"ranks={list(chosen)} on rank {rank} of {size}.",
-            why="a rank takes part in what it asks for, with ranks that exist",
-            next=f"name ranks from 0 to {size - 1}, {rank} among them",
+            f"ranks={list(chosen)} was passed on rank {rank} of {size}.",
+            why="ranks= must contain the calling rank, and only ranks that exist",
+            next=f"name ranks from 0 to {size - 1}, including {rank}",
         )
     if len(chosen) == 1:
         return None
-    # Subgroups have their own keys: two of them may exchange messages under one topic at the same time.
+    # Each subgroup has its own keys, because two subgroups may exchange messages under the same topic at the same time.
     group = "all" if len(chosen) == size else ",".join(map(str, chosen))
     return World(rank, chosen, PrefixStore(f"{_PREFIX}/{group}", _default_store()))
 
 
 def launched_world(timeout_seconds: float) -> World | None:
-    """Return the ranks that torchrun has started, even without a process group; ``None`` if torchrun keeps no store for them.
+    """Return the ranks that torchrun has started, even without a process group; ``None`` if torchrun does not keep a store.
 
     Raises:
         torch.distributed.DistError, ValueError: the store is not where the environment says.
@@ -120,7 +120,9 @@ def find_participants(model: object, ranks: Sequence[int] | None = None) -> Part
     """
     if ranks is not None and not (isinstance(ranks, Collection) and all(isinstance(rank, int) for rank in ranks)):
         raise InvalidOption(
-            f"ranks={ranks!r} is no list of ranks.", why="ranks are whole numbers", next="give ranks=[0, 1]"
+            f"ranks={ranks!r} is not a list of ranks.",
+            why="ranks are whole numbers",
+            next="pass ranks=[0, 1], for example",
         )
     if isinstance(model, nn.Module) and ranks is not None:
         _refuse_to_leave_out(model, ranks)
@@ -147,22 +149,22 @@ def refuse_several_ranks(model: nn.Module, call: str) -> None:
     if groups:
         ranks = max(group.size() for group in groups)
         raise InvalidModel(
-            f"{type(model).__name__} is trained by {ranks} ranks together, and plimsoll.{call} is work of one process.",
-            why="which steps it runs depends on what it measures here; the other ranks would run others, and wait for ever",
-            next=f"plimsoll.{call} with the model before it is wrapped; plimsoll.plan, verify and compare take it as it is",
+            f"{type(model).__name__} is trained by {ranks} ranks together, but plimsoll.{call} runs in one process.",
+            why="its measurements decide which steps it runs, so ranks would run different steps and wait for ever",
+            next=f"call plimsoll.{call} before the model is wrapped; plimsoll.plan, verify and compare accept wrapped models",
         )
 
 
 def _refuse_to_leave_out(model: nn.Module, ranks: Sequence[int]) -> None:
-    """Refuse ``ranks`` that omit some of a split model's ranks: each of its steps waits for all of them."""
+    """Refuse ``ranks`` that omit some ranks of a split model, because each step of the model waits for all of its ranks."""
     spread = {rank for mesh in _meshes_of(model) for rank in mesh.mesh.flatten().tolist()}
     missing = sorted(spread - set(ranks))
     if missing:
         raise InvalidOption(
             f"ranks={sorted(set(ranks))} leaves out {', '.join(map(str, missing))}, and this model is split over "
             f"{', '.join(map(str, sorted(spread)))}.",
-            why="every step of it gathers parameters or sums results from all of these ranks, so it would wait for them",
-            next="leave ranks= out, and make the same call on all of them",
+            why="each step of the model gathers parameters or sums results from all these ranks, so it would wait for them",
+            next="leave ranks= out, and make the same call on all these ranks",
         )
 
 
