@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import plimsoll
 from metering import LiveStorages
+from plimsoll.session.situations import MeteredSituations, Situation
 from plimsoll.tracing.meters import allocated
 from plimsoll.units import MIB
 from steps import Biased, PaddingFree, Stack, mean_square
@@ -248,6 +250,25 @@ class Mines(Loop):
         return mean_square(output * weights)
 
 
+class MinesRarely(Mines):
+    """Does so in every fourth step only."""
+
+    def loss(self, model: Any, number: int) -> torch.Tensor:
+        return Loop.loss(self, model, number) if number % 4 else super().loss(model, number)
+
+
+class Replaces(Loop):
+    """The blocks are exchanged for copies of them."""
+
+    def step(self, model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
+        if number == CHANGE:
+            for at, block in enumerate(model.blocks):
+                model.blocks[at] = copy.deepcopy(block)
+            del block
+            optimizer.param_groups[0]["params"] = list(model.parameters())
+        super().step(model, optimizer, number)
+
+
 class OtherLoss(Loop):
     """A loss of fewer autograd nodes that takes more memory."""
 
@@ -383,7 +404,7 @@ def test_what_a_loop_takes_after_backward_is_named_once(loop: type[Loop], verb: 
 
 
 @pytest.mark.parametrize("verb", ["apply", "attach"])
-@pytest.mark.parametrize("loop", [Mines, OtherLoss])
+@pytest.mark.parametrize("loop", [Mines, MinesRarely, OtherLoss])
 def test_what_a_loop_takes_between_forward_and_backward_is_named(loop: type[Loop], verb: str):
     expected, found = Run(loop(lambda: Stack(4, WIDTH))), Run(loop(lambda: Stack(4, WIDTH)), verb, share=0.5)
     assert all(map(torch.equal, expected.weights, found.weights))
@@ -391,6 +412,26 @@ def test_what_a_loop_takes_between_forward_and_backward_is_named(loop: type[Loop
     assert any("more than the budget" in text for _, text in found.said)
     if verb == "attach":
         assert STEPS - 1 not in found.over or any("below the smallest reachable peak" in text for _, text in found.said)
+
+
+def test_blocks_that_are_replaced_by_others_are_planned_for():
+    found = Run(Replaces(lambda: Stack(4, WIDTH)), "attach", share=0.2)
+    assert found.over
+    assert max(found.over) <= CHANGE + 2
+    assert any("were replaced" in text for _, text in found.said)
+
+
+@pytest.mark.parametrize("period", [2, 3, 4, 5, 7, 8, 10, 16, 50])
+def test_samples_meet_every_position_of_a_loop_that_repeats(period: int):
+    situations, situation = MeteredSituations(), Situation((("f32", (2, 2)),))
+    metered = []
+    for step in range(40 * period + 16):
+        if situations.begin(situation):
+            metered.append(step)
+            situations.ended(1, 1)
+        situations.ran(1)
+    assert {step % period for step in metered} == set(range(period))
+    assert len(metered) <= 20 + 40 * period / 14
 
 
 @pytest.mark.parametrize("loop", [Averages, Perturbs, ChangesOptimizer])

@@ -76,7 +76,7 @@ TYPED: dict[str, tuple[str, ...]] = {
     "--optimizer": ("", "adamv", "9", "none!", "adamw,sgd"),
     "--device": ("", "abacus", "cuda", "cuda:99", "cuda:-1", "meta", "cuda:", "H100@", "H100@0W"),
     "--device-profile": ("", "H900", "H100@", "H100@-1W", "H100@0W", "H100@1e999W", "/etc/passwd", "missing.json", "cut.json"),
-    "--compile": ("", "all"), "--seed": ("x", "", "1.5", "9" * 400, str(2**64)),
+    "--bandwidth": ("", "-1", "0", "nan", "inf", "fast", "1e400"), "--compile": ("", "all"), "--seed": ("x", "", "1.5", "9" * 400, str(2**64)),
     "--output": FILES, "--save-plan": FILES, "--revised-plan": FILES, "--timeline": FILES, "--export-sac": FILES,
     "--save-device": FILES, "--plans": FOLDERS, "--run": FOLDERS, "--keep-traces": FOLDERS,
     "--plan": (*READ, "receipt.json", "plan.json"), "--receipt": (*READ, "plan.json"), "--verdict": (*READ, "plan.json"),
@@ -278,5 +278,5 @@ def main(every: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
+    sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
     sys.exit(bool(main(int(sys.argv[1]) if sys.argv[1:] else 1)))

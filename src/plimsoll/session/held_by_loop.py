@@ -102,8 +102,8 @@ class HeldByLoop:
         else:
             self._run_bytes = 0
             if level is None:
-                held_bytes = max(0, last.bytes - (last.reading - reading))
-                level = _Level(reading, held_bytes, min(held_bytes, last.hidden_bytes))
+                self._look_for_less(last, reading, args, kwargs)
+                level = _Level(reading, self.bytes, self.hidden_bytes)
                 # Less is allocated than before. Forget higher levels at which the loop held nothing: other memory was freed.
                 levels[:] = [each for each in levels if each.bytes or each.reading < reading]
         self.bytes, self.hidden_bytes = level.bytes, level.hidden_bytes
@@ -111,6 +111,17 @@ class HeldByLoop:
             levels.remove(level)
         levels.append(level)
         del levels[:-_MOST_LEVELS]
+
+    def _look_for_less(self, last: _Level, reading: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Find what the loop still holds, although less is allocated than at ``last``."""
+        self.bytes, self.hidden_bytes = last.bytes, last.hidden_bytes
+        if not last.bytes:
+            return
+        # The reading alone does not show whose memory was freed: a profiler's records were taken for a copy of the weights.
+        self._look(0, args, kwargs, leaves_graph=False)
+        freed_bytes = last.bytes - last.hidden_bytes - (self.bytes - self.hidden_bytes)
+        hidden_bytes = max(0, last.hidden_bytes - max(0, last.reading - reading - freed_bytes))
+        self.bytes, self.hidden_bytes = self.bytes - self.hidden_bytes + hidden_bytes, hidden_bytes
 
     def _first_level(self, reading: int, *, accumulates: bool) -> _Level:
         """Return the level of the first step that begins with gradients (or without), derived from the last step of the other
