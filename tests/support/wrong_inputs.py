@@ -1,8 +1,8 @@
 """Wrong words for every option of every command, and wrong values for every argument of every public verb.
 
-``python tests/support/wrong_inputs.py`` tries them all (with 5, every fifth), each in a fork of this process. It prints how
-many there are, which were not refused as they should be, and what processor time they took beyond Python's imports. The suite
-tries some.
+``PYTHONPATH=tests python tests/support/wrong_inputs.py`` tries them all (with 5, every fifth), each in a fork of this process.
+It prints how many there are, which were not refused as they should be, and what processor time they took beyond Python's
+imports. The suite tries some.
 """
 
 from __future__ import annotations
@@ -278,5 +278,5 @@ def main(every: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    sys.path.insert(0, str(Path(__file__).parent))
     sys.exit(bool(main(int(sys.argv[1]) if sys.argv[1:] else 1)))
