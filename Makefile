@@ -14,7 +14,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import ensurepip, venv, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 PYTEST_ARGS ?=
 
-.PHONY: help install demo test lint format types unit fuzz golden docs snippets wheel notes bench gpu clean
+.PHONY: help install demo quick test lint format types unit fuzz golden docs snippets wheel notes bench gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -51,6 +51,10 @@ format: $(STAMP)  ## format and fix what can be fixed
 
 types: $(STAMP)  ## check the types
 	$(BIN)/mypy
+
+# What a change is tried with while it is made: no ranks, no compilers, no frameworks, no documents (tests/conftest.py).
+quick: lint types  ## lint, types, and the quick tests (90 seconds)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quick -n auto --maxprocesses 4 --dist loadfile $(PYTEST_ARGS)
 
 # Tests are small: a file per worker on one thread each is faster than workers whose threads wait for each other. Files come in
 # the order of tests/conftest.py, the long ones first.
