@@ -105,7 +105,7 @@ def none(*_: Any) -> None:
 
 STEPS: dict[str, tuple[Callable[[], Step], type[errors.PlimsollError], str]] = {
     "no parameters": (lambda: (nn.ReLU(), torch.ones(2), torch.sum), errors.InvalidModel, "does not have parameters"),
-    "no module": (lambda: (len, torch.ones(2), torch.sum), errors.InvalidModel, "no model"),
+    "no module": (lambda: (len, torch.ones(2), torch.sum), errors.InvalidModel, "not a torch.nn.Module"),
     "frozen": (
         lambda: (stack()[0].requires_grad_(False), torch.ones(2, 32), torch.sum),
         errors.InvalidModel,
