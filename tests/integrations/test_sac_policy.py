@@ -130,7 +130,7 @@ def changed(**changes: Any) -> Plan:
 PACKED = ValueDecision(value="mlp::mm#0", decision=Decision.COMPRESS, bytes=64, form="int8")
 REFUSED = {
     "compressed": (changed(decisions=(PACKED,)), "sac", PlanNotUsable, "holds mlp::mm#0 of model.layers.0 as int8"),
-    "boundary": (changed(is_boundary_dropped=True), "sac", PlanNotUsable, "drops that of model.layers.0"),
+    "boundary": (changed(is_boundary_dropped=True), "sac", PlanNotUsable, "drops the input of model.layers.0"),
     "compiled": (make_plan(compiled=(CompiledUnit(path="", regions=()),)), "sac", PlanNotUsable, "partitioner"),
     "no plan": (make_plan(status=Status.INFEASIBLE), "sac", PlanNotUsable, "INFEASIBLE"),
     "another kind": (make_plan(), "jax", InvalidOption, "sac"),

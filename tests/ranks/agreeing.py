@@ -330,15 +330,13 @@ def commands(free: Plan) -> dict[str, Outcome]:
     here = Path(tempfile.mkdtemp())
     budget = f"{2 * free.baseline_peak_bytes}B"
     plan = ("plan", "ranks.agreeing:step", "--budget")
-    compress = ("compress-gradients", "ranks.agreeing:step", "--steps", "0")
     return {
         "plan": command(here, *plan, budget, "--output", str(here / "plan.json")),
         "below floor": command(here, *plan, "1KiB", "--json"),
         "does not load": command(here, "plan", "ranks.agreeing:broken_step", "--budget", budget),
         "no such plan": command(here, "verify", "ranks.agreeing:step", "--plan", str(here / "none.json")),
         "its own": command(here, "verify", "ranks.agreeing:step"),
-        "no optimizer": command(here, *compress, "--optimizer", "none"),
-        "nothing sent": command(here, *compress, "--methods", "topk:0"),
+        "nothing sent": command(here, "compress-gradients", "ranks.agreeing:step", "--methods", "topk:0"),
         "fit": command(here, "fit", "ranks.agreeing:step", "--budget", budget, "--output", str(here / "fit.json")),
         "show": command(here, "show", str(here / "plan.json")),
     }

@@ -238,9 +238,7 @@ def test_torchrun_starts_the_command_on_ranks_that_meet_by_themselves(tmp_path: 
     assert "planned by rank 0, which has the least room of 2 ranks" in plimsoll.load(saved).notes
 
 
-@pytest.mark.parametrize(
-    "name", ["below floor", "does not load", "no such plan", "its own", "no optimizer", "nothing sent"]
-)
+@pytest.mark.parametrize("name", ["below floor", "does not load", "no such plan", "its own", "nothing sent"])
 def test_an_error_is_printed_once_and_ends_every_rank(told: Told, name: str):
     outcomes = [rank["commands"][name] for rank in told]
     assert {outcome["code"] for outcome in outcomes} == ({2, 3} if name == "below floor" else {2})

@@ -410,7 +410,8 @@ class Attachment(RemovedAtEnd):
         self._watch_optimizer()
         self._counted.begin(self._watch, plan)
         self._metered = MeteredSituations([planned_situation(plan.signature, plan.in_flight)])
-        self._room.account = MemoryAccount(outside_model=unseen_bytes)
+        withheld = self._room.account.withheld
+        self._room.account = MemoryAccount(outside_model=unseen_bytes, withheld=withheld)
         self._run_from_now_on(self._traced, plan)
 
     def _begin_eager(self, call: TrainingCall) -> None:
@@ -782,7 +783,10 @@ class Attachment(RemovedAtEnd):
         if self._shaped is None and (self.agreement.size > 1 or self.is_compiled):
             return False
         found_bytes, known_bytes = self._held_bytes(), self._room.account.held_by_loop
-        is_other = found_bytes != known_bytes if self._shaped is not None else is_more(found_bytes, known_bytes)
+        is_other = found_bytes != known_bytes
+        if self._shaped is None:
+            # Without a ladder every change is solved for, so a difference must be more than noise.
+            is_other = is_more(found_bytes, known_bytes) or is_more(known_bytes, found_bytes)
         return is_other or self._counted.bytes < held.state_bytes
 
     def _held_bytes(self) -> int:
