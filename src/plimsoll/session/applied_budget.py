@@ -64,7 +64,7 @@ class BudgetWatch:
         self._steps.meter_if_new(args, kwargs, situation, self._metered)
 
     def _after_step(self) -> None:
-        peak_bytes, cause = self._steps.taken_by(self._state_bytes, self._metered, self._budget_bytes)
+        peak_bytes, cause = self._steps.take_peak(self._state_bytes, self._metered, self._budget_bytes)
         levels = self._steps.levels
         levels.expected_peak_bytes = max(levels.expected_peak_bytes, peak_bytes)
         if peak_bytes > self._budget_bytes and is_more(peak_bytes, self._said_bytes):

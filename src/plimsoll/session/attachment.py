@@ -705,7 +705,7 @@ class Attachment(RemovedAtEnd):
         """After a step that exceeded the budget, warn and count the overshoot in the account."""
         planner, plan = self._traced_step.planner, self._current_plan
         limit_bytes = (planner.own_budget_bytes or 0) - self._room.account.withheld
-        peak_bytes, cause = self._steps.taken_by(self._state_bytes(), self._metered, limit_bytes)
+        peak_bytes, cause = self._steps.take_peak(self._state_bytes(), self._metered, limit_bytes)
         over_bytes = peak_bytes - limit_bytes
         is_named, self._is_named = self._is_named, False
         next_ = "later steps are planned for a budget that is smaller by this amount, if some plan needs less"

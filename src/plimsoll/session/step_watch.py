@@ -92,7 +92,7 @@ class StepWatch:
         """On CUDA, the step's peak without other memory on the device, if it exceeds all earlier peaks; else 0."""
         self.beside_bytes: int | None = None
         self.peak_bytes = 0
-        """The highest peak of any step that `taken_by` has returned."""
+        """The highest peak of any step that `take_peak` has returned."""
         self.rest_bytes = 0
         """The step's peak from its last backward to the next forward; 0 if that was not measured."""
         self._said_rest_bytes = 0
@@ -210,7 +210,7 @@ class StepWatch:
             self.running.static_bytes += made_bytes
             self._larger, self._made_bytes = text, made_bytes
 
-    def taken_by(self, state_bytes: int, situations: MeteredSituations, limit_bytes: int) -> tuple[int, str]:
+    def take_peak(self, state_bytes: int, situations: MeteredSituations, limit_bytes: int) -> tuple[int, str]:
         """Return the peak of the step that is over, up to its last backward, and the cause if it is unusual.
 
         The peak includes ``state_bytes`` of optimizer state. It is 0 if the step was not measured and its estimated peak is
