@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import shutil
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -291,11 +292,30 @@ def test_a_model_that_is_never_called_as_a_whole_says_that_nothing_is_managed():
     model, batch = blocks(), torch.randn(ROWS, WIDTH)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     with plimsoll.attach(model, 4096, optimizer=optimizer):
-        inside = model[1](model[0](batch))
-        inside.retain_grad()
-        mean_square(inside).backward()
-        with pytest.warns(UserWarning, match="nothing is managed"):
+        for number in range(3):
+            inside = model[1](model[0](batch))
+            inside.retain_grad()
+            mean_square(inside).backward()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                optimizer.step()
+            # The first step may have begun before attach was called.
+            assert any("nothing is managed" in str(each.message) for each in caught) is (number == 1)
+
+
+def test_a_budget_that_is_attached_between_forward_and_backward_is_not_said_to_manage_nothing():
+    model, batch = blocks(), torch.randn(ROWS, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    loss = mean_square(model(batch))
+    with plimsoll.attach(model, 64 * MIB, optimizer=optimizer) as attached, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for _ in range(2):
+            mean_square(model(batch)).backward()
             optimizer.step()
+        assert attached.plan is not None
 
 
 def test_a_budget_below_the_floor_is_refused_where_gradients_of_intermediates_are_retained():

@@ -889,9 +889,10 @@ class Attachment(RemovedAtEnd):
 
     def _task(self, call: TrainingCall) -> TrainingTask:
         task = task_of_call(self.model, call.args, call.kwargs)
-        if not self.is_compiled:
+        if not isinstance(self._source, CompiledStep):
             return task
-        return dataclasses.replace(task, optimizer=optimizer_in_view(inner_module(self.model), self._optimizer))
+        optimizer = optimizer_in_view(inner_module(self.model), self._optimizer)
+        return self._source.with_units(dataclasses.replace(task, optimizer=optimizer))
 
     def _watch_optimizer(self) -> None:
         """Watch the optimizer's steps, beginning with its next one."""

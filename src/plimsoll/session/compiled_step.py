@@ -47,6 +47,10 @@ class CompiledStep:
         if self._outside is not None:
             self._outside.take_out()
 
+    def with_units(self, task: TrainingTask) -> TrainingTask:
+        """Return the task of a call with the compiled parts of the model, which every trace must know."""
+        return dataclasses.replace(task, units=self._units)
+
     def plan(
         self, agreement: Agreement, task: TrainingTask, options: PlanOptions, budget: Budget, *, accumulates: bool
     ) -> tuple[StepPlanner, Plan, int]:
@@ -55,7 +59,6 @@ class CompiledStep:
         Returns:
             The planner, its plan, and the largest excess in bytes of a trial over its prediction.
         """
-        task = dataclasses.replace(task, units=self._units)
         with gradients_as_if(task.model, are_there=True) if accumulates else contextlib.nullcontext(), task.compiled():
             planner = compiled_planner(agreement, task, options, budget, limit_bytes=budget.asked_bytes)
             step = functools.partial(task.step, written=planner.trace.written)
