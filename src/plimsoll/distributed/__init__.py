@@ -42,7 +42,7 @@ _HOMES = {
     "attach_schedule": "plimsoll.distributed.pipelines.pipeline_stages",
     "compress_gradients": "plimsoll.distributed.gradient_compression.compress",
 }
-"""The file of every name."""
+"""Maps each public name to the module that defines it."""
 
 
 def __getattr__(name: str) -> object:

@@ -98,9 +98,7 @@ def _areas(points: Sequence[TimelinePoint], scale: Scale) -> Iterator[Area]:
 
 
 def _outlines(points: Sequence[TimelinePoint], scale: Scale) -> Iterator[Polyline]:
-    """Yield the line of the total bytes without a plan, if the plan contains them, then the line of the total bytes with the
-    plan.
-    """
+    """Yield two lines: the total bytes without a plan, if the plan contains them, and the total bytes with the plan."""
     ticks = [point.tick for point in points]
     unmanaged = [scale.of(point.unmanaged_bytes) for point in points if point.unmanaged_bytes is not None]
     if len(unmanaged) == len(points):
