@@ -4,9 +4,9 @@
 
     config.activation_checkpoint = BudgetAC.Config(memory_budget="70GiB")
 
-torchtitan applies a policy to a model before the model is sharded and before it has weights and an optimizer. So the policy
-looks up the trainer that calls it, and applies the budget in that trainer's first step, to the finished model. This file
-imports without torchtitan; its base class is looked up when ``BudgetAC`` is.
+torchtitan applies a policy to a model before the model is sharded, and before the model has weights and an optimizer. So the
+policy looks up the trainer that calls it, and applies the budget in that trainer's first step, to the finished model. This file
+can be imported without torchtitan: it looks up its base class only when ``BudgetAC`` is used.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Budgeted:
 
     @property
     def handle(self) -> Attachment | None:
-        """The result of ``plimsoll.attach``; ``None`` before the first step."""
+        """The result of ``plimsoll.attach``, or ``None`` before the first step."""
         return self._training.handle
 
     def apply(self, model: nn.Module) -> None:
@@ -103,7 +103,7 @@ def _policy() -> type:
 
 
 def _calling_trainer() -> Any:
-    """The nearest trainer in the call stack: a policy is given only the model.
+    """Return the nearest trainer in the call stack, because torchtitan passes a policy only the model.
 
     Raises:
         InvalidOption: the policy is applied outside of a trainer.

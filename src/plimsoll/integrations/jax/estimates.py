@@ -1,5 +1,6 @@
-"""Estimate the training of a JAX function on a device of the catalogue, also an absent one, and find the largest batch that
-fits.
+"""Estimates the training of a JAX function on a device of the catalogue, and finds the largest batch that fits.
+
+The device may be absent.
 """
 
 from __future__ import annotations
@@ -61,9 +62,9 @@ def fit(
     argnums: int | Sequence[int] = 0,
     most_batch: int = 1024,
 ) -> Fit:
-    """Find the batch with the most samples per second whose training fits into a budget for everything.
+    """Find the batch with the most samples per second whose training fits into the budget. The budget covers everything.
 
-    Batches are doubled until no plan fits, and the middle between the last two is tried as well.
+    Batches are doubled until no plan fits. The middle between the last two batches is tried as well.
 
     Args:
         function: as for ``plan``.
@@ -105,8 +106,9 @@ def _sizes(step: Searched, args: Sequence[Any], argnums: int | Sequence[int], op
 
 
 def sizes_of(*, parameters: Any, state: Any, batch: Any, others: Any = None) -> FixedSizes:
-    """The bytes that do not depend on the plan, from trees of arrays or shapes; ``others`` are parameters without a
-    gradient.
+    """Return the bytes that do not depend on the plan, from trees of arrays or shapes.
+
+    ``others`` are parameters without a gradient.
     """
     taken = sum(map(aval_bytes, jax.tree.leaves(parameters)))
     shapes = [each.shape for each in jax.tree.leaves(batch) if each.shape]
