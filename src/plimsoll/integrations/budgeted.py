@@ -229,7 +229,7 @@ class BudgetedTraining:
         own[name] = value
 
     def on_end(self, undo: Callable[..., object], *args: Any) -> None:
-        """Call ``undo`` when training ends."""
+        """Remember a function to call when training ends. ``args`` are its arguments."""
         self._undo.callback(undo, *args)
 
     def end(self) -> None:

@@ -33,13 +33,13 @@ from plimsoll.planning.costing.devices import find_device
 
 _SAME_BYTES = frozenset({"Identity", "Reshape", "Squeeze", "ExpandDims", "StopGradient"})
 _HARMLESS = frozenset({"ReadVariableOp", "VarHandleOp", "ResourceGather", "Placeholder", "PartitionedCall"})
-"""Operations that are marked as stateful but neither write nor draw random numbers."""
+"""Operations that TensorFlow marks as stateful, although they neither write nor draw random numbers."""
 _NOT_MADE = frozenset({"ReadVariableOp", "Const"})
 _FROM_OUTSIDE = frozenset({"Const", "Placeholder"})
 """Constants, and tensors that a graph captures. Gradients do not flow to them."""
 _EXPONENTIALS = frozenset({"Exp", "Tanh", "Sigmoid", "Erf", "Softmax", "Log", "Pow", "Rsqrt", "Sqrt"})
 _PRODUCTS = {"MatMul": "transpose_a", "BatchMatMulV2": "adj_x", "BatchMatMulV3": "adj_x"}
-"""Matrix products, and the attribute that says whether the first operand is transposed."""
+"""Maps each kind of matrix product to its attribute that says whether the first operand is transposed."""
 _RATE_SIDE = 512
 _MOST_RUNS = 16
 """The most runs of one step to find its peak."""
@@ -94,7 +94,7 @@ def rates_of(device: str | None) -> Rates:
 def read_layers(
     step: Callable[..., Any], args: Sequence[Any], layers: Sequence[Any], rates: Rates
 ) -> tuple[LayeredStep, Callable[[], object]]:
-    """Read the costs of each layer, in the order of their calls, from the graph of the step and its gradient.
+    """Read the costs of each layer from the graph of the step and its gradient. Layers are in the order of their calls.
 
     Returns:
         The layers, and a function that runs the traced step and its gradient.

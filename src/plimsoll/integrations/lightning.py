@@ -65,7 +65,7 @@ class PlimsollCallback(_Callback):
 
     @property
     def handle(self) -> Attachment | None:
-        """The result of ``plimsoll.attach`` for the most recent training."""
+        """The result of ``plimsoll.attach`` for the most recent training, or ``None`` before the first one."""
         return self._training.handle
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -160,11 +160,11 @@ class _Step(nn.Module):
         self._modules = {**module._modules, _ITSELF: module}
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """The children of the LightningModule."""
+        """Return the children of the LightningModule with their names."""
         return self._modules[_ITSELF].named_children()  # type: ignore[union-attr]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the training step."""
+        """Run the LightningModule's training step."""
         return self._modules[_ITSELF].training_step(*args, **kwargs)  # type: ignore[union-attr, operator]
 
 

@@ -31,7 +31,7 @@ FRAMEWORK = "tensorflow"
 
 
 def plan(step: Callable[..., Any], *args: Any, layers: Sequence[Any], budget: str | int | None) -> Plan:
-    """Decide which layers run again for the gradient of a step.
+    """Decide which layers of a step run again in backward, to stay within a budget. The other layers are kept.
 
     Args:
         step: returns a scalar loss; traced, and run on ``args`` to measure what plans allocate.

@@ -27,15 +27,15 @@ _TRIED = Framework("torchtitan", oldest="0.3", newest="0.3")
 
 
 class _Budgeted:
-    """Keeps every training step of a torchtitan trainer within a memory budget, in place of torchtitan's own policies.
+    """Keeps each training step of a torchtitan trainer within a memory budget, in place of torchtitan's own policies.
 
     ``BudgetAC.Config`` takes ``memory_budget``, as bytes or as text ("70GiB"), and ``options``: the other options of
     ``plimsoll.attach``, except the optimizer.
 
     Raises:
         UnsupportedFramework: torchtitan is older or newer than the tested versions.
-        InvalidOption: it is applied outside of a trainer; or, in the first step, the trainer runs a pipeline.
-        BudgetBelowFloor: in the first step, before anything has changed.
+        InvalidOption: the policy is applied outside of a trainer; or, in the first step, the trainer runs a pipeline.
+        BudgetBelowFloor: the budget is too small. This is raised in the first step, before anything has changed.
 
     Example:
         >>> policy = BudgetAC.Config(memory_budget="70GiB", options={"allow": ("recompute", "offload")})  # doctest: +SKIP
@@ -52,7 +52,7 @@ class _Budgeted:
         return self._training.handle
 
     def apply(self, model: nn.Module) -> None:
-        """Wrap the training step of the trainer that applies this policy."""
+        """Wrap the training step of the trainer that applies this policy, so that the first step applies the budget."""
         trainer = _calling_trainer()
         self._training.replace(trainer, "train_step", functools.partial(self._step, trainer, trainer.train_step))
         self._training.replace(trainer, "close", functools.partial(self._close, trainer.close))

@@ -57,7 +57,7 @@ class PlimsollCallback(TrainerCallback):
 
     @property
     def handle(self) -> Attachment | None:
-        """The result of ``plimsoll.attach`` for the most recent training."""
+        """The result of ``plimsoll.attach`` for the most recent training, or ``None`` before the first one."""
         return self._training.handle
 
     def on_train_begin(

@@ -1,4 +1,4 @@
-"""Writes plans' memory timelines as a trace file for ui.perfetto.dev and chrome://tracing, with the peak marked.
+"""Writes the memory timelines of plans as a trace file for ui.perfetto.dev and chrome://tracing, with the peak marked.
 
 Source: the Trace Event Format (JSON): counter events ``C``, complete events ``X``, instant events ``i``, metadata ``M``.
 """

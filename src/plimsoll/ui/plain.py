@@ -10,7 +10,7 @@ _INDENT = "  "
 
 
 def render_plain(document: Document, *, with_details: bool = False) -> str:
-    """Render a document as text.
+    """Return a document as plain text.
 
     Args:
         document: the content of an artifact.
@@ -26,7 +26,7 @@ def render_plain(document: Document, *, with_details: bool = False) -> str:
 
 
 def align(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> list[str]:
-    """Pad the cells so that all cells of a column have the same width, and join them to lines.
+    """Return one line per row. Cells are padded with spaces, so that all cells of a column have the same width.
 
     Args:
         rows: the cells; rows may differ in length.

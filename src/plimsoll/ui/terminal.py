@@ -51,7 +51,7 @@ class MemoryTimeline:
 def draw_timeline(
     points: Sequence[TimelinePoint], *, budget_bytes: int | None = None, width: int = 72, height: int = 8
 ) -> Text:
-    r"""Draw memory over the step as bars. Each bar shows the highest point of its part of the step.
+    r"""Return memory over the step as bars. Each bar shows the highest point of its part of the step.
 
     Args:
         points: the timeline of a plan, in order.
@@ -128,10 +128,10 @@ _BAR_COLUMNS = 16
 
 @dataclass(frozen=True, slots=True)
 class _Words:
-    """Text that wraps between words, or inside a long name after a dot or another sign, but never elsewhere.
+    """A text for ``rich`` that wraps between words, or inside a long name after a dot or another sign, but never elsewhere.
 
     Lines after the first are indented by ``hang`` columns. With ``is_headline``, the text is not wrapped in a file or a pipe,
-    because programs search for it there.
+    because programs search for the headline there.
     """
 
     text: Text

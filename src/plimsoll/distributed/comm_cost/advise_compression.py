@@ -34,7 +34,7 @@ from plimsoll.tracing.recorder.untouched import untouched
 from plimsoll.units import check_count
 
 METHODS = ("topk:1%", "powersgd:4")
-"""The default methods; the second does not support models that FSDP2 shards."""
+"""The methods that are measured by default. The second one does not support models that FSDP2 shards."""
 _TOPIC = "advise_compression"
 _PATIENCE_SECONDS = 300.0
 _SAME = "call advise_compression() with the same model, batches and arguments on every rank"

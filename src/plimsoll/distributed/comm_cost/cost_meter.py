@@ -101,10 +101,13 @@ class CostMeter:
     def measure(
         self, methods: Sequence[str], rounds: int, given_rate: float | None, report: Progress
     ) -> dict[str, Any]:
-        """Measure all methods, and predict their steps for ``given_rate`` bytes per second (``None``: as measured).
+        """Measure all methods, and predict the seconds of their steps.
+
+        The prediction is for a link of ``given_rate`` bytes per second. If ``given_rate`` is ``None``, it is for the link as
+        measured.
 
         Returns:
-            Fields of ``Traffic``: medians over rounds of the slowest rank's figures.
+            Values for fields of ``Traffic``, by name: medians over rounds of the slowest rank's figures.
         """
         samples = {method: _Samples() for method in methods}
         links = []

@@ -1,4 +1,4 @@
-"""The function ``compress_gradients``: after its call, the ranks of a model exchange compressed gradients."""
+"""The function ``compress_gradients``. After its call, the ranks that train a model exchange compressed gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Error feedback: keep what a step did not send, and add it to the next step's gradient.
+"""Error feedback: a rank keeps what a step did not send, and adds it to the next step's gradient.
 
 With gradient g, residual r and momentum m, each for one parameter on one rank, all in float32::
 
@@ -7,12 +7,12 @@ With gradient g, residual r and momentum m, each for one parameter on one rank, 
     r ← v - sent(v)      not sent
     u ← 0 where sent     momentum factor masking
 
-If a rank's gradient of a parameter is all zeros, because its part of the batch did not use the parameter, the rank offers
-nothing and keeps its residual. What it sent would be lost if no rank used the parameter, since DDP ignores such gradients. For
-a gradient that is not finite, the rank offers zeros, reports it, and does not change residual and velocity.
+If a rank's gradient of a parameter is all zeros, because the rank's part of the batch did not use the parameter, the rank
+offers nothing and keeps its residual. A residual that it sent would be lost if no rank used the parameter, since DDP ignores
+such gradients. For a gradient that is not finite, the rank offers zeros, reports it, and does not change residual and velocity.
 
 With residuals added, a mean can be too large for float16 although all gradients fit. The mean is clipped to the largest
-float16, and the rest goes back to the residual: the mean of all residuals still equals what was never sent.
+float16, and the rest goes back to the residual. So the mean of all residuals still equals what was never sent.
 
 Source: Seide et al. 2014; Stich et al. 2018, algorithm 1; Lin et al. 2018, algorithm 1 and section 3.2 (momentum).
 """

@@ -114,7 +114,7 @@ class CompressionHandle(RemovedAtEnd):
             state: the result of ``state_dict`` on this rank.
 
         Raises:
-            CompressionMismatch: the state is for another method, model, layout, number of ranks, or rank; nothing changes.
+            CompressionMismatch: the state is for another method, model, layout, number of ranks, or rank. Then nothing changes.
         """
         saved, mine = _facts(state), _facts(self.state_dict())
         odd = [what for what in {**saved, **mine} if saved.get(what) != mine.get(what)]

@@ -38,7 +38,7 @@ class Method:
 
 
 def parse_method(text: str) -> Method:
-    """Parse a method's name and parameter.
+    """Read the name and the parameter of a method of gradient compression, and return the method.
 
     Args:
         text: ``"none"``, ``"powersgd:4"``, ``"topk:1%"``, ``"topk:0.01"``.

@@ -88,7 +88,7 @@ def _as_batch(index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict
     """Return the call's arguments as one tuple or one dictionary.
 
     Raises:
-        InvalidBatch: the call has both kinds, and the stage's forward does not name its positional arguments.
+        InvalidBatch: the call has positional and named arguments, and the stage's forward has no names for the positional ones.
     """
     if not args or not kwargs:
         return args or kwargs
@@ -163,7 +163,7 @@ class StageStep:
         return low, max(low, self.planner.loosest.peak_bytes)
 
     def simulation(self, budget_bytes: int) -> Simulation:
-        """Simulate the step under the best plan for a budget of this stage alone."""
+        """Simulate the step under the best plan for a budget of this stage alone, and return the simulation."""
         if budget_bytes >= self.planner.loosest.peak_bytes:
             return self.planner.loosest
         return self.planner.best_within(budget_bytes).simulation or self.planner.floor
@@ -174,7 +174,7 @@ class StageStep:
         return solve(self.planner, budget_bytes=budget_bytes)
 
     def under(self, plan: Plan) -> Simulation:
-        """Simulate the step under a given plan."""
+        """Simulate the step under a given plan, and return the simulation."""
         return run_choices(self.planner.index, choices_of(self.planner.index, plan.regions))
 
     def memory(self, simulation: Simulation) -> StageMemory:

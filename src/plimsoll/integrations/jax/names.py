@@ -24,7 +24,7 @@ _PRODUCTS_AND_SHAPES = (
 _READ_INPUTS_ALONE = frozenset(_PRODUCTS_AND_SHAPES.split())
 """Operations whose derivatives do not read their results."""
 _OPAQUE = ("custom_vjp_call", "scan", "while", "cond", "checkpoint", "remat2", "shard_map")
-"""Operations with a program inside that jax differentiates by itself."""
+"""Operations that contain a program, which jax differentiates by itself."""
 
 
 Bind = Callable[[Node, Sequence[Any]], list[Any]]
@@ -32,7 +32,7 @@ Bind = Callable[[Node, Sequence[Any]], list[Any]]
 
 
 def evaluate(program: ArrayProgram, inputs: Sequence[Any], bind: Bind) -> list[Any]:
-    """Run a program and return its results."""
+    """Run a program with ``bind``, which runs each operation, and return the program's results."""
     held: dict[int, Any] = dict(zip(program.inputs, inputs, strict=True))
     run_nodes(program.nodes, held, bind)
     return [take(held, output) for output in program.outputs]
@@ -66,7 +66,7 @@ MARK = "plimsoll:"
 
 
 def _bound_with_names(node: Node, inputs: Sequence[Any], names: Mapping[int, str]) -> list[Any]:
-    """Run an operation and name its results, also where its derivative reads them."""
+    """Run an operation, and name its results so that its derivative reads the named results. Return the results."""
 
     def bound(*active: Any) -> tuple[Any, ...]:
         merged = list(inputs)

@@ -15,7 +15,7 @@ from plimsoll.integrations.jax.program import ArrayProgram, Node, active_values,
 
 _VIEWS = "broadcast_in_dim reshape squeeze expand_dims iota stop_gradient name copy rev slice transpose split"
 _SHAPES = frozenset(_VIEWS.split())
-"""Operations that XLA merges into their readers: their results are never worth holding."""
+"""Operations that XLA merges into their readers. It is never worth holding their results."""
 _TRANSCENDENTAL = frozenset(
     ["exp", "tanh", "log", "logistic", "erf", "erfc", "sin", "cos", "pow", "exp2", "log1p", "expm1", "erf_inv"]
 )

@@ -149,15 +149,15 @@ def estimate(
 ) -> Estimate:
     """Estimate the training of a Keras model on a device of the catalogue: memory item by item, and speed.
 
-    On JAX, XLA compiles the step here to count temporaries, and x and y may be shapes. On TensorFlow the step runs here, and
-    its allocated bytes include the gradients.
+    On JAX, XLA compiles the step on this machine to count temporaries, and x and y may be shapes. On TensorFlow the step runs
+    on this machine, and its allocated bytes include the gradients.
 
     Args:
         model: as for ``plan`` and, on TensorFlow, ``plan_layers``.
         x: one batch of inputs.
-        y: its targets.
-        device: from the catalogue of devices.
-        budget: bytes for everything, to plan within; by default nothing is planned.
+        y: the targets of the batch.
+        device: a device from the catalogue.
+        budget: if given, the step is planned to fit into these bytes, which cover everything. By default nothing is planned.
 
     Raises:
         BudgetBelowFloor: the bytes that do not depend on the plan exceed the budget, or no measured plan fits in the rest.

@@ -171,7 +171,7 @@ def command(function: Callable[..., R], *, plans_if_asked: bool = False) -> Call
 _LARGEST = 2**63 - 1
 _FILES = ("output", "save_plan", "revised_plan", "timeline", "export_sac", "save_device")
 _FOLDERS = ("plans", "run", "keep_traces")
-"""Options that name a place to write to."""
+"""The options that name a file (``_FILES``) or a folder (``_FOLDERS``) to write to."""
 
 
 def _refuse_early(typed: Mapping[str, Any], *, plans_if_asked: bool) -> None:

@@ -32,7 +32,7 @@ class Compiled(enum.StrEnum):
 of_plan = functools.partial(typer.Option, rich_help_panel="What the plan may do")
 of_target = functools.partial(typer.Option, rich_help_panel="The model and its batch")
 of_result = functools.partial(typer.Option, rich_help_panel="The result")
-"""Functions that make an option in a section of a command's help."""
+"""Functions that declare an option in a section of a command's help. Each of the three functions has its own section."""
 
 TargetArgument = Annotated[
     str,

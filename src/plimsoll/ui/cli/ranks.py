@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from plimsoll.ui.cli.work import Loaded
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""The environment variables that torchrun sets for every process."""
+"""The environment variables that torchrun sets for each process."""
 _RUN = "TORCHELASTIC_RUN_ID"
 """torch recognises a process of torchrun by this environment variable.
 

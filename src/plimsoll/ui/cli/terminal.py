@@ -242,7 +242,7 @@ def no_exits() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _writable_stdout() -> Iterator[None]:
-    """If stdout cannot be written, such as on a full disk, print an error without a traceback and exit."""
+    """If stdout cannot be written in the block, for example on a full disk, print an error without a traceback and exit."""
     try:
         yield
     except OSError as error:

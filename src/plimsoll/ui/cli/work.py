@@ -52,13 +52,13 @@ class Loaded:
 
 
 def load(text: str, building: Building, *, is_meta: bool = False, compiled: Compiled | None = None) -> Loaded:
-    """Load a target, print its notes, and make its optimizer.
+    """Load a target (a model with its batch), print its notes, and make its optimizer.
 
     Args:
-        text: the target, as typed.
+        text: the target, as the user typed it.
         building: the options for building the target.
-        is_meta: build it on the meta device, without memory for weights, for a device that is not present.
-        compiled: which part of the model torch.compile compiles.
+        is_meta: build the target on the meta device, without memory for weights, because its device is not present.
+        compiled: which part of the model torch.compile compiles; by default, nothing is compiled.
     """
     how = TargetOptions(batch=building.batch, sequence=building.seq, device=building.device, is_meta=is_meta)
     with show_progress() as report:
@@ -98,7 +98,7 @@ def load_saved(file: Path | None) -> Plan | None:
 
 
 def make_plan(loaded: Loaded, asked: Planning, device_profile: str | None = None) -> Plan:
-    """Plan the loaded step with the given options."""
+    """Plan the step of the loaded target with the given options."""
     return loaded.ask(plimsoll.plan, strategy=asked.strategy, device_profile=device_profile, **asked.words())
 
 

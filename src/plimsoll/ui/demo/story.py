@@ -68,7 +68,7 @@ class Batches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoSetup:
-    """Sizes of the demo's model and training: a small Llama that a laptop trains in a minute or two."""
+    """Data: sizes of the demo's model and training. The model is a small Llama that a laptop trains in a minute or two."""
 
     hidden_size: int = 256
     intermediate_size: int = 688
@@ -138,7 +138,10 @@ OnStep = Callable[[int, float, float], None]
 """A function that is called after each step with the number of the step, its loss and its seconds."""
 
 BUDGET = "256MiB"
-"""About 40% of the way from the smallest peak that a plan can reach (148 MiB) to the peak of plain training (422 MiB)."""
+"""The default budget.
+
+It is about 40% of the way from the smallest peak that a plan can reach (148 MiB) to the peak of plain training (422 MiB).
+"""
 
 VERIFIED_STEPS = 3
 
@@ -187,11 +190,11 @@ def prepare(setup: DemoSetup, budget: str, on_stage: Progress) -> Preparation:
 
     Args:
         setup: what will be trained.
-        budget: as ``plimsoll.plan`` takes it.
-        on_stage: called with the stage and the share done.
+        budget: the budget in a form that ``plimsoll.plan`` takes.
+        on_stage: called with the stage and the share of it that is done.
 
     Raises:
-        PlimsollError: the budget is invalid, or below the floor.
+        PlimsollError: the budget is invalid, or below the smallest reachable peak.
     """
     model = make_model(setup)
     optimizer = make_optimizer(model, setup)
@@ -211,9 +214,9 @@ def compare_training(setup: DemoSetup, ready: Preparation, on_plain_step: OnStep
 
     Args:
         setup: what is trained.
-        ready: from ``prepare``.
-        on_plain_step: called after every step of the plain training.
-        on_managed_step: called after every step of the managed training.
+        ready: the result of ``prepare``.
+        on_plain_step: called after each step of the plain training.
+        on_managed_step: called after each step of the managed training.
     """
     plain, managed = make_model(setup), make_model(setup)
     plain_lane = (plain, make_optimizer(plain, setup), Run(), on_plain_step)

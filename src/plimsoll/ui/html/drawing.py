@@ -95,12 +95,15 @@ class Cells:
 
     @property
     def xs(self) -> Numbers:
-        """The outer edges of the first and the last column."""
+        """The positions of the left edge of the first column and the right edge of the last column.
+
+        A cell's centre is its index.
+        """
         return (-0.5, self.columns - 0.5)
 
     @property
     def ys(self) -> Numbers:
-        """The outer edges of the first and the last row."""
+        """The positions of the outer edges of the first and the last row. A cell's centre is its index."""
         return (-0.5, len(self.rows) - 0.5)
 
 
@@ -117,7 +120,7 @@ class Boxes:
 
     @property
     def xs(self) -> Numbers:
-        """The outer edges of the first and the last group."""
+        """The positions of the outer edges of the first and the last group. A group's centre is its index."""
         return (-0.5, len(self.boxes) - 0.5)
 
     @property
@@ -147,7 +150,7 @@ class Bars:
 
     @property
     def ys(self) -> Numbers:
-        """The outer edges of the first and the last row."""
+        """The positions of the outer edges of the first and the last row. A bar's centre is its index."""
         return (-0.5, len(self.lengths) - 0.5)
 
 

@@ -22,7 +22,7 @@ DECISIONS = {
     Decision.COMPRESS: ORANGE,
     Decision.OFFLOAD: GREEN,
 }
-"""Colours of the cells, light enough for black letters."""
+"""The colours of the cells by decision. They are light enough for black letters."""
 
 _NAMED_COLUMNS = 60
 """If there are more values than this, the names of the columns do not fit under the grid and are left out."""

@@ -93,7 +93,7 @@ _COLUMNS = {
     "freed per ms": "bytes freed per millisecond of recomputation",
     "grad. error": "relative error of the gradient",
 }
-"""Explanations of columns whose name is not clear by itself."""
+"""Explanations of the table columns whose name is not clear by itself, by the column's name."""
 
 
 def report(artifacts: Artifact | Sequence[Artifact], path: str | Path) -> None:
@@ -102,12 +102,14 @@ def report(artifacts: Artifact | Sequence[Artifact], path: str | Path) -> None:
     The page works without a network, a server or scripts: charts are pictures inside the page. Its size is some hundred KiB.
 
     Args:
-        artifacts: a plan, receipt, comparison, verdict, finding or advice, or several about one model and batch; or estimates.
+        artifacts: a plan, receipt, comparison, verdict, finding or advice, or several of these about one model and batch. Or
+            one or several estimates.
         path: the file to write. An existing file is replaced as a whole, or left unchanged after an error.
 
     Raises:
         PlanMismatch: the artifacts are about different models or batches.
-        InvalidReport: artifacts are missing, or estimates are mixed with others, or one is not about one step of one model.
+        InvalidReport: no artifact was given, or estimates are mixed with other artifacts, or an artifact is not about one step
+            of one model.
         PlanFileError: the file cannot be written.
 
     Example:
@@ -118,15 +120,16 @@ def report(artifacts: Artifact | Sequence[Artifact], path: str | Path) -> None:
 
 
 def build_html(artifacts: Sequence[Artifact], names: Sequence[str] = ()) -> str:
-    """Make the page as text.
+    """Make the page and return it as HTML text.
 
     Args:
         artifacts: one or several artifacts about one model and batch.
-        names: their names in error messages, such as their files; by default their kinds.
+        names: the artifacts' names in error messages, such as their files; by default their kinds.
 
     Raises:
         PlanMismatch: the artifacts are about different models or batches.
-        InvalidReport: artifacts are missing, or estimates are mixed with others, or one is not about one step of one model.
+        InvalidReport: no artifact was given, or estimates are mixed with other artifacts, or an artifact is not about one step
+            of one model.
     """
     for artifact in artifacts:
         if not isinstance(artifact, Reportable):

@@ -40,7 +40,7 @@ _SIDES = ((1, 4), (-1, 4), (1, -8), (1, 18), (-1, -8), (-1, 18), (0, -12), (0, 2
 Each is the side (1: right of the point, -1: left, 0: centred) and the shift down in SVG units.
 """
 _LETTERED_CELLS = 1500
-"""Grids with more cells are drawn without letters, because the cells are too small."""
+"""A grid with more cells than this is drawn without letters, because its cells are too small."""
 
 _Box = tuple[float, float, float, float]
 
@@ -166,7 +166,7 @@ class _Picture:
     def words(
         self, x: float, y: float, lines: Sequence[str], anchor: str = "start", *, is_strong: bool = False
     ) -> bool:
-        """Write lines inside the picture unless they would overlap earlier text; return whether they were written.
+        """Write lines inside the picture, unless they would overlap earlier text. Return whether they were written.
 
         Args:
             x: position of the lines' ``anchor``.
@@ -296,7 +296,7 @@ def _hint(words: str) -> str:
 
 @singledispatch
 def _draw(layer: Layer, picture: _Picture) -> None:
-    """Draw one layer of a chart."""
+    """Draw one layer of a chart into a picture."""
     raise NotImplementedError(type(layer))
 
 

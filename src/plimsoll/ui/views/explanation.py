@@ -1,4 +1,4 @@
-"""Makes the document of an explanation: the answer, the holders of memory, and the changes that would lower the peak."""
+"""Makes the document of an explanation: the answer, the tensors that hold memory, and the changes that would lower the peak."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CHANGES_HEADER = ("change", "new peak", "lower by", "basis")
 
 
 def view_explanation(explanation: Explanation) -> Document:
-    """Make the document of the explanation."""
+    """Make the document of an explanation of a step's peak."""
     peak = explanation.peak
     sections = [
         Section("Figures", [NamedFigures(_figures(explanation))]),

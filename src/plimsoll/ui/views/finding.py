@@ -37,7 +37,7 @@ _LAYERS: Mapping[str, Callable[[Layer], str]] = {
 _MOST_LAYERS = 12
 _NEGLIGIBLE_SHARE = 0.0005
 _NOTABLE_SHARE = 0.1
-"""Advice is given only for parts with at least this share of the time that all costly parts take."""
+"""A part gets advice only if it takes at least this share of the seconds that all costly parts take together."""
 _UNDER_PROFILER = 1.2
 """If the profiler makes the step without a plan longer than this factor, the text says so, because small parts are then
 doubtful.

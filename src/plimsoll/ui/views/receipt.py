@@ -1,4 +1,4 @@
-"""Makes the document of a receipt: the verdict, each claim with its evidence, the differences, and the regions' engines."""
+"""Makes the document of a receipt: the verdict, each claim with its evidence, the differences, and how each region ran."""
 
 from __future__ import annotations
 
@@ -136,7 +136,9 @@ def _agreement(baseline: Sequence[float | None], plan: Sequence[float | None]) -
 
 
 def _further_evidence(receipt: Receipt) -> list[tuple[str, str]]:
-    """Rows for the longer loss curve, the comparison of saved tensors, and the check of the gradient against the loss."""
+    """Return rows for the longer loss curve, the comparison of saved tensors, and the check of the gradient against the
+    loss.
+    """
     rows = []
     if receipt.plan_curve:
         theirs, ours = (
