@@ -94,4 +94,5 @@ def gradients_apart(wanted: Sequence[Any], found: Sequence[Any]) -> float:
         exact = np.asarray(a).astype(kind)
         difference += float(np.sum(np.abs(exact - np.asarray(b).astype(kind)) ** 2))
         length += float(np.sum(np.abs(exact) ** 2))
+    # The smallest length avoids a division by zero if the gradient is zero.
     return math.sqrt(difference / max(length, 1e-60))

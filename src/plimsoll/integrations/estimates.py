@@ -98,12 +98,12 @@ def estimate_step(
     """Estimate a training step: its memory item by item, and its speed.
 
     Args:
-        step: priced by the roofline of the device.
-        sizes: bytes that do not depend on the plan.
-        device: from the catalogue.
-        optimizer: its name.
-        budget: bytes for everything, to plan within.
-        started: by ``time.monotonic``.
+        step: the step, whose seconds come from the roofline of the device.
+        sizes: the bytes that do not depend on the plan.
+        device: the name of a device from the catalogue.
+        optimizer: the name of the optimizer.
+        budget: if given, the step is planned to fit into these bytes, which cover everything.
+        started: the time when the work began, by ``time.monotonic``.
     """
     unmanaged = step.unmanaged_taken()
     limit = None if budget is None else parse_bytes(budget)
@@ -194,7 +194,7 @@ def fit_steps(at: Callable[[int], tuple[Plannable, FixedSizes]], budget: str | i
 
     Args:
         at: returns the step for a number of samples, and its bytes that do not depend on the plan.
-        budget: bytes for everything.
+        budget: the bytes of everything that a training step takes.
         most_batch: the largest batch to try.
 
     Raises:

@@ -270,7 +270,7 @@ def most_bytes(run: Callable[[], object]) -> int:
 
 
 def bytes_in_any_state(*runs: Callable[[], object]) -> int:
-    """Return a peak that a step keeps to whatever else the process holds: the maximum of its runs plus twice their standard
+    """Return a bound for the peak of a step, whatever else the process holds: the maximum of its runs plus twice their standard
     deviation.
 
     Before each run, tensors of random sizes are made and most of them are freed, so that free chunks of other sizes exist.

@@ -51,10 +51,11 @@ class PlimsollCallback(_Callback):
 
     Raises:
         UnsupportedFramework: Lightning is older or newer than the tested versions.
-        InvalidOption: when training begins: there are two of these callbacks, or two trainers or modules use one at once.
-        InvalidModel: in the first training step: several modules are optimized by hand.
-        BudgetBelowFloor: in the first training step, before anything has changed. ``BatchSizeFinder`` takes a smaller batch
-            instead, as it does when it runs out of memory.
+        InvalidOption: the trainer has two of these callbacks, or two trainers or modules use one callback at once. This is
+            raised when training begins.
+        InvalidModel: several modules are optimized by hand. This is raised in the first training step.
+        BudgetBelowFloor: the budget is too small. This is raised in the first training step, before anything has changed.
+            ``BatchSizeFinder`` then takes a smaller batch, as it does when a step runs out of memory.
 
     Example:
         >>> trainer = Trainer(callbacks=[PlimsollCallback(budget="20GiB")])  # doctest: +SKIP

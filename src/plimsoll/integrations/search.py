@@ -38,8 +38,8 @@ def check_plan(plan: object, framework: str, subject: str) -> None:
     ``subject`` says in words what the framework's plans are for.
 
     Raises:
-        InvalidOption: it is not a `Plan`; the error names the type that was passed.
-        PlanMismatch: it was made for another framework.
+        InvalidOption: ``plan`` is not a `Plan`. The error names the type that was passed.
+        PlanMismatch: the plan was made for another framework.
     """
     if not isinstance(plan, Plan):
         raise InvalidOption(
@@ -133,6 +133,7 @@ class PlanSearch:
         below = max((each for each in self._seen if each[1] <= budget_bytes), default=None)
         above = min((each for each in self._seen if each[1] > budget_bytes), default=None)
         if below is not None and above is not None and below[0] < above[0]:
+            # Aim at the middle of the range that ends the search, because the next measurement may be a little above or below.
             share = ((1 - _CLOSE / 2) * budget_bytes - below[1]) / (above[1] - below[1])
             return int(below[0] + share * (above[0] - below[0]))
         said, taken = self._seen[-1]

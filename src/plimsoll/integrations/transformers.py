@@ -44,9 +44,11 @@ class PlimsollCallback(TrainerCallback):
 
     Raises:
         UnsupportedFramework: transformers is older or newer than the tested versions.
-        InvalidOption: when training begins: there are two of these callbacks, or two trainers use one at once.
-        BudgetBelowFloor: in the first training step, before anything has changed. With ``auto_find_batch_size=True`` the
-            trainer takes a smaller batch instead, as it does when it runs out of memory.
+        InvalidOption: the trainer has two of these callbacks, or two trainers use one callback at once. This is raised when
+            training begins.
+        BudgetBelowFloor: the budget is too small. This is raised in the first training step, before anything has changed.
+            With ``auto_find_batch_size=True`` the trainer then takes a smaller batch, as it does when a step runs out of
+            memory.
 
     Example:
         >>> trainer = Trainer(model, args, callbacks=[PlimsollCallback(budget="20GiB")])  # doctest: +SKIP

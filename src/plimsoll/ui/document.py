@@ -168,7 +168,7 @@ class MemoryChart:
 class DecisionMap:
     """A document element: a grid with the decision (keep, recompute, compress or offload) for each saved value of each region.
 
-    A region is a part of the model that a plan manages, usually one block.
+    A region is one call of a module whose saved tensors Plimsoll manages, usually of a block.
     """
 
     name: ClassVar[str] = "map"
@@ -246,8 +246,8 @@ class Section:
 class Subject:
     """The model, batch and device that a document is about, as far as its artifact names them. Unknown texts are empty.
 
-    A page combines only documents about the same model and batch. ``fingerprint`` is a hash of the model's structure, and
-    ``signature`` names the shapes of the batch.
+    A page combines only documents about the same model and batch. ``fingerprint`` is a digest of the model's structure, and
+    ``signature`` names the shapes and dtypes of the batch.
     """
 
     model: str = ""

@@ -138,7 +138,8 @@ class Averages:
                 _spread_velocity(slots[i], count, own_row)
             offers = [offer(slots[i], rows[i], self._settings.momentum) for i in due]
             flags = torch.stack([each.is_not_finite for each in offers]).to(gradients.rows.dtype)
-            # All ranks must know if a gradient is not finite on one of them, so every row carries the flags.
+            # All ranks must know if a gradient is not finite on one of them, so every row carries the flags. They are sent with
+            # the uncompressed gradients, not before them, so that nothing waits for them.
             message = torch.cat([*(rows[i] for i in plain), flags.expand(count, -1)], dim=1)
             averaged = message.new_empty(message.shape[1]) if self._form == "shard" else message.view(-1)
             self._average_rows(message, averaged, group)

@@ -54,8 +54,8 @@ def compress_gradients(
         momentum: with ``topk``, momentum before compression; then use an optimizer without momentum.
         warmup_steps: the number of reductions at the start that are not compressed.
         seed: seed of the first factors of ``powersgd``; the same on all ranks.
-        min_ratio: compress a parameter only if this divides its bytes by at least this number.
-        min_elements: compress a parameter only if it has at least this many elements.
+        min_ratio: compress a parameter only if compression divides the parameter's bytes by at least this number.
+        min_elements: compress a parameter only if the parameter has at least this many elements.
         replicate_group: FSDP2 only: the ranks that hold the same shards. The all-reduce among them is added, and
             compressed; the reduce-scatter stays torch's.
 
@@ -122,8 +122,8 @@ def layout_of(model: nn.Module, replicate_group: dist.ProcessGroup | None) -> Re
     """Return the object that stands for the wrapper (DDP or FSDP2) that exchanges the model's gradients.
 
     Raises:
-        InvalidOption: ``replicate_group`` with DDP.
-        InvalidModel: neither DDP nor FSDP2 does, or nothing is trained.
+        InvalidOption: ``replicate_group`` was given for a model under DDP.
+        InvalidModel: the model is under neither DDP nor FSDP2, or it has no trained parameters.
     """
     if isinstance(model, DistributedDataParallel):
         if replicate_group is not None:

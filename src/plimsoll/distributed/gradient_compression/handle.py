@@ -78,7 +78,7 @@ class CompressionHandle(RemovedAtEnd):
             factor: above 0.
 
         Raises:
-            InvalidOption: the factor is 0, negative or not finite; it would erase or reverse the residuals.
+            InvalidOption: the factor is 0, negative or not finite. Such a factor would erase or reverse the residuals.
         """
         if not 0 < factor < math.inf:
             raise InvalidOption(

@@ -166,7 +166,7 @@ class ScheduleAttachment(RemovedAtEnd):
             raise
 
     def _initialize(self, original: Callable[..., Any], args: Any, kwargs: Any, *more: Any, **named: Any) -> None:
-        """In the first step, plan the stages.
+        """In the first training step, plan the stages.
 
         This method replaces the method that a step calls first, with its first micro-batch.
         """
@@ -230,6 +230,7 @@ class ScheduleAttachment(RemovedAtEnd):
                 raise error
             budget_bytes = self._budget.bytes_on(next(iter(self._steps.values())).traced.costs)
             assert budget_bytes is not None
+        # The traces do not contain an optimizer, so the state that exists now counts as bytes beyond the predictions.
         self._budget_bytes, self._excess_bytes = budget_bytes, self._state_bytes
         mine, _ = self._agreement.compare(self._standing(does_fit=False))
         planner = RankPlanner(self._steps, self._rank.actions, self._beside_bytes)
@@ -252,6 +253,7 @@ class ScheduleAttachment(RemovedAtEnd):
             if step is not None:
                 self._note(step)
         fits = step is not None and self.measured_peak_bytes <= self._budget_bytes
+        # The first step runs at the lowest memory, so its plans are replaced even if they fit.
         mine, all_fit = self._agreement.compare(self._standing(does_fit=fits and self._steps_run > 1))
         if all_fit or self._steps_run >= _MOST_STEPS:
             self._end_calibration(does_fit=fits)
@@ -417,7 +419,8 @@ def attach_schedule(
             unmanaged.
         budget: bytes per rank, as for ``plimsoll.plan``: everything that its stages take together during a whole
             ``schedule.step`` and the optimizer's step, including receive buffers, kept outputs and optimizer state.
-        optimizer: one or several; their state counts from the start. Without it the first step measures the state.
+        optimizer: one or several optimizers, whose state counts from the start. Without this argument, the first step measures
+            the state.
         regions: as for ``plimsoll.plan``, within each stage's module.
         verify_every: as for ``plimsoll.apply``.
         ranks: global ranks that run this job; by default all.
@@ -430,7 +433,7 @@ def attach_schedule(
         InvalidBudget, InvalidModel, InvalidOption: raised by this call. A stage without trainable parameters is an
             InvalidModel.
         BudgetBelowFloor: raised by ``step``, before any of its micro-batches runs, on the rank whose stages cannot meet the
-            budget. All other ranks raise RankFailed, which names it. Schedule and stages are restored.
+            budget. All other ranks raise RankFailed, which names that rank. Schedule and stages are restored.
         RanksDiffer: replicas of a stage have different models.
 
     Example:

@@ -148,7 +148,9 @@ class StageAgreement(Agreement):
     def compare(self, mine: Standing) -> tuple[Standing, bool]:
         """Exchange standings with all ranks.
 
-        Return this rank's standing, with the fewest bytes of its replicas, and whether all ranks fit.
+        Return this rank's standing with the smallest ``room_bytes`` of its replicas, and whether all ranks fit.
+
+        A replica is a rank with the same stages.
 
         Raises:
             RanksDiffer: replicas of a stage have different models.
@@ -164,9 +166,9 @@ class StageAgreement(Agreement):
     def adopt(self, mine: Standing, made: RankPlan) -> tuple[dict[int, Plan], dict[int, ActionSeconds]]:
         """Exchange plans with all ranks.
 
-        Return the plans of this rank's first replica by stage, and the seconds of all ranks' stages.
+        Return the plans, by stage, of the first rank with this rank's stages, and the seconds of all ranks' stages.
 
-        A replica is a rank with the same stages. All replicas take the plans of the first one.
+        So all replicas of a stage run the same plan.
         """
         offers = self.all_of("plans", _Offer(stages=mine.stages, seconds=made.seconds, plans=made.plans), _Offer)
         first = next(offer for offer in offers if offer.stages == mine.stages)

@@ -72,8 +72,8 @@ def read_schedule(schedule: object) -> RankSchedule:
     """Return this rank's stages and the actions of all ranks in a schedule.
 
     Raises:
-        InvalidModel: it is not a schedule of ``torch.distributed.pipelining``, or its order cannot be read.
-        InvalidOption: it does not have a loss, so it does not train.
+        InvalidModel: the object is not a schedule of ``torch.distributed.pipelining``, or its order cannot be read.
+        InvalidOption: the schedule does not have a loss, so it does not train.
 
     Example:
         >>> read_schedule(schedule).actions[:2]  # doctest: +SKIP

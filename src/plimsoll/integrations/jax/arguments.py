@@ -72,7 +72,7 @@ class Arguments:
         """Return the values that a function has put into the objects in place of the given ones, by index of the array.
 
         Raises:
-            InvalidOption: it put other variables there.
+            InvalidOption: the function added, removed or restructured variables of an object.
         """
         found: dict[int, Any] = {}
         for each, after in zip(self._held(), objects, strict=True):

@@ -31,9 +31,9 @@ def estimate(
     Args:
         function: as for ``plan``.
         args: as for ``plan``; they may be shapes.
-        device: from the catalogue of devices.
-        optimizer: has an ``init`` like optax's, whose state is counted.
-        budget: bytes for everything, to plan within; by default nothing is planned.
+        device: the name of a device from the catalogue.
+        optimizer: an object with an ``init`` like optax's. The state that ``init`` returns is counted.
+        budget: if given, the step is planned to fit into these bytes, which cover everything. By default nothing is planned.
         argnums: as for ``plan``.
 
     Returns:
@@ -76,7 +76,7 @@ def fit(
         most_batch: the largest batch to try.
 
     Returns:
-        Every batch that was tried, and the plan of the best.
+        All batches that were tried, and the plan for the best batch.
 
     Raises:
         InvalidOption: ``most_batch`` is less than 1.

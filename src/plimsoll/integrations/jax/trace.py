@@ -54,10 +54,10 @@ def trace_step(
 
     Args:
         program: the function.
-        regions: all of its regions, in order.
-        clock: prices operations.
+        regions: all regions of the function, in order.
+        clock: gives the seconds of operations.
         model: the function's name.
-        signature: shapes of its arguments.
+        signature: the shapes of the function's arguments, as text.
     """
     seconds: dict[str, float] = {}
     candidates: dict[str, frozenset[int]] = {}

@@ -205,7 +205,7 @@ def refuse_beside_plan(context: typer.Context) -> None:
     """Raise an error if planning options were typed together with ``--plan``, because a saved plan ignores them.
 
     Raises:
-        InvalidStrategy: both were given; the message names the options.
+        InvalidStrategy: ``--plan`` and planning options were typed. The message names the options.
     """
     options = given(context)
     ignored = [name for name in options if name in _OF_PLANNING]
@@ -223,7 +223,7 @@ def refuse_without_plan(context: typer.Context) -> None:
     ``--max-error`` is allowed, because it also limits the measured error of a model without a plan.
 
     Raises:
-        InvalidStrategy: some were given; the message names them.
+        InvalidStrategy: planning options were typed. The message names them.
     """
     ignored = [name for name in given(context) if name in _OF_PLANNING and name != "--max-error"]
     if ignored:

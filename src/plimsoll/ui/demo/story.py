@@ -42,10 +42,10 @@ class Batches:
     """An endless source of random batches. With the same seed, it draws the same batches in the same order.
 
     Args:
-        corpus: the text.
+        corpus: the text to draw from.
         batch: examples per batch.
         sequence: bytes per example.
-        seed: of the draws.
+        seed: the seed of the draws.
     """
 
     def __init__(self, corpus: bytes, *, batch: int, sequence: int, seed: int) -> None:

@@ -106,6 +106,7 @@ def draw_frontier(chart: FrontierChart) -> Drawing:
         xs, ys, hints = points(curve)
         name = f"frontier of plan {index + 1}, predicted" if index else "frontier, predicted"
         layers.append(Polyline(name=name, xs=xs, ys=ys, colour=LINE, width=2, dash=DOTTED if index else ""))
+        # The slider below the chart moves along the first curve only.
         css = "" if index else "budget-point"
         layers.append(Points(xs=xs, ys=ys, hints=hints, colour=LINE, radius=2.5, css_class=css))
     for named, look in ((measured, _MEASURED), (chosen, _CHOSEN)):

@@ -179,6 +179,7 @@ def _set_apart(artifacts: Sequence[Artifact], documents: Sequence[Document]) -> 
         mark = f" of another plan ({artifact.strategy}, {name_budget(artifact.budget_bytes)})"
         moved = [dataclasses.replace(part, title=part.title + mark, place=Place.DETAIL) for part in document.sections]
         source = f"{document.source}{mark}"
+        # The page's facts list all budgets of its documents, and this one belongs to a plan that is not on the page.
         about = dataclasses.replace(document.about, budget_bytes=None)
         others.append(dataclasses.replace(document, source=source, about=about, tone=Tone.NEUTRAL, sections=moved))
     return [*own, *others]
