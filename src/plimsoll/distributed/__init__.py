@@ -1,6 +1,7 @@
-"""Training on several ranks: functions that code for a single device does not need. Names are imported on first use.
+"""Functions for training on several ranks, which code for a single device does not need. Names are imported on first use.
 
-``plimsoll.plan``, ``apply``, ``attach`` and ``verify`` need nothing from here: under torchrun ranks agree automatically.
+``plimsoll.plan``, ``apply``, ``attach`` and ``verify`` need nothing from this package: under torchrun, ranks agree
+automatically.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _HOMES = {
     "attach_schedule": "plimsoll.distributed.pipelines.pipeline_stages",
     "compress_gradients": "plimsoll.distributed.gradient_compression.compress",
 }
-"""The file of every name."""
+"""Maps each public name to the module that defines it."""
 
 
 def __getattr__(name: str) -> object:

@@ -1,11 +1,11 @@
-"""Train under a budget with Axolotl: a plugin that reads ``memory_budget:`` from its configuration.
+"""Train under a budget with Axolotl: a plugin that reads ``memory_budget:`` from Axolotl's configuration.
 
     plugins:
       - plimsoll.integrations.axolotl.PlimsollPlugin
     memory_budget: 20GiB
 
-Axolotl's trainers derive from transformers' ``Trainer``: the plugin adds ``PlimsollCallback``, which does the work. This file
-imports without Axolotl; its base class is looked up when the plugin is.
+Axolotl's trainers derive from transformers' ``Trainer``. The plugin adds ``PlimsollCallback`` to them, which does the work.
+This file can be imported without Axolotl: it looks up its base class only when the plugin is used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TRIED = Framework("axolotl", oldest="0.19", newest="0.19")
 
 
 class _Budgeted:
-    """The plugin's own methods; all others come from Axolotl's base class.
+    """An Axolotl plugin that applies a memory budget. Methods that are not here come from Axolotl's base class.
 
     Raises:
         UnsupportedFramework: when the plugin is registered: Axolotl is older or newer than the tested versions.
@@ -29,15 +29,18 @@ class _Budgeted:
     """
 
     def register(self, cfg: dict[str, Any]) -> None:
-        """Refuse an untested version."""
+        """Raise an error if Axolotl has a version that was not tested.
+
+        Axolotl calls this method when it registers the plugin.
+        """
         _TRIED.check()
 
     def get_input_args(self) -> str:
-        """The class with the configuration's new fields."""
+        """Return the path of the class that declares the configuration's new fields."""
         return f"{__name__}.PlimsollArgs"
 
     def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[TrainerCallback]:
-        """The callback, if a budget is configured."""
+        """Return a list with the callback that applies the budget. The list is empty if no budget is configured."""
         from plimsoll.integrations.transformers import PlimsollCallback
 
         if cfg.memory_budget is None:

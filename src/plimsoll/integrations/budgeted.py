@@ -1,4 +1,4 @@
-"""Train under a budget inside a training framework: the code that all integrations share.
+"""Trains under a budget inside a training framework: the code that all PyTorch integrations share.
 
 An integration finds the trained model and reports when training begins and ends. This module does the rest: it refuses untested
 versions, switches the framework's own checkpointing off, logs one line and figures for the framework's log, and restores
@@ -35,14 +35,20 @@ from plimsoll.tracing.zero import engine_of, inside_engine
 from plimsoll.units import format_bytes, parse_bytes
 
 _FLAGS = ("gradient_checkpointing", "grad_checkpointing")
-"""Flags of transformers, diffusers and timm that switch a module's checkpointing on."""
+"""Flags on the modules of transformers, diffusers and timm. A flag switches the module's activation checkpointing on."""
 _OF_DEEPSPEED = "deepspeed.runtime.activation_checkpointing.checkpointing"
-"""Where models look up DeepSpeed's ``checkpoint``, which its ``activation_checkpointing`` section sets up (seen in 0.19)."""
+"""The module that has DeepSpeed's ``checkpoint``, which models call.
+
+DeepSpeed's ``activation_checkpointing`` section sets it up.
+
+Seen in DeepSpeed 0.19.
+"""
 
 
 def calling(kind: type) -> Iterator[Any]:
-    """Yield the objects of a kind in the call stack, the nearest caller first. Some frameworks pass their hooks everything
-    except the trainer.
+    """Yield the objects of a class whose methods are running in the call stack, the nearest caller first.
+
+    Some frameworks pass their hooks everything except the trainer.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -53,14 +59,16 @@ def calling(kind: type) -> Iterator[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Framework:
-    """A framework by the name of its distribution, with the oldest and the newest tested version."""
+    """A framework by the name of its distribution, with the oldest and the newest version that were tested."""
 
     name: str
     oldest: str
     newest: str
 
     def check(self) -> None:
-        """Refuse a version that is older than the tested ones, or of a later major release (minor, before 1.0).
+        """Raise an error if the installed version is older than the tested versions, or from a later major release.
+
+        Before version 1.0, a later minor release counts as a later major release.
 
         Raises:
             UnsupportedFramework: the version is outside this range, or cannot be determined.
@@ -90,18 +98,23 @@ class Framework:
 
 
 def _line(version: str) -> tuple[int, int]:
-    """The part of a version that changes with the interface: the major version, before 1.0 also the minor one."""
+    """Return the part of a version that changes with the interface: the major version, and before 1.0 also the minor
+    version.
+    """
     major, minor = version.split(".")[:2]
     return int(major), 0 if int(major) else int(minor)
 
 
 class BudgetedTraining:
-    """One budget that is applied when a training begins and removed when it ends, for any number of trainings."""
+    """Applies one budget when a training begins, and removes it when the training ends, for any number of trainings."""
 
     def __init__(
         self, framework: Framework, budget: int | str, options: Mapping[str, Any], log: logging.Logger
     ) -> None:
-        """``options`` are those of ``plimsoll.attach``; ``log`` is the framework's logger."""
+        """Check the framework's version, the budget and the options.
+
+        ``options`` are those of ``plimsoll.attach``. ``log`` is the framework's logger.
+        """
         framework.check()
         inspect.signature(attach).bind(None, budget, **options)  # raises TypeError for an unknown option
         Budget.required(budget)
@@ -117,11 +130,16 @@ class BudgetedTraining:
 
     @property
     def owner(self) -> object:
-        """The object that has claimed the budget: until its training ends, and only as long as it lives."""
+        """The trainer or module that has claimed the budget, or ``None``.
+
+        A claim ends with the training, or when the owner is deleted.
+        """
         return self._owner()
 
     def claim(self, owner: object, *, is_free: bool) -> None:
-        """Let a trainer, or a module that is being set up, take the budget. Undo what a failed training has left.
+        """Let a trainer, or a module that is being set up, take the budget.
+
+        Remains of an earlier failed training are removed first.
 
         Raises:
             InvalidOption: another owner has the budget, and ``is_free`` is False.
@@ -145,11 +163,11 @@ class BudgetedTraining:
         taken_over: int = 0,
         takes_compiled: bool = False,
     ) -> None:
-        """Begin a training: ``model`` is the module that the framework calls.
+        """Apply the budget to ``model``, the module that the framework calls, when a training begins.
 
         ``beside`` are other modules of the framework, such as a reference model; their bytes are subtracted from the budget,
         because the step does not include them. ``taken_over`` is the number of memory-saving features of the framework that the
-        integration has already switched off. ``takes_compiled``: plan models compiled by torch.compile too.
+        integration has already switched off. With ``takes_compiled``, models that torch.compile compiled are planned too.
         """
         taken_over += switch_off(model, self._undo_work)
         if taken_over:
@@ -178,7 +196,7 @@ class BudgetedTraining:
         self.is_at_work, self._has_told = True, False
 
     def _budget_beside(self) -> int:
-        """The budget minus the bytes of other models."""
+        """Return the budget minus the bytes of the other models."""
         budget_bytes = parse_bytes(self._budget)
         if budget_bytes > self._beside_bytes:
             return budget_bytes - self._beside_bytes
@@ -189,18 +207,20 @@ class BudgetedTraining:
         )
 
     def name_beside(self, error: BudgetBelowFloor) -> None:
-        """Extend the error: the bytes of other models come on top of the floor that it names."""
+        """Add to an error that other models take bytes on top of the floor (the smallest reachable peak) that the error
+        names.
+        """
         if self._beside_bytes:
             error.why = f"{error.why}; other models hold {format_bytes(self._beside_bytes)} in addition"
             error.next = f"{error.next}; add {self._beside_bytes} bytes for the other models to each budget named here"
 
     def pause(self) -> None:
-        """Remove the budget from the model; it may begin again. A second call does nothing."""
+        """Remove the budget from the model. The budget can begin again later. A second call does nothing."""
         self._undo_work.close()
         self.is_at_work = False
 
     def replace(self, owner: object, name: str, value: object) -> None:
-        """Set an attribute on the framework's object itself, until training ends."""
+        """Set an attribute on the framework's object itself. When training ends, the old attribute comes back."""
         own = vars(owner)
         if name in own:
             self.on_end(own.__setitem__, name, own[name])
@@ -209,7 +229,7 @@ class BudgetedTraining:
         own[name] = value
 
     def on_end(self, undo: Callable[..., object], *args: Any) -> None:
-        """Call ``undo`` when training ends."""
+        """Remember a function to call when training ends. ``args`` are its arguments."""
         self._undo.callback(undo, *args)
 
     def end(self) -> None:
@@ -219,15 +239,17 @@ class BudgetedTraining:
         self._owner = _nobody
 
     def tell(self) -> None:
-        """Log one line about the plan as soon as there is a plan. Called after every step."""
+        """Log one line about the plan as soon as the plan exists. Integrations call this method after each step."""
         plan = self._plan
         if plan is not None and not self._has_told:
             self._has_told = True
             self._log.info("Plimsoll: %s", told(plan, 0))
 
     def figures(self) -> dict[str, float]:
-        """Figures for the framework's own log: budget, planned and measured bytes, and the share of time that the plan
-        costs.
+        """Return figures for the framework's own log, by name: budget, planned and measured bytes, and the plan's extra time as
+        a share.
+
+        The result is empty before the plan exists.
         """
         plan = self._plan
         if self.handle is None or plan is None:
@@ -242,16 +264,16 @@ class BudgetedTraining:
 
     @property
     def _plan(self) -> Plan | None:
-        """The plan for the budget; None before it is made."""
+        """The plan for the budget, or ``None`` before the plan is made."""
         return None if self.handle is None or self.handle.is_calibrating else self.handle.plan
 
 
 def _nobody() -> None:
-    """The owner of an unclaimed budget."""
+    """Return ``None``, as the owner of an unclaimed budget."""
 
 
 def _bytes_beside(model: nn.Module, others: Iterable[nn.Module]) -> int:
-    """Bytes of other modules on the model's device, without the model's own tensors."""
+    """Return the bytes of other modules on the model's device, without tensors that are also the model's."""
     own = [*model.parameters(), *model.buffers()]
     both = [*own, *(tensor for other in others for tensor in (*other.parameters(), *other.buffers()))]
     device = own[0].device if own else None
@@ -259,7 +281,7 @@ def _bytes_beside(model: nn.Module, others: Iterable[nn.Module]) -> int:
 
 
 def _inner(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
-    """The innermost optimizer: a framework's wrapper has a step with other arguments. DeepSpeed wraps twice."""
+    """Return the innermost optimizer. A framework's wrapper has a ``step`` with other arguments, and DeepSpeed wraps twice."""
     while (inner := getattr(optimizer, "optimizer", None)) is not None:
         optimizer = inner
     return optimizer
@@ -274,10 +296,10 @@ def _compiled(model: nn.Module) -> InvalidModel:
 
 
 def switch_off(model: nn.Module, undo: contextlib.ExitStack) -> int:
-    """Switch activation checkpointing off, so that every layer runs once. ``undo`` restores it.
+    """Switch activation checkpointing off, so that each layer runs once. Closing ``undo`` switches it on again.
 
-    A budget decides for every saved activation, but a layer that reruns as a whole leaves nothing to decide. Frameworks keep
-    the switch in a flag on modules, in torch's wrapper modules (FSDP plugins), or in a function that models call (DeepSpeed).
+    A budget decides for each saved activation. A layer that runs again as a whole leaves nothing to decide. Frameworks keep the
+    switch in a flag on modules, in torch's wrapper modules (FSDP plugins), or in a function that models call (DeepSpeed).
 
     Returns:
         The number of layers that were checkpointed or offloaded.
@@ -303,6 +325,9 @@ def switch_off(model: nn.Module, undo: contextlib.ExitStack) -> int:
 
 
 def _run_once(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Replaces DeepSpeed's ``checkpoint``. Like that, it returns a single result without its tuple."""
+    """Run a function once.
+
+    It replaces DeepSpeed's ``checkpoint``, and like that, it returns a single result without its tuple.
+    """
     made = function(*args, **kwargs)
     return made[0] if isinstance(made, tuple | list) and len(made) == 1 else made

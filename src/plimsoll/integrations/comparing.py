@@ -1,4 +1,4 @@
-"""Compare several ways to run one step outside of PyTorch: measure them in alternating rounds."""
+"""Compares several ways to run one step outside of PyTorch: measures them in alternating rounds."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from plimsoll.artifacts.comparison import Comparison, ComparisonRow
 from plimsoll.units import check_count
 
 _ROUNDING = 1e-6
-"""Relative differences of the gradient up to this come from another order of summation."""
+"""A relative difference of the gradient up to this number is taken for rounding, from sums in another order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """One way to run the step: ``run`` returns when a gradient is computed, ``gradient`` is one, ``peak_bytes`` is the
-    framework's count.
+    """Data: one way to run the step.
+
+    ``run`` computes a gradient, and returns when the gradient is computed. ``gradient`` is one result of it. ``peak_bytes`` are
+    the bytes that the framework counts.
     """
 
     run: Callable[[], object]
@@ -30,7 +32,7 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True)
 class TimedOn:
-    """The device and clock of a comparison."""
+    """Data: the device and the clock of a comparison."""
 
     clock: Callable[[], float]
     device: str
@@ -40,7 +42,10 @@ class TimedOn:
 
 
 def compare_ways(plain: Way, ways: Mapping[str, Way], place: TimedOn, *, model: str, steps: int) -> Comparison:
-    """One row per way, compared with the plain step. Ratios are medians over rounds; in each round every way runs once."""
+    """Measure all ways, and return a comparison with one row per way. A row compares the way with the plain step.
+
+    In each round, each way runs once. Ratios are medians over rounds.
+    """
     check_count("steps", steps, least=1)
     every = {"": plain, **ways}
     seconds: dict[str, list[float]] = {name: [] for name in every}
@@ -78,8 +83,9 @@ def compare_ways(plain: Way, ways: Mapping[str, Way], place: TimedOn, *, model: 
 
 
 def gradients_apart(wanted: Sequence[Any], found: Sequence[Any]) -> float:
-    """‖Δg‖ / ‖g‖ of the whole gradient. For a single array it says little if the array is only rounding, such as a key's
-    bias.
+    """Return the relative error of the whole gradient, ‖Δg‖ / ‖g‖.
+
+    For a single array, this number says little if the array is only rounding, such as the bias of a key.
     """
     difference = length = 0.0
     for a, b in zip(wanted, found, strict=True):
@@ -88,4 +94,5 @@ def gradients_apart(wanted: Sequence[Any], found: Sequence[Any]) -> float:
         exact = np.asarray(a).astype(kind)
         difference += float(np.sum(np.abs(exact - np.asarray(b).astype(kind)) ** 2))
         length += float(np.sum(np.abs(exact) ** 2))
+    # The smallest length avoids a division by zero if the gradient is zero.
     return math.sqrt(difference / max(length, 1e-60))

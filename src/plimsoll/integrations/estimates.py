@@ -1,8 +1,8 @@
-"""Estimate a step that was planned outside of PyTorch on a device of the catalogue, and find the largest batch that fits.
+"""Estimates a step that was planned outside of PyTorch on a device of the catalogue, and finds the largest batch that fits.
 
 Parameters, gradients, the optimizer's state and the batch are counted exactly. Temporaries are counted by the framework on
 *this* machine. The compiler or allocator of another device decides differently, so the figure has a wide error. Seconds come
-from the roofline.
+from the roofline model.
 """
 
 from __future__ import annotations
@@ -26,14 +26,18 @@ from plimsoll.planning.costing.devices import find_device
 from plimsoll.units import check_count, format_bytes, parse_bytes
 
 _TEMPORARY_ERROR = 0.6
-"""Assumed: the planner's own model of fusion, made from the same jaxpr, was 15 to 59% below XLA for CPUs."""
+"""The relative error of the temporaries.
+
+It is assumed: the planner's own model of fusion, made from the same jaxpr, was 15 to 59% below XLA for CPUs.
+"""
 _SECONDS_ERROR = 0.3
 
 
 @dataclass(frozen=True, kw_only=True)
 class FixedSizes:
-    """Bytes of a training step that do not depend on the plan. ``count`` is the number of parameters, ``rows`` the samples of a
-    batch.
+    """Data: the bytes of a training step that do not depend on the plan.
+
+    ``count`` is the number of parameters, and ``rows`` the number of samples in a batch.
     """
 
     parameters: int
@@ -45,11 +49,11 @@ class FixedSizes:
 
     @property
     def total(self) -> int:
-        """The sum of all bytes."""
+        """The sum of the bytes of parameters, gradients, optimizer state and batch."""
         return self.parameters + self.gradients + self.state + self.batch
 
     def room_in(self, budget_bytes: int) -> int:
-        """The part of a budget for everything that is left for temporaries.
+        """Return the bytes that are left for temporaries in a budget for everything.
 
         Raises:
             BudgetBelowFloor: nothing is left.
@@ -66,7 +70,7 @@ class FixedSizes:
 class Plannable(Protocol):
     """A step of any framework, with a search for its plans.
 
-    ``flops`` are those of forward and backward, in products of ``dtype``; ``counted_by`` names what counts temporaries.
+    ``flops`` are those of forward and backward, in products of ``dtype``. ``counted_by`` says what counts temporaries.
     """
 
     name: str
@@ -80,26 +84,26 @@ class Plannable(Protocol):
     def dtype(self) -> str: ...
 
     def plan(self, budget: int | str | None) -> Plan:
-        """The fastest plan within a budget of temporaries."""
+        """Return the fastest plan within a budget for temporaries."""
         ...
 
     def unmanaged_taken(self) -> int:
-        """Temporaries of the step without a plan."""
+        """Return the bytes of temporaries of the step without a plan."""
         ...
 
 
 def estimate_step(
     step: Plannable, sizes: FixedSizes, *, device: str, optimizer: str, budget: str | int | None, started: float
 ) -> Estimate:
-    """Estimate a training step: memory item by item, and speed.
+    """Estimate a training step: its memory item by item, and its speed.
 
     Args:
-        step: priced by the roofline of the device.
-        sizes: bytes that do not depend on the plan.
-        device: from the catalogue.
-        optimizer: its name.
-        budget: bytes for everything, to plan within.
-        started: by ``time.monotonic``.
+        step: the step, whose seconds come from the roofline of the device.
+        sizes: the bytes that do not depend on the plan.
+        device: the name of a device from the catalogue.
+        optimizer: the name of the optimizer.
+        budget: if given, the step is planned to fit into these bytes, which cover everything.
+        started: the time when the work began, by ``time.monotonic``.
     """
     unmanaged = step.unmanaged_taken()
     limit = None if budget is None else parse_bytes(budget)
@@ -186,11 +190,11 @@ def _stage(step: Plannable, sizes: FixedSizes, unmanaged: int, plan: Plan | None
 
 
 def fit_steps(at: Callable[[int], tuple[Plannable, FixedSizes]], budget: str | int, *, most_batch: int) -> Fit:
-    """Find the batch with the most samples per second: double it until no plan fits, and then try the middle as well.
+    """Find the batch with the most samples per second: double the batch until no plan fits, then also try the middle.
 
     Args:
         at: returns the step for a number of samples, and its bytes that do not depend on the plan.
-        budget: bytes for everything.
+        budget: the bytes of everything that a training step takes.
         most_batch: the largest batch to try.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Plans for frameworks that checkpoint whole layers: one decision per layer, in the planner's terms.
+"""Plans for frameworks that checkpoint whole layers: the planner decides for each layer whether it runs again in backward.
 
-All values that a layer makes for its derivative count as one value; rerunning the layer rebuilds it. The layers' inputs are
-always held. Keras' ``RematScope`` and TensorFlow's ``recompute_grad`` do not support finer decisions.
+All values that a layer makes for its derivative count as one value; running the layer again recomputes that value. The layers'
+inputs are always held. Keras' ``RematScope`` and TensorFlow's ``recompute_grad`` do not support finer decisions.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from plimsoll.integrations.search import PlanMeter, PlanSearch, TracedStep, chec
 
 @dataclass(frozen=True, kw_only=True)
 class RerunLayer:
-    """Costs of one layer: ``saved_bytes`` are the values that the layer makes inside and its derivative reads.
+    """Data: the costs of one layer. ``saved_bytes`` are the values that the layer makes inside and its derivative reads.
 
-    ``kind`` is equal for equal layers; ``obstacle`` says why the layer cannot run again, and is empty if it can.
+    ``kind`` is equal for equal layers. ``obstacle`` says why the layer cannot run again; it is empty if the layer can.
     """
 
     name: str
@@ -37,9 +37,10 @@ class RerunLayer:
 
 
 def kinds_of(layers: Sequence[Any]) -> dict[str, str]:
-    """Class and variable shapes of each layer, by its name. If several layers have the same name, later ones get a number.
+    """Return a mapping from each layer's name to its kind: its class and the shapes of its variables.
 
-    Layers are objects with ``name`` and ``variables``, such as those of Keras and TensorFlow.
+    If several layers have the same name, the later layers get a number. Layers are objects with ``name`` and ``variables``,
+    such as those of Keras and TensorFlow.
     """
     found: dict[str, str] = {}
     for layer in layers:
@@ -51,15 +52,16 @@ def kinds_of(layers: Sequence[Any]) -> dict[str, str]:
 
 
 def fingerprint(framework: str, kinds: Mapping[str, str]) -> str:
-    """A digest that is equal for models with layers of the same kinds, at any batch size. Names are left out: a framework may
-    number them.
+    """Return a digest of the model that is equal for all models with layers of the same kinds, at any batch size.
+
+    The layers' names do not change the digest, because a framework may number them.
     """
     text = "\n".join(sorted(kinds.values()))
     return f"{framework}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def check_fingerprint(plan: Plan, framework: str, kinds: Mapping[str, str]) -> None:
-    """Raise unless the plan was made for this framework and these layers.
+    """Raise an error unless the plan was made for this framework and these layers.
 
     Raises:
         InvalidOption: ``plan`` is not a `Plan`.
@@ -82,14 +84,17 @@ def check_fingerprint(plan: Plan, framework: str, kinds: Mapping[str, str]) -> N
 
 
 Around = Callable[[str, Callable[..., Any], Any, Any], Any]
-"""Runs a layer: it gets the layer's name, its original call, positional and named arguments."""
+"""A function that runs a layer.
+
+Its arguments are the layer's name, its original call, and the positional and named arguments.
+"""
 
 
 @contextlib.contextmanager
 def calling(layers: Sequence[Any], around: Around, method: str = "__call__") -> Iterator[None]:
-    """Inside the block, a method of every layer goes through ``around``.
+    """Inside the block, a method of each layer goes through ``around``.
 
-    Python looks ``__call__`` up on the class only, so an attribute of the layer would have no effect, and the step holds the
+    Python looks ``__call__`` up on the class only, so an attribute of the layer does not change a call. The step holds the
     layers themselves, so replacements cannot be passed. A patched class would affect its other objects too, and would run twice
     for a subclass whose own ``__call__`` calls ``super``. So each layer temporarily gets its own subclass as its class:
     ``isinstance`` still holds, and other objects are not affected. ``object.__setattr__`` bypasses the frameworks' hooks on
@@ -108,17 +113,17 @@ def calling(layers: Sequence[Any], around: Around, method: str = "__call__") -> 
 
 
 def rerun_layers(plan: Plan) -> frozenset[str]:
-    """The names of the layers that a plan reruns."""
+    """Return the names of the layers that run again in backward under the plan."""
     return frozenset(region.name for region in plan.regions if not region.is_untouched)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayeredStep:
-    """Layers in the order of the forward pass, and the costs of the rest of the step.
+    """Data: the layers in the order of the forward pass, and the costs of the rest of the step.
 
-    ``rest_seconds`` are the seconds outside of layers, in forward and in backward; ``flops`` are the whole step's. ``device``
-    is where seconds were measured, or the device they were computed for; ``source`` says which. ``signature`` has the batch's
-    shapes.
+    ``rest_seconds`` are the seconds outside of layers, in forward and in backward. ``flops`` is the arithmetic of the whole
+    step. ``device`` is the device of the seconds, and ``source`` says whether they were measured on this device or computed for
+    it. ``signature`` has the batch's shapes.
     """
 
     layers: tuple[RerunLayer, ...]
@@ -130,7 +135,7 @@ class LayeredStep:
 
 
 class LayerPlans:
-    """A step whose layers are kept or rerun, with a search for its plans."""
+    """A step that can be planned layer by layer, with the search for its plans. Each layer is either kept or run again."""
 
     dtype = "f32"
 
@@ -140,18 +145,18 @@ class LayerPlans:
         self.counted_by = f"as counted by {meter.name} on this device"
 
     def plan(self, budget: int | str | None) -> Plan:
-        """The fastest plan within a budget."""
+        """Return the fastest plan within a budget."""
         return self.search.run(budget)
 
     def unmanaged_taken(self) -> int:
-        """Bytes that the step takes if all layers are kept."""
+        """Return the bytes that the step takes if all layers are kept."""
         return self._meter.measure(())
 
 
 def rerun_meter(
     framework: str, name: str, measure: Callable[[frozenset[str]], int], saved_bytes: int | None = None
 ) -> PlanMeter:
-    """A meter that measures plans by the names of the layers that run again.
+    """Make a meter that measures a plan by the names of the layers that run again.
 
     Args:
         framework: the layers' framework.
@@ -172,7 +177,7 @@ def rerun_meter(
 
 
 def _traced(step: LayeredStep, framework: str, model: str) -> TracedStep:
-    """A trace of the layers in order, the rest of the step, then the layers' derivatives in reverse."""
+    """Return the step as a trace: the layers in order, the rest of the step, then the layers' derivatives in reverse order."""
     layers = step.layers
     last = 2 * len(layers) + 1
     named = [
@@ -210,7 +215,7 @@ def _traced(step: LayeredStep, framework: str, model: str) -> TracedStep:
 
 
 def _storages(layer: RerunLayer, at: int, first: int) -> tuple[Storage, Storage]:
-    """The storages of a layer's input, which is not counted, and of the values that the layer makes."""
+    """Return two storages of a layer: one of 0 bytes for its input, and one for the values that the layer makes."""
     return (
         Storage(
             id=first, bytes=0, category=Category.INPUT, label=f"input of {layer.name}", born=-1, dies=-1, region=-1

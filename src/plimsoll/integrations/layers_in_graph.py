@@ -1,12 +1,13 @@
-"""Costs of the layers of a traced ``tf.function``: bytes of tensors that they make and their gradients read, and seconds.
+"""Reads the costs of layers from a traced ``tf.function``: the bytes of tensors that they make and their gradients read, and
+seconds.
 
 Operations of a graph are in the order of their creation. So the operations of a layer's call, or of the gradient, are ranges of
 that list. The bytes of the whole step are counted while it runs.
 
-TensorFlow's allocator returns a whole free chunk if it is less than twice as large as requested, and counts the whole chunk. So
-the bytes of the same step depend on what else the process holds and held. Another trace may also run in another order. A plan's
-step is therefore run in two traces while other tensors are alive, and the promised peak is the maximum plus a margin for the
-spread.
+TensorFlow's allocator returns a whole free chunk if the chunk is less than twice as large as requested, and counts the whole
+chunk. So the bytes of one step depend on what else the process holds and held. Another trace of the step may also run in
+another order. So a plan's step is run in two traces while other tensors are alive, and the promised peak is the maximum plus a
+margin for the spread.
 
 Source: ``BFCAllocator::FindChunkPtr`` (``xla/tsl/framework/bfc_allocator.cc``).
 """
@@ -32,27 +33,36 @@ from plimsoll.planning.costing.devices import find_device
 
 _SAME_BYTES = frozenset({"Identity", "Reshape", "Squeeze", "ExpandDims", "StopGradient"})
 _HARMLESS = frozenset({"ReadVariableOp", "VarHandleOp", "ResourceGather", "Placeholder", "PartitionedCall"})
-"""Operations that are marked as stateful but neither write nor draw random numbers."""
+"""Operations that TensorFlow marks as stateful, although they neither write nor draw random numbers."""
 _NOT_MADE = frozenset({"ReadVariableOp", "Const"})
 _FROM_OUTSIDE = frozenset({"Const", "Placeholder"})
-"""Constants, and tensors that a graph captures: gradients do not flow there."""
+"""Constants, and tensors that a graph captures. Gradients do not flow to them."""
 _EXPONENTIALS = frozenset({"Exp", "Tanh", "Sigmoid", "Erf", "Softmax", "Log", "Pow", "Rsqrt", "Sqrt"})
 _PRODUCTS = {"MatMul": "transpose_a", "BatchMatMulV2": "adj_x", "BatchMatMulV3": "adj_x"}
-"""Matrix products, and the attribute that says whether the first operand is transposed."""
+"""Maps each kind of matrix product to its attribute that says whether the first operand is transposed."""
 _RATE_SIDE = 512
 _MOST_RUNS = 16
 """The most runs of one step to find its peak."""
 _STATES, _DEVIATIONS = 4, 2
-"""Runs of each trace with other tensors alive; standard deviations of all runs that are added to the maximum."""
+"""Two numbers of `bytes_in_any_state`: how often each trace runs with other tensors alive, and how many standard deviations of
+all runs are added to the maximum.
+"""
 _COUNTED_FROM = 256 * 1024
-"""Bytes of the smallest tensor that TensorFlow counts on a CPU."""
+"""The bytes of the smallest tensor that TensorFlow counts on a CPU."""
 _BESIDE, _SHARE_BESIDE = 12, 8
-"""Number of other tensors made before such a run. The largest has up to 1/8 of the step's bytes. A third stay during it."""
+"""Two numbers of `bytes_in_any_state`: how many other tensors are made before a run, and the divisor of the largest one's
+bytes.
+
+The largest has up to 1/8 of the step's bytes. A third of the tensors stay during the run.
+"""
 
 
 @dataclass(frozen=True)
 class _Span:
-    """One call of a layer: operations ``first`` to ``stop`` of the graph, and the ids of its input and output tensors."""
+    """Data: one call of a layer.
+
+    It has the graph's operations ``first`` to ``stop``, and the ids of its input and output tensors.
+    """
 
     first: int
     stop: int
@@ -62,7 +72,7 @@ class _Span:
 
 @dataclass(frozen=True)
 class Rates:
-    """Seconds per unit of arithmetic and per byte that an operation makes, on a device."""
+    """Data: the seconds per unit of arithmetic, and the seconds per byte that an operation makes, on a device."""
 
     flop_seconds: float
     byte_seconds: float
@@ -71,7 +81,7 @@ class Rates:
 
 
 def rates_of(device: str | None) -> Rates:
-    """Rates of a device of the catalogue; by default they are measured on this machine."""
+    """Return the rates of a device of the catalogue. By default, the rates are measured on this machine."""
     if device is None:
         flop, byte = _measured_rates()
         return Rates(flop, byte, "GPU" if tf.config.list_physical_devices("GPU") else "CPU", CostSource.MEASURED)
@@ -84,7 +94,7 @@ def rates_of(device: str | None) -> Rates:
 def read_layers(
     step: Callable[..., Any], args: Sequence[Any], layers: Sequence[Any], rates: Rates
 ) -> tuple[LayeredStep, Callable[[], object]]:
-    """Read the costs of each layer, in the order of their calls, from the graph of the step and its gradient.
+    """Read the costs of each layer from the graph of the step and its gradient. Layers are in the order of their calls.
 
     Returns:
         The layers, and a function that runs the traced step and its gradient.
@@ -164,8 +174,9 @@ def _check_calls(missing: Sequence[str], spans: Mapping[str, Sequence[_Span]]) -
 
 
 def _saved_bytes(operations: Sequence[Any], mark: int, spans: Mapping[str, Sequence[_Span]]) -> dict[str, int]:
-    """Bytes that each layer makes inside and the gradient reads; each tensor counts once. A layer's results do not count: they
-    are the next layer's input.
+    """Return the bytes that each layer makes inside and the gradient reads, by the layer's name. Each tensor counts once.
+
+    A layer's results do not count, because they are the next layer's input.
     """
     owner = {
         op: (name, span) for name, found in spans.items() for span in found for op in operations[span.first : span.stop]
@@ -180,7 +191,7 @@ def _saved_bytes(operations: Sequence[Any], mark: int, spans: Mapping[str, Seque
 
 
 def _root(tensor: Any) -> Any:
-    """The tensor whose memory this tensor shows."""
+    """Return the tensor that owns the memory of this tensor. A reshape, for example, has the memory of its input."""
     while tensor.op.type in _SAME_BYTES:
         tensor = tensor.op.inputs[0]
     return tensor
@@ -195,7 +206,7 @@ def _made_bytes(op: Any) -> int:
 
 
 def _flops(op: Any) -> int:
-    """Arithmetic of one operation; an exponential or a similar function counts as eight."""
+    """Return the arithmetic of one operation. An exponential or a similar function counts as eight."""
     made: int = sum(each.shape.num_elements() or 0 for each in op.outputs)
     if op.type in _PRODUCTS:
         axis = -2 if op.get_attr(_PRODUCTS[op.type]) else -1
@@ -213,7 +224,7 @@ def _flops(op: Any) -> int:
 
 
 def _obstacle(operations: Sequence[Any], given: Collection[int]) -> str:
-    """Why a layer with these operations and inputs cannot run again; empty if it can."""
+    """Return why a layer with these operations and inputs cannot run again. The text is empty if the layer can."""
     own = set(operations)
     for op in operations:
         for tensor in op.inputs:
@@ -227,7 +238,9 @@ def _obstacle(operations: Sequence[Any], given: Collection[int]) -> str:
 
 @functools.cache
 def _measured_rates() -> tuple[float, float]:
-    """Seconds per unit of arithmetic in a matrix product, and per byte that an operation makes, measured on this device."""
+    """Measure two rates on this device: seconds per unit of arithmetic in a matrix product, and per byte that an operation
+    makes.
+    """
     square = tf.ones((_RATE_SIDE, _RATE_SIDE))
     wide = tf.ones((4 * _RATE_SIDE, _RATE_SIDE))
 
@@ -247,7 +260,7 @@ def _measured_rates() -> tuple[float, float]:
 
 
 def most_bytes(run: Callable[[], object]) -> int:
-    """The maximum of the peaks of a few runs, without the bytes that were allocated before."""
+    """Return the maximum of the peaks of a few runs, without the bytes that were allocated before each run."""
     # The first run also makes what stays, such as constants and the kernels' own caches.
     run()
     peaks: list[int] = []
@@ -257,7 +270,8 @@ def most_bytes(run: Callable[[], object]) -> int:
 
 
 def bytes_in_any_state(*runs: Callable[[], object]) -> int:
-    """The peak of a step whatever else the process holds: the maximum of its runs plus twice their standard deviation.
+    """Return a bound for the peak of a step, whatever else the process holds: the maximum of its runs plus twice their standard
+    deviation.
 
     Before each run, tensors of random sizes are made and most of them are freed, so that free chunks of other sizes exist.
 
@@ -281,7 +295,7 @@ def bytes_in_any_state(*runs: Callable[[], object]) -> int:
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
-    """The peak of one run, without the bytes that were allocated before."""
+    """Return the peak of one run, without the bytes that were allocated before."""
     device = f"{device_kind()}:0"
     try:
         before = tf.config.experimental.get_memory_info(device)["current"]
@@ -304,5 +318,5 @@ def peak_bytes(run: Callable[[], object]) -> int:
 
 
 def device_kind() -> str:
-    """TensorFlow's name for the device that steps run on."""
+    """Return TensorFlow's name for the kind of device that steps run on."""
     return "GPU" if tf.config.list_physical_devices("GPU") else "CPU"

@@ -5,7 +5,7 @@
     trainer = Trainer(..., callbacks=[PlimsollCallback(budget="20GiB")])
 
 Lightning runs ``training_step``, which is not a module's ``forward``: it may call the LightningModule, a part of it or several
-parts. So the callback wraps the strategy's training step in a module (`_Step`) whose calls can be managed.
+parts. So the callback wraps the strategy's training step in a module (`_Step`), because calls of a module can be managed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ from plimsoll.integrations.budgeted import BudgetedTraining, Framework, calling
 from plimsoll.session.attachment import Attachment
 
 _NAMES = ("lightning.pytorch", "pytorch_lightning")
-"""One library under two names with different classes: use the imported one, else the installed one."""
+"""Lightning is one library under two names, with different classes.
+
+The name that is imported is used, else the installed one.
+"""
 _NAME = next((name for name in _NAMES if name in sys.modules), _NAMES[0] if find_spec("lightning") else _NAMES[1])
 _Callback: Any = importlib.import_module(_NAME).Callback
 _ITSELF = "lightning_module"
@@ -37,10 +40,10 @@ _TRIED = Framework(_NAME.partition(".")[0].replace("_", "-"), oldest="2.4", newe
 
 
 class PlimsollCallback(_Callback):
-    """Keeps every training step of a ``Trainer`` within a memory budget, from the first step on; with ``Fabric``, every step of
-    the module that is set up.
+    """Keeps each training step of a ``Trainer`` within a memory budget, from the first step on.
 
-    Planned and measured figures are logged with every step. Everything is restored when training ends.
+    With ``Fabric``, the callback does this for each step of the module that is set up. Planned and measured figures are logged
+    with each step. Everything is restored when training ends.
 
     Args:
         budget: as for ``plimsoll.attach``.
@@ -48,10 +51,11 @@ class PlimsollCallback(_Callback):
 
     Raises:
         UnsupportedFramework: Lightning is older or newer than the tested versions.
-        InvalidOption: when training begins: there are two of these callbacks, or two trainers or modules use one at once.
-        InvalidModel: in the first training step: several modules are optimized by hand.
-        BudgetBelowFloor: in the first training step, before anything has changed. ``BatchSizeFinder`` takes a smaller batch
-            instead, as it does when it runs out of memory.
+        InvalidOption: the trainer has two of these callbacks, or two trainers or modules use one callback at once. This is
+            raised when training begins.
+        InvalidModel: several modules are optimized by hand. This is raised in the first training step.
+        BudgetBelowFloor: the budget is too small. This is raised in the first training step, before anything has changed.
+            ``BatchSizeFinder`` then takes a smaller batch, as it does when a step runs out of memory.
 
     Example:
         >>> trainer = Trainer(callbacks=[PlimsollCallback(budget="20GiB")])  # doctest: +SKIP
@@ -62,11 +66,14 @@ class PlimsollCallback(_Callback):
 
     @property
     def handle(self) -> Attachment | None:
-        """The result of ``plimsoll.attach`` for the most recent training."""
+        """The result of ``plimsoll.attach`` for the most recent training, or ``None`` before the first one."""
         return self._training.handle
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Wrap the training step. The trained module is looked up when the step is called."""
+        """Wrap the training step, when Lightning prepares to fit.
+
+        The trained module is looked up later, when the step is called.
+        """
         if stage != "fit":
             return
         _refuse_twins(trainer.callbacks)
@@ -75,17 +82,20 @@ class PlimsollCallback(_Callback):
         self._training.replace(pl_module, "log", functools.partial(self._log_once, pl_module.log))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """A batch size finder may have run steps before: begin again."""
+        """Remove the budget, so that the training's first step applies it anew.
+
+        A batch size finder may have run steps before.
+        """
         self._training.pause()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        """Log the plan as soon as there is one, and the measured figures."""
+        """After each batch: log the plan once it exists, and log the planned and measured figures."""
         self._training.tell()
         if not trainer.barebones:
             pl_module.log_dict(self._training.figures())
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Restore trainer and module."""
+        """Restore trainer and module after training has ended."""
         self._training.end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -93,18 +103,21 @@ class PlimsollCallback(_Callback):
         self._training.end()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Restore trainer and module, also if training has never begun."""
+        """Restore trainer and module at the end of fitting, even if training never began."""
         if stage == "fit":
             self._training.end()
 
     def on_after_setup(self, fabric: Any, module: Any) -> None:
-        """Attach to the module that Fabric has set up: to the inner module that it calls, inside its casts."""
+        """Apply the budget to the module that Fabric has set up.
+
+        This is the inner module that Fabric's wrapper calls, so the wrapper's casts run outside of it.
+        """
         _refuse_twins(fabric._callbacks)  # seen in Lightning 2.4 to 2.6
         self._training.claim(module, is_free=False)
         self._training.begin(module._forward_module, None)
 
     def _step(self, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the strategy's own training step, by calling the managed module."""
+        """Run the training step by calling the managed module. This method replaces the strategy's ``training_step``."""
         strategy = trainer.strategy
         # Finders of batch sizes and learning rates run the loop without callbacks, once per try.
         is_tried = self not in trainer.callbacks
@@ -130,16 +143,16 @@ class PlimsollCallback(_Callback):
             ) from error
 
     def _log_once(self, log: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Log what the training step logs, except in trial runs for a plan."""
+        """Log what the training step logs, except in trial runs, which Plimsoll makes to measure a plan."""
         if self.handle is None or not self.handle.is_trying:
             log(*args, **kwargs)
 
 
 class _Step(nn.Module):
-    """A LightningModule's training step as a module. It has the LightningModule's parts, under the same names.
+    """A LightningModule's training step as a module. It has the parts of the LightningModule, under the same names.
 
-    The LightningModule itself is among its modules too, so that its attributes are saved and restored. It is not among the
-    children, because it may never be called.
+    The LightningModule itself is among this module's ``modules()``, so that its attributes are saved and restored. It is not
+    among the children, because it may never be called.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -148,16 +161,16 @@ class _Step(nn.Module):
         self._modules = {**module._modules, _ITSELF: module}
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """The children of the LightningModule."""
+        """Return the children of the LightningModule with their names."""
         return self._modules[_ITSELF].named_children()  # type: ignore[union-attr]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the training step."""
+        """Run the LightningModule's training step."""
         return self._modules[_ITSELF].training_step(*args, **kwargs)  # type: ignore[union-attr, operator]
 
 
 def _managed(strategy: Any) -> nn.Module:
-    """The module whose calls are the training steps.
+    """Return the module whose calls are the training steps.
 
     Raises:
         InvalidModel: such a module does not exist.

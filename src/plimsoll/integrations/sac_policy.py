@@ -23,19 +23,19 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 PLAN = ""
 SAVED: tuple[dict[str, tuple[int, ...]], ...] = ()
-"""Ops to save, as ``module::op#occurrence``, and which of their outputs the plan keeps."""
+"""Ops to save, as ``module::op#occurrence``, each with the indices of the outputs that the plan keeps."""
 REGIONS: dict[str, dict[int, int]] = {}
-"""By module path and the number of its call within one forward of the model: the index into ``SAVED``."""
+"""Maps a module's path and the number of its call within one forward of the model to an index into ``SAVED``."""
 
 _ATTENTION = re.compile(r"^_scaled_dot_product_(flash|efficient|cudnn|fused)_attention(_for_cpu|_overrideable)?$")
-"""All kernels of fused attention are given one name."""
+"""Matches the kernels of fused attention. All of them are given one name."""
 _Place = tuple[nn.Module, str]
 _SMALL = 0.05
 """An op's outputs are saved together. Outputs that the plan does not keep may add this share of the kept bytes."""
 
 
 def apply(model: nn.Module) -> Callable[[], None]:
-    """Checkpoint every region of ``model`` as the plan says. Returns a function that undoes it."""
+    """Checkpoint each planned region of ``model`` as the plan says. Return a function that restores the model."""
     handles: list[Any] = []
     regions = [_Region(model.get_submodule(path), calls, handles) for path, calls in REGIONS.items()]
 
@@ -54,7 +54,7 @@ def apply(model: nn.Module) -> Callable[[], None]:
 
 
 class _Region:
-    """A checkpointed module, with the path of its submodule that is running."""
+    """A module that runs under checkpointing. It knows the path of its submodule that is running."""
 
     def __init__(self, module: nn.Module, calls: Mapping[int, int], handles: list[Any]) -> None:
         if "forward" in vars(module):
@@ -91,7 +91,7 @@ class _Region:
 
 
 class _Running(threading.local):
-    """The path of the submodule that is running, per thread."""
+    """The paths of the submodules that are running, the innermost one last, separately for each thread."""
 
     def __init__(self) -> None:
         self.paths: list[str] = []
@@ -104,7 +104,7 @@ class _Running(threading.local):
 
 
 class _Policy:
-    """Decides op by op in forward, and repeats these decisions when the region runs again."""
+    """Decides in forward which ops are saved, op by op, and repeats these decisions when the region runs again."""
 
     def __init__(self, running: _Running, saved: Mapping[str, tuple[int, ...]]) -> None:
         self._running = running
@@ -149,7 +149,7 @@ class _Policy:
 def _first(
     inner: AbstractContextManager[Any], region: _Region, policy: _Policy, buffers: dict[_Place, torch.Tensor]
 ) -> Iterator[None]:
-    """Runs around a region's forward: stores earlier contents of the buffers that forward writes to."""
+    """A context around a region's forward. It stores the contents that buffers had before forward wrote to them."""
     before: dict[_Place, tuple[torch.Tensor, torch.Tensor, int]] = {}
     for owner in region.module.modules():
         for name, buffer in owner.named_buffers(recurse=False):
@@ -166,8 +166,9 @@ def _first(
 
 
 class _Again:
-    """Runs around a rerun of the region: the region reads and writes copies of the buffers, with their contents from before
-    forward.
+    """A context around the second run of a region.
+
+    The region reads and writes copies of the buffers, with their earlier contents.
     """
 
     def __init__(self, inner: AbstractContextManager[Any], buffers: dict[_Place, torch.Tensor]) -> None:
@@ -189,7 +190,7 @@ class _Again:
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    """The tensors in an op's arguments or results."""
+    """Return the tensors in an op's arguments or results."""
     if isinstance(tree, torch.Tensor):
         return [tree]
     items = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
@@ -197,7 +198,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _draws(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an op draws random numbers; attention without dropout does not."""
+    """Return whether an op draws random numbers. Attention without dropout does not draw any."""
     if torch.Tag.nondeterministic_seeded not in op.tags:
         return False
     given = {each.name: each.default_value for each in op._schema.arguments}

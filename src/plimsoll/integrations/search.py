@@ -1,7 +1,7 @@
-"""Find the fastest plan whose compiled step is within a budget: every plan is measured before it is returned.
+"""Finds the fastest plan whose compiled step is within a budget. Each plan is measured before it is returned.
 
-A compiler or allocator changes memory use after the plan was made. So the plan's memory is measured, the budget is corrected by
-the difference, and the plan is made again.
+A compiler or allocator changes memory use after the plan was made. So this module measures the memory of a plan, corrects the
+budget by the difference, and makes the plan again.
 """
 
 from __future__ import annotations
@@ -22,19 +22,24 @@ from plimsoll.planning.step import StepIndex
 from plimsoll.units import format_bytes, format_bytes_up, parse_bytes
 
 _TRIALS = 4
-"""The most plans to measure; most searches need two."""
+"""The most plans that one search measures. Most searches need two."""
 _CLOSE = 0.03
-"""Stop if a plan leaves less than this share of the budget unused."""
+"""The search stops if a plan leaves less than this share of the budget unused."""
 _GAIN = 0.003
-"""Also stop if a new plan would save less than this share of the step: operation times are not known more exactly."""
+"""The search also stops if a new plan would save less than this share of the step.
+
+Operation times are not known more exactly.
+"""
 
 
 def check_plan(plan: object, framework: str, subject: str) -> None:
-    """Raise unless ``plan`` is a plan for this framework. ``subject`` names in words what a plan is for there.
+    """Raise an error unless ``plan`` is a plan for this framework.
+
+    ``subject`` says in words what the framework's plans are for.
 
     Raises:
-        InvalidOption: it is not a `Plan`; the error names the type that was passed.
-        PlanMismatch: it was made for another framework.
+        InvalidOption: ``plan`` is not a `Plan`. The error names the type that was passed.
+        PlanMismatch: the plan was made for another framework.
     """
     if not isinstance(plan, Plan):
         raise InvalidOption(
@@ -52,7 +57,10 @@ def check_plan(plan: object, framework: str, subject: str) -> None:
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A function and its gradient as a step. Holding a byte from forward to backward takes time as well."""
+    """Data: the step of a function and its gradient, with the costs of its operations.
+
+    To hold a byte from forward to backward takes time as well: ``store_seconds_per_byte``.
+    """
 
     trace: Trace
     costs: Costs
@@ -61,10 +69,11 @@ class TracedStep:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanMeter:
-    """How plans are measured.
+    """Data: how plans are measured.
 
-    ``measure`` returns the bytes of a step under these plans; ``name`` names what counts them. ``unmanaged_bytes`` is what the
-    framework itself holds from forward to backward; ``kept_bytes`` is ``measure``'s result if everything is kept, if known.
+    ``measure`` returns the bytes of a step under the plans of its regions, and ``name`` names what counts these bytes.
+    ``unmanaged_bytes`` are the bytes that the framework itself holds from forward to backward. ``kept_bytes`` is the result of
+    ``measure`` if everything is kept, or ``None`` if it is not known.
     """
 
     framework: str
@@ -75,21 +84,21 @@ class PlanMeter:
 
 
 class PlanSearch:
-    """The search for plans of one function, with all measurements so far."""
+    """The search for plans of one function. It remembers all its measurements, so several budgets can use them."""
 
     def __init__(self, step: TracedStep, meter: PlanMeter) -> None:
         self.step, self.meter = step, meter
         self.planner = Planner(StepIndex(step.trace, step.costs))
         self.measured: dict[tuple[object, ...], int] = {}
         self._seen: list[tuple[int, int]] = []
-        """For each measured plan: the peak predicted by the model, and the measured peak, in bytes."""
+        """For each measured plan: the peak that the planner's model predicted, and the measured peak, in bytes."""
         if meter.kept_bytes is not None:
             self._seen.append((self.planner.loosest.peak_bytes, meter.kept_bytes))
         self._at: dict[int, Plan] = {}
-        """The fastest plan at each peak that was solved for."""
+        """Maps each peak (in bytes) that was solved for to the fastest plan for this peak."""
 
     def run(self, budget: int | str | None) -> Plan:
-        """The fastest plan that was measured to be within the budget; ``None`` for no limit.
+        """Return the fastest plan that was measured to be within the budget. A budget of ``None`` sets no limit.
 
         Raises:
             BudgetBelowFloor: no measured plan is within the budget.
@@ -115,14 +124,16 @@ class PlanSearch:
         return msgspec.structs.replace(fitting, solve_seconds=seconds)
 
     def _room(self, budget_bytes: int | None) -> int | None:
-        """The model's peak to solve for, so that the measured peak meets the budget: interpolated between measurements below
-        and above it.
+        """Return the predicted peak to plan for, so that the measured peak meets the budget.
+
+        It is interpolated between the nearest measurements below and above the budget, if there are both.
         """
         if budget_bytes is None or not self._seen:
             return budget_bytes
         below = max((each for each in self._seen if each[1] <= budget_bytes), default=None)
         above = min((each for each in self._seen if each[1] > budget_bytes), default=None)
         if below is not None and above is not None and below[0] < above[0]:
+            # Aim at the middle of the range that ends the search, because the next measurement may be a little above or below.
             share = ((1 - _CLOSE / 2) * budget_bytes - below[1]) / (above[1] - below[1])
             return int(below[0] + share * (above[0] - below[0]))
         said, taken = self._seen[-1]
@@ -131,11 +142,16 @@ class PlanSearch:
         return int((1 - _CLOSE * max(missed - 1, 0)) * budget_bytes) - (taken - said)
 
     def _is_worth(self, found: Plan, fitting: Plan | None) -> bool:
-        """Whether a plan saves enough time compared with the fitting plan to be worth measuring."""
+        """Return whether the plan saves enough time, compared with the best plan that fits so far, to be worth a
+        measurement.
+        """
         return fitting is None or fitting.predicted_seconds - found.predicted_seconds > _GAIN * fitting.baseline_seconds
 
     def _choose(self, room_bytes: int | None) -> Plan:
-        """The fastest plan by the model. Holding less may take less time, so smaller peaks are solved for as well."""
+        """Return the plan that is fastest by the planner's model, with a peak of at most ``room_bytes``.
+
+        To hold fewer bytes may take less time, so plans for smaller peaks are made as well.
+        """
         planner = self.planner
         room = planner.loosest.peak_bytes if room_bytes is None else room_bytes
         peaks = {point.peak_bytes for point in planner.frontier() if point.peak_bytes <= room}
@@ -147,7 +163,9 @@ class PlanSearch:
         return min(usable, key=lambda each: (each.predicted_seconds, each.predicted_peak_bytes))
 
     def _timed(self, found: Plan) -> Plan:
-        """Add the time that holding bytes takes, to the plan and to the unmanaged function."""
+        """Add the time that holding bytes takes, to the seconds of the plan and to the seconds of the function without a
+        plan.
+        """
         decisions = (each for region in found.regions for each in region.decisions)
         held = sum(each.bytes for each in decisions if each.decision is Decision.KEEP)
         price = self.step.store_seconds_per_byte
@@ -163,7 +181,7 @@ class PlanSearch:
         return self.measured[_key(found)]
 
     def _floor(self, budget_bytes: int) -> Plan:
-        """The plan with the lowest peak, if it is within the budget."""
+        """Return the plan with the lowest peak. If it is not within the budget, raise an error."""
         lowest = self._timed(lowest_known(self.planner))
         taken = self._measure(lowest)
         smallest = min(self.measured.values())
@@ -177,7 +195,7 @@ class PlanSearch:
         return self._told(lowest, taken, budget_bytes)
 
     def _told(self, found: Plan, taken: int, budget_bytes: int | None) -> Plan:
-        """A plan with its measured peak."""
+        """Return the plan with its measured peak in place of the predicted one."""
         excess = taken - found.predicted_peak_bytes
         # The solver's bound does not include the time that holding takes.
         gap = max(found.predicted_seconds - found.lower_bound_seconds, 0.0)

@@ -3,12 +3,13 @@
     plan = ptf.plan(loss, x, y, layers=blocks, budget="8GiB")
     managed = tf.function(ptf.wrap(loss, plan, layers=blocks))
 
-``tf.recompute_grad`` takes whole functions, so there is one decision per layer. The bytes that a layer holds for its gradient
+``tf.recompute_grad`` takes whole functions, so a plan has one decision per layer. The bytes that a layer holds for its gradient
 are read from the graph of a traced ``tf.function``: tensors that the layer's operations make and the gradient's operations
-read. A plan is run before it is returned, and its allocated bytes are compared with the budget.
+read. Before a plan is returned, its step is run, and the allocated bytes are compared with the budget.
 
 Known weakness: on a CPU TensorFlow does not count tensors of less than 256 KiB. Time is modelled as arithmetic and traffic at
-two rates that are measured here. A layer that writes variables or draws random numbers never runs again: it would do so twice.
+two rates that are measured here. A layer that writes variables or draws random numbers never runs again, because a second run
+would write or draw again.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ FRAMEWORK = "tensorflow"
 
 
 def plan(step: Callable[..., Any], *args: Any, layers: Sequence[Any], budget: str | int | None) -> Plan:
-    """Decide which layers run again for the gradient of a step.
+    """Decide which layers of a step run again in backward, to stay within a budget. The other layers are kept.
 
     Args:
         step: returns a scalar loss; traced, and run on ``args`` to measure what plans allocate.
@@ -60,7 +61,7 @@ def plan(step: Callable[..., Any], *args: Any, layers: Sequence[Any], budget: st
 
 
 def wrap(step: Callable[..., Any], plan: Plan, *, layers: Sequence[Any]) -> Callable[..., Any]:
-    """The same step, with the layers that the plan names under ``tf.recompute_grad``.
+    """Return the same step, with the layers that the plan names under ``tf.recompute_grad``.
 
     Args:
         step: the planned step; wrap the result in ``tf.function``.
@@ -78,10 +79,10 @@ def wrap(step: Callable[..., Any], plan: Plan, *, layers: Sequence[Any]) -> Call
 
 
 def allocated_bytes(step: Callable[..., Any], *args: Any) -> int:
-    """The peak of the bytes that one run of a step and its gradient allocates: the maximum of several runs.
+    """Return the peak of the bytes that a run of a step and its gradient allocates. It is the maximum over several runs.
 
-    With several inter-op threads, operations run as soon as they are ready, so peaks differ between runs. It stops after three
-    equal runs, or when four runs have not raised the maximum.
+    With several inter-op threads, an operation runs once its inputs are ready, so peaks differ between runs. The runs stop
+    after three equal peaks, or when four runs in a row stay below the maximum.
 
     Args:
         step: returns a scalar; run inside of ``tf.function``, four times at least.
@@ -98,14 +99,14 @@ def allocated_bytes(step: Callable[..., Any], *args: Any) -> int:
 
 
 def gradient_run(step: Callable[..., Any], *args: Any) -> Callable[[], Any]:
-    """A function that runs a step and its gradient on ``args`` and returns both. The first run traces it."""
+    """Return a function that runs a step and its gradient on ``args`` and returns both. Its first run traces the step."""
     return functools.partial(
         tf.function(functools.partial(_gradient, step)), *(tf.convert_to_tensor(each) for each in args)
     )
 
 
 def compare(step: Callable[..., Any], *args: Any, ways: Mapping[str, Callable[..., Any]], steps: int = 5) -> Comparison:
-    """Compare several ways to run one step: bytes that a run allocates, seconds of a gradient, and the gradients.
+    """Compare several ways to run one step: the bytes that a run allocates, the seconds of a gradient, and the gradients.
 
     Args:
         step: the unmanaged step; returns a scalar.

@@ -4,9 +4,9 @@
 
     config.activation_checkpoint = BudgetAC.Config(memory_budget="70GiB")
 
-torchtitan applies a policy to a model before the model is sharded and before it has weights and an optimizer. So the policy
-looks up the trainer that calls it, and applies the budget in that trainer's first step, to the finished model. This file
-imports without torchtitan; its base class is looked up when ``BudgetAC`` is.
+torchtitan applies a policy to a model before the model is sharded, and before the model has weights and an optimizer. So the
+policy looks up the trainer that calls it, and applies the budget in that trainer's first step, to the finished model. This file
+can be imported without torchtitan: it looks up its base class only when ``BudgetAC`` is used.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _TRIED = Framework("torchtitan", oldest="0.3", newest="0.3")
 
 
 class _Budgeted:
-    """Keeps every training step of a torchtitan trainer within a memory budget, in place of torchtitan's own policies.
+    """Keeps each training step of a torchtitan trainer within a memory budget, in place of torchtitan's own policies.
 
     ``BudgetAC.Config`` takes ``memory_budget``, as bytes or as text ("70GiB"), and ``options``: the other options of
     ``plimsoll.attach``, except the optimizer.
 
     Raises:
         UnsupportedFramework: torchtitan is older or newer than the tested versions.
-        InvalidOption: it is applied outside of a trainer; or, in the first step, the trainer runs a pipeline.
-        BudgetBelowFloor: in the first step, before anything has changed.
+        InvalidOption: the policy is applied outside of a trainer; or, in the first step, the trainer runs a pipeline.
+        BudgetBelowFloor: the budget is too small. This is raised in the first step, before anything has changed.
 
     Example:
         >>> policy = BudgetAC.Config(memory_budget="70GiB", options={"allow": ("recompute", "offload")})  # doctest: +SKIP
@@ -48,11 +48,11 @@ class _Budgeted:
 
     @property
     def handle(self) -> Attachment | None:
-        """The result of ``plimsoll.attach``; ``None`` before the first step."""
+        """The result of ``plimsoll.attach``, or ``None`` before the first step."""
         return self._training.handle
 
     def apply(self, model: nn.Module) -> None:
-        """Wrap the training step of the trainer that applies this policy."""
+        """Wrap the training step of the trainer that applies this policy, so that the first step applies the budget."""
         trainer = _calling_trainer()
         self._training.replace(trainer, "train_step", functools.partial(self._step, trainer, trainer.train_step))
         self._training.replace(trainer, "close", functools.partial(self._close, trainer.close))
@@ -103,7 +103,7 @@ def _policy() -> type:
 
 
 def _calling_trainer() -> Any:
-    """The nearest trainer in the call stack: a policy is given only the model.
+    """Return the nearest trainer in the call stack, because torchtitan passes a policy only the model.
 
     Raises:
         InvalidOption: the policy is applied outside of a trainer.

@@ -4,8 +4,9 @@
 
     trainer = Trainer(..., callbacks=[PlimsollCallback(budget="20GiB")])
 
-Callbacks receive the trained model, but not the module that is called (``DistributedDataParallel`` around it), and are not
-called when a step fails. So the callback looks up the trainer that calls it, and wraps its ``training_step``.
+Callbacks receive the trained model. They do not receive the module that is called (``DistributedDataParallel`` around the
+model), and they are not called when a step fails. So this callback looks up the trainer that calls it, and wraps the trainer's
+``training_step``.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from plimsoll.session.attachment import Attachment
 _LOG = logging.get_logger("transformers.plimsoll")
 _TRIED = Framework("transformers", oldest="4.56", newest="5.24")
 _OFFLOADING = "maybe_activation_offload_context"
-"""Where TRL's trainers keep the context that offloads activations in a step (seen in TRL 1.16)."""
+"""The attribute of TRL's trainers that holds the context that offloads activations in a step (seen in TRL 1.16)."""
 
 
 class PlimsollCallback(TrainerCallback):
-    """Keeps every training step of a ``Trainer`` within a memory budget, from the first step on.
+    """Keeps each training step of a ``Trainer`` within a memory budget, from the first step on.
 
-    Activation checkpointing and offloading that were set are off during training, and on again afterwards. Planned and measured
-    figures are in the trainer's log with every loss.
+    If activation checkpointing or offloading was set, the callback switches it off during training, and on again afterwards.
+    Planned and measured figures are in the trainer's log next to each loss.
 
     Args:
         budget: as for ``plimsoll.attach``.
@@ -43,9 +44,11 @@ class PlimsollCallback(TrainerCallback):
 
     Raises:
         UnsupportedFramework: transformers is older or newer than the tested versions.
-        InvalidOption: when training begins: there are two of these callbacks, or two trainers use one at once.
-        BudgetBelowFloor: in the first training step, before anything has changed. With ``auto_find_batch_size=True`` the
-            trainer takes a smaller batch instead, as it does when it runs out of memory.
+        InvalidOption: the trainer has two of these callbacks, or two trainers use one callback at once. This is raised when
+            training begins.
+        BudgetBelowFloor: the budget is too small. This is raised in the first training step, before anything has changed.
+            With ``auto_find_batch_size=True`` the trainer then takes a smaller batch, as it does when a step runs out of
+            memory.
 
     Example:
         >>> trainer = Trainer(model, args, callbacks=[PlimsollCallback(budget="20GiB")])  # doctest: +SKIP
@@ -56,13 +59,13 @@ class PlimsollCallback(TrainerCallback):
 
     @property
     def handle(self) -> Attachment | None:
-        """The result of ``plimsoll.attach`` for the most recent training."""
+        """The result of ``plimsoll.attach`` for the most recent training, or ``None`` before the first one."""
         return self._training.handle
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Apply the budget to the module that the trainer calls."""
+        """Apply the budget to the module that the trainer calls, when training begins."""
         trainer, *around = _calling_trainers()
         self._training.claim(trainer, is_free=self._training.owner not in around)
         _refuse(trainer)
@@ -78,13 +81,13 @@ class PlimsollCallback(TrainerCallback):
         replaced("training_step", functools.partial(self._step, trainer.training_step, args))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Log the plan as soon as there is one."""
+        """After each step: log the plan once it exists."""
         self._training.tell()
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Restore trainer and model."""
+        """Restore trainer and model after training has ended."""
         self._training.end()
 
     def _log(self, log: Callable[..., None], logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -109,7 +112,7 @@ class PlimsollCallback(TrainerCallback):
 
 
 def _calling_trainers() -> list[Trainer]:
-    """The trainers in the call stack, the innermost first. A trainer passes its callbacks everything except itself."""
+    """Return the trainers in the call stack, the innermost first. A trainer passes its callbacks everything except itself."""
     if found := list(calling(Trainer)):
         return found
     raise InvalidOption(

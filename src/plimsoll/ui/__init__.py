@@ -1,1 +1,3 @@
-"""Shows artifacts to people: the command line, terminal and HTML renderers, the demo."""
+"""Shows artifacts (saved results, such as plans) to people: the command line, renderers for terminals and HTML pages, the
+demo.
+"""

@@ -23,7 +23,7 @@ _HELD = {True: "✓", False: "✗"}
 
 
 def render_introduction(setup: DemoSetup) -> RenderableType:
-    """Announce what the demo trains."""
+    """Render the text that announces what the demo trains."""
     return Text.assemble(
         ("Plimsoll demo\n", "bold"),
         f"A Llama of {setup.layers} layers, hidden size {setup.hidden_size}, learns Python's standard library byte by ",
@@ -33,7 +33,7 @@ def render_introduction(setup: DemoSetup) -> RenderableType:
 
 
 def render_preparation(ready: Preparation) -> RenderableType:
-    """Show the plan before the training starts."""
+    """Render the plan, before the training starts."""
     plan = ready.plan
     budget = name_budget(plan.budget_bytes)
     return Group(
@@ -47,7 +47,7 @@ def render_preparation(ready: Preparation) -> RenderableType:
 
 
 def render_story(story: Story) -> RenderableType:
-    """Show both trainings side by side, and a summary in three sentences."""
+    """Render a table of both trainings side by side, the checks, and a summary in three sentences."""
     plan, receipt = story.plan, story.receipt
     unmanaged, managed = story.unmanaged, story.managed
     table = Table(
@@ -93,7 +93,7 @@ def render_story(story: Story) -> RenderableType:
 
 
 def tell(story: Story) -> str:
-    """Sum up the demo in three sentences."""
+    """Return the summary of the demo: three sentences."""
     plan, receipt = story.plan, story.receipt
     first = (
         f"Plain training needs {_bytes(receipt.measured_baseline_peak_bytes)} at its peak, "
@@ -113,7 +113,10 @@ def tell(story: Story) -> str:
 
 
 def draw_spark(numbers: list[float], *, width: int = 20) -> str:
-    """Draw numbers as a row of small bars."""
+    """Return the numbers as one line of small bars.
+
+    If there are more than ``width`` numbers, only ``width`` of them are drawn.
+    """
     if not numbers:
         return ""
     shown = [numbers[index * len(numbers) // min(width, len(numbers))] for index in range(min(width, len(numbers)))]
@@ -123,7 +126,7 @@ def draw_spark(numbers: list[float], *, width: int = 20) -> str:
 
 
 def _dropped(plan: Plan) -> tuple[int, int]:
-    """Bytes that are recomputed, and all bytes that regions save."""
+    """Return the bytes that the plan recomputes, and all bytes that forward saves in the managed regions without a plan."""
     decisions = [decision for region in plan.regions for decision in region.decisions]
     dropped = sum(decision.bytes for decision in decisions if decision.decision is Decision.RECOMPUTE)
     return dropped, sum(decision.bytes for decision in decisions)

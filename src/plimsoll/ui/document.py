@@ -1,7 +1,8 @@
 """The content of an artifact, independent of its rendering: a headline, and sections of text, tables and charts.
 
-A view (``ui/views``) makes a document from an artifact; ``ui/terminal``, ``ui/plain`` and ``ui/html`` render documents. A
-document is plain text and plain data. Renderers do the escaping, colours and columns.
+An artifact is a saved result, such as a plan or a receipt. A view (``ui/views``) makes a document from an artifact.
+``ui/terminal``, ``ui/plain`` and ``ui/html`` render documents. A document is plain text and plain data. Renderers do the
+escaping, colours and columns.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from plimsoll.units import format_bytes
 
 T = TypeVar("T")
 UNKNOWN = "–"
-"""The text of a cell with an unknown value."""
+"""The text that a table cell shows if its value is unknown."""
 _MOST_ROOM = 2.0
-"""A budget above this multiple of the peak is not drawn."""
+"""If the budget is more than this many times the peak memory, a memory chart does not draw the budget."""
 
 
 class Tone(enum.StrEnum):
-    """How a word is highlighted: a success, a failure, or neither."""
+    """How a renderer highlights a word: as a success, as a failure, or as neither of them."""
 
     GOOD = "good"
     BAD = "bad"
@@ -36,7 +37,9 @@ class Tone(enum.StrEnum):
 
 
 class Place(enum.IntEnum):
-    """The order of sections on a page of several artifacts: all pictures first, then evidence, then details."""
+    """The position of a section on a page that shows several artifacts: first all pictures, then all evidence, then all
+    details.
+    """
 
     PICTURE = 0
     EVIDENCE = 1
@@ -45,7 +48,7 @@ class Place(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Paragraph:
-    """A paragraph of text."""
+    """A document element: one paragraph of text."""
 
     kind: ClassVar[str] = "paragraph"
     text: str
@@ -53,7 +56,7 @@ class Paragraph:
 
 @dataclass(frozen=True, slots=True)
 class NamedFigures:
-    """Pairs of name and value."""
+    """A document element: a list of figures, each as a pair of its name and its text."""
 
     kind: ClassVar[str] = "figures"
     rows: Sequence[tuple[str, str]]
@@ -61,11 +64,11 @@ class NamedFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Rows of text. A table without a header has names in its first column.
+    """A document element: rows of text. A table without a header has names in its first column.
 
-    ``numbers`` are the columns that are aligned right. ``bars`` has a share for every row, for renderers that draw bars.
-    ``marked`` is the highlighted row, and ``tones`` maps the text of a cell to its tone. Renderers with little room show only
-    the first ``most_rows`` rows and the number of the others.
+    ``numbers`` has the indices of the columns that are aligned right. ``bars`` has a share (0 to 1, negative for a saving) for
+    each row, for renderers that draw bars. ``marked`` is the index of the highlighted row, and ``tones`` maps the text of a
+    cell to its tone. Renderers with little room show only the first ``most_rows`` rows and the number of the other rows.
     """
 
     kind: ClassVar[str] = "table"
@@ -79,7 +82,7 @@ class Table:
     most_rows: int | None = None
 
     def shown_rows(self, times: int = 1) -> Sequence[Sequence[str]]:
-        """The rows to show. A long table ends with a row that counts the rows left out.
+        """Return the rows to show. If the table is longer than allowed, the last returned row says how many rows are left out.
 
         Args:
             times: show up to this multiple of ``most_rows``.
@@ -97,7 +100,7 @@ def table_of_known(
     numbers: Sequence[int],
     tones: Mapping[str, Tone] | None = None,
 ) -> Table:
-    """Make a table, and leave out the columns that are unknown in every row."""
+    """Make a table, and leave out each column that is unknown (``UNKNOWN``) in all rows."""
     known = [place for place in range(len(header)) if any(row[place] != UNKNOWN for row in rows)]
     return Table(
         header=[header[place] for place in known],
@@ -109,7 +112,10 @@ def table_of_known(
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line of a checklist; ``next`` is the next step for the user, or empty."""
+    """One line of a checklist.
+
+    ``mark`` is its outcome in a word, ``next`` the next step for the user; an empty ``next`` means that nothing is left to do.
+    """
 
     tone: Tone
     mark: str
@@ -120,7 +126,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """A checklist."""
+    """A document element: a checklist."""
 
     kind: ClassVar[str] = "checks"
     checks: Sequence[Check]
@@ -129,9 +135,9 @@ class Checks:
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """Elements that a page hides until a click on their title. Paper and terminals show them.
+    """A document element: further elements that a web page hides until the reader clicks on their title.
 
-    Text output skips a fold with ``is_detail`` unless details are requested.
+    A printed page and a terminal show the elements. Text output skips a fold with ``is_detail`` unless details are requested.
     """
 
     kind: ClassVar[str] = "fold"
@@ -142,7 +148,7 @@ class Fold:
 
 @dataclass(frozen=True, slots=True)
 class MemoryChart:
-    """Bytes alive over the step."""
+    """A document element: a chart of the bytes in use at each operation of a training step."""
 
     name: ClassVar[str] = "memory"
     points: Sequence[TimelinePoint]
@@ -150,14 +156,20 @@ class MemoryChart:
 
     @property
     def drawn_budget_bytes(self) -> int | None:
-        """The budget; ``None`` if it is so far above the peak that its line would shrink the rest of the chart."""
+        """The budget in bytes if the chart shows its line, else ``None``.
+
+        The line is left out if the budget is so far above the peak that the line would shrink the rest of the chart.
+        """
         highest_bytes = max((point.bytes for point in self.points), default=0)
         return self.budget_bytes if (self.budget_bytes or 0) <= _MOST_ROOM * highest_bytes else None
 
 
 @dataclass(frozen=True, slots=True)
 class DecisionMap:
-    """The decision for every saved value of every region."""
+    """A document element: a grid with the decision (keep, recompute, compress or offload) for each saved value of each region.
+
+    A region is one call of a module whose saved tensors Plimsoll manages, usually of a block.
+    """
 
     name: ClassVar[str] = "map"
     regions: Sequence[RegionPlan]
@@ -165,7 +177,10 @@ class DecisionMap:
 
 @dataclass(frozen=True, slots=True)
 class FrontierChart:
-    """Step time against peak memory, predicted by plans and measured. A page draws all its frontier charts as one."""
+    """A document element: a chart of step time against peak memory, as plans predict it and as comparisons measured it.
+
+    A page draws all its frontier charts as one chart.
+    """
 
     name: ClassVar[str] = "frontier"
     plans: Sequence[Plan] = ()
@@ -174,7 +189,10 @@ class FrontierChart:
 
 @dataclass(frozen=True, slots=True)
 class CurvesChart:
-    """A number per step, for the unmanaged run and for the run with the plan; ``None`` if it is not finite."""
+    """A document element: two curves with one number per step, for the run without a plan and for the run with the plan.
+
+    A number that is not finite is ``None``.
+    """
 
     name: ClassVar[str] = "curves"
     title: str
@@ -184,7 +202,7 @@ class CurvesChart:
 
 @dataclass(frozen=True, slots=True)
 class NormsChart:
-    """Distributions of the gradient's norm, per block."""
+    """A document element: for each block of the model, the distribution of its gradient's norm, without and with the plan."""
 
     name: ClassVar[str] = "norms"
     comparisons: Sequence[NormComparison]
@@ -192,7 +210,7 @@ class NormsChart:
 
 @dataclass(frozen=True, slots=True)
 class PartsChart:
-    """The parts of a step's extra time."""
+    """A document element: a chart of the causes that make a step with a plan slower, each with its extra time."""
 
     name: ClassVar[str] = "overhead"
     parts: Sequence[OverheadPart]
@@ -200,7 +218,10 @@ class PartsChart:
 
 @dataclass(frozen=True, slots=True)
 class BytesChart:
-    """Bytes by name, each with half the width of its error bar, and the device's memory as the limit."""
+    """A document element: a bar chart of bytes. ``limit_bytes`` is the device's memory.
+
+    Each row is a name, its bytes, and half the width of its error bar in bytes.
+    """
 
     name: ClassVar[str] = "bytes"
     title: str
@@ -214,7 +235,7 @@ Element = Paragraph | NamedFigures | Table | Checks | Fold | Chart
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Elements under a heading."""
+    """The elements of a document under one heading, and the position of the section on a page."""
 
     title: str
     elements: Sequence[Element]
@@ -223,7 +244,11 @@ class Section:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """The model, batch and device of a document, if its artifact names them. A page combines documents of one subject."""
+    """The model, batch and device that a document is about, as far as its artifact names them. Unknown texts are empty.
+
+    A page combines only documents about the same model and batch. ``fingerprint`` is a digest of the model's structure, and
+    ``signature`` names the shapes and dtypes of the batch.
+    """
 
     model: str = ""
     fingerprint: str = ""
@@ -231,16 +256,19 @@ class Subject:
     device: str = ""
     budget_bytes: int | None = None
     label: str = ""
-    """A label that distinguishes the document from others of the same kind."""
+    """A label that distinguishes the document from other documents of the same kind."""
     origins: Mapping[str, str] = field(default_factory=dict)
-    """The sources of its figures: versions, costs."""
+    """Where the document's figures come from, as names and texts: versions of libraries, and the source of costs."""
 
 
 _OF_SUBJECTS = ("model", "fingerprint", "signature", "device", "budget_bytes")
 
 
 def subject_of(artifact: Reportable, *, label: str = "", origins: Mapping[str, str] | None = None) -> Subject:
-    """Read an artifact's subject. The sources of its figures are ``origins``, or else the artifact's versions."""
+    """Read the subject of an artifact from its fields.
+
+    ``origins`` says where the artifact's figures come from; by default, these are the versions that the artifact stores.
+    """
     said = msgspec.structs.asdict(artifact)
     about = {name: said[name] for name in _OF_SUBJECTS if name in said}
     return Subject(**about, label=label, origins=said["versions"] if origins is None else origins)
@@ -249,17 +277,18 @@ def subject_of(artifact: Reportable, *, label: str = "", origins: Mapping[str, s
 def tabulate(entries: Iterable[T], columns: Mapping[str, Callable[[T], str]], **table: Any) -> Table:
     """Make a table with one row per entry. ``columns`` maps a header to a function that makes the cell of an entry.
 
-    ``table`` are further fields of the table.
+    ``table`` contains further fields of ``Table``, such as its title.
     """
     return Table(header=tuple(columns), rows=[[cell(each) for cell in columns.values()] for each in entries], **table)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """The whole content of one artifact, in order.
+    """The whole content of one artifact. Renderers show it in this order.
 
-    ``source``, ``subject`` and ``word`` make the headline: ``Plan 'auto' for Net on cpu: OPTIMAL``. Text output prints
-    ``lines`` below it. ``statement`` sums up the result in sentences; a page begins with it.
+    ``source``, ``subject`` and ``word`` make the headline: ``Plan 'auto' for Net on cpu: OPTIMAL``. ``tone`` is the colour of
+    ``word``. Text output prints ``lines`` below the headline. ``statement`` sums up the result in sentences; a page begins with
+    it.
     """
 
     source: str
@@ -267,7 +296,7 @@ class Document:
     word: str
     tone: Tone
     about: Subject = field(default_factory=Subject)
-    """Used by pages only."""
+    """The model, batch and device of the artifact. Only pages use this field."""
     lines: Sequence[str] = ()
     statement: str = ""
     sections: Sequence[Section]
@@ -275,29 +304,29 @@ class Document:
 
     @property
     def headline(self) -> str:
-        """Kind of artifact, subject and result in one line."""
+        """The kind of artifact, its subject and its result in one line."""
         return f"{self.source} {self.subject}: {self.word}"
 
 
 def opened(elements: Sequence[Element], *, with_details: bool) -> Iterator[Element]:
-    """The elements for text output: folds with details are either skipped or shown like the rest."""
+    """Yield the elements that text output shows. Folds with ``is_detail`` are left out unless ``with_details`` is set."""
     for element in elements:
         if with_details or not (isinstance(element, Fold) and element.is_detail):
             yield element
 
 
 def name_budget(budget_bytes: int | None) -> str:
-    """``budget 90.0 MiB``, or ``no budget``."""
+    """Return the budget as words, such as ``budget 90.0 MiB``, or ``no budget``."""
     return "no budget" if budget_bytes is None else f"budget {format_bytes(budget_bytes)}"
 
 
 def format_budget(budget_bytes: int | None, without: str = "none") -> str:
-    """``90.0 MiB``, or the text ``without``."""
+    """Return the budget as text, such as ``90.0 MiB``. Without a budget, return the text ``without``."""
     return without if budget_bytes is None else format_bytes(budget_bytes)
 
 
 def sentence(text: str) -> str:
-    """A text with a capital letter and a full stop.
+    """Return the text with a capital letter at its start and a full stop at its end.
 
     Example:
         >>> sentence("every rule is clear")

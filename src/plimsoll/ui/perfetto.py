@@ -1,4 +1,4 @@
-"""Writes plans' memory timelines as a trace file for ui.perfetto.dev and chrome://tracing, with the peak marked.
+"""Writes the memory timelines of plans as a trace file for ui.perfetto.dev and chrome://tracing, with the peak marked.
 
 Source: the Trace Event Format (JSON): counter events ``C``, complete events ``X``, instant events ``i``, metadata ``M``.
 """
@@ -20,13 +20,14 @@ _HOLDERS_NAMED = 8
 
 
 def render_perfetto(plans: Sequence[Plan]) -> str:
-    """Write the timelines of one or several plans as JSON.
+    """Return the memory timelines of one or several plans as JSON text in the Trace Event Format.
 
-    Timestamps are microseconds on the unmanaged step's clock: each operation starts when it would start without a plan, so
-    time spent on replays and transfers is not shown. Plans without seconds count one microsecond per operation.
+    Timestamps are microseconds on the clock of the step without a plan: each operation starts when it would start without a
+    plan, so the time that a plan spends on recomputation and transfers is not shown. If a plan lacks seconds, each operation
+    takes one microsecond.
 
     Raises:
-        InvalidReport: no plan was given that has a timeline.
+        InvalidReport: none of the given plans has a timeline.
 
     Example:
         >>> render_perfetto([plan])  # doctest: +SKIP
@@ -54,7 +55,10 @@ def _is_timed(plan: Plan) -> bool:
 
 
 def _events(plan: Plan, process: int) -> Iterator[dict[str, Any]]:
-    """One process of the trace: its name, the phases, a counter per category, the budget, the peak."""
+    """Yield the trace events of one plan, which the trace viewer shows as one process.
+
+    They are its name, the phases, one counter per memory category, the budget and the peak.
+    """
     limit = name_budget(plan.budget_bytes)
     yield _event("M", "process_name", process, args={"name": f"{plan.model}, plan {plan.strategy}, {limit}"})
     yield _event("M", "thread_name", process, tid=_PHASES, args={"name": "phases of the step"})
@@ -72,14 +76,14 @@ def _events(plan: Plan, process: int) -> Iterator[dict[str, Any]]:
 
 
 def _starts(plan: Plan) -> list[float]:
-    """Microseconds at which the points begin."""
+    """Return, for each point of the plan's timeline, the microsecond at which the point begins."""
     if _is_timed(plan):
         return [round((point.unmanaged_seconds or 0.0) * 1e6, 3) for point in plan.timeline]
     return [float(point.tick) for point in plan.timeline]
 
 
 def _phases(points: Sequence[TimelinePoint], starts: Sequence[float], process: int) -> Iterator[dict[str, Any]]:
-    """Forward, backward and optimizer as slices."""
+    """Yield one trace event with a duration for each phase of the step: forward, backward and optimizer."""
     pairs = zip(points, starts, strict=True)
     begun = [(phase, next(members)[1]) for phase, members in itertools.groupby(pairs, lambda pair: pair[0].phase)]
     ends = [start for _, start in begun[1:]] + [starts[-1]]
@@ -88,7 +92,10 @@ def _phases(points: Sequence[TimelinePoint], starts: Sequence[float], process: i
 
 
 def _peak(plan: Plan, starts: Sequence[float], process: int) -> dict[str, Any]:
-    """The highest point, with the largest holders of the peak."""
+    """Return the trace event at the highest point of the timeline.
+
+    Its arguments name the tensors that hold most of the peak.
+    """
     at = max(range(len(starts)), key=lambda index: plan.timeline[index].bytes)
     point = plan.timeline[at]
     held = {holder.label: format_bytes(holder.bytes) for holder in plan.peak.holders[:_HOLDERS_NAMED]}

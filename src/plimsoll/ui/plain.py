@@ -10,7 +10,7 @@ _INDENT = "  "
 
 
 def render_plain(document: Document, *, with_details: bool = False) -> str:
-    """Render a document as text.
+    """Return a document as plain text.
 
     Args:
         document: the content of an artifact.
@@ -26,7 +26,7 @@ def render_plain(document: Document, *, with_details: bool = False) -> str:
 
 
 def align(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> list[str]:
-    """Pad the cells so that all cells of a column have the same width, and join them to lines.
+    """Return one line per row. Cells are padded with spaces, so that all cells of a column have the same width.
 
     Args:
         rows: the cells; rows may differ in length.
@@ -45,7 +45,7 @@ def align(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> list[s
 
 
 def _lines(elements: Sequence[Element], *, with_details: bool) -> Iterator[str]:
-    """The lines of elements, with an empty line before each element that is not a paragraph."""
+    """Yield the text lines of the elements, with an empty line before each element that is not a paragraph."""
     is_first = True
     for element in opened(elements, with_details=with_details):
         title, body = _block(element, with_details=with_details)
@@ -58,7 +58,10 @@ def _lines(elements: Sequence[Element], *, with_details: bool) -> Iterator[str]:
 
 
 def _block(element: Element, *, with_details: bool) -> tuple[str, list[str]]:
-    """The title and the lines of an element; a chart gives none."""
+    """Return the title and the text lines of an element.
+
+    For a chart, both are empty, because plain text does not show charts.
+    """
     match element:
         case Paragraph():
             return "", [element.text]

@@ -38,7 +38,7 @@ _MOST_COLUMNS = 96
 
 @dataclass(frozen=True, slots=True)
 class MemoryTimeline:
-    """A timeline that adapts to the width of the terminal."""
+    """A memory chart for ``rich``, drawn to fit the width of the terminal."""
 
     chart: MemoryChart
 
@@ -51,7 +51,7 @@ class MemoryTimeline:
 def draw_timeline(
     points: Sequence[TimelinePoint], *, budget_bytes: int | None = None, width: int = 72, height: int = 8
 ) -> Text:
-    r"""Draw memory over the step as bars. Each bar shows the highest point of its part of the step.
+    r"""Return memory over the step as bars. Each bar shows the highest point of its part of the step.
 
     Args:
         points: the timeline of a plan, in order.
@@ -77,7 +77,10 @@ def draw_timeline(
 
 
 def _name_peak(peak: TimelinePoint, *, column: int, width: int) -> str:
-    """The marker under the peak with the peak's name: to the right if it fits, else to the left, else below."""
+    """Return the text under the peak's bar: a marker, and the peak's bytes and moment.
+
+    The text is to the right of the marker if it fits there, else to the left, else below.
+    """
     name = f"peak {format_bytes(peak.bytes)}, {peak.moment}"
     if column + 2 + len(name) <= _LABEL_WIDTH + 1 + width:
         return f"{' ' * column}▲ {name}"
@@ -94,7 +97,10 @@ def _split(points: Sequence[TimelinePoint], count: int) -> list[Sequence[Timelin
 def _draw_row(
     picture: Text, columns: Sequence[TimelinePoint], *, row: int, row_bytes: float, budget_bytes: int | None
 ) -> None:
-    """Draw one row: a label with the bytes at its upper edge, then the bars. The budget's row is filled with dashes."""
+    """Append one row of the picture: a label with the bytes at the row's upper edge, then the bars.
+
+    In the row that contains the budget, places without a bar show a dash.
+    """
     picture.append(f"{format_bytes(row_bytes * (row + 1)):>{_LABEL_WIDTH}} ", style="dim")
     is_budget_row = budget_bytes is not None and row_bytes * row < budget_bytes <= row_bytes * (row + 1)
     for point in columns:
@@ -109,23 +115,23 @@ def _draw_row(
 
 
 def draw_bar(share: float, *, width: int = 24) -> str:
-    """A horizontal bar that fills ``share`` (0 to 1) of ``width``."""
+    """Return a bar of ``width`` characters. Its left part is filled, as large as ``share`` (0 to 1)."""
     filled = round(max(0.0, min(1.0, share)) * width)
     return "█" * filled + "░" * (width - filled)
 
 
 _STYLES = {Tone.GOOD: "bold green", Tone.BAD: "bold red", Tone.NEUTRAL: "bold yellow"}
 _PIECE = re.compile(r"(?:[^\s./_,:|=]|\.(?=\d))*(?:[/_,:|=]|\.(?!\d))*\s*")
-"""The pieces between which a line may break: a word, or a part of a name up to a sign."""
+"""Matches the pieces of a text between which a line may break: a word, or a part of a long name up to a dot or another sign."""
 _BAR_COLUMNS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class _Words:
-    """Text that wraps between words, or inside a long name after a dot or another sign, but never elsewhere.
+    """A text for ``rich`` that wraps between words, or inside a long name after a dot or another sign, but never elsewhere.
 
     Lines after the first are indented by ``hang`` columns. With ``is_headline``, the text is not wrapped in a file or a pipe,
-    because programs search for it there.
+    because programs search for the headline there.
     """
 
     text: Text
@@ -156,12 +162,15 @@ class _Words:
 
 
 def render_artifact(artifact: Artifact, *, with_details: bool = False) -> RenderableType:
-    """Render an artifact for a terminal."""
+    """Render an artifact for a terminal.
+
+    ``with_details`` also shows details, such as each decision of a plan with its reason.
+    """
     return render_document(view(artifact), with_details=with_details)
 
 
 def render_document(document: Document, *, with_details: bool = False) -> RenderableType:
-    """Render the headline, the sections and the notes."""
+    """Render the headline, the sections and the notes of a document for a terminal."""
     title = Text.assemble((document.source, "bold"), f" {document.subject}: ", (document.word, _STYLES[document.tone]))
     parts: list[RenderableType] = [
         _Words(title, hang=2, is_headline=True),
@@ -217,7 +226,7 @@ def _render(element: Element) -> RenderableType | None:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """A table that adapts to the width at which it is printed."""
+    """A table for ``rich``, laid out to fit the width at which it is printed."""
 
     table: Table
 
@@ -259,7 +268,10 @@ def _render_table(table: Table, room: int) -> Grid:
 
 
 def _bar(share: float) -> Text:
-    """A bar whose length is the share; a negative share, which is a saving, is green."""
+    """Return a bar for the share.
+
+    If the share is negative (a saving), the bar is green; if the share is 0, the text is empty.
+    """
     return Text(draw_bar(abs(share), width=_BAR_COLUMNS), style="cyan" if share >= 0 else "green") if share else Text()
 
 

@@ -1,1 +1,1 @@
-"""Measures what exchanging gradients costs, and which method of compression is fastest."""
+"""Measures what the exchange of gradients costs a step, and which method of gradient compression is fastest."""

@@ -1,4 +1,6 @@
-"""Says what each method of gradient compression costs on these ranks and links: the function behind ``compress-gradients``."""
+"""Measures what each method of gradient compression costs on these ranks and links: the function behind
+``compress-gradients``.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ from plimsoll.tracing.recorder.untouched import untouched
 from plimsoll.units import check_count
 
 METHODS = ("topk:1%", "powersgd:4")
-"""The default methods; the second does not support models that FSDP2 shards."""
+"""The methods that are measured by default. The second one does not support models that FSDP2 shards."""
 _TOPIC = "advise_compression"
 _PATIENCE_SECONDS = 300.0
 _SAME = "call advise_compression() with the same model, batches and arguments on every rank"
@@ -50,11 +52,12 @@ def advise_compression(
     data: str = "",
     progress: Progress | None = None,
 ) -> Traffic:
-    """Measure and predict what a step costs with every method of gradient compression: one table, and the fastest method.
+    """Measure and predict what a step costs with each method of gradient compression, and name the fastest method.
 
-    Every rank calls it with the same arguments. Real steps are measured in rounds. Steps are also predicted, for the measured
-    link or for ``bytes_per_second``. Parameters, shards, gradients, buffers and random state are restored on every rank; under
-    DDP our hook stays, which does what DDP does without one. Training is not judged: train with and without compression.
+    All ranks must call this function with the same arguments. Real steps are measured in rounds. Steps are also predicted, for
+    the measured link or for ``bytes_per_second``. Parameters, shards, gradients, buffers and random state are restored on all
+    ranks. Under DDP, a hook of Plimsoll stays, which does what DDP does without a hook. The effect on training is not judged:
+    train with and without compression to see it.
 
     Args:
         model: as for ``compress_gradients``, in its training mode.

@@ -1,8 +1,8 @@
-"""Measures what exchanging gradients costs a step, with every method, and predicts the step for another link.
+"""Measures what the exchange of gradients costs a step with each method, and predicts the step for another link.
 
-All ranks measure together, in rounds, so that a disturbance affects a little of everything. Each method takes real steps. It
-also takes steps whose collectives return at once, so the time of its own work (encoding, decoding) does not depend on the
-link. A transfer takes latency + bytes that each rank sends / bandwidth (the α-β model).
+All ranks measure together, in rounds, so that a disturbance affects all methods a little. Each method takes real steps. It also
+takes steps whose collectives return at once, so the time of its own work (encoding, decoding) does not depend on the link. A
+transfer takes latency + bytes that each rank sends / bandwidth (the α-β model).
 
 Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005. Known weaknesses:
 a backend that changes its algorithm with the size does not follow one line; computation, work on gradients and transfers are
@@ -38,11 +38,14 @@ from plimsoll.tracing.local_tensors import dense_parts
 from plimsoll.tracing.meters.timing import Marks, median_interval, wait_for_device
 
 _LINK_BYTES = 2**24
-"""The size of the transfer that the bandwidth is measured with; latency is measured with one byte."""
+"""The bytes of the transfer that measures the bandwidth. A transfer of one byte measures the latency."""
 
 
 class SilentAverages(Averages):
-    """Averages on a group whose collectives return at once; counts its calls and times its own work."""
+    """Averages gradients on a group whose collectives return at once.
+
+    It counts its calls and measures the seconds of its own work.
+    """
 
     def __init__(self, settings: CompressionSettings, form: Form, ranks: int) -> None:
         super().__init__(settings, form)
@@ -64,10 +67,10 @@ class SilentAverages(Averages):
 
 @dataclass(slots=True)
 class _Samples:
-    """Measurements of one method.
+    """Data: the measurements of one method on this rank.
 
-    ``rounds`` are [forward, silent step, the method's own work, real step], in seconds of this rank. The silent step is
-    forward and backward without own work and transfers.
+    Each of the ``rounds`` is [forward, silent step, the method's own work, real step], in seconds. The silent step is forward
+    and backward without the method's own work and without transfers.
     """
 
     rounds: list[list[float]] = field(default_factory=list)
@@ -79,9 +82,10 @@ class _Samples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostMeter:
-    """Measures steps of ``model``, which is under DDP or FSDP2.
+    """Measures the steps of ``model``, which is under DDP or FSDP2, with each method of gradient compression.
 
-    ``forward`` returns the loss of a step. ``ask_all`` returns the messages of all ranks, in their order.
+    ``forward`` runs forward and returns the loss of a step. ``ask_all`` sends a message to all ranks, and returns the messages
+    of all ranks in their order.
     """
 
     group: dist.ProcessGroup
@@ -97,10 +101,13 @@ class CostMeter:
     def measure(
         self, methods: Sequence[str], rounds: int, given_rate: float | None, report: Progress
     ) -> dict[str, Any]:
-        """Measure all methods, and predict their steps for ``given_rate`` bytes per second (``None``: as measured).
+        """Measure all methods, and predict the seconds of their steps.
+
+        The prediction is for a link of ``given_rate`` bytes per second. If ``given_rate`` is ``None``, it is for the link as
+        measured.
 
         Returns:
-            Fields of ``Traffic``: medians over rounds of the slowest rank's figures.
+            Values for fields of ``Traffic``, by name: medians over rounds of the slowest rank's figures.
         """
         samples = {method: _Samples() for method in methods}
         links = []
@@ -176,7 +183,10 @@ class CostMeter:
         sample.rounds.append([forward_seconds, step_seconds - local_seconds, local_seconds, real_seconds])
 
     def _step(self) -> tuple[float, float]:
-        """Run one step without earlier gradients, on all ranks at once; seconds of forward, and of forward and backward."""
+        """Run one step without earlier gradients, on all ranks at once.
+
+        Return the seconds of forward, and of forward and backward.
+        """
         self.model.zero_grad(set_to_none=True)
         seed_everything(self.seed)
         self._wait_for_all()
@@ -203,14 +213,14 @@ class CostMeter:
         wait_for_device(self.device)
 
     def _error(self, exact: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> float:
-        """‖Δg‖ / ‖g‖ over the parts of all ranks."""
+        """Return the relative error of a method's gradient, ‖Δg‖ / ‖g‖, over the parts of all ranks."""
         squares = [float(sum(one.square().sum() for one in exact))]
         squares.append(float(sum((one - two).square().sum() for one, two in zip(exact, other, strict=True))))
         norm, apart = (math.sqrt(math.fsum(each)) for each in zip(*self._tell_all(squares), strict=True))
         return apart / norm if norm else 0.0
 
     def _slowest(self, rows: Sequence[Sequence[float]]) -> list[list[float]]:
-        """Replace each number by its maximum over ranks; all ranks get the same result."""
+        """Replace each number by its maximum over ranks. All ranks get the same result."""
         return [[max(each) for each in zip(*row, strict=True)] for row in zip(*self._tell_all(rows), strict=True)]
 
     def _tell_all(self, value: object) -> list[Any]:
@@ -220,7 +230,7 @@ class CostMeter:
 def predict_step_seconds(
     forward_seconds: float, silent_seconds: float, local_seconds: float, transfer_seconds: float, *, parts: int
 ) -> float:
-    """Seconds of forward, backward and the exchange of gradients.
+    """Predict the seconds of forward, backward and the exchange of gradients.
 
     Args:
         forward_seconds: of forward.
@@ -230,7 +240,8 @@ def predict_step_seconds(
         parts: the number of parts whose transfers run in parallel with backward; 1 if backward waits for transfers.
 
     Returns:
-        The last part is sent after backward. The others are exposed as far as they take longer than backward.
+        The predicted seconds. The last part is sent after backward, so its transfer always adds time. The transfers of the
+            other parts add only the time by which they take longer than backward.
 
     Example:
         >>> predict_step_seconds(1.0, 3.0, 0.5, 2.0, parts=1)

@@ -1,4 +1,4 @@
-"""A process group whose collectives return at once: what runs on it takes the time of its own work, without a network."""
+"""A process group whose collectives return at once. Code that runs on it takes the time of its own work, without a network."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 
 class SilentGroup(dist.ProcessGroup):
-    """A process group of one process that claims to have ``ranks`` ranks, which all have the same tensors.
+    """A process group of one process that claims to have ``ranks`` ranks, as if all of them had the same tensors.
 
-    ``transfers`` counts collectives.
+    ``transfers`` is the number of collectives so far.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -56,7 +56,7 @@ class SilentGroup(dist.ProcessGroup):
 
 
 class _Done(dist.Work):
-    """A collective that is already complete."""
+    """The work of a collective that is already complete."""
 
     def __init__(self, result: list[torch.Tensor]) -> None:
         super().__init__()

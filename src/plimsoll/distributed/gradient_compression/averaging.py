@@ -1,8 +1,9 @@
-"""Averages gradients over ranks: compresses those that are due, reduces the others as torch would, and counts all bytes.
+"""Averages gradients over ranks: compresses those that are due, reduces the others like torch, and counts all bytes.
 
-DDP and FSDP2 reduce several parameters in one piece of memory. Here it is split into parameters again. Uncompressed gradients
-travel together, with flags for gradients that are not finite. If nothing is compressed, the memory is reduced as a whole, with
-the same bits as torch. Under FSDP2 every rank gets only its own shards of the mean.
+A gradient is due if it is compressed and its warm-up is over. DDP and FSDP2 reduce several parameters in one piece of memory.
+This module splits that memory into parameters again. Uncompressed gradients travel together, with flags for gradients that are
+not finite. If nothing is compressed, the memory is reduced as a whole, with the same bits as torch. Under FSDP2, each rank gets
+only its own shards of the mean.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ _reduce_scatter = _NAMES["reduce_scatter_single" if "reduce_scatter_single" in _
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counters:
-    """Counters of this rank since compression began.
+    """Data: this rank's counts since compression began.
 
     Attributes:
-        steps: reductions of the whole model.
-        uncompressed_bytes: bytes that this rank would have sent without compression, in rings.
-        sent_bytes: bytes that it sent.
-        nonfinite_steps: steps with NaN or infinity in a gradient on any rank; such gradients leave no residual.
+        steps: the number of reductions of the whole model.
+        uncompressed_bytes: the bytes that this rank would have sent without compression, in ring collectives.
+        sent_bytes: the bytes that this rank sent.
+        nonfinite_steps: the number of steps with NaN or infinity in a gradient on any rank. Such gradients leave no residual.
     """
 
     steps: int = 0
@@ -42,12 +43,15 @@ class Counters:
 
     @property
     def ratio(self) -> float:
-        """Uncompressed bytes divided by sent bytes; 1 before anything was sent."""
+        """Uncompressed bytes divided by sent bytes. Before anything was sent, the ratio is 1."""
         return self.uncompressed_bytes / self.sent_bytes if self.sent_bytes else 1.0
 
 
 class Tally:
-    """Counts while training. Only the device knows if a step is finite; ``read`` copies that to the host."""
+    """Counts bytes and steps while training.
+
+    Only the device knows whether a step is finite; ``read`` copies that to the host.
+    """
 
     def __init__(self, known: Counters = Counters()) -> None:
         self._known = known
@@ -57,7 +61,7 @@ class Tally:
     def add(
         self, slots: Sequence[GradientSlot], settings: CompressionSettings, is_nonfinite: torch.Tensor, step: int
     ) -> None:
-        """Count one reduction of some parameters, here and in their slots.
+        """Count one reduction of some parameters, in this tally and in the parameters' slots.
 
         ``is_nonfinite`` is a boolean tensor on the device. A step (counted from 0) counts at most once as not finite.
         """
@@ -76,16 +80,16 @@ class Tally:
             slot.reductions += 1
 
     def read(self) -> Counters:
-        """The counts so far."""
+        """Return the counts so far."""
         counted = int(self._nonfinite_before) + int(self._is_nonfinite_now)
         return replace(self._known, nonfinite_steps=self._known.nonfinite_steps + counted)
 
 
 @dataclass(frozen=True, slots=True)
 class SplitGradients:
-    """Gradients of one rank, and the memory for their mean: each as a whole and split into parameters.
+    """Data: the gradients of one rank and the memory for their mean, each as a whole and split into parameters.
 
-    ``rows`` are ``(1, elements)``, or under ``shard`` ``(ranks, elements of a shard)``.
+    ``rows`` are ``(1, elements)``, or under the form ``shard`` ``(ranks, elements of a shard)``.
     """
 
     rows: torch.Tensor
@@ -95,18 +99,18 @@ class SplitGradients:
 
     @classmethod
     def of_mean(cls, flat: torch.Tensor, gradients: Sequence[torch.Tensor]) -> SplitGradients:
-        """Gradients that are replaced by their mean; they are views of the memory ``flat``."""
+        """Describe gradients that their mean replaces. The gradients are views of the memory ``flat``."""
         return cls(flat.view(1, -1), flat, [each.reshape(1, -1) for each in gradients], gradients)
 
     @classmethod
     def of_shard(cls, rows: torch.Tensor, mean: torch.Tensor, slots: Sequence[GradientSlot]) -> SplitGradients:
-        """Every rank gets the mean of its own row."""
+        """Describe gradients with one row per rank. Each rank gets the mean of its own row, in the memory ``mean``."""
         widths = [slot.shape[1] for slot in slots]
         return cls(rows, mean, rows.split(widths, dim=1), mean.split(widths))
 
 
 class Averages:
-    """Averages gradients over the ranks of a group."""
+    """A service that averages gradients over the ranks of a group, with the compression of the settings."""
 
     def __init__(self, settings: CompressionSettings, form: Form) -> None:
         self.tally = Tally()
@@ -121,7 +125,10 @@ class Averages:
     def average(
         self, gradients: SplitGradients, slots: Sequence[GradientSlot], group: dist.ProcessGroup, step: int
     ) -> None:
-        """Average over ranks. Slots are in the same order on every rank; ``step`` is that of training, for the counts."""
+        """Average the gradients over ranks, in place. Slots are in the same order on all ranks.
+
+        ``step`` is the number of the training step, for the counts.
+        """
         rows, outputs = gradients.split_rows, gradients.split_mean
         due = [i for i, slot in enumerate(slots) if slot.is_due(self._settings)]
         plain = [i for i, slot in enumerate(slots) if not slot.is_due(self._settings)]
@@ -131,7 +138,8 @@ class Averages:
                 _spread_velocity(slots[i], count, own_row)
             offers = [offer(slots[i], rows[i], self._settings.momentum) for i in due]
             flags = torch.stack([each.is_not_finite for each in offers]).to(gradients.rows.dtype)
-            # All ranks must know if a gradient is not finite on one of them, so every row carries the flags.
+            # All ranks must know if a gradient is not finite on one of them, so every row carries the flags. They are sent with
+            # the uncompressed gradients, not before them, so that nothing waits for them.
             message = torch.cat([*(rows[i] for i in plain), flags.expand(count, -1)], dim=1)
             averaged = message.new_empty(message.shape[1]) if self._form == "shard" else message.view(-1)
             self._average_rows(message, averaged, group)
@@ -159,7 +167,10 @@ class Averages:
 
 
 def _spread_velocity(slot: GradientSlot, rows: int, own_row: int) -> None:
-    """After warm-up, turn the momentum of this rank's shard of the mean into momentum of its own gradient with that mean."""
+    """After warm-up, turn the momentum of this rank's shard of the mean into the momentum of a gradient of this rank.
+
+    The new momentum is such that its mean over ranks is the old momentum.
+    """
     if slot.velocity is not None and len(slot.velocity) < rows:
         spread = slot.velocity.new_zeros(slot.shape)
         spread[own_row] = slot.velocity * slot.ranks
@@ -167,7 +178,10 @@ def _spread_velocity(slot: GradientSlot, rows: int, own_row: int) -> None:
 
 
 def average_whole(message: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """All-reduce like DDP without a hook: first multiply by 1 / ranks, so that the bits are the same."""
+    """Average the memory over ranks by an all-reduce.
+
+    As in DDP without a hook, it is first multiplied by 1 / ranks, so the bits are equal.
+    """
     message.mul_(1 / group.size())
     dist.all_reduce(message, group=group)
 
@@ -175,5 +189,5 @@ def average_whole(message: torch.Tensor, group: dist.ProcessGroup) -> None:
 def scatter_rows(
     rows: torch.Tensor, output: torch.Tensor, group: dist.ProcessGroup, op: dist.ReduceOp | dist.ReduceOp.RedOpType
 ) -> None:
-    """Reduce-scatter: rank i's output gets row i of the sum (or mean) over ranks of ``(ranks, elements)``."""
+    """Reduce-scatter ``(ranks, elements)``: the output of rank i is row i of the sum (or mean) over ranks."""
     _reduce_scatter(output, rows.view(-1), op=op, group=group)

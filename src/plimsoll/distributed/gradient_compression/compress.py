@@ -1,4 +1,4 @@
-"""The function ``compress_gradients``: after its call, the ranks of a model exchange compressed gradients."""
+"""The function ``compress_gradients``. After its call, the ranks that train a model exchange compressed gradients."""
 
 from __future__ import annotations
 
@@ -38,10 +38,13 @@ def compress_gradients(
     min_elements: int = 1024,
     replicate_group: dist.ProcessGroup | None = None,
 ) -> CompressionHandle:
-    """Exchange fewer bytes of gradients between ranks; add what was not sent to the next step's gradient.
+    """Exchange fewer bytes of gradients between ranks.
 
-    Every rank calls this with the same arguments, after the model was wrapped and before a backward. Parameters, optimizer
-    and ``state_dict`` do not change. Whether it saves time depends on the link; within one machine it usually does not.
+    What a rank does not send in a step is added to its next step's gradient.
+
+    All ranks must call this function with the same arguments, after the model was wrapped and before a backward. Parameters,
+    optimizer and ``state_dict`` do not change. Whether compression saves time depends on the link; within one machine it
+    usually does not.
 
     Args:
         model: under ``DistributedDataParallel``, or sharded by FSDP2's ``fully_shard`` over a mesh of one dimension.
@@ -51,8 +54,8 @@ def compress_gradients(
         momentum: with ``topk``, momentum before compression; then use an optimizer without momentum.
         warmup_steps: the number of reductions at the start that are not compressed.
         seed: seed of the first factors of ``powersgd``; the same on all ranks.
-        min_ratio: compress a parameter only if this divides its bytes by at least this number.
-        min_elements: compress a parameter only if it has at least this many elements.
+        min_ratio: compress a parameter only if compression divides the parameter's bytes by at least this number.
+        min_elements: compress a parameter only if the parameter has at least this many elements.
         replicate_group: FSDP2 only: the ranks that hold the same shards. The all-reduce among them is added, and
             compressed; the reduce-scatter stays torch's.
 
@@ -70,8 +73,8 @@ def compress_gradients(
         >>> handle = compress_gradients(DDP(model), "powersgd:4", warmup_steps=100)  # doctest: +SKIP
         >>> print(handle.describe())  # doctest: +SKIP
 
-    Source: see `powersgd`, `topk`, `feedback`. Known weakness: the residual takes 4 bytes per compressed element on every
-    rank, under FSDP2 per element of the unsharded parameter. On a CPU backward waits for each exchange.
+    Source: see `powersgd`, `topk`, `feedback`. Known weakness: the residual takes 4 bytes per compressed element on every rank,
+    under FSDP2 per element of the unsharded parameter. On a CPU backward waits for each exchange.
     """
     warn_if_untried()
     settings = CompressionSettings(
@@ -92,7 +95,10 @@ def attach_compression(
     replicate_group: dist.ProcessGroup | None = None,
     make_averages: Callable[[CompressionSettings, Form], Averages] = Averages,
 ) -> CompressionHandle:
-    """Do what ``compress_gradients`` does; ``make_averages`` makes the object that exchanges the gradients."""
+    """Compress gradients as ``compress_gradients`` does, with settings in one object.
+
+    ``make_averages`` makes the object that exchanges the gradients; a measurement can pass another class.
+    """
     layout = layout_of(model, replicate_group)
     world = current_world(dist.get_process_group_ranks(layout.group))
     # Without this conversation a rank would wait for the others in its next collective, or could not read what they send.
@@ -113,11 +119,11 @@ def attach_compression(
 
 
 def layout_of(model: nn.Module, replicate_group: dist.ProcessGroup | None) -> Replicas | Shards:
-    """Find out which wrapper exchanges the model's gradients.
+    """Return the object that stands for the wrapper (DDP or FSDP2) that exchanges the model's gradients.
 
     Raises:
-        InvalidOption: ``replicate_group`` with DDP.
-        InvalidModel: neither DDP nor FSDP2 does, or nothing is trained.
+        InvalidOption: ``replicate_group`` was given for a model under DDP.
+        InvalidModel: the model is under neither DDP nor FSDP2, or it has no trained parameters.
     """
     if isinstance(model, DistributedDataParallel):
         if replicate_group is not None:

@@ -1,4 +1,4 @@
-"""Error feedback: keep what a step did not send, and add it to the next step's gradient.
+"""Error feedback: a rank keeps what a step did not send, and adds it to the next step's gradient.
 
 With gradient g, residual r and momentum m, each for one parameter on one rank, all in float32::
 
@@ -7,12 +7,12 @@ With gradient g, residual r and momentum m, each for one parameter on one rank, 
     r ← v - sent(v)      not sent
     u ← 0 where sent     momentum factor masking
 
-If a rank's gradient of a parameter is all zeros, because its part of the batch did not use the parameter, the rank offers
-nothing and keeps its residual. What it sent would be lost if no rank used the parameter, since DDP ignores such gradients. For
-a gradient that is not finite, the rank offers zeros, reports it, and does not change residual and velocity.
+If a rank's gradient of a parameter is all zeros, because the rank's part of the batch did not use the parameter, the rank
+offers nothing and keeps its residual. A residual that it sent would be lost if no rank used the parameter, since DDP ignores
+such gradients. For a gradient that is not finite, the rank offers zeros, reports it, and does not change residual and velocity.
 
 With residuals added, a mean can be too large for float16 although all gradients fit. The mean is clipped to the largest
-float16, and the rest goes back to the residual: the mean of all residuals still equals what was never sent.
+float16, and the rest goes back to the residual. So the mean of all residuals still equals what was never sent.
 
 Source: Seide et al. 2014; Stich et al. 2018, algorithm 1; Lin et al. 2018, algorithm 1 and section 3.2 (momentum).
 """
@@ -30,10 +30,11 @@ _MOST_FLOAT16 = torch.finfo(torch.float16).max
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """What a rank offers for a parameter in one step.
+    """Data: what a rank offers to send for one parameter in one step: its gradient plus what it did not send earlier.
 
-    ``values`` are float32 ``(rows, elements)``, zeros if the rank offers nothing. ``waiting`` equals ``values``, or the
-    residual if the rank offers nothing. ``is_not_finite`` is one number, above 0 if the local gradient has NaN or infinity.
+    ``values`` are float32 ``(rows, elements)``; they are zeros if the rank offers nothing. ``waiting`` equals ``values``, but
+    if the rank offers nothing, it is the residual. ``is_not_finite`` is a tensor with one number, above 0 if the local gradient
+    has NaN or infinity.
     """
 
     slot: GradientSlot
@@ -45,12 +46,12 @@ class Offer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedbackOutcome:
-    """The result of an offer.
+    """Data: the result of reducing an offer over all ranks.
 
     Attributes:
-        mean: the mean over ranks of the values sent, flat; under ``shard``, of this rank's shard.
-        sent: what this rank sent, in the offer's shape.
-        factor: the slot's next right factor, for ``powersgd``.
+        mean: the mean over ranks of the values sent, flat. Under the form ``shard``, it is the mean of this rank's shard only.
+        sent: what this rank sent, in the shape of the offered values.
+        factor: for ``powersgd``, the right factor that the slot keeps for the next step.
     """
 
     mean: torch.Tensor
@@ -59,7 +60,10 @@ class FeedbackOutcome:
 
 
 def offer(slot: GradientSlot, gradient: torch.Tensor, momentum: float) -> Offer:
-    """Add the residual to a gradient of ``(rows, elements)`` and any dtype; ``momentum`` is 0 for none."""
+    """Make the offer for a gradient: add the residual to the gradient, and apply momentum before compression.
+
+    The gradient is ``(rows, elements)`` of any dtype. If ``momentum`` is 0, no momentum is applied.
+    """
     local = gradient.float()
     is_finite = local.isfinite().all()
     is_used = (local != 0).any() & is_finite
@@ -79,10 +83,10 @@ def offer(slot: GradientSlot, gradient: torch.Tensor, momentum: float) -> Offer:
 
 
 def settle(offered: Offer, outcome: FeedbackOutcome, is_not_finite: torch.Tensor, row: int) -> torch.Tensor:
-    """Keep what was not sent, and return the mean: NaN if any rank's gradient was not finite.
+    """Store in the slot what was not sent, and return the mean. If any rank's gradient was not finite, the mean is NaN.
 
-    ``is_not_finite`` is one number, above 0 if any rank's gradient was not finite; then the state does not change. ``row`` is
-    the row of the offer that ``mean`` is about: under ``shard`` this rank's own, otherwise 0.
+    ``is_not_finite`` is a tensor with one number, above 0 if any rank's gradient was not finite; then the slot's state does not
+    change. ``row`` is the row of the offer that ``mean`` is about: this rank's own row under the form ``shard``, otherwise 0.
     """
     slot = offered.slot
     is_void = is_not_finite > 0
@@ -102,7 +106,10 @@ def settle(offered: Offer, outcome: FeedbackOutcome, is_not_finite: torch.Tensor
 
 
 def with_velocity(slot: GradientSlot, mean: torch.Tensor, momentum: float) -> torch.Tensor:
-    """Apply momentum to the mean of an uncompressed parameter: the optimizer has to run without momentum."""
+    """Return the mean of an uncompressed parameter with momentum applied, and store the momentum in the slot.
+
+    The optimizer has to run without momentum.
+    """
     before = _or_zeros(slot.velocity, mean.to(torch.promote_types(mean.dtype, torch.float32)))
     velocity = before.mul(momentum).add_(mean)
     slot.velocity = torch.where(velocity.isfinite().all(), velocity, before)

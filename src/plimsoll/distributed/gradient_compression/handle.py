@@ -23,7 +23,10 @@ _SCHEMA_VERSION = 2
 
 
 class CompressionHandle(RemovedAtEnd):
-    """Compressed gradients of one model on one rank; also a context manager."""
+    """The handle of compressed gradients for one model on one rank.
+
+    As a context manager, it ends the compression at the end.
+    """
 
     def __init__(
         self,
@@ -40,23 +43,23 @@ class CompressionHandle(RemovedAtEnd):
 
     @property
     def is_active(self) -> bool:
-        """True while gradients are compressed."""
+        """Whether gradients are compressed now. After ``remove`` they are not."""
         return self._layout is not None
 
     @property
     def counters(self) -> Counters:
-        """Bytes and steps so far. On a GPU this waits for the device."""
+        """The bytes and steps that were counted so far. On a GPU, this property waits for the device."""
         return self._averages.tally.read()
 
     @property
     def step_bytes(self) -> int:
-        """Bytes that this rank sends in a step after warm-up, if every parameter has a gradient."""
+        """The bytes that this rank sends in a step after warm-up, if all parameters have a gradient in that step."""
         return sum(slot.sent_bytes(self._settings) for slot in self._slots)
 
     def remove(self) -> None:
-        """Leave the gradients to torch again and free the residuals; a second call does nothing.
+        """End the compression: torch reduces the gradients again, and the residuals are freed. A second call does nothing.
 
-        Every rank must call it, between two steps. The residuals are lost unless ``state_dict`` was called before.
+        All ranks must call this method, between two steps. The residuals are lost unless ``state_dict`` was called before.
         """
         layout, self._layout = self._layout, None
         if layout is None:
@@ -67,15 +70,15 @@ class CompressionHandle(RemovedAtEnd):
                 setattr(slot, kind, None)
 
     def rescale(self, factor: float) -> None:
-        """Multiply residuals and momentum by a factor, as a change of the loss scale does with gradients.
+        """Multiply residuals and momentum by a factor, because a change of the loss scale multiplies gradients by that factor.
 
-        Call it after ``scaler.update()`` with the new scale over the old one.
+        Call it after ``scaler.update()``, with the new scale divided by the old scale.
 
         Args:
             factor: above 0.
 
         Raises:
-            InvalidOption: the factor is 0, negative or not finite; it would erase or reverse the residuals.
+            InvalidOption: the factor is 0, negative or not finite. Such a factor would erase or reverse the residuals.
         """
         if not 0 < factor < math.inf:
             raise InvalidOption(
@@ -90,7 +93,7 @@ class CompressionHandle(RemovedAtEnd):
                         kept.mul_(factor)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step needs from this rank; save one per rank."""
+        """Return everything that this rank needs for its next step. Each rank must save its own state."""
         return {
             "schema_version": _SCHEMA_VERSION,
             "settings": self._settings.as_text(),
@@ -111,7 +114,7 @@ class CompressionHandle(RemovedAtEnd):
             state: the result of ``state_dict`` on this rank.
 
         Raises:
-            CompressionMismatch: the state is for another method, model, layout, number of ranks, or rank; nothing changes.
+            CompressionMismatch: the state is for another method, model, layout, number of ranks, or rank. Then nothing changes.
         """
         saved, mine = _facts(state), _facts(self.state_dict())
         odd = [what for what in {**saved, **mine} if saved.get(what) != mine.get(what)]
@@ -135,7 +138,9 @@ class CompressionHandle(RemovedAtEnd):
             self._layout.restore(state["counters"]["steps"])
 
     def describe(self) -> str:
-        """Describe what is compressed, what is not and why, and how much this rank sends in a step."""
+        """Return a text that says what is compressed, what is not compressed and why, and how much this rank sends in a
+        step.
+        """
         compressed = [slot for slot in self._slots if slot.is_compressed]
         before = sum(slot.dense_bytes for slot in self._slots)
         after = self.step_bytes
@@ -154,7 +159,7 @@ class CompressionHandle(RemovedAtEnd):
 
 
 def _facts(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What has to be the same in a saved state and in this run."""
+    """Return the entries of a state that must be equal in a saved state and in this run, by name."""
     alone = {what: state.get(what) for what in ("schema_version", "layout", "ranks", "rank")}
     groups = ((what, state.get(what, {})) for what in ("settings", "shapes"))
     return alone | {f"{what}: {name}": value for what, group in groups for name, value in group.items()}

@@ -1,4 +1,4 @@
-"""The names of methods of gradient compression, and the caller's settings."""
+"""The methods of gradient compression by name, and the settings that a caller chooses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FORMS = '"none", "powersgd:RANK" (powersgd:4), "topk:SHARE" (topk:1%)'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """A method of gradient compression.
+    """Data: a method of gradient compression with its parameter.
 
     Attributes:
         rank: columns of each factor of ``powersgd``; 0 for other methods.
@@ -33,12 +33,12 @@ class Method:
         return f"topk:{self.share * 100:g}%" if self.kind == "topk" else "none"
 
     def elements_sent(self, elements: int) -> int:
-        """The number of elements that ``topk`` sends of ``elements``: at least one."""
+        """Return how many of ``elements`` elements ``topk`` sends: at least one."""
         return min(elements, max(1, round(self.share * elements)))
 
 
 def parse_method(text: str) -> Method:
-    """Parse a method's name and parameter.
+    """Read the name and the parameter of a method of gradient compression, and return the method.
 
     Args:
         text: ``"none"``, ``"powersgd:4"``, ``"topk:1%"``, ``"topk:0.01"``.
@@ -85,12 +85,15 @@ def _share(text: str, parameter: str) -> float:
 
 
 EXCLUDED = ("*norm*", "*bias*", "*embed*", "*lm_head*")
-"""Not compressed by default: norms and biases are small, and few rows of an embedding have a gradient in one step."""
+"""Patterns of the parameters that are not compressed by default.
+
+Norms and biases are small. In an embedding, only a few rows have a gradient in one step.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompressionSettings:
-    """The caller's settings; see `compress_gradients`."""
+    """Data: the caller's settings, with the meanings that ``compress_gradients`` describes."""
 
     method: Method
     exclude: tuple[str, ...] = EXCLUDED
@@ -121,5 +124,5 @@ class CompressionSettings:
             )
 
     def as_text(self) -> dict[str, Any]:
-        """Everything that must be equal on all ranks and in a saved state."""
+        """Return the settings that must be equal on all ranks and in a saved state, by name."""
         return {**asdict(self), "method": str(self.method), "exclude": list(self.exclude)}

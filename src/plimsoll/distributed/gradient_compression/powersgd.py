@@ -1,7 +1,8 @@
-"""PowerSGD: one low-rank mean of all ranks' gradients, by torch's own communication hook.
+"""PowerSGD: one low-rank mean of all ranks' gradients, computed by torch's own communication hook.
 
-torch's hook does the arithmetic. Its state belongs to buckets, and DDP rebuilds its buckets after the first step. So the
-factors are kept in the slots, per parameter, error feedback is ours, and the hook gets buckets of our own.
+torch's hook does the arithmetic. Its state belongs to buckets, and DDP rebuilds its buckets after the first step. So this
+module keeps the factors in the slots, one per parameter, does the error feedback itself, and passes its own buckets to the
+hook.
 
 Source: Vogels, Karimireddy, Jaggi 2019, "PowerSGD". Known weakness: on a GPU torch's hook waits for the whole device.
 """
@@ -24,20 +25,22 @@ from plimsoll.distributed.gradient_compression.slots import GradientSlot, factor
 
 _BUCKET = 0
 _FIRST_STEP = 2
-"""torch's state does not allow an earlier start, because DDP rebuilds its buckets after the first step; our buckets stay."""
+"""The step number that torch's hook sees. torch does not allow an earlier one, because DDP rebuilds its buckets after the first
+step. Our own buckets do not change.
+"""
 _EPSILON = 1e-8
-"""Added to the length of columns before dividing by it, so that a column of zeros stays zero instead of NaN."""
+"""A column is divided by its length plus this number, so that a column of zeros stays zero instead of NaN."""
 _FREEING_SECONDS = 1.0
-"""The longest wait until torch frees its callbacks; usually it takes microseconds."""
+"""The longest wait in seconds until torch frees its callbacks. Usually this takes microseconds."""
 
 
 class _State(PowerSGDState):
-    """torch's state in a class of our own, whose instances allow weak references."""
+    """The state of torch's hook, in a subclass whose instances allow weak references."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """The part of DDP's bucket interface that torch's hook uses."""
+    """The part of DDP's bucket interface that torch's hook uses, for our own matrices."""
 
     matrices: list[torch.Tensor]
 
@@ -56,7 +59,10 @@ class _Bucket:
 
 @dataclass(frozen=True, slots=True)
 class LowRankMean:
-    """One step of subspace iteration per reduction, starting from the factor of the previous one; two all-reduces."""
+    """Computes low-rank means: one step of subspace iteration per reduction, with two all-reduces.
+
+    A reduction starts from the right factor of the previous reduction.
+    """
 
     rank: int
     seed: int
@@ -102,7 +108,10 @@ class LowRankMean:
         return state
 
     def _right_factor(self, slot: GradientSlot, device: torch.device) -> torch.Tensor:
-        """The factor of the last step. Columns of zeros would stay zero for ever, so they are drawn again."""
+        """Return the right factor of the slot's last step. Columns of zeros would stay zero for ever, so they are drawn again.
+
+        In the first step, all columns are drawn.
+        """
         _, columns, rank = factors_of(slot.shape, self.rank)
         # The generator depends on the seed, the parameter and its number of reductions, so all ranks draw the same.
         digest = hashlib.blake2b(struct.pack("<qqq", self.seed, slot.number, slot.reductions), digest_size=8).digest()

@@ -1,12 +1,12 @@
-"""Compresses the gradients of a model under DistributedDataParallel, through its communication hook.
+"""Compresses the gradients of a model under DistributedDataParallel, through DDP's communication hook.
 
-DDP's reducer accepts one hook in its lifetime. Our hook stays when compression is removed, and then does exactly what DDP does
-without a hook, bit for bit; a later call uses it again.
+DDP's reducer accepts one hook in its lifetime. So our hook stays when compression is removed, and then does exactly what DDP
+does without a hook, bit for bit. A later call of ``compress_gradients`` uses the same hook again.
 
 The exchange of a bucket is blocking code. On a GPU it is queued on a stream of its own, and backward continues. On a CPU
-backward waits for it: gloo matches collectives by the order of calls, so a second thread would need a second process group. If
-an exchange fails, backward ends there, and torch refuses further steps of the wrapper. So no rank gets what is meant for
-another exchange.
+backward waits for the exchange: gloo matches collectives by the order of calls, so a second thread would need a second process
+group. If an exchange fails, backward ends there, and torch refuses further steps of the wrapper. So ranks never get what is
+meant for another exchange.
 
 Do not add ``from __future__ import annotations`` here: DDP compares a hook's annotations with classes, not with names.
 """
@@ -23,11 +23,11 @@ from plimsoll.distributed.gradient_compression.slots import Form, GradientPart, 
 from plimsoll.errors import InvalidOption
 
 Reduced = torch.futures.Future[torch.Tensor]
-"""A future of the bucket's memory after averaging."""
+"""A future whose result is the bucket's memory after averaging."""
 
 
 class ReplicaHook:
-    """The state of DDP's hook: compresses buckets while it has ``averages``, otherwise does DDP's own all-reduce."""
+    """The state of DDP's hook. It compresses buckets while ``averages`` is set, and otherwise does DDP's own all-reduce."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self._group = model.process_group
@@ -38,7 +38,7 @@ class ReplicaHook:
         self.step = 0
 
     def reduce(self, bucket: GradBucket) -> Reduced:
-        """Average a bucket."""
+        """Average a bucket over ranks, and return a future of the bucket's memory."""
         flat = bucket.buffer()
         if self.averages is None:
             work = dist.all_reduce(flat.mul_(1 / self._group.size()), group=self._group, async_op=True)
@@ -65,19 +65,19 @@ class ReplicaHook:
 
 
 def reduce_bucket(hook: ReplicaHook, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The hook that DDP calls for every bucket."""
+    """Reduce one bucket. DDP calls this function, the registered hook, for each bucket in backward."""
     return hook.reduce(bucket)
 
 
 def _finished(flat: torch.Tensor, devices: list[int | str | torch.device]) -> Reduced:
-    """A future that is done, on a GPU when the current stream gets here."""
+    """Return a future that is done. On a GPU, the future is done when the current stream arrives at this point."""
     future: Reduced = torch.futures.Future(devices=devices)
     future.set_result(flat)
     return future
 
 
 class Replicas:
-    """A model under DDP, whose buckets are all-reduced."""
+    """A model under DDP, whose buckets are all-reduced. Attaches compression to the model's hook, and detaches it."""
 
     form: Form = "mean"
     name = "replicas"
@@ -89,11 +89,11 @@ class Replicas:
         self._hook: ReplicaHook | None = None
 
     def parts(self) -> list[GradientPart]:
-        """The trained parameters, with shape and dtype of their reductions."""
+        """Return the trained parameters, with the shape and dtype of their reductions."""
         return [GradientPart(name, tuple(each.shape), each.dtype) for name, each in self._trained.items()]
 
     def check(self, method: Method) -> None:
-        """Raise if the model has another hook, or is compressed already; any method works."""
+        """Raise an error if the model has another hook or is already compressed. All methods work with DDP."""
         # Hooks can only be read from this private list. Registering a second hook fails, whoever registered the first.
         for hook, state in self._model._comm_hooks:
             if not isinstance(state, ReplicaHook):
@@ -107,7 +107,7 @@ class Replicas:
             self._hook = state
 
     def attach(self, slots: list[GradientSlot], averages: Averages) -> None:
-        """Compress from now on; slots are in the order of ``parts``."""
+        """Compress the model's gradients from now on. ``slots`` are in the order of ``parts``."""
         if self._hook is None:
             self._hook = ReplicaHook(self._model)
             self._model.register_comm_hook(self._hook, reduce_bucket)
@@ -116,18 +116,21 @@ class Replicas:
         self.restore(0)
 
     def restore(self, step: int) -> None:
-        """Continue to count steps from here."""
+        """Set the number of the current training step. Counting continues from this number."""
         assert self._hook is not None, "attached"
         self._hook.step = step
 
     def detach(self) -> None:
-        """Leave the buckets to DDP's all-reduce. DDP holds the hook for ever, so it forgets parameters and residuals."""
+        """Leave the buckets to DDP's all-reduce.
+
+        DDP holds the hook for ever, so the hook drops its parameters and residuals.
+        """
         assert self._hook is not None, "attached"
         self._hook.averages, self._hook.slots = None, {}
 
 
 def twice() -> InvalidOption:
-    """The error for a model whose gradients are compressed already."""
+    """Return the error for a model whose gradients are already compressed."""
     return InvalidOption(
         "The gradients of this model are compressed already.",
         why="what one compression left unsent would be lost to the other",

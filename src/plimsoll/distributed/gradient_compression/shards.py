@@ -1,6 +1,8 @@
-"""Compresses the gradients of a model under FSDP2, by replacing the reduce-scatter of each of its modules.
+"""Compresses the gradients of a model under FSDP2.
 
-The base class of FSDP2's reduce-scatters is private: seen in torch 2.9 to 2.15.
+It replaces the reduce-scatter of each module that ``fully_shard`` was called on.
+
+The base class of FSDP2's reduce-scatters is private. It has been seen in torch 2.9 to 2.15.
 """
 
 from __future__ import annotations
@@ -33,18 +35,21 @@ _ReduceScatter: Any = internal("torch.distributed.fsdp._fully_shard._fsdp_api.Re
 
 @dataclass(frozen=True, slots=True)
 class ShardUnit:
-    """A module that ``fully_shard`` was called on, with its trained parameters in the order of their reduction."""
+    """Data: a module that ``fully_shard`` was called on, with its trained parameters in the order of their reduction."""
 
     module: FSDPModule
     parameters: dict[str, DTensor]
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The ranks that share the parameters."""
+        """The device mesh of the ranks that share the parameters."""
         return next(iter(self.parameters.values())).device_mesh
 
     def parts(self, form: Form) -> list[GradientPart]:
-        """The parameters in their reduced shapes: one row per rank in a reduce-scatter, else this rank's padded shards."""
+        """Return the parameters with the shapes of their reductions.
+
+        For the form ``shard`` this is ``(ranks, elements of a padded shard)``, else the shape of this rank's padded shard.
+        """
         policy = self.module._get_fsdp_state()._mp_policy
         found, ranks = [], self.mesh.size()
         for name, parameter in self.parameters.items():
@@ -58,7 +63,9 @@ class ShardUnit:
 
 
 def units_of(model: nn.Module) -> list[ShardUnit]:
-    """The units of a model that FSDP2 shards, in the order of ``named_modules``.
+    """Return the modules of a model that FSDP2 shards with their trained parameters, in the order of ``modules()``.
+
+    Modules that were sharded in one call form one unit.
 
     Raises:
         InvalidModel: the model uses FSDP2's own HSDP, or its parameters are sharded over several meshes.
@@ -84,9 +91,10 @@ def units_of(model: nn.Module) -> list[ShardUnit]:
 
 
 class Shards:
-    """A model under FSDP2. Compresses its units' reduce-scatters, or, with a ``replicate_group``, all-reduces in that group.
+    """A model under FSDP2. Attaches compression to the model's reductions, and detaches it.
 
-    The ranks of ``replicate_group`` hold the same shards.
+    Without a ``replicate_group``, the reduce-scatters of its units are compressed. With one, the all-reduces among the ranks of
+    that group are compressed; these ranks hold the same shards.
     """
 
     def __init__(self, model: nn.Module, replicate_group: dist.ProcessGroup | None) -> None:
@@ -100,11 +108,13 @@ class Shards:
         self._hooks: list[_CompressedReduceScatter | _AverageShards] = []
 
     def parts(self) -> list[GradientPart]:
-        """The trained parameters, with shape and dtype of their reductions."""
+        """Return the trained parameters, with the shape and dtype of their reductions."""
         return [part for unit in self._units for part in unit.parts(self.form)]
 
     def check(self, method: Method) -> None:
-        """Raise if the method cannot replace a reduce-scatter, or the model has a hook or reduce-scatter of its own."""
+        """Raise an error if the method cannot replace a reduce-scatter, or if the model already has its own hook or
+        reduce-scatter.
+        """
         if self.form == "shard" and method.kind == "powersgd":
             raise InvalidOption(
                 f"{str(method)!r} for a model that FSDP2 shards.",
@@ -130,7 +140,7 @@ class Shards:
                 )
 
     def attach(self, slots: list[GradientSlot], averages: Averages) -> None:
-        """Compress from now on; slots are in the order of ``parts``."""
+        """Compress the model's gradients from now on. ``slots`` are in the order of ``parts``."""
         remaining = iter(slots)
         for unit in self._units:
             own = [next(remaining) for _ in unit.parameters]
@@ -144,19 +154,22 @@ class Shards:
                 unit.module.set_all_reduce_hook(hook)
 
     def restore(self, step: int) -> None:
-        """Continue to count steps from here."""
+        """Set the number of the current training step. Counting continues from this number."""
         for hook in self._hooks:
             hook.step = step
 
     def detach(self) -> None:
-        """Restore the hooks that the modules had before."""
+        """Restore the hooks that the modules had before compression."""
         for unit, before in zip(self._units, self._before, strict=True):
             unit.module.set_custom_reduce_scatter(before)
             unit.module.set_all_reduce_hook(None)  # type: ignore[arg-type]  # FSDP2's default
 
 
 class _CompressedReduceScatter(_DefaultAllocMixin, _ReduceScatter):
-    """The compressed reduce-scatter; FSDP2 calls it in its own stream, and memory is allocated as for FSDP2's own."""
+    """A reduce-scatter that compresses.
+
+    FSDP2 calls it in its own stream, and allocates memory as for its own reduce-scatter.
+    """
 
     def __init__(self, slots: Sequence[GradientSlot], averages: Averages) -> None:
         self._slots = slots
@@ -185,7 +198,7 @@ class _CompressedReduceScatter(_DefaultAllocMixin, _ReduceScatter):
 
 
 class _AverageShards:
-    """The compressed all-reduce; FSDP2 calls it after its reduce-scatter."""
+    """An all-reduce that compresses. FSDP2 calls it after its own reduce-scatter."""
 
     def __init__(self, slots: Sequence[GradientSlot], averages: Averages, group: dist.ProcessGroup) -> None:
         self._slots = slots
@@ -214,7 +227,10 @@ def _check_op(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> None:
 
 
 def _group_of(module: FSDPModule) -> Any:
-    """The private object with FSDP2's hooks. The public API can only set hooks, and ``detach`` has to restore the old ones."""
+    """Return the private object that has a module's FSDP2 hooks.
+
+    The public API can only set hooks, but ``detach`` has to restore the earlier hooks.
+    """
     groups = groups_of(module)
     if len(groups) != 1:
         raise InvalidModel(

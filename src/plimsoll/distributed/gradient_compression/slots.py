@@ -1,7 +1,7 @@
-"""One slot per parameter: whether its gradient is compressed, how many bytes it sends, and its state between steps.
+"""One slot per parameter: whether the parameter's gradient is compressed, the bytes that it sends, and its state between steps.
 
-Bytes are the bytes that each rank's link carries in each direction: all-reduce passes every byte twice around the ring,
-reduce-scatter and all-gather once. Libraries may differ on other topologies. The same figures are counted in training.
+Bytes are those that each rank's link carries in each direction. An all-reduce passes each byte twice around the ring of ranks;
+a reduce-scatter and an all-gather pass it once. Libraries may differ on other topologies. Training counts the same figures.
 
 Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
 """
@@ -20,27 +20,33 @@ from plimsoll.distributed.gradient_compression.method import EXCLUDED, Compressi
 from plimsoll.errors import InvalidOption
 
 Form = Literal["mean", "shard"]
-"""``mean``: every rank gets the whole mean, as under DDP. ``shard``: every rank gets its shard of it, as under FSDP2."""
+"""What a rank gets from a reduction.
+
+``mean``: the whole mean, as under DDP. ``shard``: the rank's own shard of the mean, as under FSDP2.
+"""
 
 STATE = ("residual", "velocity", "factor")
-"""The fields of a slot with tensors that live from step to step."""
+"""The names of the fields of ``GradientSlot`` that hold tensors from one step to the next."""
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-"""The dtypes that are compressed; gradients of other dtypes are sent uncompressed."""
+"""The dtypes of gradients that are compressed. Gradients of other dtypes are sent uncompressed."""
 _MOST_ELEMENTS = 2**31 - 1
 _INDEX_BYTES = torch.int32.itemsize
 
 
 def dense_bytes(elements: int, dtype: torch.dtype, ranks: int, form: Form) -> int:
-    """Bytes that one rank sends for an uncompressed gradient: an all-reduce, or a reduce-scatter for ``shard``."""
+    """Return the bytes that one rank sends to reduce an uncompressed gradient.
+
+    The reduction is an all-reduce for the form ``mean``, and a reduce-scatter for the form ``shard``.
+    """
     passes = 2 if form == "mean" else 1
     return passes * elements * dtype.itemsize * (ranks - 1) // ranks
 
 
 def compressed_bytes(method: Method, shape: Sequence[int], dtype: torch.dtype, ranks: int, form: Form) -> int:
-    """Bytes that one rank sends for a compressed gradient.
+    """Return the bytes that one rank sends to reduce a compressed gradient.
 
-    For ``shard``, ``shape`` is ``(ranks, elements of a padded shard)``.
+    For the form ``shard``, ``shape`` is ``(ranks, elements of a padded shard)``.
     """
     if method.kind == "powersgd":
         rows, columns, rank = factors_of(shape, method.rank)
@@ -51,7 +57,8 @@ def compressed_bytes(method: Method, shape: Sequence[int], dtype: torch.dtype, r
 
 
 def factors_of(shape: Sequence[int], rank: int) -> tuple[int, int, int]:
-    """Rows and columns of a parameter reshaped to a matrix, and the number of columns of its factors.
+    """Return the rows and columns of the matrix that a parameter is reshaped to, and the number of columns of its low-rank
+    factors.
 
     Example:
         >>> factors_of((64, 3, 3, 3), 4)
@@ -64,15 +71,16 @@ def factors_of(shape: Sequence[int], rank: int) -> tuple[int, int, int]:
 
 @dataclass(slots=True, kw_only=True)
 class GradientSlot:
-    """One parameter on one rank.
+    """Data: one parameter's gradient on one rank, with its state between steps. A reduction averages the gradient over ranks.
 
     Attributes:
-        number: its position among the parameters, the same on all ranks.
-        shape: the gradient's shape; for ``shard``, ``(ranks, elements of a padded shard)``.
-        reason: why it is not compressed; empty if it is compressed.
-        reductions: the number of its reductions so far.
-        residual: what this rank has not sent yet, float32 ``(rows, elements)``, where ``shard`` has one row per rank.
-        velocity: momentum before compression, like the residual; of a parameter that is not compressed, of its mean.
+        number: the parameter's position among all parameters, the same on all ranks.
+        shape: the gradient's shape; for the form ``shard``, ``(ranks, elements of a padded shard)``.
+        reason: why the gradient is not compressed; empty if it is compressed.
+        reductions: the number of the gradient's reductions so far.
+        residual: what this rank has not sent yet, float32 ``(rows, elements)``. Under ``shard``, it has one row per rank.
+        velocity: momentum before compression, in the shape of the residual. For a parameter that is not compressed, it is the
+            momentum of the mean.
         factor: the right factor of ``powersgd`` from the last step, ``(columns, rank)`` float32, the same on all ranks.
     """
 
@@ -90,37 +98,39 @@ class GradientSlot:
 
     @property
     def elements(self) -> int:
-        """The number of elements of its gradient."""
+        """The number of elements of the gradient."""
         return math.prod(self.shape)
 
     @property
     def is_compressed(self) -> bool:
-        """True if it is compressed after warm-up."""
+        """Whether the gradient is compressed after warm-up."""
         return not self.reason
 
     @property
     def dense_bytes(self) -> int:
-        """Bytes that one rank sends for it uncompressed."""
+        """The bytes that one rank sends in a reduction of this gradient without compression."""
         return dense_bytes(self.elements, self.dtype, self.ranks, self.form)
 
     def sent_bytes(self, settings: CompressionSettings) -> int:
-        """Bytes that one rank sends for it after warm-up."""
+        """Return the bytes that one rank sends in a reduction of this gradient after warm-up."""
         if not self.is_compressed:
             return self.dense_bytes
         return compressed_bytes(settings.method, self.shape, self.dtype, self.ranks, self.form)
 
     def is_due(self, settings: CompressionSettings) -> bool:
-        """True if its next reduction is compressed."""
+        """Return whether the next reduction of this gradient is compressed."""
         return self.is_compressed and self.reductions >= settings.warmup_steps
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of its state on this rank between steps."""
+        """The bytes that the gradient's state takes on this rank between steps."""
         return sum(kept.nbytes for kind in STATE if (kept := getattr(self, kind)) is not None)
 
 
 class GradientPart(NamedTuple):
-    """A parameter's gradient in its reduction, where shape and dtype may differ from the parameter's."""
+    """Data: the name of a parameter, and its gradient's shape and dtype in the reduction, which may differ from the
+    parameter's.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -130,7 +140,7 @@ class GradientPart(NamedTuple):
 def make_slots(
     parts: Iterable[GradientPart], settings: CompressionSettings, *, ranks: int, form: Form
 ) -> list[GradientSlot]:
-    """Make one slot per parameter, in the order given.
+    """Make one slot per parameter, in the order of ``parts``.
 
     Raises:
         InvalidOption: one of the caller's patterns matches no parameter.

@@ -1,11 +1,12 @@
-"""Top-K: every rank sends its largest elements with their places, and adds up what all ranks sent.
+"""Top-K: each rank sends the largest elements of its gradient with their places, and adds up what all ranks sent.
 
-For the whole mean every rank gets all ranks' payloads (one all-gather), so the bytes that a rank sends grow with the number of
-ranks. For shards each rank gets the payloads for its own shard (one all-to-all). A payload is places as int32, then values in
-the gradient's own dtype. Its length depends only on the number of elements and the dtype, so all ranks know it.
+If every rank needs the whole mean, each rank gets the payloads (the bytes sent for a gradient) of all ranks, by one all-gather.
+So the bytes that a rank sends grow with the number of ranks. If gradients are sharded, each rank gets the payloads for its own
+shard, by one all-to-all. A payload consists of places as int32, then values in the gradient's own dtype. Its length depends
+only on the number of elements and the dtype, so all ranks know it.
 
-Source: Lin et al. 2018, "Deep Gradient Compression"; Stich et al. 2018, "Sparsified SGD with memory". Known weakness: the
-device picks among equal magnitudes, and a GPU may pick others in a second run.
+Source: Lin et al. 2018, "Deep Gradient Compression"; Stich et al. 2018, "Sparsified SGD with memory". Known weakness: among
+elements of equal magnitude, the device chooses which ones to send, and a GPU may choose others in a second run.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ _all_gather = _NAMES["all_gather_single" if "all_gather_single" in _NAMES else "
 
 @dataclass(frozen=True, slots=True)
 class TopKMean:
-    """The mean over ranks of each rank's largest elements; every rank of a group has to call ``reduce`` alike."""
+    """Computes the mean over ranks of each rank's largest elements.
+
+    All ranks of a group must make the same calls of ``reduce``.
+    """
 
     method: Method
     form: Form
@@ -54,7 +58,9 @@ class TopKMean:
         return outcomes
 
     def encode(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Turn ``(rows, elements)`` float32 into one payload of bytes per row."""
+        """Turn float32 ``(rows, elements)`` into one payload per row: bytes with the places and values of the largest
+        elements.
+        """
         sent = self.method.elements_sent(rows.shape[1])
         places = rows.abs().topk(sent, dim=1, sorted=False).indices
         # Values beyond the range of the dtype are clipped, and the rest stays in the residual.
@@ -63,7 +69,7 @@ class TopKMean:
         return torch.cat([places.int().view(torch.uint8), values.view(torch.uint8)], dim=1)
 
     def decode(self, payloads: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Places and float32 values of every row of payloads."""
+        """Return the places and the float32 values that are in the payloads, for each row of payloads."""
         sent = payloads.shape[1] // (torch.int32.itemsize + dtype.itemsize)
         places, values = payloads.split([sent * torch.int32.itemsize, sent * dtype.itemsize], dim=1)
         # Clones, because a view as another dtype has to start at a multiple of its size.

@@ -1,1 +1,1 @@
-"""Plans and manages the stages of torch.distributed.pipelining schedules."""
+"""Plans and manages memory in the stages of torch.distributed.pipelining schedules."""

@@ -1,9 +1,9 @@
 """``attach_schedule``: manages the stages of a pipeline under one budget per rank, from the first step on.
 
 The first ``schedule.step(...)`` that trains traces each stage before anything else runs. The trace uses the micro-batch of the
-stage's call, or one like its receive buffers. If any rank cannot meet its budget, all ranks raise. This step runs at the lowest
-memory and is measured as a whole. From the second step on, stages run plans for the budget minus the bytes that the traces did
-not see. Steps are measured until one keeps to the budget on every rank.
+stage's call, or tensors with the shapes of its receive buffers. If any rank cannot meet its budget, all ranks raise an error.
+This first step runs at the lowest memory, and its memory is measured as a whole. From the second step on, stages run plans for
+the budget minus the bytes that the traces did not see. Steps are measured until one step keeps to the budget on all ranks.
 """
 
 from __future__ import annotations
@@ -52,11 +52,14 @@ from plimsoll.tracing.torch_internals import is_at_least
 from plimsoll.units import check_count, format_bytes
 
 _MOST_STEPS = 5
-"""The maximum number of calibration steps. If the last one still exceeds the budget, its plans stay, with a warning."""
+"""The maximum number of measured steps. If the last of them still exceeds the budget, its plans stay, with a warning."""
 
 
 class ScheduleAttachment(RemovedAtEnd):
-    """A budget applied to a schedule. ``plans``, by stage, exist after the first training step has begun."""
+    """A budget that manages the stages of a schedule. As a context manager, it ends the management at the end.
+
+    ``plans``, by stage, exist after the first training step has begun.
+    """
 
     def __init__(
         self,
@@ -89,7 +92,7 @@ class ScheduleAttachment(RemovedAtEnd):
         self._excess_bytes = 0
         self._steps_run = 0
         self.is_calibrating = True
-        """True while steps are measured and plans may change."""
+        """Whether steps are still measured, so that plans may change."""
         self._is_tracing = False
         self._measuring: MeasuredStep | None = None
         self._measured: MeasuredStep | None = None
@@ -108,7 +111,7 @@ class ScheduleAttachment(RemovedAtEnd):
 
     @property
     def report(self) -> ScheduleReport:
-        """This rank's stages under their plans, with predicted and measured figures. ``str`` shows it."""
+        """A report on this rank's stages under their plans, with predicted and measured figures. ``str`` shows it as text."""
         made = self._made
         return ScheduleReport(
             schedule=type(self.schedule).__name__,
@@ -128,7 +131,7 @@ class ScheduleAttachment(RemovedAtEnd):
         )
 
     def remove(self) -> None:
-        """Restore schedule and stages. A second call does nothing."""
+        """Restore the schedule and the stages. A second call does nothing."""
         self._stop_measuring()
         for wrapped in self._wrapped:
             wrapped.remove()
@@ -139,7 +142,7 @@ class ScheduleAttachment(RemovedAtEnd):
         self.is_calibrating = False
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run instead of ``schedule.step``."""
+        """Run one step of the schedule, and measure it if needed. This method replaces ``schedule.step``."""
         if not trains(self.schedule):
             self._stop_measuring()  # evaluation does not belong to the training step before it
             return original(*args, **kwargs)
@@ -163,7 +166,10 @@ class ScheduleAttachment(RemovedAtEnd):
             raise
 
     def _initialize(self, original: Callable[..., Any], args: Any, kwargs: Any, *more: Any, **named: Any) -> None:
-        """Run instead of torch's method that a step calls first, with its first micro-batch."""
+        """In the first training step, plan the stages.
+
+        This method replaces the method that a step calls first, with its first micro-batch.
+        """
         original(args, kwargs, *more, **named)
         if not trains(self.schedule) or self._planner is not None:
             return
@@ -175,12 +181,12 @@ class ScheduleAttachment(RemovedAtEnd):
         self._measure()  # not earlier: tracing uses its own meter, and on a CPU only one can run
 
     def _before_forward(self, index: int, stage: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Trace a stage right before it runs. If torch infers shapes, this is before anything else of the step."""
+        """Trace a stage right before it runs. If torch infers shapes, this happens before everything else in the step."""
         if trains(self.schedule) and not self._is_tracing and index not in self._steps and not self._errors:
             self._begin_stage(index, args, kwargs)
 
     def _begin_stage(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Trace a stage and let it run at its smallest peak. Errors are kept until all ranks agree to raise."""
+        """Trace a stage, and let it run at its smallest peak. Errors are stored until all ranks agree to raise an error."""
         stage, rank = self._rank.stages[index], self._rank
         self._is_tracing = True
         try:
@@ -211,19 +217,20 @@ class ScheduleAttachment(RemovedAtEnd):
             self._is_tracing = False
 
     def _loss(self, output: Any) -> torch.Tensor:
-        """The schedule's loss for its first micro-batch."""
+        """Return the loss of the step's first micro-batch, by the schedule's loss function."""
         target = self._call.get("target")
         if isinstance(target, torch.Tensor):
             target = torch.tensor_split(target, self._rank.micro_batches)[0]
         return loss_of(self.schedule, output, target, self._call.get("loss_kwargs"))
 
     def _agree_at_first(self) -> None:
-        """After all ranks traced their stages, before any micro-batch runs: raise on all ranks, or continue on all."""
+        """Make all ranks raise an error, or all continue, after they traced their stages and before a micro-batch runs."""
         with self._agreement.together("traced"):
             for error in self._errors:
                 raise error
             budget_bytes = self._budget.bytes_on(next(iter(self._steps.values())).traced.costs)
             assert budget_bytes is not None
+        # The traces do not contain an optimizer, so the state that exists now counts as bytes beyond the predictions.
         self._budget_bytes, self._excess_bytes = budget_bytes, self._state_bytes
         mine, _ = self._agreement.compare(self._standing(does_fit=False))
         planner = RankPlanner(self._steps, self._rank.actions, self._beside_bytes)
@@ -234,7 +241,10 @@ class ScheduleAttachment(RemovedAtEnd):
         self._take(mine, made)
 
     def _settle(self) -> None:
-        """After a step: keep its plans if every rank fits, else plan again without the bytes measured beyond the plans."""
+        """Decide after a step: if all ranks fit, keep the plans.
+
+        Otherwise plan again, with a budget without the bytes that were measured beyond the plans' predictions.
+        """
         assert self._planner is not None
         self._stop_measuring()
         step, self._measured = self._measured, None
@@ -243,6 +253,7 @@ class ScheduleAttachment(RemovedAtEnd):
             if step is not None:
                 self._note(step)
         fits = step is not None and self.measured_peak_bytes <= self._budget_bytes
+        # The first step runs at the lowest memory, so its plans are replaced even if they fit.
         mine, all_fit = self._agreement.compare(self._standing(does_fit=fits and self._steps_run > 1))
         if all_fit or self._steps_run >= _MOST_STEPS:
             self._end_calibration(does_fit=fits)
@@ -252,7 +263,7 @@ class ScheduleAttachment(RemovedAtEnd):
         self._take(mine, made)
 
     def _note(self, step: MeasuredStep) -> None:
-        """Store a measured step's peak and how far it exceeds the plans' prediction.
+        """Store the peak of a measured step, and by how many bytes the peak exceeds the plans' prediction.
 
         Raises:
             BudgetBelowFloor: the optimizer's step alone takes more than the budget.
@@ -283,7 +294,7 @@ class ScheduleAttachment(RemovedAtEnd):
         )
 
     def _take(self, mine: Standing, made: RankPlan) -> None:
-        """Run the plans that this rank's replicas agreed on."""
+        """Run the plans that this rank and its replicas agreed on."""
         assert self._planner is not None
         plans, self._seconds = self._agreement.adopt(mine, made)
         self._made = RankPlan(plans, self._planner.peak_of(plans), made.seconds)
@@ -305,7 +316,7 @@ class ScheduleAttachment(RemovedAtEnd):
         )
 
     def _measure(self) -> None:
-        """Start the meter for the rest of this step, up to the next step."""
+        """Start to measure memory from now until the next step begins."""
         self._stop_measuring()
         stages = self._rank.stages.values()
         for stage in stages:
@@ -316,7 +327,7 @@ class ScheduleAttachment(RemovedAtEnd):
         self._watch = OptimizerWatch(modules.parameters(), self._optimizers, lambda: step.note(OPTIMIZER))
 
     def _stop_measuring(self) -> None:
-        """End the measurement of a step; `_settle` reads the result."""
+        """End the measurement of a step. ``_settle`` reads its result."""
         step, self._measuring = self._measuring, None
         if step is not None:
             self._measured = step if step.end() else None
@@ -339,7 +350,7 @@ class ScheduleAttachment(RemovedAtEnd):
 
     @property
     def _beside_bytes(self) -> int:
-        """Bytes of a step's arguments and receive buffers, without the one micro-batch that is in the traces."""
+        """The bytes of a step's arguments and receive buffers, except for the one micro-batch that the traces contain."""
         stages = self._rank.stages
         traced = {index: step.traced.received_bytes for index, step in self._steps.items()}
         if is_at_least(2, 15):  # a buffer lives from its receive to the end of its micro-batch's backward
@@ -353,7 +364,7 @@ class ScheduleAttachment(RemovedAtEnd):
 
     @property
     def _state_bytes(self) -> int:
-        """The optimizers' state on the device."""
+        """The bytes of the optimizers' state on the device."""
         states = output_tensors([list(optimizer.state.values()) for optimizer in self._optimizers])
         known_bytes = storage_bytes(states, self._device)
         return max(known_bytes, 0 if self._watch is None else self._watch.bytes_after)
@@ -364,14 +375,20 @@ class ScheduleAttachment(RemovedAtEnd):
 
 
 def received_buffers(stage: Stage) -> list[torch.Tensor]:
-    """The receive buffers of a stage that exist now. Before torch 2.15 all micro-batches' buffers exist through a step."""
+    """Return the receive buffers of a stage that exist now.
+
+    Before torch 2.15, the buffers of all micro-batches exist through a step.
+    """
     chunks = [*stage.args_recv_info.values(), *stage.grad_recv_info.values()]
     found = (getattr(info, "buffer", None) for chunk in chunks for info in chunk)  # None for the model's own input
     return [buffer for buffer in found if isinstance(buffer, torch.Tensor)]
 
 
 def stand_ins(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Tensors like the arguments with defined numbers: a receive buffer may contain anything before the first receive."""
+    """Return arguments of the same shapes for tracing: tensors of ones (or zeros, for integers) in place of the given tensors.
+
+    A receive buffer may contain any numbers before its first receive.
+    """
     return tuple(
         (torch.ones_like(arg) if arg.is_floating_point() else torch.zeros_like(arg)).requires_grad_(arg.requires_grad)
         if isinstance(arg, torch.Tensor)
@@ -390,18 +407,20 @@ def attach_schedule(
     ranks: Sequence[int] | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> ScheduleAttachment:
-    """Keep every stage of this rank under ``budget`` while ``schedule.step`` trains.
+    """Keep all stages of this rank together under ``budget`` while ``schedule.step`` trains.
 
-    Call it on every rank of the job. The first training step traces each stage on this rank alone and runs at the lowest
-    memory that the engine can reach. From the second step on, the stages run the cheapest plans under the budget, for the
-    number of micro-batches that the schedule has in flight there. ``schedule.eval`` is not changed.
+    Call this function on all ranks of the job. The first training step traces each stage on this rank alone, and runs at the
+    lowest memory that the engine can reach. From the second step on, the stages run the cheapest plans under the budget, for
+    the number of micro-batches that the schedule has in flight (between forward and backward) on this rank. ``schedule.eval``
+    is not changed.
 
     Args:
         schedule: a schedule of ``torch.distributed.pipelining``, with its stages and ``loss_fn``; its stages' modules must be
             unmanaged.
         budget: bytes per rank, as for ``plimsoll.plan``: everything that its stages take together during a whole
             ``schedule.step`` and the optimizer's step, including receive buffers, kept outputs and optimizer state.
-        optimizer: one or several; their state counts from the start. Without it the first step measures the state.
+        optimizer: one or several optimizers, whose state counts from the start. Without this argument, the first step measures
+            the state.
         regions: as for ``plimsoll.plan``, within each stage's module.
         verify_every: as for ``plimsoll.apply``.
         ranks: global ranks that run this job; by default all.
@@ -414,7 +433,7 @@ def attach_schedule(
         InvalidBudget, InvalidModel, InvalidOption: raised by this call. A stage without trainable parameters is an
             InvalidModel.
         BudgetBelowFloor: raised by ``step``, before any of its micro-batches runs, on the rank whose stages cannot meet the
-            budget. All other ranks raise RankFailed, which names it. Schedule and stages are restored.
+            budget. All other ranks raise RankFailed, which names that rank. Schedule and stages are restored.
         RanksDiffer: replicas of a stage have different models.
 
     Example:

@@ -1,4 +1,4 @@
-"""Plans the stages of one rank within their common budget; all replicas of a stage get the same plan."""
+"""Plans the stages of one rank within one budget for all of them. All replicas of a stage get the same plan."""
 
 from __future__ import annotations
 
@@ -22,12 +22,18 @@ from plimsoll.session.rendezvous.world import World
 from plimsoll.units import budget_text, format_bytes
 
 _HALVINGS = 7
-"""Steps of the bisection: they find the budget to within a hundredth of the range between floor and unmanaged peak."""
+"""The number of steps of the bisection.
+
+They find the budget to within a hundredth of the range between floor (the smallest reachable peak) and unmanaged peak.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """A plan per stage, their peak on this rank (including the planner's ``beside_bytes``), and their seconds."""
+    """Data: one plan per stage, the peak of all stages together on this rank, and each stage's seconds per micro-batch.
+
+    The peak includes the planner's ``beside_bytes``.
+    """
 
     plans: dict[int, Plan]
     peak: RankPeak
@@ -35,7 +41,10 @@ class RankPlan:
 
 
 class RankPlanner:
-    """Plans of one rank, from its stages and its actions in a step; ``beside_bytes`` are held all the time in addition."""
+    """Makes the plans of one rank from its stages and their actions in a step.
+
+    ``beside_bytes`` are other bytes, held all the time.
+    """
 
     def __init__(self, steps: Mapping[int, StageStep], actions: Sequence[Action], beside_bytes: int) -> None:
         self._steps = dict(steps)
@@ -43,11 +52,13 @@ class RankPlanner:
         self._beside_bytes = beside_bytes
 
     def lowest(self) -> RankPlan:
-        """Plan every stage at its smallest peak."""
+        """Plan each stage at its smallest reachable peak."""
         return self._at(0.0)
 
     def solve(self, budget_bytes: int, excess_bytes: int = 0) -> RankPlan:
-        """Plan for a budget of the whole rank, minus the bytes that were measured beyond predictions.
+        """Plan for a budget of the whole rank.
+
+        ``excess_bytes``, which were measured beyond predictions, are subtracted from the budget.
 
         Raises:
             BudgetBelowFloor: even the smallest peak is too large; the error names the stage that has it.
@@ -67,7 +78,7 @@ class RankPlanner:
         return self._at(low)
 
     def peak_of(self, plans: Mapping[int, Plan]) -> RankPeak:
-        """The peak of given plans on this rank."""
+        """Return the peak of this rank under the given plans, one per stage."""
         return self._peak_of({index: self._steps[index].under(plan) for index, plan in plans.items()})
 
     def _budget(self, index: int, share: float) -> int:
@@ -109,12 +120,17 @@ class RankPlanner:
 
 
 TIMEOUT_SECONDS = 300.0
-"""If torch infers shapes, ranks trace their stages one after the other, and the first waits until the last is done."""
+"""The default seconds that ranks wait for each other.
+
+If torch infers shapes, ranks trace their stages one after the other, and the first rank waits until the last one is done.
+"""
 _TOPIC = "planning pipeline stages"
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's message to the others: its stages and their models, its room, and whether its last step fitted."""
+    """A rank's message to the others: its stages and their models, the bytes that its plans may take, and whether its last step
+    fitted.
+    """
 
     stages: tuple[int, ...]
     fingerprints: tuple[str, ...]
@@ -123,14 +139,18 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StageAgreement(Agreement):
-    """Agreement among the ranks of a job; with ``world`` ``None`` there is only this rank, and its own values count."""
+    """Lets the ranks of a job agree on plans. If ``world`` is ``None``, this rank is the only one, and its own values count."""
 
     def __init__(self, world: World | None, timeout_seconds: float) -> None:
         conversation = None if world is None else Conversation(world, _TOPIC, timeout_seconds=timeout_seconds)
         super().__init__(conversation, _TOPIC)
 
     def compare(self, mine: Standing) -> tuple[Standing, bool]:
-        """Return this rank's standing with the room of its tightest replica, and whether all ranks fit.
+        """Exchange standings with all ranks.
+
+        Return this rank's standing with the smallest ``room_bytes`` of its replicas, and whether all ranks fit.
+
+        A replica is a rank with the same stages.
 
         Raises:
             RanksDiffer: replicas of a stage have different models.
@@ -144,7 +164,12 @@ class StageAgreement(Agreement):
         return msgspec.structs.replace(mine, room_bytes=room_bytes), all(other.does_fit for other in everyone)
 
     def adopt(self, mine: Standing, made: RankPlan) -> tuple[dict[int, Plan], dict[int, ActionSeconds]]:
-        """Return the first replica's plans, and the seconds of every stage that any rank runs."""
+        """Exchange plans with all ranks.
+
+        Return the plans, by stage, of the first rank with this rank's stages, and the seconds of all ranks' stages.
+
+        So all replicas of a stage run the same plan.
+        """
         offers = self.all_of("plans", _Offer(stages=mine.stages, seconds=made.seconds, plans=made.plans), _Offer)
         first = next(offer for offer in offers if offer.stages == mine.stages)
         everyones: dict[int, ActionSeconds] = {}

@@ -1,8 +1,9 @@
-"""Reads a schedule of ``torch.distributed.pipelining``: this rank's stages, and the order of every rank's actions.
+"""Reads a schedule of ``torch.distributed.pipelining``: the stages of this rank, and the order of the actions of all ranks.
 
-Schedules with several stages per rank carry a table of their actions. Schedules with one stage run fixed loops. The table that
-torch 2.13 prints for 1F1B counts the last rank's forwards from one, so the orders of GPipe and 1F1B come from ``orders``, which
-is tested against torch's execution.
+An action is one piece of work on a micro-batch, such as the forward of one stage. Schedules with several stages per rank carry
+a table of their actions. Schedules with one stage run fixed loops. The table that torch 2.13 prints for 1F1B counts the last
+rank's forwards from one. So this module takes the orders of GPipe and 1F1B from ``orders``, which is tested against torch's
+execution.
 
 Only this file uses private members of torch's schedules and stages: seen in torch 2.9 to 2.15.
 """
@@ -38,10 +39,10 @@ _LOOPS: dict[type, PipelineSchedule] = {
 
 @dataclass(frozen=True, slots=True)
 class RankSchedule:
-    """The schedule of one rank.
+    """Data: the schedule of one rank.
 
-    ``stages`` are its own stages, by index. ``orders`` are the actions of all pipeline ranks, ``rank`` is this rank's position
-    in them. ``keeps_sends``: sent tensors are held until the step ends.
+    ``stages`` are this rank's stages, by index. ``orders`` are the actions of all pipeline ranks in order, and ``rank`` is this
+    rank's position in ``orders``. With ``keeps_sends``, sent tensors are held until the step ends.
     """
 
     stages: dict[int, Stage]
@@ -52,11 +53,13 @@ class RankSchedule:
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        """The actions of this rank."""
+        """The actions of this rank, in order."""
         return self.orders[self.rank]
 
     def splits_backward(self, stage: int) -> bool:
-        """True if a stage of this rank computes gradients of its input first and of its weights later."""
+        """Return whether a stage of this rank computes the gradients of its input first, and the gradients of its weights
+        later.
+        """
         return any(action.stage == stage and action.work is ActionKind.INPUT_GRADIENT for action in self.actions)
 
     @property
@@ -66,11 +69,11 @@ class RankSchedule:
 
 
 def read_schedule(schedule: object) -> RankSchedule:
-    """Find this rank's stages and all ranks' actions in a schedule.
+    """Return this rank's stages and the actions of all ranks in a schedule.
 
     Raises:
-        InvalidModel: it is not a schedule of ``torch.distributed.pipelining``, or its order cannot be read.
-        InvalidOption: it does not have a loss, so it does not train.
+        InvalidModel: the object is not a schedule of ``torch.distributed.pipelining``, or its order cannot be read.
+        InvalidOption: the schedule does not have a loss, so it does not train.
 
     Example:
         >>> read_schedule(schedule).actions[:2]  # doctest: +SKIP
@@ -109,26 +112,27 @@ def read_schedule(schedule: object) -> RankSchedule:
 
 
 def initializer(schedule: Schedule) -> str:
-    """The name of the method that a schedule calls when a step begins, with its first micro-batch."""
+    """Return the name of the method that the schedule calls when a step begins, with the step's first micro-batch."""
     return "_initialize_stage" if isinstance(schedule, PipelineScheduleSingle) else "_initialize_stages"
 
 
 def trains(schedule: Schedule) -> bool:
-    """True if a step runs backward: ``eval`` switches it off, and torch cannot run it without gradients."""
+    """Return whether a step of the schedule runs backward. It does not in ``eval``, or while gradients are switched off."""
     return bool(schedule._has_backward) and torch.is_grad_enabled()
 
 
 def loss_of(schedule: Schedule, output: Any, target: Any, options: dict[str, Any] | None) -> torch.Tensor:
-    """The schedule's own loss for one micro-batch."""
+    """Return the loss of one micro-batch, by the schedule's own loss function."""
     assert schedule._loss_fn is not None
     value: torch.Tensor = schedule._loss_fn(output, target, **(options or {}))
     return value
 
 
 def first_input(stage: Stage) -> tuple[Any, ...]:
-    """Tensors like the buffers that receive the first micro-batch of a stage.
+    """Return tensors with the shapes of the buffers that receive the first micro-batch of a stage.
 
-    Before torch 2.15 these buffers exist when a step begins. Since then torch allocates each right before its receive.
+    Before torch 2.15 these are the buffers themselves, which exist when a step begins. Since then, torch allocates each buffer
+    right before its receive, so this function allocates them.
     """
     if is_at_least(2, 15):
         infos: tuple[Any, ...] = stage.args_recv_info[0]
@@ -167,7 +171,7 @@ def _checked(schedule: Schedule, stages: dict[int, Stage], actions: Iterable[Act
 
 
 def _compute_actions(table: Iterable[Any]) -> Iterator[Action]:
-    """Translate torch's actions to ours, without communication; a combined action becomes its parts in order."""
+    """Translate torch's actions to ours, without communication. A combined action becomes its parts in order."""
     for action in table:
         if action is None:
             continue
@@ -180,7 +184,10 @@ def _compute_actions(table: Iterable[Any]) -> Iterator[Action]:
 
 
 def _whole_where_first(orders: Orders) -> Orders:
-    """The first stage does not compute an input gradient: torch skips its ``I`` and runs the whole backward in its ``W``."""
+    """Join the two halves of backward in the first stage, because it does not compute an input gradient.
+
+    torch skips this stage's action ``I`` (input gradient) and runs the whole backward in its action ``W`` (weight gradients).
+    """
     halved = {action for actions in orders for action in actions if action.work is ActionKind.INPUT_GRADIENT}
 
     def as_run(action: Action) -> Action | None:
@@ -204,7 +211,7 @@ def _unreadable(schedule: Schedule) -> InvalidModel:
 class Wrapped:
     """Replaces the method ``owner.name`` on one object, without changing its class, until ``remove``.
 
-    ``run`` is called with the original method, then the arguments.
+    A call of the method calls ``run`` with the original method, then the arguments.
     """
 
     def __init__(self, owner: object, name: str, run: Callable[..., Any]) -> None:
@@ -221,7 +228,10 @@ class Wrapped:
         return self._run(self._original, *args, **kwargs)
 
     def remove(self) -> None:
-        """Restore the original; if other code has wrapped ours, only pass calls through. A second call does nothing."""
+        """Restore the original method. A second call does nothing.
+
+        If other code has wrapped this wrapper, it stays, but only passes calls through to the original method.
+        """
         self._run = None
         if vars(self._owner).get(self._name) is not self:
             return
@@ -233,7 +243,10 @@ class Wrapped:
 
 @dataclass(frozen=True, slots=True)
 class StageReport:
-    """One stage of this rank. ``predicted_extra_seconds`` are the seconds of recomputing one micro-batch."""
+    """Data about one stage of this rank. ``predicted_extra_seconds`` are the seconds of recomputation in one micro-batch.
+
+    ``in_flight`` is the most micro-batches that are between forward and backward at once.
+    """
 
     stage: int
     in_flight: int
@@ -243,7 +256,7 @@ class StageReport:
 
 @dataclass(frozen=True, slots=True)
 class AddedSeconds:
-    """The seconds that recomputation adds to a step of the whole pipeline, and the rank that takes longest."""
+    """Data: the seconds that recomputation adds to a step of the whole pipeline, and the rank that is busy longest."""
 
     predicted_step_seconds: float
     predicted_added_seconds: float
@@ -260,10 +273,10 @@ class AddedSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleReport:
-    """A rank under its plans. ``rank`` is its pipeline rank; bytes are the sum of everything on it during a step.
+    """Data: a rank under its plans. ``rank`` is its pipeline rank. Bytes are the sum of everything on the rank during a step.
 
-    ``excess_bytes`` were measured beyond the plans' prediction, and are included in the prediction. ``added`` is ``None`` if
-    the seconds of other ranks' stages are not known.
+    ``excess_bytes`` were measured beyond the plans' prediction; ``predicted_peak_bytes`` includes them. ``added`` is ``None``
+    if the seconds of other ranks' stages are not known.
     """
 
     schedule: str
@@ -303,7 +316,10 @@ class ScheduleReport:
 
 
 def added_seconds(orders: Orders, seconds: Mapping[int, ActionSeconds], stage_count: int) -> AddedSeconds | None:
-    """Simulate the pipeline's timeline with its stages' recomputation; ``None`` if a stage's seconds are not known."""
+    """Return the seconds that the stages' recomputation adds to a step, by a simulation of the pipeline's timeline.
+
+    The result is ``None`` if the seconds of a stage are not known.
+    """
     if any(stage not in seconds for stage in range(stage_count)):
         return None
     growth = bubble_growth(orders, [seconds[stage] for stage in range(stage_count)])

@@ -1,8 +1,8 @@
 """``apply_stages``: manages the stages of a pipeline by saved plans.
 
-``plimsoll estimate --plans DIR`` names regions by their paths in the whole model. In a stage's module the path to the same
-block may be shorter or longer. A region matches a module if one path is the end of the other. A region that matches nothing,
-or several modules, is an error; regions are never matched by position.
+``plimsoll estimate --plans DIR`` names regions (managed modules) by their paths in the whole model. In a stage's module, the
+path to the same block may be shorter or longer. A region matches a module if one path is the end of the other path. A region
+that matches nothing or several modules is an error. Regions are never matched by position.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from plimsoll.units import check_count
 
 
 class StagesHandle(RemovedAtEnd):
-    """Applied plans of this rank's stages, by stage. Use it as a context manager, or call ``remove`` when done."""
+    """The applied plans of this rank's stages, by stage. Use it as a context manager, or call ``remove`` at the end."""
 
     def __init__(self, plans: Mapping[int, Plan], handles: Sequence[Handle]) -> None:
         self.plans = dict(plans)
         self._handles = tuple(handles)
 
     def remove(self) -> None:
-        """Undo everything; harmless when called twice."""
+        """Stop managing all stages. A second call does no harm."""
         for handle in self._handles:
             handle.remove()
 
@@ -48,9 +48,9 @@ def apply_stages(
     ranks: Sequence[int] | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> StagesHandle:
-    """Manage this rank's stages by existing plans.
+    """Manage the stages of this rank by existing plans.
 
-    Call it on every rank of the job: either all ranks apply their plans, or none does.
+    Call this function on all ranks of the job. Either all ranks apply their plans, or none of them does.
 
     Args:
         schedule: a schedule of ``torch.distributed.pipelining``, with its stages.
@@ -92,7 +92,7 @@ def apply_stages(
 
 
 def _assigned(rank: RankSchedule, plans: Mapping[int, Plan] | str | Path) -> dict[int, Plan]:
-    """This rank's plans by stage, with the regions named as in its modules."""
+    """Return the plans of this rank by stage. Their regions get the names that they have in the stages' modules."""
     if isinstance(plans, str | Path):
         mine = _read(rank, Path(plans))
     else:
@@ -115,7 +115,7 @@ def _assigned(rank: RankSchedule, plans: Mapping[int, Plan] | str | Path) -> dic
 
 
 def _check_stages(rank: RankSchedule, plans: object) -> None:
-    """Raise if ``plans`` is not a mapping, or has a plan for a stage that does not exist."""
+    """Raise an error if ``plans`` is not a mapping, or has a plan for a stage that does not exist."""
     if not isinstance(plans, Mapping):
         raise InvalidOption(
             f"The plans are a {type(plans).__name__}, which does not assign plans to stages.",
@@ -132,7 +132,7 @@ def _check_stages(rank: RankSchedule, plans: object) -> None:
 
 
 def _read(rank: RankSchedule, directory: Path) -> dict[int, Plan]:
-    """Read the files of this rank; each belongs to the one stage that has its regions."""
+    """Read the plan files of this rank, and return the plans by stage. A file belongs to the one stage that has its regions."""
     paths = sorted(directory.glob(f"rank-{rank.rank}-stage-*.json"))
     if not paths:
         raise PlanFileError(
@@ -156,7 +156,9 @@ def _read(rank: RankSchedule, directory: Path) -> dict[int, Plan]:
 
 
 def renamed(plan: Plan, module: nn.Module, what: str) -> Plan:
-    """Rename the regions of a plan, which may be for the whole model, to paths in a stage's module; errors call it ``what``.
+    """Return a plan whose regions are renamed to paths in a stage's module. The given plan may be for the whole model.
+
+    ``what`` is the name of the stage in errors.
 
     Raises:
         PlanMismatch: a region does not match any module, or matches ambiguously.
@@ -189,7 +191,11 @@ def _missing(plan: Plan, module: nn.Module) -> list[str]:
 
 
 def _places(name: str, module: nn.Module) -> list[str]:
-    """Modules that match a region: its own path; else the longest path that ends its path; else all paths that end with it."""
+    """Return the paths of the modules that a region's name matches.
+
+    This is the name itself if it is a path. Else it is the longest path that is an end of the name. Else it is all paths that
+    end with the name.
+    """
     paths = [path for path, _ in module.named_modules() if path]
     if name in paths:
         return [name]

@@ -1,7 +1,8 @@
-"""Traces one pipeline stage on one of its micro-batches, and computes its memory under any budget.
+"""Traces one pipeline stage on one of its micro-batches, and computes the stage's memory under any budget.
 
-The stage's module is traced on this rank alone, forward and backward, with existing gradients of earlier micro-batches. Its
-received inputs are in receive buffers that live through the step, so they are not counted for each waiting micro-batch.
+The stage's module is traced on this rank alone, forward and backward, with existing gradients of earlier micro-batches. The
+stage's received inputs are in receive buffers that live through the step. So inputs do not count once more for each micro-batch
+that waits between forward and backward.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ from plimsoll.tracing.recorder.calling import Loss, output_tensors
 
 @dataclass(frozen=True, slots=True)
 class TracedStage:
-    """A stage's step of one micro-batch; its arguments have ``received_bytes``, its return value has ``output_bytes``."""
+    """Data: the traced step of one stage with one micro-batch.
+
+    The stage's arguments take ``received_bytes``, its return value takes ``output_bytes``.
+    """
 
     index: int
     trace: Trace
@@ -56,10 +60,11 @@ def trace_stage(
     regions: tuple[str, ...] | None,
     micro_batches: int,
 ) -> TracedStage:
-    """Trace one micro-batch of one stage, called with ``args`` and ``kwargs``.
+    """Trace one micro-batch of one stage. The stage is called with ``args`` and ``kwargs``.
 
-    ``loss`` is the last stage's loss of its output. For other stages it is ``None``: they receive their output's gradient. With
-    several micro-batches in a step, gradients live from one to the next.
+    ``loss`` computes the loss from the last stage's output. For the other stages it is ``None``, because they receive the
+    gradient of their output. If a step has several micro-batches, the trace has gradients that live from one micro-batch to the
+    next.
 
     Raises:
         InvalidModel, InvalidBatch, InvalidLoss, InvalidRegions, TracingFailed: see ``plimsoll.plan``.
@@ -75,7 +80,7 @@ def trace_stage(
 
 
 def bytes_of(values: Any) -> int:
-    """Bytes of the tensors in nested values."""
+    """Return the bytes of all tensors in nested values."""
     return storage_bytes(output_tensors(values))
 
 
@@ -83,7 +88,7 @@ def _as_batch(index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict
     """Return the call's arguments as one tuple or one dictionary.
 
     Raises:
-        InvalidBatch: the call has both kinds, and the stage's forward does not name its positional arguments.
+        InvalidBatch: the call has positional and named arguments, and the stage's forward has no names for the positional ones.
     """
     if not args or not kwargs:
         return args or kwargs
@@ -102,7 +107,10 @@ def _as_batch(index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict
 
 
 class _Output:
-    """The loss for tracing: the stage's own, or the sum of its output, whose gradient takes 0 bytes. Notes output bytes."""
+    """The loss function for tracing a stage, which also notes the bytes of the stage's output.
+
+    The loss is the stage's own. Stages without a loss get the sum of their output, whose gradient takes 0 bytes.
+    """
 
     def __init__(self, loss: Loss | None) -> None:
         self._loss = loss
@@ -117,7 +125,7 @@ class _Output:
 
 
 def _with_received(trace: Trace) -> Trace:
-    """The trace with received inputs as buffers that live through the step, one per micro-batch."""
+    """Return the trace with its inputs as receive buffers that live through the step, one per micro-batch."""
     storages = tuple(
         msgspec.structs.replace(storage, category=Category.COMMUNICATION, dies=len(trace.ops))
         if storage.category is Category.INPUT
@@ -128,10 +136,10 @@ def _with_received(trace: Trace) -> Trace:
 
 
 class StageStep:
-    """A traced stage with ``in_flight`` micro-batches, the maximum between forward and the end of backward.
+    """A traced stage that can be planned, with at most ``in_flight`` micro-batches between forward and the end of backward.
 
-    A finished micro-batch leaves ``left_bytes`` until the step ends, when outputs of ``merged_bytes`` are concatenated.
-    ``known_choices`` are choices of other stages' regions; this stage's choices are added.
+    Each finished micro-batch leaves ``left_bytes`` until the step ends. Then outputs of ``merged_bytes`` are concatenated.
+    ``known_choices`` are choices of other stages' regions, which speed up planning; this stage's choices are added.
     """
 
     def __init__(
@@ -150,27 +158,29 @@ class StageStep:
 
     @property
     def range_bytes(self) -> tuple[int, int]:
-        """The smallest and the largest budget of this stage alone that change its plan."""
+        """The smallest and the largest budget in bytes, of this stage alone, between which its plan changes."""
         low = self.planner.floor.peak_bytes
         return low, max(low, self.planner.loosest.peak_bytes)
 
     def simulation(self, budget_bytes: int) -> Simulation:
-        """Simulate the step under the best plan for a budget of this stage alone."""
+        """Simulate the step under the best plan for a budget of this stage alone, and return the simulation."""
         if budget_bytes >= self.planner.loosest.peak_bytes:
             return self.planner.loosest
         return self.planner.best_within(budget_bytes).simulation or self.planner.floor
 
     def plan(self, budget_bytes: int) -> Plan:
-        """The best plan for a budget of this stage alone."""
+        """Return the best plan for a budget of this stage alone."""
         budget_bytes = max(budget_bytes, self.planner.floor.peak_bytes)
         return solve(self.planner, budget_bytes=budget_bytes)
 
     def under(self, plan: Plan) -> Simulation:
-        """Simulate the step under a given plan."""
+        """Simulate the step under a given plan, and return the simulation."""
         return run_choices(self.planner.index, choices_of(self.planner.index, plan.regions))
 
     def memory(self, simulation: Simulation) -> StageMemory:
-        """The stage's memory under a simulated plan."""
+        """Return the bytes that the stage takes in forward, between forward and backward, and in backward, under a simulated
+        plan.
+        """
         index = simulation.index
         held = held_bytes(simulation)
         waiting_bytes = index.waiting * held
@@ -189,7 +199,10 @@ class StageStep:
         )
 
     def seconds(self, simulation: Simulation) -> ActionSeconds:
-        """Seconds of one micro-batch; backward is split equally between gradients of inputs and of weights."""
+        """Return the seconds of one micro-batch's forward, backward and recomputation.
+
+        Half of backward's seconds count for the gradients of inputs, the other half for the gradients of weights.
+        """
         index = simulation.index
         forward = float(index.seconds_before[index.handover // 2])
         backward = index.base_seconds - forward
@@ -202,10 +215,10 @@ class StageStep:
 
 
 def split_backward(simulation: Simulation) -> tuple[int, int]:
-    """Return the peak bytes of backward's first half, and the bytes that it adds for the second half.
+    """For a backward in two halves, return the peak bytes of the first half, and the bytes that it keeps for the second half.
 
-    The first half runs like the whole backward, but frees nothing, and also holds what the second half needs. The second half
-    computes the gradients of weights. It reads what the ops with weights saved (rebuilt values therefore stay alive), and the
+    The first half runs like a whole backward, but frees nothing, and also holds what the second half needs. The second half
+    computes the gradients of weights. It reads what the ops with weights saved (so recomputed values stay alive), and the
     gradients of these ops' outputs (torch holds them).
     """
     index = simulation.index
@@ -219,7 +232,7 @@ def split_backward(simulation: Simulation) -> tuple[int, int]:
     end = index.handover
 
     def reach(until: int, more_bytes: int) -> None:
-        """Advance to an instant, with ``more_bytes`` on top of the whole backward's bytes."""
+        """Advance the running peak to an instant, with ``more_bytes`` on top of the bytes of a whole backward."""
         nonlocal peak_bytes, end
         peak_bytes = max(peak_bytes, int(simulation.curve[end:until].max(initial=0)) + more_bytes)
         end = max(end, until)
@@ -235,14 +248,21 @@ def split_backward(simulation: Simulation) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Between:
-    """One region: sizes of the storages kept for backward, and bytes rebuilt and computed for backward's second half."""
+    """Data about one region between the two halves of backward.
+
+    ``kept`` maps each storage kept for backward to its bytes. The other fields are bytes recomputed, and bytes of gradients,
+    for the second half.
+    """
 
     kept: dict[int, int]
     rebuilt_bytes: int
     gradient_bytes: int
 
     def kept_bytes(self, seen: set[int]) -> int:
-        """Bytes kept, counting each storage once over all regions; adds to ``seen``."""
+        """Return the bytes of this region's storages that are not in ``seen``, and add them to ``seen``.
+
+        So each storage counts once over all regions.
+        """
         fresh = self.kept.keys() - seen
         seen |= fresh
         return sum(self.kept[storage] for storage in fresh)

@@ -3,13 +3,13 @@
     plan = pj.plan(loss, params, batch, budget="8GiB")
     step = jax.jit(jax.value_and_grad(pj.wrap(loss, plan)))
 
-It uses the same planner as for PyTorch; values and costs come from the jaxpr of the function and of its reverse derivative.
-``wrap`` puts ``jax.checkpoint`` around the regions of the function, with a policy that saves the values that the plan keeps.
-Each value has its own name, so that of two equal operations one may be saved and the other not.
+The planner is the same as for PyTorch. Values and costs come from the jaxpr of the function and of its reverse derivative.
+``wrap`` puts ``jax.checkpoint`` around the regions (the parts that a plan manages) of the function, with a policy that saves
+the values that the plan keeps. Each value has its own name, so that of two equal operations one may be saved and the other not.
 
-The budget is for the compiled gradient's temporary memory, in XLA's terms; arguments (parameters, batch) and results
-(gradients) come on top. XLA decides about buffers after the plan was made. So a plan is compiled before it is returned, and
-corrected by the difference until XLA reports a peak within the budget.
+The budget is for the compiled gradient's temporary memory, in XLA's terms. Arguments (parameters, batch) and results
+(gradients) are not included. XLA decides about buffers after the plan was made. So a plan is compiled before it is returned,
+and corrected by the difference until XLA reports a peak within the budget.
 
 Source: ``jax.checkpoint`` and ``jax.ad_checkpoint.checkpoint_name`` are documented interfaces; the policies of MaxText and of
 flax name whole kinds of values by hand. Known weakness: XLA's fusion is only estimated, and one choice serves all iterations of
@@ -34,10 +34,10 @@ __all__ = ["PlanMismatch", "compare", "compiler_options", "estimate", "fit", "pl
 
 
 def wrap(function: Callable[..., Any], plan: Plan, *, argnums: int | Sequence[int] = 0) -> Callable[..., Any]:
-    """The same function, but its gradient holds what the plan says and recomputes the rest.
+    """Return the same function, but its gradient holds only the values that the plan keeps, and recomputes the rest.
 
-    Values and gradients are equal to the function's. It may be jitted, differentiated and vectorised. Calls at other sizes
-    follow the same decisions, but the budget was checked only for the plan's own sizes.
+    Values and gradients are equal to those without a plan. The result may be jitted, differentiated and vectorised. Calls at
+    other sizes follow the same decisions, but the budget was checked only for the plan's own sizes.
 
     Args:
         function: the planned function.
@@ -62,7 +62,7 @@ def wrap(function: Callable[..., Any], plan: Plan, *, argnums: int | Sequence[in
 
 
 def temporary_bytes(function: Callable[..., Any], *args: Any, argnums: int | Sequence[int] = 0) -> int:
-    """The temporary memory of the compiled gradient of a function, as XLA reports it.
+    """Return the bytes of temporary memory of a function's compiled gradient, as XLA reports them.
 
     Args:
         function: wrapped by a plan or not.

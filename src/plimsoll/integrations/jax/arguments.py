@@ -1,7 +1,7 @@
-"""Convert a function's arguments to a list of arrays, and back.
+"""Converts a function's arguments to a list of arrays, and back.
 
-Leaves that are not arrays stay unchanged. A function may change an object of flax.nnx that it gets: a dropout counts its calls,
-a normalisation updates its averages. This module finds which variables a function changed, and writes them back.
+Arguments that are not arrays stay unchanged. A function may change an object of flax.nnx that is an argument: a dropout counts
+its calls, a normalisation updates its averages. This module finds which variables a function changed, and writes them back.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from plimsoll.integrations.jax.program import is_float
 
 @dataclass(frozen=True)
 class _Leaf:
-    """One leaf of the arguments: its index among the arrays, or -1 and the leaf itself."""
+    """Data: one leaf of the arguments.
+
+    ``at`` is its index among the arrays. If the leaf is not an array, ``at`` is -1 and ``fixed`` is the leaf.
+    """
 
     at: int
     fixed: Any = None
@@ -28,7 +31,7 @@ class _Leaf:
 
 @dataclass(frozen=True)
 class _Variable:
-    """One variable of an object of flax.nnx."""
+    """Data: one variable of an object of flax.nnx."""
 
     path: Any
     tree: Any
@@ -37,7 +40,7 @@ class _Variable:
 
 @dataclass(frozen=True)
 class _Object:
-    """An object of flax.nnx among the arguments: ``number`` is its index, ``graph`` its definition in nnx's terms."""
+    """Data: an object of flax.nnx among the arguments. ``number`` is its index, and ``graph`` its definition in nnx's terms."""
 
     number: int
     graph: Any
@@ -45,7 +48,10 @@ class _Object:
 
 
 class Arguments:
-    """A function's arguments: ``arrays`` are its arrays, ``active`` says for each whether to differentiate it."""
+    """A function's arguments.
+
+    ``arrays`` are the arrays in them, and ``active`` says for each array whether to differentiate it.
+    """
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any], argnums: int | Sequence[int]) -> None:
         numbers = (argnums,) if isinstance(argnums, int) else argnums
@@ -57,16 +63,16 @@ class Arguments:
         self._parts, self._named = parts, self._read(dict(kwargs), is_wanted=False)
 
     def rebuilt(self, arrays: Sequence[Any]) -> tuple[list[Any], dict[str, Any], list[Any]]:
-        """The arguments with other arrays in them: by position, by name, and the objects of flax.nnx among them."""
+        """Return the arguments with other arrays in them: by position, by name, and the objects of flax.nnx among them."""
         objects: list[Any] = []
         parts = [_built(each, arrays, objects) for each in (*self._parts, self._named)]
         return parts[:-1], parts[-1], objects
 
     def changed(self, arrays: Sequence[Any], objects: Sequence[Any]) -> dict[int, Any]:
-        """By index of the array: the values that a function has put into the objects in place of the given ones.
+        """Return the values that a function has put into the objects in place of the given ones, by index of the array.
 
         Raises:
-            InvalidOption: it put other variables there.
+            InvalidOption: the function added, removed or restructured variables of an object.
         """
         found: dict[int, Any] = {}
         for each, after in zip(self._held(), objects, strict=True):
@@ -83,7 +89,7 @@ class Arguments:
         return found
 
     def write(self, values: Mapping[int, Any]) -> None:
-        """Write values, by index of the array, into the given objects."""
+        """Write values into the given objects. ``values`` maps the index of an array to its new value."""
         for each in self._held():
             own = [v for v in each.variables if any(leaf.at in values for leaf in v.leaves)]
             if own:

@@ -1,4 +1,4 @@
-"""A function of jax with its arguments as a program of arrays, run under a plan."""
+"""A function of jax with its arguments, as a program of arrays that can run under a plan."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ PINNED = "pinned_host"
 
 
 def compiler_options() -> dict[str, str | int]:
-    """The ``compiler_options`` that ``jax.jit`` needs for a plan to have an effect in code without loops.
+    """Return the ``compiler_options`` that ``jax.jit`` needs for a plan to have an effect in code without loops.
 
-    On a CPU, XLA removes the barriers of ``jax.checkpoint`` and then merges the recomputation with the original computation.
-    Inside of ``lax.scan`` options are not needed; devices other than CPUs do not need them either.
+    On a CPU, XLA removes the barriers of ``jax.checkpoint``, and then merges the recomputation with the original computation.
+    Inside of ``lax.scan``, options are not needed. Devices other than CPUs do not need them either.
     """
     return {"xla_disable_hlo_passes": "cse_barrier_expander"} if jax.default_backend() == "cpu" else {}
 
 
 @functools.cache
 def _looking_options() -> dict[str, str | int]:
-    """Options that shorten a compilation which only serves to count bytes.
+    """Return compiler options that shorten a compilation that only serves to count bytes.
 
-    Buffers are assigned before code is generated, and on a CPU code generation takes most of the time. XLA's older code for
-    fusions is the fastest to generate. Of 21 gradients seven took 192 bytes more with it, the others the same.
+    XLA assigns buffers before it generates code, and on a CPU code generation takes most of the time. XLA's older code for
+    fusions is the fastest to generate. Of 21 gradients, seven took 192 bytes more with this code, and the others the same.
     """
     if jax.default_backend() != "cpu":
         return {}
@@ -49,7 +49,7 @@ def _looking_options() -> dict[str, str | int]:
 
 
 class JaxCall:
-    """A function with its arguments as a program of arrays. Leaves that are not arrays become part of the program."""
+    """A function with its arguments, as a program of arrays. Arguments that are not arrays become part of the program."""
 
     def __init__(
         self,
@@ -68,13 +68,16 @@ class JaxCall:
             self.regions = find_regions(self.program, self.active)
 
     def flat(self, *arrays: Any) -> tuple[Any, dict[int, Any]]:
-        """The function of arrays alone: its result, and what it changed in its arguments, by index of the array."""
+        """Call the function with other arrays in its arguments.
+
+        Return the result, and what the function changed in its arguments, as a mapping from the array's index to the new value.
+        """
         positional, named, objects = self._given.rebuilt(arrays)
         result = self.function(*positional, **named)
         return result, self._given.changed(arrays, objects)
 
     def run(self, plan: Plan) -> Any:
-        """Run the function under a plan."""
+        """Run the function under a plan and return its result."""
         found = fingerprint(self.regions)
         if found != plan.fingerprint:
             raise PlanMismatch(
@@ -89,9 +92,9 @@ class JaxCall:
         return result
 
     def evaluate(self, plans: Sequence[RegionPlan], *arrays: Any) -> list[Any]:
-        """The function's results, with the regions checkpointed as planned.
+        """Return the function's results, with the regions checkpointed as planned.
 
-        A region is checkpointed even if the plan keeps all of its values: otherwise jax would also hold the derivative's own
+        A region is checkpointed even if the plan keeps all of its values. Otherwise jax would also hold the derivative's own
         values, and values that no plan would hold.
         """
         held: dict[int, Any] = dict(zip(self.program.inputs, arrays, strict=True))
@@ -106,24 +109,24 @@ class JaxCall:
 
     @property
     def unmanaged_bytes(self) -> int:
-        """Bytes that jax itself holds for the derivative."""
+        """The bytes that jax itself, without a plan, holds for the derivative."""
         return sum(region.repeats * region.reading.residual_bytes for region in self.regions)
 
     def taken(self, plans: Sequence[RegionPlan]) -> int:
-        """Temporary bytes of the gradient under these plans."""
+        """Return the temporary bytes of the gradient under these plans, one plan per region."""
         return self.measure(functools.partial(self.evaluate, plans))
 
     def measure(self, flat: Callable[..., Any]) -> int:
-        """Temporary bytes of the gradient of a function of the arrays."""
+        """Return the temporary bytes of the gradient of a function of the arrays."""
         compiled = self._lowered(flat).compile(compiler_options=compiler_options() | _looking_options())
         return int(compiled.memory_analysis().temp_size_in_bytes)
 
     def compiled(self) -> Any:
-        """The compiled gradient; call it with the results of ``split``."""
+        """Compile the gradient and return it. Its arguments are the results of ``split``."""
         return self._lowered(self.flat).compile(compiler_options=compiler_options())
 
     def split(self) -> tuple[list[Any], list[Any]]:
-        """The arrays to differentiate, and the others."""
+        """Return two lists: the arrays to differentiate, and the other arrays."""
         pairs = list(zip(self.arrays, self.active, strict=True))
         return [each for each, is_active in pairs if is_active], [each for each, is_active in pairs if not is_active]
 
@@ -143,12 +146,15 @@ class JaxCall:
 
 
 def _is_left_alone(plan: RegionPlan) -> bool:
-    """Whether jax shall hold all that it would hold by itself."""
+    """Return whether jax shall hold all that it would hold without a plan."""
     return any(each.value == INSIDE and each.decision is Decision.KEEP for each in plan.decisions)
 
 
 def _run_region(program: ArrayProgram, region: Region, plan: RegionPlan, held: dict[int, Any]) -> None:
-    """Run one region under ``jax.checkpoint``, and save what the plan keeps."""
+    """Run one region under ``jax.checkpoint``, which saves the values that the plan keeps.
+
+    The results are added to ``held``.
+    """
     decided = {each.value: each.decision for each in plan.decisions if each.decision is not Decision.RECOMPUTE}
     values = [value for node in region.part.nodes for value in node.writes]
     names = {value: f"{region.name}:{value}" for value in values if value_name(region, value) in decided}

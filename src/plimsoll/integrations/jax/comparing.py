@@ -1,4 +1,4 @@
-"""Compare plans for a JAX function with policies of ``jax.checkpoint``, measured in alternating rounds."""
+"""Compares plans for a JAX function with policies of ``jax.checkpoint``, measured in alternating rounds."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Estimate the training of a JAX function on a device of the catalogue, also an absent one, and find the largest batch that
-fits.
+"""Estimates the training of a JAX function on a device of the catalogue, and finds the largest batch that fits.
+
+The device may be absent.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ def estimate(
     Args:
         function: as for ``plan``.
         args: as for ``plan``; they may be shapes.
-        device: from the catalogue of devices.
-        optimizer: has an ``init`` like optax's, whose state is counted.
-        budget: bytes for everything, to plan within; by default nothing is planned.
+        device: the name of a device from the catalogue.
+        optimizer: an object with an ``init`` like optax's. The state that ``init`` returns is counted.
+        budget: if given, the step is planned to fit into these bytes, which cover everything. By default nothing is planned.
         argnums: as for ``plan``.
 
     Returns:
@@ -61,9 +62,9 @@ def fit(
     argnums: int | Sequence[int] = 0,
     most_batch: int = 1024,
 ) -> Fit:
-    """Find the batch with the most samples per second whose training fits into a budget for everything.
+    """Find the batch with the most samples per second whose training fits into the budget. The budget covers everything.
 
-    Batches are doubled until no plan fits, and the middle between the last two is tried as well.
+    Batches are doubled until no plan fits. The middle between the last two batches is tried as well.
 
     Args:
         function: as for ``plan``.
@@ -75,7 +76,7 @@ def fit(
         most_batch: the largest batch to try.
 
     Returns:
-        Every batch that was tried, and the plan of the best.
+        All batches that were tried, and the plan for the best batch.
 
     Raises:
         InvalidOption: ``most_batch`` is less than 1.
@@ -105,8 +106,9 @@ def _sizes(step: Searched, args: Sequence[Any], argnums: int | Sequence[int], op
 
 
 def sizes_of(*, parameters: Any, state: Any, batch: Any, others: Any = None) -> FixedSizes:
-    """The bytes that do not depend on the plan, from trees of arrays or shapes; ``others`` are parameters without a
-    gradient.
+    """Return the bytes that do not depend on the plan, from trees of arrays or shapes.
+
+    ``others`` are parameters without a gradient.
     """
     taken = sum(map(aval_bytes, jax.tree.leaves(parameters)))
     shapes = [each.shape for each in jax.tree.leaves(batch) if each.shape]

@@ -1,9 +1,9 @@
-"""Evaluate a program of jax with names on chosen values, so that policies of ``jax.checkpoint`` can save them.
+"""Evaluates a program of jax with names on chosen values, so that policies of ``jax.checkpoint`` can save them.
 
 A name alone does not make a value saveable: the derivative of ``exp`` reads the operation's own result, before the name. Such
 an operation gets a derivative that reads the named result (``_bound_with_names``).
 
-``joined`` marks every value of a program in that way and lets jax differentiate it, to find what the derivative reads.
+``joined`` names each value of a program in this way and lets jax differentiate the program, to find what the derivative reads.
 """
 
 from __future__ import annotations
@@ -24,28 +24,30 @@ _PRODUCTS_AND_SHAPES = (
 _READ_INPUTS_ALONE = frozenset(_PRODUCTS_AND_SHAPES.split())
 """Operations whose derivatives do not read their results."""
 _OPAQUE = ("custom_vjp_call", "scan", "while", "cond", "checkpoint", "remat2", "shard_map")
-"""Operations with a program inside that jax differentiates by itself."""
+"""Operations that contain a program, which jax differentiates by itself."""
 
 
 Bind = Callable[[Node, Sequence[Any]], list[Any]]
-"""Runs an operation on its inputs."""
+"""A function that runs an operation on its inputs and returns its results."""
 
 
 def evaluate(program: ArrayProgram, inputs: Sequence[Any], bind: Bind) -> list[Any]:
-    """Run a program and return its results."""
+    """Run a program with ``bind``, which runs each operation, and return the program's results."""
     held: dict[int, Any] = dict(zip(program.inputs, inputs, strict=True))
     run_nodes(program.nodes, held, bind)
     return [take(held, output) for output in program.outputs]
 
 
 def run_nodes(nodes: Sequence[Node], held: dict[int, Any], bind: Bind) -> None:
-    """Run operations one after the other on the values held so far."""
+    """Run operations one after the other. They read values from ``held``, and their results are added to ``held``."""
     for node in nodes:
         held.update(zip(node.writes, bind(node, [take(held, read) for read in node.reads]), strict=True))
 
 
 def naming(names: Mapping[int, str]) -> Bind:
-    """A function that runs operations and names the values in ``names``, also where derivatives read them."""
+    """Return a function that runs an operation, and names its results that are in ``names``, also where derivatives read
+    them.
+    """
 
     def bind(node: Node, inputs: Sequence[Any]) -> list[Any]:
         own = {at: names[value] for at, value in enumerate(node.writes) if value in names}
@@ -55,16 +57,16 @@ def naming(names: Mapping[int, str]) -> Bind:
 
 
 def _marking(node: Node, inputs: Sequence[Any]) -> list[Any]:
-    """Run an operation and mark its results with their numbers, so that they can be found in the joint program."""
+    """Run an operation and give its results names with their numbers, to find them in the joint program of ``joined``."""
     return [checkpoint_name(r, f"{MARK}{v}") for v, r in zip(node.writes, node.bind(inputs), strict=True)]
 
 
 MARK = "plimsoll:"
-"""Prefix of the names that ``joined`` gives; the value's number follows."""
+"""The start of the names that ``joined`` gives. The value's number follows."""
 
 
 def _bound_with_names(node: Node, inputs: Sequence[Any], names: Mapping[int, str]) -> list[Any]:
-    """Run an operation and name its results, also where its derivative reads them."""
+    """Run an operation, and name its results so that its derivative reads the named results. Return the results."""
 
     def bound(*active: Any) -> tuple[Any, ...]:
         merged = list(inputs)
@@ -108,10 +110,10 @@ def _named(value: Any, name: str | None) -> Any:
 
 
 def joined(program: ArrayProgram, active: Sequence[bool]) -> tuple[ArrayProgram, int]:
-    """A program and its reverse derivative as one program. Its inputs are the original's, then cotangents of the active float
-    results.
+    """Return a program and its reverse derivative as one program.
 
-    Every value of the original is marked with its number.
+    Its inputs are the original's inputs, then the gradients (cotangents) of the float results that depend on active inputs.
+    Each value of the original has a name with its number.
 
     Returns:
         The program, and how many of its inputs are the original's.

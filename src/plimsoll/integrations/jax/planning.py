@@ -1,4 +1,4 @@
-"""Plan which values of a JAX function are held for its gradient: ``plan``, and `Searched`, which estimates use too."""
+"""Plans which values of a JAX function are held for its gradient: ``plan``, and `Searched`, which estimates use too."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def plan(
     device: str | None = None,
     offload: Sequence[str] = (),
 ) -> Plan:
-    """Decide which values of a function are held for its gradient.
+    """Decide which values of a function are held for its gradient; the others are recomputed.
 
     Args:
         function: returns a scalar, or anything that ``jax.vjp`` accepts; traced, never run.
@@ -55,7 +55,7 @@ def plan(
 
 
 class Searched:
-    """A function with its arguments, its step, and the plans that were compiled for it."""
+    """A function with its arguments, as a step that can be planned. It remembers the plans that were compiled for it."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Searched:
         self.counted_by = f"compiled by XLA for {jax.default_backend()}"
 
     def plan(self, budget: int | str | None) -> Plan:
-        """The fastest plan within the budget."""
+        """Return the fastest plan within the budget."""
         found = self.search.run(budget)
         regions = self._moved(found.regions)
         away = [each.bytes for region in regions for each in region.decisions if each.decision is Decision.OFFLOAD]
@@ -99,12 +99,12 @@ class Searched:
         return msgspec.structs.replace(found, regions=regions, link=link, offloaded_bytes=sum(away))
 
     def unmanaged_taken(self) -> int:
-        """Temporary bytes of the gradient without a plan."""
+        """Return the temporary bytes of the gradient without a plan."""
         return self.call.measure(self.call.flat)
 
     @property
     def flops(self) -> int:
-        """Arithmetic of the function and of its derivative."""
+        """The arithmetic (floating-point operations) of the function and of its derivative."""
         total = 0
         for region in self.call.regions:
             own = [(node, region.part) for node in region.part.nodes]
@@ -114,7 +114,7 @@ class Searched:
 
     @property
     def dtype(self) -> str:
-        """The dtype of its products, in the catalogue's terms."""
+        """The dtype of the function's matrix products, in the terms of the device catalogue."""
         kinds = {str(each.dtype) for each, is_on in zip(self.call.arrays, self.call.active, strict=True) if is_on}
         return "bf16" if kinds in ({"bfloat16"}, {"float16"}) else "f32"
 
@@ -122,7 +122,7 @@ class Searched:
         return self.call.taken(self._moved(plans))
 
     def _moved(self, plans: Sequence[RegionPlan]) -> tuple[RegionPlan, ...]:
-        """The same plans; values that match the patterns are offloaded if the plan would hold them."""
+        """Return the same plans, but values that match the user's patterns are offloaded if the plan would hold them."""
         if not self._offload:
             return tuple(plans)
         return tuple(
@@ -130,8 +130,9 @@ class Searched:
         )
 
     def _sent(self, decided: ValueDecision) -> ValueDecision:
-        """One decision; offloaded if it matches. Values that jax holds inside of a region are unnamed, so they cannot be
-        offloaded.
+        """Return a value's decision, changed to offload if the value is held and matches a pattern of the user.
+
+        Values that jax holds inside of a region do not have names, so they cannot be offloaded.
         """
         is_held = decided.decision is Decision.KEEP and decided.value != INSIDE
         if not (is_held and any(fnmatch.fnmatch(decided.value, each) for each in self._offload)):

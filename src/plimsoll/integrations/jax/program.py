@@ -1,6 +1,6 @@
-"""Read a jaxpr as a flat list of operations.
+"""Reads a jaxpr as a flat list of operations.
 
-Functions under ``jit`` are inlined; loops, branches, and functions with their own derivatives stay one operation each. Values
+Functions under ``jit`` are inlined. A loop, a branch, and a function with its own derivative each stay one operation. Values
 are numbered in the order of their creation, so that two traces of one function at other sizes have the same numbers.
 
 Source: "Writing custom Jaxpr interpreters in JAX", jax's documentation. Only ``jax`` and ``jax.extend.core`` are used.
@@ -20,18 +20,18 @@ from jax.extend import core as jex
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FixedArray:
-    """A constant of the program."""
+    """Data: a constant of the program."""
 
     value: Any
 
 
 Operand = int | FixedArray
-"""A value by its number, or a constant."""
+"""What an operation reads: the number of a value, or a constant."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Node:
-    """One operation: ``reads`` and ``writes`` are values, ``scope`` is the ``named_scope`` around it.
+    """Data: one operation. ``reads`` and ``writes`` are values, ``scope`` is the ``named_scope`` around the operation.
 
     ``context`` is jax's context that the operation must run in.
     """
@@ -45,16 +45,16 @@ class Node:
 
     @property
     def name(self) -> str:
-        """The primitive's name."""
+        """The name of the operation's primitive."""
         return str(self.primitive.name)
 
     @property
     def values(self) -> tuple[int, ...]:
-        """The values that it reads, without constants."""
+        """The numbers of the values that the operation reads, without constants."""
         return tuple(read for read in self.reads if isinstance(read, int))
 
     def bind(self, inputs: Sequence[Any]) -> list[Any]:
-        """Run the operation on these inputs."""
+        """Run the operation on these inputs and return its results."""
         params = self.primitive.get_bind_params(self.params)
         with jax.named_scope(self.scope), self.context.manager:
             out = self.primitive.bind(*inputs, **params)
@@ -63,7 +63,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ArrayProgram:
-    """A flat list of operations; ``avals`` has shape and dtype of every value."""
+    """Data: a flat list of operations with inputs and outputs. ``avals`` maps each value to its shape and dtype."""
 
     nodes: tuple[Node, ...]
     inputs: tuple[int, ...]
@@ -71,7 +71,7 @@ class ArrayProgram:
     avals: Mapping[int, Any]
 
     def bytes(self, value: int) -> int:
-        """Bytes of a value."""
+        """Return the bytes of a value."""
         return aval_bytes(self.avals[value])
 
 
@@ -85,7 +85,7 @@ class _Reader:
         return len(self.avals) - 1
 
     def read(self, closed: Any, inputs: Sequence[Operand], scope: str) -> list[Operand]:
-        """Append the operations of a jaxpr, and return its results."""
+        """Append the operations of a jaxpr to this reader, and return the jaxpr's results."""
         jaxpr = closed.jaxpr
         known: dict[Any, Operand] = dict(zip(jaxpr.invars, inputs, strict=True))
         known |= {var: FixedArray(value) for var, value in zip(jaxpr.constvars, closed.consts, strict=True)}
@@ -107,7 +107,7 @@ class _Reader:
 
 
 def read_program(closed: Any) -> ArrayProgram:
-    """A closed jaxpr as a flat program."""
+    """Return a closed jaxpr as a flat program."""
     reader = _Reader()
     inputs = tuple(reader.new(var.aval) for var in closed.jaxpr.invars)
     outputs = reader.read(closed, inputs, "")
@@ -115,41 +115,44 @@ def read_program(closed: Any) -> ArrayProgram:
 
 
 def trace_program(function: Callable[..., Any], *args: Any) -> tuple[ArrayProgram, Any]:
-    """A function of arrays as a flat program, and the tree structure of its result."""
+    """Return a function of arrays as a flat program, and the tree structure of the function's result."""
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
     return read_program(closed), jax.tree.structure(shapes)
 
 
 def body_of(scan: Node) -> ArrayProgram:
-    """One iteration of a ``lax.scan``. Inputs are constants, carry and slices; outputs are carry and slices."""
+    """Return one iteration of a ``lax.scan`` as a program.
+
+    Inputs are constants, carry and slices; outputs are carry and slices.
+    """
     return read_program(scan.params["jaxpr"])
 
 
 def take(held: Mapping[int, Any], operand: Operand) -> Any:
-    """The array of an operand."""
+    """Return the array of an operand: the constant itself, or the value in ``held``."""
     return operand.value if isinstance(operand, FixedArray) else held[operand]
 
 
 def _is_unsharded(params: Mapping[str, Any]) -> bool:
-    """Whether a jitted function's arrays have unspecified shardings."""
+    """Return whether the shardings of a jitted function's arrays are unspecified."""
     kinds = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
     return all(type(kind).__name__ == "UnspecifiedValue" for kind in kinds)
 
 
 def is_float(value: Any) -> bool:
-    """Whether an array, or its aval, has a derivative."""
+    """Return whether an array, or its shape and dtype (its aval), has a derivative."""
     dtype = getattr(value, "dtype", None)
     return isinstance(value, float) if dtype is None else bool(jax.dtypes.issubdtype(dtype, np.inexact))
 
 
 def aval_bytes(aval: Any) -> int:
-    """Bytes of an array of this shape and dtype; random keys count with the bytes of their data."""
+    """Return the bytes of an array of this shape and dtype. Random keys count with the bytes of their data."""
     shape, dtype = getattr(aval, "shape", ()), getattr(aval, "dtype", None)
     return int(np.prod(shape, dtype=np.int64)) * int(getattr(dtype, "itemsize", 4) or 4)
 
 
 def active_values(program: ArrayProgram, active: Sequence[bool]) -> frozenset[int]:
-    """The values that depend on active inputs through floats."""
+    """Return the values that depend on active inputs through floats. An input is active if its gradient is wanted."""
     found = {value for value, is_active in zip(program.inputs, active, strict=True) if is_active}
     for node in program.nodes:
         if node.name != "stop_gradient" and found.intersection(node.values):
@@ -158,7 +161,12 @@ def active_values(program: ArrayProgram, active: Sequence[bool]) -> frozenset[in
 
 
 def active_inputs_of_scan(scan: Node, active: Sequence[bool]) -> tuple[bool, ...]:
-    """Which inputs of a scan's body are active, given the scan's active inputs. A carry may become active inside the loop."""
+    """Return, for each input of a scan's body, whether it is active (has a gradient).
+
+    ``active`` says this for the scan's inputs.
+
+    A carry may become active inside the loop.
+    """
     body, flags = body_of(scan), list(active)
     first, carries = scan.params["num_consts"], scan.params["num_carry"]
     while True:
@@ -170,14 +178,16 @@ def active_inputs_of_scan(scan: Node, active: Sequence[bool]) -> tuple[bool, ...
 
 
 def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of an aval, as an argument for ``make_jaxpr``."""
+    """Return the shape and dtype of an aval, as an argument for ``make_jaxpr``."""
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
 def part_of(program: ArrayProgram, first: int, stop: int) -> tuple[ArrayProgram, tuple[int, ...], tuple[int, ...]]:
-    """Some operations of a program as a separate program. Its inputs are the values that they read from outside, its outputs
-    the values that others read; both are also returned by their numbers in the whole program. Values are renumbered, inputs
-    first, so that equal parts are equal.
+    """Return some operations of a program as a separate program, with the numbers of its inputs and outputs in the whole
+    program.
+
+    The part's inputs are the values that its operations read from outside, its outputs are the values that others read. Values
+    are renumbered, inputs first, so that equal parts are equal.
     """
     nodes = program.nodes[first:stop]
     made = {value for node in nodes for value in node.writes}

@@ -1,7 +1,7 @@
-"""Find what the reverse derivative of a part of a jax program reads, and which operations XLA fuses.
+"""Finds what the reverse derivative of a part of a jax program reads, and which operations XLA fuses.
 
-If the derivative alone computes a value from the part's values (``1 - tanh²``, a mask), that value does not count; the part's
-values that it is made from count as read.
+A value that only the derivative computes from the part's values (``1 - tanh²``, a mask) does not count. In its place, the
+part's values that it is made from count as read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from plimsoll.integrations.jax.program import ArrayProgram, Node, active_values,
 
 _VIEWS = "broadcast_in_dim reshape squeeze expand_dims iota stop_gradient name copy rev slice transpose split"
 _SHAPES = frozenset(_VIEWS.split())
-"""Operations that XLA merges into their readers: their results are never worth holding."""
+"""Operations that XLA merges into their readers. It is never worth holding their results."""
 _TRANSCENDENTAL = frozenset(
     ["exp", "tanh", "log", "logistic", "erf", "erfc", "sin", "cos", "pow", "exp2", "log1p", "expm1", "erf_inv"]
 )
@@ -23,7 +23,7 @@ _TRANSCENDENTAL = frozenset(
 
 
 class Reading:
-    """A part and its reverse derivative: which values of the part the derivative reads, and when first and last.
+    """A part of a program with its reverse derivative: which values of the part the derivative reads, and when first and last.
 
     Ticks count the operations of the derivative, from 0.
     """
@@ -34,7 +34,10 @@ class Reading:
         joint, inputs = joined(part, active) if self.is_moving else (part, len(part.inputs))
         self.joint = joint
         self.original: dict[int, int] = dict(zip(joint.inputs[:inputs], part.inputs, strict=True))
-        """The part's number for each value of the joint program that is an input or marked."""
+        """Maps a value of the joint program to the part's number of the same value, if it is an input or has a mark.
+
+        The joint program is the part and its derivative in one.
+        """
         self.backward: list[Node] = []
         seeds = set(joint.inputs[inputs:])
         self._made_by: dict[int, Node] = {}
@@ -51,13 +54,16 @@ class Reading:
 
     @cached_property
     def residual_bytes(self) -> int:
-        """Bytes that jax itself holds for the derivative, without arguments of the part."""
+        """The bytes that jax itself, without a plan, holds for the derivative. Arguments of the part do not count."""
         read = {value for node in self.backward for value in node.values if value not in self._own}
         own = {self.original.get(value, -1 - value): value for value in read}
         return sum(self.joint.bytes(value) for number, value in own.items() if number not in self.part.inputs)
 
     def reads(self, candidates: frozenset[int]) -> dict[int, tuple[int, int]]:
-        """First and last tick at which the derivative reads each candidate and each input of the part."""
+        """Return the first and the last tick at which the derivative reads each candidate and each input of the part.
+
+        Candidates are the part's values that a plan may hold. Values that the derivative does not read are left out.
+        """
         known: dict[int, frozenset[int]] = {}
         found: dict[int, tuple[int, int]] = {}
         for tick, node in enumerate(self.backward):
@@ -68,7 +74,7 @@ class Reading:
         return found
 
     def _sources(self, value: int, candidates: frozenset[int], known: dict[int, frozenset[int]]) -> frozenset[int]:
-        """The candidates and inputs that a value of the joint program is made from."""
+        """Return the candidates and inputs that a value of the joint program is made from."""
         if value not in known:
             own = self.original.get(value)
             if own is not None and (own in candidates or own in self.part.inputs):
@@ -81,8 +87,8 @@ class Reading:
 
     @cached_property
     def backward_lives(self) -> dict[int, tuple[int, int]]:
-        """For each value that the derivative makes and only the derivative reads: its first tick and the tick after its
-        last.
+        """Maps each value that the derivative makes and only the derivative reads to two ticks: its first, and the one after
+        its last.
         """
         lives: dict[int, tuple[int, int]] = {}
         results = {output for output in self.joint.outputs if isinstance(output, int)}
@@ -102,7 +108,7 @@ class Reading:
 
 
 def is_shape_only(node: Node) -> bool:
-    """Whether an operation only changes how an array is viewed."""
+    """Return whether an operation only changes how an array is viewed."""
     return node.name in _SHAPES
 
 
@@ -117,12 +123,12 @@ HEAVY = frozenset(_OWN_LOOPS.split())
 
 
 def is_fused(node: Node) -> bool:
-    """Whether XLA computes it in its readers' loops."""
+    """Return whether XLA computes the operation in the loops of its readers."""
     return node.name not in HEAVY
 
 
 def flops_of(node: Node, program: ArrayProgram) -> int:
-    """Arithmetic of one operation; an exponential or a similar function counts as eight."""
+    """Return the arithmetic of one operation. An exponential or a similar function counts as eight."""
     sizes = [
         int(math.prod(program.avals[value].shape)) for value in node.writes if hasattr(program.avals[value], "shape")
     ]

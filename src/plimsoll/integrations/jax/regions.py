@@ -1,7 +1,8 @@
-"""Divide a program of jax into regions.
+"""Divides a program of jax into regions, the parts that a plan manages.
 
-A ``lax.scan`` is a region: one body, run N times, whose saved values are stacked. Operations between scans are divided at
-places where only one active value crosses, as between the blocks of a network. Blocks that repeat become separate regions.
+The body of a ``lax.scan`` is a region: it runs N times, and its saved values are stacked. Operations between scans are divided
+at places that only one active value (a value that a gradient flows through) crosses, as between the blocks of a network. Blocks
+that repeat become separate regions.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ _AT_MOST = 16
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """Operations ``first`` to ``stop`` of a program, as ``part``. For a scan, the part is its body, which runs ``repeats``
-    times.
+    """Data: the operations ``first`` to ``stop`` of a program, as ``part``.
 
-    ``inputs`` and ``outputs`` are the part's or the scan's inputs and outputs, as values of the whole program.
+    For a scan, the part is its body, which runs ``repeats`` times.
+
+    ``inputs`` and ``outputs`` are the inputs and outputs of the part or of the scan, as values of the whole program.
     """
 
     name: str
@@ -37,22 +39,22 @@ class Region:
 
     @property
     def is_scan(self) -> bool:
-        """Whether it is the body of a loop."""
+        """Whether the region is the body of a loop."""
         return self.repeats > 1
 
     @cached_property
     def kind(self) -> str:
-        """A text that is equal for equal regions."""
+        """A text that is equal for regions with the same operations and shapes."""
         return f"{self.repeats} {self.active} {' '.join(_signature(self.part.nodes, self.part))}"
 
     @cached_property
     def reading(self) -> Reading:
-        """The region together with its reverse derivative."""
+        """What the reverse derivative of the region reads."""
         return Reading(self.part, self.active)
 
 
 def find_regions(program: ArrayProgram, active: Sequence[bool]) -> tuple[Region, ...]:
-    """The regions of a program, in order; together they contain all of its operations.
+    """Return the regions of a program, in order. Together they contain all of its operations.
 
     Args:
         program: a whole function.
@@ -86,7 +88,7 @@ def _blocks(program: ArrayProgram, moving: frozenset[int], first: int, stop: int
 
 
 def _scope_of(nodes: Sequence[Node]) -> str:
-    """The ``named_scope`` prefix that all operations with a scope share."""
+    """Return the part of the ``named_scope`` that all operations with a scope have in common."""
     scopes = [node.scope.split("/") for node in nodes if node.scope]
     shared = []
     for parts in zip(*scopes, strict=False):
@@ -97,7 +99,7 @@ def _scope_of(nodes: Sequence[Node]) -> str:
 
 
 def _places(program: ArrayProgram, moving: frozenset[int], first: int, stop: int) -> list[int]:
-    """The positions at which operations ``first`` to ``stop`` are divided, including both ends."""
+    """Return the positions that divide the operations ``first`` to ``stop``, including both ends."""
     narrow = _narrow_places(program, moving, first, stop)
     segments = list(itertools.pairwise(narrow))
     texts = [" ".join(_signature(program.nodes[a:b], program)) for a, b in segments]
@@ -116,7 +118,7 @@ def _places(program: ArrayProgram, moving: frozenset[int], first: int, stop: int
 
 
 def _narrow_places(program: ArrayProgram, moving: frozenset[int], first: int, stop: int) -> list[int]:
-    """The positions that at most one active value crosses."""
+    """Return the positions that at most one active value (a value that a gradient flows through) crosses."""
     last_read: dict[int, int] = {}
     for at, node in enumerate(program.nodes):
         last_read.update((value, at) for value in node.values)
@@ -133,7 +135,9 @@ def _narrow_places(program: ArrayProgram, moving: frozenset[int], first: int, st
 
 
 def _repeated(texts: Sequence[str], weights: Sequence[int]) -> tuple[int, int, int]:
-    """Start, period and count of the repetition that covers the most weight of a sequence, with the shortest such period.
+    """Return the start, the period and the count of a repetition in a sequence of texts.
+
+    It is the repetition that covers the most weight, with the shortest such period.
 
     Example:
         >>> _repeated(["a", "a", "b", "c", "b", "c"], [1, 1, 5, 5, 5, 5])

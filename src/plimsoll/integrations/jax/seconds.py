@@ -1,9 +1,9 @@
-"""Seconds of a jaxpr's operations: timed on this machine, or by the roofline of a device of the catalogue.
+"""Gives the seconds of a jaxpr's operations: timed on this machine, or by the roofline of a device of the catalogue.
 
-Operations that XLA fuses into their readers' loops never run alone, so their time is that of their arithmetic in such a loop.
-The others (matrix products, reductions, loops) are timed one by one, each shape once.
+An operation that XLA fuses into its readers' loops never runs alone, so its seconds are those of its arithmetic in such a loop.
+The other operations (matrix products, reductions, loops) are timed one by one, each shape once.
 
-Holding a value costs time too: it is written and read again, and its memory must be allocated first. On a CPU that is
+To hold a value costs time too: it is written and read again, and its memory must be allocated first. On a CPU that is
 expensive.
 """
 
@@ -25,30 +25,33 @@ from plimsoll.planning.costing.devices import Device, find_device
 from plimsoll.planning.costing.roofline import roofline_seconds
 
 _LEAST_TIMED, _MOST_TIMED = 1e5, 6e9
-"""Operations with less or more arithmetic than this are not timed individually; their time follows from rates."""
+"""Operations with less arithmetic than the first number, or more than the second, are not timed individually.
+
+Their time follows from rates.
+"""
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 _SAMPLE = 1 << 19
 _DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}
 
 
 class Clock(Protocol):
-    """Prices operations in seconds, and the holding of a byte from forward to backward."""
+    """Gives the seconds of operations, and the seconds of holding a byte from forward to backward."""
 
     source: CostSource
     device: str
     store_seconds_per_byte: float
 
     def seconds(self, node: Node, program: ArrayProgram) -> float:
-        """Seconds of an operation that may run again."""
+        """Return the seconds of an operation that may run again."""
         ...
 
     def rough_seconds(self, node: Node, program: ArrayProgram) -> float:
-        """Seconds of an operation that runs once whatever is decided."""
+        """Return the seconds of an operation that runs exactly once under all plans. Here the seconds may be less exact."""
         ...
 
 
 class RooflineClock:
-    """Seconds on a device of the catalogue, which may be absent."""
+    """Gives seconds on a device of the catalogue, which may be absent."""
 
     source = CostSource.ROOFLINE
 
@@ -58,7 +61,7 @@ class RooflineClock:
         self.store_seconds_per_byte = 2.0 / (device.bandwidth_bytes_per_second * device.achieved_bandwidth)
 
     def seconds(self, node: Node, program: ArrayProgram) -> float:
-        """Seconds of one operation, without the launch if XLA does not launch a kernel for it."""
+        """Return the seconds of one operation, without the launch of a kernel if XLA fuses the operation into another one."""
         if is_shape_only(node):
             return 0.0
         launch = self._device.launch_seconds if is_fused(node) else 0.0
@@ -68,7 +71,7 @@ class RooflineClock:
 
 
 class TimedClock:
-    """Seconds measured on this machine's device."""
+    """Gives seconds measured on this machine's device."""
 
     source = CostSource.MEASURED
 
@@ -78,7 +81,7 @@ class TimedClock:
         self.flop_seconds, self.store_seconds_per_byte = _rates()
 
     def seconds(self, node: Node, program: ArrayProgram) -> float:
-        """Seconds of one operation; each kind and shape is measured once."""
+        """Return the seconds of one operation. Each kind and shape is measured once."""
         if is_shape_only(node):
             return 0.0
         flops = flops_of(node, program)
@@ -90,7 +93,7 @@ class TimedClock:
         return self._known[key]
 
     def rough_seconds(self, node: Node, program: ArrayProgram) -> float:
-        """Seconds by arithmetic alone, without a measurement."""
+        """Return the seconds by arithmetic alone, without a measurement of this operation."""
         if is_shape_only(node):
             return 0.0
         flops = flops_of(node, program)
@@ -116,17 +119,17 @@ class TimedClock:
 
 @functools.cache
 def timed_clock() -> TimedClock:
-    """The clock of this process: measurements for one plan are reused for the next."""
+    """Return the clock of this process. Measurements for one plan are used again for the next."""
     return TimedClock()
 
 
 def clock_for(device: str | None) -> Clock:
-    """The roofline of a device of the catalogue; by default a clock that times operations on this machine."""
+    """Return a clock for a device of the catalogue, by its roofline. By default, the clock times operations on this machine."""
     return timed_clock() if device is None else RooflineClock(find_device(device))
 
 
 def spec_of(node: Node, program: ArrayProgram) -> OpSpec:
-    """Arithmetic and traffic of one operation."""
+    """Return the arithmetic and the memory traffic of one operation."""
     written = sum(program.bytes(value) for value in node.writes)
     moved = written if is_fused(node) else written + sum(program.bytes(value) for value in node.values)
     dtype = str(getattr(program.avals[node.writes[0]], "dtype", "float32")) if node.writes else "float32"
@@ -153,7 +156,7 @@ def _least_seconds(function: Callable[..., Any], inputs: Sequence[Any], times: i
 
 @functools.cache
 def _rates() -> tuple[float, float]:
-    """Seconds per unit of fused arithmetic, and per byte that one loop stacks and another loop reads."""
+    """Measure two rates: seconds per unit of fused arithmetic, and per byte that one loop stacks and another loop reads."""
     values = jnp.linspace(0.0, 1.0, _SAMPLE)
 
     def exponentials(x: jax.Array) -> jax.Array:
@@ -171,7 +174,7 @@ def _rates() -> tuple[float, float]:
 
 
 def key_of_shapes(args: Sequence[Any]) -> str:
-    """Shapes and dtypes of arguments as text.
+    """Return the shapes and dtypes of arguments as text.
 
     Example:
         >>> key_of_shapes([jax.numpy.ones((2, 3))])

@@ -1,7 +1,8 @@
-"""Describe a function of jax and its gradient as a traced step, so that the same planner can decide about its values.
+"""Describes a function of jax and its gradient as a traced step, so that the planner for PyTorch can decide about its values.
 
-A storage of a scanned region has the bytes of all iterations, a value the bytes of one: held values are stacked, but a rebuilt
-value exists once at a time. Arguments and their gradients are in no storage, because XLA counts them apart from temporaries.
+A region is a part that a plan manages. In a region that is the body of a loop, a storage has the bytes of all iterations, and a
+value has the bytes of one iteration: held values are stacked, but a recomputed value exists once at a time. Arguments and their
+gradients count 0 bytes in the trace, because XLA counts them apart from temporaries.
 """
 
 from __future__ import annotations
@@ -28,15 +29,16 @@ _PRICES = np.array([1.0, 2.0, 4.0, 8.0, 16.0, 64.0, 256.0, 1024.0, 4096.0])
 """Prices of memory to try, as multiples of the seconds that holding a byte takes."""
 _EFFECTS = ("callback", "print", "infeed", "outfeed")
 _INSIDE = -1
-"""Stands for all that jax itself holds of a region, if none of the region's values is worth holding individually."""
+"""Stands for everything that jax itself holds of a region, if none of the region's values is worth holding individually."""
 INSIDE = "inside"
-"""The name of that value in plans. A loop inside of a loop is one operation, and its derivative reads values made inside of
-it.
+"""The name in plans of everything that jax itself holds of a region.
+
+A loop inside of a loop is one operation, and its derivative reads values that are made inside of it.
 """
 
 
 def value_name(region: Region, value: int) -> str:
-    """The name of a region's value in plans."""
+    """Return the name of a region's value in plans."""
     if value == _INSIDE:
         return INSIDE
     for node in region.part.nodes:
@@ -48,14 +50,14 @@ def value_name(region: Region, value: int) -> str:
 def trace_step(
     program: ArrayProgram, regions: Sequence[Region], clock: Clock, *, model: str, signature: str
 ) -> TracedStep:
-    """The step of a function and its gradient.
+    """Return the traced step of a function and its gradient.
 
     Args:
         program: the function.
-        regions: all of its regions, in order.
-        clock: prices operations.
+        regions: all regions of the function, in order.
+        clock: gives the seconds of operations.
         model: the function's name.
-        signature: shapes of its arguments.
+        signature: the shapes of the function's arguments, as text.
     """
     seconds: dict[str, float] = {}
     candidates: dict[str, frozenset[int]] = {}
@@ -68,7 +70,7 @@ def trace_step(
 
 
 def obstacle_of(region: Region) -> str:
-    """Why a region cannot run again; empty if it can."""
+    """Return why a region cannot run again. The text is empty if the region can."""
     for node in region.part.nodes:
         if any(word in node.name for word in _EFFECTS):
             return f"{node.name} has a side effect, and recomputing would repeat it"
@@ -78,7 +80,10 @@ def obstacle_of(region: Region) -> str:
 
 
 def _worth_holding(program: ArrayProgram, region: Region, clock: Clock) -> frozenset[int]:
-    """The values that some minimum cut holds, at the time price of holding or at higher prices of memory."""
+    """Return the values of a region that are worth holding at some price of memory.
+
+    These are the values that some minimum cut holds, at the price of the time that holding takes, or at a higher price.
+    """
     every = frozenset(v for node in region.part.nodes if not is_shape_only(node) for v in node.writes)
     if not every or not region.reading.is_moving or obstacle_of(region):
         return frozenset()
@@ -106,9 +111,9 @@ class _Builder:
     storages: list[Storage] = field(default_factory=list)
     calls: list[RegionCall] = field(default_factory=list)
     storage_of: dict[int, int] = field(default_factory=dict)
-    """Storage by value of the whole program."""
+    """Maps a value of the whole program to its storage."""
     ends: dict[int, int] = field(default_factory=dict)
-    """When storages die that live longer than the tick of their birth."""
+    """For storages that live longer than the tick of their birth: the tick of their death."""
 
     def build(self, regions: Sequence[Region], candidates: Mapping[str, frozenset[int]]) -> None:
         parts: list[_Part] = []
@@ -163,7 +168,7 @@ class _Builder:
 
 
 class _Part:
-    """Builds one region of the step."""
+    """Builds one region of the step, with its forward and its backward."""
 
     def __init__(self, builder: _Builder, region: Region, index: int, candidates: frozenset[int]) -> None:
         self.builder, self.region, self.index = builder, region, index
@@ -171,7 +176,7 @@ class _Part:
         self.values: list[Value] = []
         self.region_ops: list[RegionOp] = []
         self.number: dict[int, int] = {}
-        """The graph's number for each value of the part."""
+        """Maps a value of the part to its number in the region's graph."""
         self.packed: dict[int, int] = {}
         self.span = self.back = (0, 0)
         self.slots: list[Slot] = []
@@ -198,7 +203,10 @@ class _Part:
         self._add_outputs(tick)
 
     def _recipe(self, value: int) -> tuple[set[int], tuple[int, ...]]:
-        """The operations between a value and the nearest candidates and inputs, and these candidates and inputs."""
+        """Return the operations between a value and the nearest candidates and inputs, and these candidates and inputs.
+
+        Candidates are the values that a plan may hold.
+        """
         part = self.region.part
         if value == _INSIDE:
             return set(range(len(part.nodes))), ()
@@ -254,7 +262,7 @@ class _Part:
         self.packed[value] = tick
 
     def _add_outputs(self, tick: int) -> None:
-        """Add the values that later regions read; they live until the last reader."""
+        """Add the region's results that later regions read. A result lives until its last reader."""
         builder, region = self.builder, self.region
         for at, outer in zip(region.part.outputs, region.outputs, strict=True):
             number = self.number.get(at) if isinstance(at, int) and not region.is_scan else None
@@ -305,7 +313,7 @@ class _Part:
         self.order = sorted(range(len(self.slots)), key=lambda slot: (self.slots[slot].unpacked, slot))
 
     def call(self) -> RegionCall:
-        """The finished region."""
+        """Return the finished region."""
         outputs = tuple(self.number[at] for at in self.region.part.outputs if isinstance(at, int) and at in self.number)
         graph = RegionGraph(
             values=tuple(self.values),
@@ -328,6 +336,6 @@ class _Part:
 
 
 def fingerprint(regions: Sequence[Region]) -> str:
-    """A digest that is equal for functions whose regions run the same operations, at any sizes."""
+    """Return a digest that is equal for functions whose regions run the same operations, at any sizes."""
     text = "\n".join(f"{r.name} {r.repeats > 1} {[node.name for node in r.part.nodes]}" for r in regions)
     return f"jax-{hashlib.sha256(text.encode()).hexdigest()[:16]}"

@@ -7,13 +7,13 @@
     plan = pk.plan_layers(model, x, y, budget="8GiB")
     managed = pk.rebuild(model, plan)
 
-Keras trains with one stateless function of variables and a batch; ``plan`` plans it like any other function of JAX.
-``keras.RematScope`` can only rerun whole layers and must be active when they are constructed, so ``rebuild`` constructs them
+Keras trains with one stateless function of variables and a batch. ``plan`` plans this function like any other function of JAX.
+``keras.RematScope`` can only rerun whole layers, and must be active when they are constructed, so ``rebuild`` constructs them
 again. On the torch backend a Keras model is an ordinary module: use ``plimsoll.plan`` and ``plimsoll.apply``.
 
 Source: ``compute_loss_and_updates`` of Keras' JAX trainer, "stateless and intended for use with jax.grad". Known weakness:
 ``RematScope`` passes ``training`` to ``jax.checkpoint`` as an array and to ``tf.recompute_grad`` by name. So layers that read
-its value (JAX), or that take it at all (TensorFlow), are kept.
+the value of ``training`` (JAX), or that take ``training`` at all (TensorFlow), are kept.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = ["apply", "compare", "estimate", "fit", "parse_bytes", "plan", "plan_l
 
 
 def plan(model: Any, x: Any, y: Any = None, *, budget: str | int | None, device: str | None = None) -> Plan:
-    """Decide which values of a Keras model are held for the gradient of its training step.
+    """Decide which values of a Keras model are held from forward to backward in its training step; the others are recomputed.
 
     Args:
         model: built and compiled with a loss. Its weights are not changed; its optimizer is built.
@@ -70,7 +70,9 @@ def plan(model: Any, x: Any, y: Any = None, *, budget: str | int | None, device:
 
 @contextlib.contextmanager
 def apply(model: Any, plan: Plan) -> Iterator[None]:
-    """Inside the block, ``fit`` and ``train_on_batch`` hold what the plan says; afterwards the model is restored.
+    """Inside the block, ``fit`` and ``train_on_batch`` hold only the values that the plan keeps.
+
+    Afterwards the model is restored.
 
     Raises:
         InvalidOption: Keras runs on another backend, or the model is not built or compiled.
@@ -93,9 +95,10 @@ def apply(model: Any, plan: Plan) -> Iterator[None]:
 
 
 def plan_layers(model: Any, x: Any, y: Any = None, *, budget: str | int | None) -> Plan:
-    """Decide which layers of a Keras model run again for the gradient, for ``rebuild``.
+    """Decide which layers of a Keras model run again in backward. The plan is for ``rebuild``.
 
-    Every candidate plan is rebuilt and measured: XLA reports the bytes of its step, or TensorFlow counts them in a run.
+    For each candidate plan, the model is rebuilt and its step is measured: XLA reports the bytes of the step, or TensorFlow
+    counts them in a run.
 
     Args:
         model: built and compiled with a loss; not changed. Decisions are about its own layers; layers inside of them are
@@ -119,10 +122,10 @@ def plan_layers(model: Any, x: Any, y: Any = None, *, budget: str | int | None) 
 
 
 def rebuild(model: Any, plan: Plan) -> Any:
-    """The same model, constructed under ``RematScope`` so that the layers that the plan names run again in backward.
+    """Return the same model, constructed under ``RematScope``, so that the layers that the plan names run again in backward.
 
-    All variables are copied, including those of the optimizer and of random numbers; the given model is not changed. Your own
-    classes need ``get_config``, and your own losses and metrics must be registered with Keras.
+    All variables are copied, also the variables of the optimizer and of random numbers. The given model is not changed. Your
+    own classes need ``get_config``, and your own losses and metrics must be registered with Keras.
 
     Args:
         model: the planned model.
@@ -146,15 +149,15 @@ def estimate(
 ) -> Estimate:
     """Estimate the training of a Keras model on a device of the catalogue: memory item by item, and speed.
 
-    On JAX, XLA compiles the step here to count temporaries, and x and y may be shapes. On TensorFlow the step runs here, and
-    its allocated bytes include the gradients.
+    On JAX, XLA compiles the step on this machine to count temporaries, and x and y may be shapes. On TensorFlow the step runs
+    on this machine, and its allocated bytes include the gradients.
 
     Args:
         model: as for ``plan`` and, on TensorFlow, ``plan_layers``.
         x: one batch of inputs.
-        y: its targets.
-        device: from the catalogue of devices.
-        budget: bytes for everything, to plan within; by default nothing is planned.
+        y: the targets of the batch.
+        device: a device from the catalogue.
+        budget: if given, the step is planned to fit into these bytes, which cover everything. By default nothing is planned.
 
     Raises:
         BudgetBelowFloor: the bytes that do not depend on the plan exceed the budget, or no measured plan fits in the rest.
@@ -177,7 +180,7 @@ def fit(
     device: str | None = None,
     most_batch: int = 1024,
 ) -> Fit:
-    """Find the batch with the most samples per second whose training fits into a budget for everything.
+    """Find the batch with the most samples per second whose training fits into the budget. The budget covers everything.
 
     Args:
         model: as for ``estimate``.
@@ -250,7 +253,7 @@ def _plannable(model: Any, x: Any, y: Any, device: str | None) -> tuple[Plannabl
 
 
 def _check(model: Any, backends: Sequence[str]) -> str:
-    """The backend. Raises if a step of this model cannot be planned."""
+    """Return the name of the backend. Raise an error if a step of this model cannot be planned."""
     import keras
 
     backend = str(keras.backend.backend())

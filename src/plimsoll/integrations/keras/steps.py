@@ -1,4 +1,4 @@
-"""Keras' training step on the JAX and the TensorFlow backend, and its layers as objects of decisions."""
+"""Keras' training step on the JAX and the TensorFlow backend, and its layers with their costs, for planning."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BY_NAME = "its call needs the keyword argument training, and tf.recompute_grad 
 
 
 def bytes_of(arrays: Iterable[Any]) -> int:
-    """Bytes of arrays or variables; ``None`` counts as 0."""
+    """Return the bytes of all arrays or variables. ``None`` counts as 0."""
     import keras
     import numpy as np
 
@@ -26,7 +26,7 @@ def bytes_of(arrays: Iterable[Any]) -> int:
 
 
 def constructed(model: Any, names: Collection[str]) -> Any:
-    """A copy of the model with these layers under ``jax.checkpoint`` or ``tf.recompute_grad``."""
+    """Return a copy of the model with the named layers under ``jax.checkpoint`` or ``tf.recompute_grad``."""
     import keras
 
     with keras.RematScope(mode="list_of_layers", layer_names=sorted(names)):
@@ -45,12 +45,12 @@ def constructed(model: Any, names: Collection[str]) -> Any:
 
 
 def layers_of(model: Any) -> list[Any]:
-    """The model's own layers that compute."""
+    """Return the model's own layers that compute something."""
     return [layer for layer in model.layers if type(layer).__name__ != "InputLayer"]
 
 
 def jax_step(model: Any, x: Any, y: Any) -> tuple[Callable[..., Any], list[Any]]:
-    """The function that Keras trains with on JAX, and its arguments."""
+    """Return the function that Keras trains with on JAX, and its arguments."""
 
     def loss(trainable: Any, rest: Any, metrics: Any, optimizer: Any, x: Any, y: Any) -> Any:
         # Loss scaling reads the optimizer's variables.
@@ -79,7 +79,7 @@ def tensorflow_step(model: Any) -> Callable[..., Any]:
 
 
 def layer_plans(model: Any, x: Any, y: Any, device: str | None = None) -> LayerPlans:
-    """Plans of whole layers: on JAX XLA reports their bytes, on TensorFlow a run counts them."""
+    """Make an object that plans whole layers. On JAX, XLA reports the bytes of a plan; on TensorFlow, a run counts them."""
     import keras
 
     make = _plans_on_jax if keras.backend.backend() == "jax" else _plans_on_tensorflow
@@ -127,7 +127,9 @@ def _plans_on_jax(model: Any, x: Any, y: Any, device: str | None) -> LayerPlans:
 
 
 def _noting(obstacles: dict[str, str], layers: Sequence[Any]) -> Callable[..., Any]:
-    """Run layers unchanged, and note the layers that ``RematScope`` cannot run again on JAX."""
+    """Return a function that runs a layer unchanged, and notes in ``obstacles`` if ``RematScope`` cannot run the layer again on
+    JAX.
+    """
     import jax
 
     stateful = {layer.name for layer in layers if any(not each.trainable for each in layer.variables)}
@@ -146,7 +148,7 @@ def _noting(obstacles: dict[str, str], layers: Sequence[Any]) -> Callable[..., A
 
 
 def _read_on_jax(call: Any, layers: Sequence[Any], obstacles: dict[str, str], clock: Any) -> LayeredStep:
-    """The costs of each layer. A layer's operations are those in the scope of its name."""
+    """Return the costs of each layer, and of the rest of the step. A layer's operations are those in the scope of its name."""
     from plimsoll.integrations.jax.program import active_values, part_of
     from plimsoll.integrations.jax.reading import flops_of
     from plimsoll.integrations.jax.regions import Region

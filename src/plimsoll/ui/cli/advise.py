@@ -73,7 +73,7 @@ def advise(
 
 
 def _words(target: str, building: options.Building, compiled: options.Compiled | None) -> str:
-    """The target and its options as the next command must name them to get the same step."""
+    """Return the target and its options as text, as the next command must name them to get the same step."""
     import shlex
 
     words = [shlex.quote(target)]

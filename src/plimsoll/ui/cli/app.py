@@ -1,4 +1,4 @@
-"""The command line. Every subcommand is registered here; its code is in the file of its verb or of a related verb."""
+"""The command line. Each subcommand is registered here; its code is in the file of the same name or of a related subcommand."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The common parts of commands: groups of options, help in sections, and checks of the options before anything is loaded.
 
-A section is the ``rich_help_panel`` of a command or an option. Sections are written here, because Typer's own panels cut off
-words on a narrow terminal.
+A section is the ``rich_help_panel`` of a command or an option. This module writes the sections, because Typer's own panels cut
+off words on a narrow terminal.
 """
 
 from __future__ import annotations
@@ -40,27 +40,30 @@ _OTHERS = "Options"
 
 
 class Command(TyperCommand):
-    """A command that lists its options in sections."""
+    """A command of the command line whose help lists its options in sections."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """Override: list the arguments without the braces that newer versions of Typer put around required ones."""
+        """Return the arguments for the usage line.
+
+        Newer versions of Typer put braces around required arguments; this override removes them.
+        """
         return [re.sub("[{}]", "", piece) for piece in super().collect_usage_pieces(ctx)]
 
     def format_help_text(self, ctx: Any, formatter: Any) -> None:
-        """Override: write the paragraphs of the help, with the example on one line that can be copied."""
+        """Write the paragraphs of the help. This override keeps the example on one line, so that a user can copy it."""
         self.help = (self.help or "").replace("\n\nExample: ", "\n\n\b\nExample: ")
         super().format_help_text(ctx, formatter)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Override: write the arguments, then the options of each section."""
+        """Write the arguments, then the options of each section. Typer's own method writes all options in one list."""
         _write_sections(formatter, _options(self, ctx))
 
 
 class Commands(TyperGroup):
-    """The group of all commands; its help has commands in sections, options, first steps and exit codes."""
+    """The group of all commands. Its help shows the commands in sections, the options, the first steps and the exit codes."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Override: run a command, and print usage errors as JSON if ``--json`` was typed."""
+        """Run a command. This override prints usage errors as JSON if ``--json`` was typed."""
         is_json = "--json" in (*ctx._protected_args, *ctx.args)
         try:
             return super().invoke(ctx)
@@ -75,7 +78,7 @@ class Commands(TyperGroup):
                 raise wrong from error
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Override: write every command with the first sentence of its help, then the options."""
+        """Write each command with the first sentence of its help, in sections, then the options."""
         commands = [self.get_command(ctx, name) for name in self.list_commands(ctx)]
         rows: list[tuple[Any, tuple[str, str]]] = [
             (command.rich_help_panel, (str(command.name), command.get_short_help_str(limit=1000)))
@@ -85,13 +88,13 @@ class Commands(TyperGroup):
         _write_sections(formatter, [*rows, *_options(self, ctx)])
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        """Override: write the first steps and the exit codes."""
+        """Write the first steps and the exit codes at the end of the help."""
         _write_sections(formatter, [("First steps", row) for row in FIRST_STEPS.items()])
         _write_sections(formatter, [("Exit codes", row) for row in EXIT_CODES.items()])
 
 
 def _options(command: Any, ctx: Any) -> list[tuple[Any, tuple[str, str]]]:
-    """Every argument and option with its section."""
+    """Return each argument and option of a command, as the title of its section and its row: name and help text."""
     rows: list[tuple[Any, tuple[str, str]]] = []
     for parameter in command.get_params(ctx):
         record = parameter.get_help_record(ctx)
@@ -105,7 +108,10 @@ def _options(command: Any, ctx: Any) -> list[tuple[Any, tuple[str, str]]]:
 
 
 def _write_sections(formatter: Any, rows: Iterable[tuple[Any, tuple[str, str]]]) -> None:
-    """Write the rows under their titles, in the order of the titles' first rows; other options come last."""
+    """Write the rows under the titles of their sections.
+
+    The sections are in the order of their first rows, but ``Options`` comes last.
+    """
     sections: dict[str, list[tuple[str, str]]] = {}
     for title, row in rows:
         sections.setdefault(title, []).append(row)
@@ -115,9 +121,9 @@ def _write_sections(formatter: Any, rows: Iterable[tuple[Any, tuple[str, str]]])
 
 
 def command(function: Callable[..., R], *, plans_if_asked: bool = False) -> Callable[..., R]:
-    """Let a command take groups of options (dataclasses) as parameters; Typer sees each option separately.
+    """Return a command whose parameters may be groups of options (dataclasses). Typer sees each option of a group separately.
 
-    If the command has a parameter with the name of a group's option, the parameter replaces that option.
+    If the command also has a parameter with the name of a group's option, the parameter replaces that option.
 
     Args:
         function: the command.
@@ -165,14 +171,17 @@ def command(function: Callable[..., R], *, plans_if_asked: bool = False) -> Call
 _LARGEST = 2**63 - 1
 _FILES = ("output", "save_plan", "revised_plan", "timeline", "export_sac", "save_device")
 _FOLDERS = ("plans", "run", "keep_traces")
-"""Options that name a place to write to."""
+"""The options that name a file (``_FILES``) or a folder (``_FOLDERS``) to write to."""
 
 
 def _refuse_early(typed: Mapping[str, Any], *, plans_if_asked: bool) -> None:
-    """Check everything that does not depend on the model before it is loaded: numbers, files, target, planning options.
+    """Check the options that do not depend on the model, before the model is loaded: numbers, files, target, planning options.
+
+    ``typed`` maps the names of options to their values. ``plans_if_asked``: the command makes a plan only if options ask for
+    one.
 
     Raises:
-        PlimsollError: the same error that the public verb would raise later.
+        PlimsollError: the same error that the public function would raise later.
     """
     _refuse_numbers(typed)
     _refuse_files(typed)
@@ -217,8 +226,8 @@ def _refuse_numbers(typed: Mapping[str, Any]) -> None:
 def _refuse_files(typed: Mapping[str, Any]) -> None:
     """Check that output files can be written, and that the target and the saved plan can be read.
 
-    A plan that can be read only once, such as a pipe, is not read here. Under torchrun nothing is read here either: the ranks
-    agree later on errors of one rank.
+    A plan that can be read only once, such as a pipe, is not read here. Under torchrun, nothing is read here: there, the ranks
+    compare their errors later.
     """
     from plimsoll.artifacts.files import check_folder, check_place, is_read_once
 

@@ -1,4 +1,7 @@
-"""``plimsoll compress-gradients TARGET``: finds out whether gradient compression saves time here. Run it with torchrun."""
+"""``plimsoll compress-gradients TARGET``: finds out whether gradient compression saves time on these ranks.
+
+Run it with torchrun.
+"""
 
 from __future__ import annotations
 

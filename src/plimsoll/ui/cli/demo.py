@@ -57,7 +57,10 @@ def demo(*, budget: DemoBudgetOption = BUDGET, steps: DemoStepsOption = 30, seed
 
 @contextlib.contextmanager
 def _show_steps(console: Console, names: tuple[str, ...], steps: int) -> Iterator[tuple[OnStep, ...]]:
-    """Show one bar per training with loss and step time; outside a terminal, print a few lines per training."""
+    """A context that gives, for each training, a function to call after each step with the step's number, loss and seconds.
+
+    The functions show one bar per training. Outside of a terminal, they print a few lines per training.
+    """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     if not console.is_terminal:

@@ -1,4 +1,7 @@
-"""``plimsoll diagnose TARGET`` or ``plimsoll diagnose BASELINE PLAN``: splits the overhead of a plan into causes."""
+"""``plimsoll diagnose TARGET`` or ``plimsoll diagnose BASELINE PLAN``: splits the extra time of a plan into causes.
+
+A target is a model with its batch. ``BASELINE`` and ``PLAN`` are traces of the step without and with the plan.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ KeepOption = Annotated[
     typer.Option("--keep-traces", metavar="DIR", help="Save the two Chrome traces in this directory.", file_okay=False),
 ]
 _OF_TRACES = ("--output", "--json")
-"""The only options that have an effect together with two traces."""
+"""The only options that have an effect if two traces are given."""
 _TRACE_ENDINGS = (".json.gz", ".sqlite", ".sqlite3", ".db", ".nsys-rep", ".qdrep")
 
 
@@ -81,7 +84,7 @@ def diagnose(
 
 
 def _refuse_ignored(context: typer.Context) -> None:
-    """Refuse options that would not have an effect on two traces."""
+    """Raise an error if options were typed that have no effect on two traces."""
     ignored = [name for name in options.given(context) if name not in _OF_TRACES]
     if ignored:
         raise InvalidTrace(

@@ -1,4 +1,7 @@
-"""``plimsoll estimate`` and ``plimsoll fit``: memory and speed of a job; the batch and plan with the highest throughput."""
+"""``plimsoll estimate`` predicts memory and speed of a job.
+
+``plimsoll fit`` finds the batch and plan with the highest throughput.
+"""
 
 from __future__ import annotations
 
@@ -205,7 +208,7 @@ def estimate(
 
 
 def _read_run(run: Path | None, device: Path | None) -> RunFigures:
-    """Read the figures of a run, before the long work starts; empty figures if no file was given."""
+    """Read the figures of a measured run, before the long work starts. Without a file, the figures are empty."""
     from plimsoll.analysis.diagnose.measured_run import RunFigures, read_run
 
     if run is None and device is not None:
@@ -218,7 +221,7 @@ def _read_run(run: Path | None, device: Path | None) -> RunFigures:
 
 
 def _refuse_without_plans(budget: str | None, strategy: str | None) -> None:
-    """Refuse ``--plans`` if the command will not make plans."""
+    """Raise an error if ``--plans`` was given but the command will not make plans."""
     if budget is None or strategy not in (None, "auto"):
         raise InvalidOption(
             "There are no plans to save.",
@@ -230,7 +233,10 @@ def _refuse_without_plans(budget: str | None, strategy: str | None) -> None:
 
 
 def _save_plans(found: Estimate, directory: Path, to: options.Output) -> None:
-    """Save one file per plan, named by pipeline rank and stage. An existing file is replaced."""
+    """Save each plan in its own file, named by pipeline rank and by the plan's number on that rank.
+
+    An existing file is replaced.
+    """
     plans = {f"rank-{s.stage}-stage-{n}.json": plan for s in found.stages for n, plan in enumerate(s.plans)}
     if plans:
         make_folder(directory)
@@ -248,7 +254,10 @@ def _save_plans(found: Estimate, directory: Path, to: options.Output) -> None:
 def _fit_layout(
     target: str, budget: str, layout: str, to: options.Output, save_plan: Path | None, **sizes: Any
 ) -> None:
-    """Search the fastest layout and its micro-batch, and print the estimate. Each stage has its own plan."""
+    """Search the fastest layout (division of the step over ranks) with its micro-batch, and print the estimate.
+
+    Each pipeline stage of the layout has its own plan.
+    """
     import plimsoll
     from plimsoll.errors import BudgetBelowFloor
 

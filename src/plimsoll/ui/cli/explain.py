@@ -1,4 +1,6 @@
-"""``plimsoll explain TARGET|PLAN``: shows a step's peak, the tensors that hold it, and the changes that would lower it."""
+"""``plimsoll explain TARGET|PLAN``: shows a step's peak, the tensors that hold it, and the changes that would lower the
+peak.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,7 @@ def explain(
 
 
 def _is_saved(target: str) -> bool:
-    """Whether the argument is a JSON file that Plimsoll wrote, and not a model configuration."""
+    """Return whether the argument names a JSON file that Plimsoll wrote, and not a model configuration."""
     path = Path(target)
     if path.suffix != ".json" or not path.is_file():
         return False

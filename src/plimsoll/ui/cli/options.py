@@ -1,4 +1,4 @@
-"""The options that several commands share, each with one help text."""
+"""The options that several commands share. Each has the same help text in all commands."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from plimsoll.errors import InvalidStrategy
 
 
 class OptimizerName(enum.StrEnum):
-    """Optimizers that the command line can plan for."""
+    """The optimizers that the command line can plan for."""
 
     ADAMW = "adamw"
     SGD = "sgd"
@@ -23,7 +23,7 @@ class OptimizerName(enum.StrEnum):
 
 
 class Compiled(enum.StrEnum):
-    """Which part of a model torch.compile compiles."""
+    """The part of a model that torch.compile compiles: the whole model, or each repeated block separately."""
 
     WHOLE = "whole"
     BLOCKS = "blocks"
@@ -32,7 +32,7 @@ class Compiled(enum.StrEnum):
 of_plan = functools.partial(typer.Option, rich_help_panel="What the plan may do")
 of_target = functools.partial(typer.Option, rich_help_panel="The model and its batch")
 of_result = functools.partial(typer.Option, rich_help_panel="The result")
-"""Functions that make an option in a section of a command's help."""
+"""Functions that declare an option in a section of a command's help. Each of the three functions has its own section."""
 
 TargetArgument = Annotated[
     str,
@@ -137,7 +137,7 @@ ExplainOption = Annotated[bool, of_result("--explain", help="Print every decisio
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Building:
-    """How a target is built, and the optimizer that trains it."""
+    """A group of options: how a target (the model and batch) is built, and which optimizer trains it."""
 
     optimizer: OptimizerOption = OptimizerName.ADAMW
     device: DeviceOption = "cpu"
@@ -147,7 +147,7 @@ class Building:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planning:
-    """The options that decide how a plan is made."""
+    """A group of options that decide how a plan is made."""
 
     budget: BudgetOption = None
     strategy: StrategyOption = "auto"
@@ -159,12 +159,15 @@ class Planning:
     link: LinkOption = None
 
     def words(self) -> dict[str, Any]:
-        """All options except the strategy, as keyword arguments of the public verbs."""
+        """Return all options except the strategy, as keyword arguments of public functions such as ``plimsoll.plan``."""
         return {"budget": self.budget} | limits(asdict(self))
 
 
 def limits(typed: Mapping[str, Any]) -> dict[str, Any]:
-    """What plans may do, as keyword arguments of the public verbs; ``typed`` may lack options that a command does not have."""
+    """Return what plans may do, as keyword arguments of public functions such as ``plimsoll.plan``.
+
+    ``typed`` maps the names of options to their values. It may lack options that a command does not have.
+    """
     return {
         "regions": typed.get("regions") or None,
         "allow": typed.get("allow", "recompute"),
@@ -177,7 +180,7 @@ def limits(typed: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """Where and how to write the result."""
+    """A group of options: where to save the result, and whether to print it as JSON."""
 
     output: OutputOption = None
     json: JsonOption = False
@@ -188,7 +191,7 @@ _OF_PLANNING = tuple(f"--{field.name.replace('_', '-')}" for field in fields(Pla
 
 
 def given(context: typer.Context) -> list[str]:
-    """The long names of the options that the user typed."""
+    """Return the long names of the options that the user typed on the command line."""
     return [
         parameter.opts[0]
         for parameter in context.command.params
@@ -199,10 +202,10 @@ def given(context: typer.Context) -> list[str]:
 
 
 def refuse_beside_plan(context: typer.Context) -> None:
-    """Refuse planning options together with ``--plan``, because a saved plan ignores them.
+    """Raise an error if planning options were typed together with ``--plan``, because a saved plan ignores them.
 
     Raises:
-        InvalidStrategy: both were given; the message names the options.
+        InvalidStrategy: ``--plan`` and planning options were typed. The message names the options.
     """
     options = given(context)
     ignored = [name for name in options if name in _OF_PLANNING]
@@ -215,10 +218,12 @@ def refuse_beside_plan(context: typer.Context) -> None:
 
 
 def refuse_without_plan(context: typer.Context) -> None:
-    """Refuse planning options if no plan is made; ``--max-error`` is allowed, since it also applies without a plan.
+    """Raise an error if planning options were typed although the command makes no plan.
+
+    ``--max-error`` is allowed, because it also limits the measured error of a model without a plan.
 
     Raises:
-        InvalidStrategy: some were given; the message names them.
+        InvalidStrategy: planning options were typed. The message names them.
     """
     ignored = [name for name in given(context) if name in _OF_PLANNING and name != "--max-error"]
     if ignored:

@@ -1,4 +1,4 @@
-"""``plimsoll probe TARGET``: train with and without a plan, from the same start on the same data, and judge the plan."""
+"""``plimsoll probe TARGET``: trains with and without a plan, from the same weights on the same data, and judges the plan."""
 
 from __future__ import annotations
 

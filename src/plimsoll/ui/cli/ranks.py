@@ -1,9 +1,9 @@
-"""Lets a command that torchrun started on several ranks print once and end with one exit code.
+"""For a command that torchrun started on several ranks: results are printed once, and all ranks end with one exit code.
 
-The ranks join a process group after they have loaded the target, unless the target has made a group itself. Only the first
-rank prints results and writes files. An error is printed by the first rank that raised it itself. At the end, all ranks wait
-for each other, so that torchrun does not stop a rank before the error is printed. They do not wait for ranks that are already
-missing.
+The ranks join a process group after they have loaded the target (the model and batch), unless the target has made a group
+itself. Only the first rank prints results and writes files. An error is printed by the first rank that raised it itself. At the
+end, all ranks wait for each other, so that torchrun does not stop a rank before the error is printed. They do not wait for
+ranks that are already missing.
 
 A command for a single process raises an error on the first rank, before it loads anything. The other ranks exit silently.
 """
@@ -32,25 +32,31 @@ if TYPE_CHECKING:
     from plimsoll.ui.cli.work import Loaded
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""The environment variables that torchrun sets for every process."""
+"""The environment variables that torchrun sets for each process."""
 _RUN = "TORCHELASTIC_RUN_ID"
-"""torch recognises a process of torchrun by this variable; other launchers set some of ``_VARIABLES`` for whole machines."""
+"""torch recognises a process of torchrun by this environment variable.
+
+Other launchers set some of ``_VARIABLES`` for whole machines, so those do not prove that torchrun started the process.
+"""
 _LOADING_SECONDS = 600.0
-"""How long ranks wait for each other to load the target; they may build the same model at very different speeds."""
+"""How many seconds ranks wait for each other to load the target. They may build the same model at very different speeds."""
 _PARTING_SECONDS = 30.0
 _LOADED = "loaded"
-"""Prefix of the key in torchrun's store that says that a rank has loaded the target, or failed to load it."""
+"""The start of a key in torchrun's store.
+
+The rest is a rank; the key says that this rank has loaded the target, or failed to.
+"""
 
 
 class _Farewell(msgspec.Struct, frozen=True, kw_only=True):
-    """The message of one rank at the end of a command."""
+    """The message of one rank to the others at the end of a command."""
 
     has_own_error: bool
 
 
 @dataclass(slots=True)
 class Crew:
-    """The ranks of one command, seen from this rank; without torchrun, only this process."""
+    """The ranks of one command, seen from this rank. Without torchrun, this process is the only rank."""
 
     is_several: bool
     has_joined: bool = False
@@ -62,12 +68,15 @@ class Crew:
         return not self.is_several or os.environ["RANK"] == "0"
 
     def device(self, name: str) -> str:
-        """The device of this rank: ``cuda`` becomes this process's own GPU, ``cuda:LOCAL_RANK``."""
+        """Return the name of this rank's device.
+
+        Under torchrun, ``cuda`` becomes this process's own GPU, ``cuda:LOCAL_RANK``.
+        """
         own = os.environ.get("LOCAL_RANK")
         return f"cuda:{own}" if self.is_several and name == "cuda" and own is not None else name
 
     def load(self, load: Callable[[], Loaded]) -> Loaded:
-        """Load the target on every rank and join the process group. If one rank fails, all ranks raise.
+        """Load the target on all ranks and join the process group. If one rank fails, all ranks raise an error.
 
         Args:
             load: checks options and makes the target; it may also make the process group.
@@ -97,7 +106,7 @@ class Crew:
         return loaded
 
     def part(self, error: PlimsollError | None) -> bool:
-        """Wait for the other ranks at the end of the command.
+        """Wait for the other ranks at the end of the command. ``error`` is this rank's error, or ``None``.
 
         Returns:
             Whether this rank has to print the error.
@@ -129,7 +138,7 @@ class Crew:
         return world.rank == (failed[0] if failed else world.ranks[0])
 
     def leave(self) -> None:
-        """Destroy the process group if ``load`` made it."""
+        """Destroy the process group if this object made it."""
         if self.has_joined:
             import torch.distributed as dist
 
@@ -163,7 +172,10 @@ class Crew:
         self.has_joined = True
 
     def _not_loaded(self) -> RankMissing:
-        """Make the error that names the missing ranks, if torchrun's store knows them."""
+        """Return the error for ranks that did not load the target in time.
+
+        The error names them if torchrun's store knows them.
+        """
         count, missing = os.environ["WORLD_SIZE"], tuple[int, ...]()
         if self._launched is not None:
             ranks, store = self._launched.ranks, self._launched.store
@@ -180,7 +192,9 @@ class Crew:
 
 @contextlib.contextmanager
 def exit_codes(*, is_json: bool = False) -> Iterator[Crew]:
-    """Like ``terminal.exit_codes``, for a command that may run on several ranks: one rank prints, and all wait at the end.
+    """A context like ``terminal.exit_codes``, for a command that may run on several ranks.
+
+    An error is printed by one rank, and all ranks wait for each other at the end. The context gives the ``Crew``.
 
     Args:
         is_json: write the error as JSON to stdout instead of text to stderr.
@@ -209,10 +223,12 @@ def exit_codes(*, is_json: bool = False) -> Iterator[Crew]:
 
 @contextlib.contextmanager
 def one_process(command: str, *, is_json: bool = False) -> Iterator[None]:
-    """Like ``terminal.exit_codes``, for a command of a single process: raise an error if torchrun started several.
+    """A context like ``terminal.exit_codes``, for a command of a single process.
 
-    The ranks do not communicate for that. Ranks other than the first exit at once without an error. So torchrun ends with the
-    first rank's error, after that rank has printed it.
+    If torchrun started several processes, it raises an error.
+
+    The ranks do not communicate for this check. Ranks other than the first exit at once without an error. So torchrun ends with
+    the first rank's error, after that rank has printed it.
 
     Args:
         command: the command's name, as typed.

@@ -1,4 +1,7 @@
-"""``plimsoll show`` and ``plimsoll report``: print a saved artifact, or make an HTML page from several, without torch."""
+"""``plimsoll show`` prints a saved artifact, such as a plan; ``plimsoll report`` makes an HTML page from several.
+
+Neither needs torch.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +102,7 @@ def report(files: FilesArgument, *, output: PageOption = None, timeline: Timelin
 
 
 def _check_places(files: list[Path], output: Path | None, timeline: Path | None) -> None:
-    """Refuse a report without an output, an output that would overwrite an input, and two outputs with one path."""
+    """Raise an error if a report has no output file, would overwrite an input, or would write two outputs to one path."""
     places = [place for place in (output, timeline) if place is not None]
     if not places:
         raise InvalidReport(

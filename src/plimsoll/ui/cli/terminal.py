@@ -1,8 +1,7 @@
 """Writes the output of commands, for people or as JSON: consoles, progress, artifacts, errors and exit codes.
 
-Progress is a live bar on stderr, or an occasional line if stderr is not a terminal.
-
-``commands.EXIT_CODES`` explains the exit codes.
+Progress is a live bar on stderr, or an occasional line if stderr is not a terminal. An artifact is a saved result, such as a
+plan. ``commands.EXIT_CODES`` explains the exit codes.
 """
 
 from __future__ import annotations
@@ -30,24 +29,26 @@ from plimsoll.errors import InvalidTarget, PlanFileError, PlimsollError
 
 
 class _Console(Console):
-    """A console that goes silent when its reader closes the pipe (``| head``), so that the command ends normally."""
+    """A console that prints nothing more after its reader has closed the pipe (``| head``), so that the command ends
+    normally.
+    """
 
     def on_broken_pipe(self) -> None:
         _write_nowhere(2 if self.stderr else 1)
 
 
 def _write_nowhere(descriptor: int) -> None:
-    """Redirect a descriptor to the null device, because Python flushes its buffer at exit."""
+    """Redirect a file descriptor to the null device. Otherwise Python would fail when it flushes its buffer at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
 def stdout() -> Console:
-    """The console for results. It is made at each call, so that it follows a redirected stream."""
+    """Return a new console for results on stdout. A new console at each call follows a stream that was redirected."""
     return _guarded(_Console(highlight=False, soft_wrap=False))
 
 
 def stderr() -> Console:
-    """The console for progress and errors."""
+    """Return a new console for progress and errors on stderr."""
     return _guarded(_Console(stderr=True, highlight=False))
 
 
@@ -56,7 +57,7 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u
 
 
 class _Shown(RenderHook):
-    """Replaces control characters in names and file contents by visible signs. The console's own codes are kept."""
+    """A hook that replaces control characters in names and file contents by visible signs. The console's own codes are kept."""
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
         return [_Signs(each) for each in renderables]
@@ -72,7 +73,7 @@ class _Signs:
 
 
 def _sign(found: re.Match[str]) -> str:
-    """The Unicode picture of an ASCII control character, or U+FFFD for other characters."""
+    """Return the sign that replaces a control character: the Unicode picture of an ASCII control character, else U+FFFD."""
     code = ord(found[0])
     return chr(0x2400 + code) if code < 0x20 else "\ufffd"
 
@@ -83,7 +84,7 @@ def _guarded(console: Console) -> Console:
 
 
 def write_json(text: str) -> None:
-    """Write JSON to stdout and flush, with JSON escapes for control characters."""
+    """Write JSON to stdout and flush. Control characters are written as JSON escapes."""
     try:
         sys.stdout.write(_CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n")
         sys.stdout.flush()
@@ -99,12 +100,12 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 _QUIET_SECONDS = 2.0
-"""Least time between two progress lines in a log."""
+"""The least time in seconds between two progress lines in a log."""
 
 
 @contextlib.contextmanager
 def show_progress(console: Console | None = None) -> Iterator[Report]:
-    """Show the reported stages until the block ends; then remove the bar.
+    """Show the stages that the block reports. When the block ends, the progress bar disappears.
 
     Args:
         console: a console on stderr, so that piped output stays clean. By default, only the first rank shows progress.
@@ -151,7 +152,9 @@ def _show(console: Console) -> Iterator[Report]:
 
 
 def _line_reporter(console: Console) -> Report:
-    """Write a progress line at most every two seconds."""
+    """Return a function that takes a stage and the share done (0 to 1), and writes a progress line at most once in two
+    seconds.
+    """
     last_seconds = time.monotonic()
 
     def report(stage: str, share: float) -> None:
@@ -165,7 +168,7 @@ def _line_reporter(console: Console) -> Report:
 
 
 def render_error_json(error: PlimsollError) -> str:
-    """An error as JSON: its class, its three parts and its exit code.
+    """Return an error as JSON: its class, its three parts (what was found, why, what to do next) and its exit code.
 
     Example:
         >>> print(render_error_json(PlimsollError("a", why="b", next="c")))  # doctest: +ELLIPSIS
@@ -186,7 +189,7 @@ def render_error_json(error: PlimsollError) -> str:
 
 
 def print_error(error: PlimsollError) -> None:
-    """Write an error for a person: what was found, why, what to do next."""
+    """Write an error to stderr for a person: what was found, why, and what to do next."""
     console = stderr()
     console.print(Text.assemble((f"{type(error).__name__}: ", "bold red"), error.found), soft_wrap=True)
     console.print(Text.assemble(("  why   ", "dim"), error.why), soft_wrap=True)
@@ -195,7 +198,9 @@ def print_error(error: PlimsollError) -> None:
 
 @contextlib.contextmanager
 def exit_codes(*, is_json: bool = False, speaks: bool = True) -> Iterator[None]:
-    """Turn a ``PlimsollError`` into a message and its exit code. Other errors keep their traceback.
+    """If the block raises a ``PlimsollError``, write a message and exit with the error's code.
+
+    Other errors keep their traceback.
 
     Args:
         is_json: write the error as JSON to stdout instead of text to stderr.
@@ -220,7 +225,10 @@ def exit_codes(*, is_json: bool = False, speaks: bool = True) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_exits() -> Iterator[None]:
-    """Raise InvalidTarget if the user's code calls ``sys.exit``, because the result is then missing, whatever the exit code."""
+    """Raise ``InvalidTarget`` if the user's code in the block calls ``sys.exit``.
+
+    Whatever its exit code, the result is then missing.
+    """
     try:
         yield
     except SystemExit as error:
@@ -234,7 +242,7 @@ def no_exits() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _writable_stdout() -> Iterator[None]:
-    """If stdout cannot be written, such as on a full disk, print an error without a traceback and exit."""
+    """If stdout cannot be written in the block, for example on a full disk, print an error without a traceback and exit."""
     try:
         yield
     except OSError as error:
@@ -256,9 +264,9 @@ def say(text: str) -> None:
 
 
 def hand_over(artifact: Artifact, to: Output, *, explain: bool = False) -> None:
-    """Save an artifact to ``to.output`` if given, and write it to stdout as JSON or as text.
+    """Save an artifact to ``to.output`` if that file was given, and write the artifact to stdout as JSON or as text.
 
-    With ``explain``, the text contains every decision with its reason.
+    With ``explain``, the text contains each decision with its reason.
     """
     from plimsoll.ui.terminal import render_artifact
 
@@ -280,7 +288,7 @@ def hand_over(artifact: Artifact, to: Output, *, explain: bool = False) -> None:
 
 
 def save_beside(plan: Plan | None, name: str, file: Path, to: Output) -> None:
-    """Save the plan that a result contains, if any, and print where it was saved (unless the output is JSON)."""
+    """Save the plan that a result contains, if it contains one. Unless the output is JSON, print where the plan was saved."""
     if plan is not None:
         plan.save(file)
     if not to.json:
@@ -288,6 +296,6 @@ def save_beside(plan: Plan | None, name: str, file: Path, to: Output) -> None:
 
 
 def end(exit_code: int) -> None:
-    """Exit with the code, unless it is 0."""
+    """Exit the command with the code. If the code is 0, do nothing."""
     if exit_code:
         raise typer.Exit(exit_code)

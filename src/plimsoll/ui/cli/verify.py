@@ -111,7 +111,7 @@ def verify(
 
 
 def _saved(context: typer.Context, plan: Path | None, revised_plan: Path | None, *, is_own: bool) -> Plan | None:
-    """Refuse options that would not have an effect, then load the plan of ``--plan``, if given."""
+    """Raise an error if options were typed that have no effect. Then load the plan that ``--plan`` names, if that was given."""
     from plimsoll.ui.cli.work import load_saved
 
     options.refuse_beside_plan(context)
@@ -123,7 +123,7 @@ def _saved(context: typer.Context, plan: Path | None, revised_plan: Path | None,
 
 
 def _check_revised(file: Path | None, plan: Plan | None) -> None:
-    """Check ``--revised-plan``.
+    """Check that ``--revised-plan`` can have an effect and names a new file.
 
     Raises:
         InvalidOption: the plan cannot be revised, because its costs were measured; or the file already exists.

@@ -1,8 +1,8 @@
 """Work that several commands share: load a target with its optimizer and data, plan it, and check that the plan is usable.
 
-A target built from a configuration is probed with real data. Language models get the source of Python's standard library, one
-byte per token; image classifiers get scikit-learn's digits if scikit-learn is installed. Examples do not overlap, and their
-order is drawn once.
+A target is the model and batch that the command line names. A target built from a configuration is probed (trained for a
+comparison) with real data. Language models get the source of Python's standard library, one byte per token; image classifiers
+get scikit-learn's digits if scikit-learn is installed. Examples do not overlap, and their order is drawn once.
 """
 
 from __future__ import annotations
@@ -36,27 +36,29 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """A target with its optimizer, and the saved plan that the command is about, if any."""
+    """Data: a target with its optimizer. If the command is about a saved plan, ``saved`` is that plan."""
 
     target: Target
     optimizer: torch.optim.Optimizer | None
     saved: Plan | None = None
 
     def ask(self, verb: Callable[..., R], *args: object, **options: object) -> R:
-        """Call a public verb for the target's step, and show its progress."""
+        """Call a public function, such as ``plimsoll.plan``, for the target's step, show progress, and return the function's
+        result.
+        """
         step = {"loss": self.target.loss, "optimizer": self.optimizer}
         with show_progress() as report:
             return verb(self.target.model, self.target.batch, *args, **step, progress=report, **options)
 
 
 def load(text: str, building: Building, *, is_meta: bool = False, compiled: Compiled | None = None) -> Loaded:
-    """Load a target, print its notes, and make its optimizer.
+    """Load a target (a model with its batch), print its notes, and make its optimizer.
 
     Args:
-        text: the target, as typed.
+        text: the target, as the user typed it.
         building: the options for building the target.
-        is_meta: build it on the meta device, without memory for weights, for a device that is not present.
-        compiled: which part of the model torch.compile compiles.
+        is_meta: build the target on the meta device, without memory for weights, because its device is not present.
+        compiled: which part of the model torch.compile compiles; by default, nothing is compiled.
     """
     how = TargetOptions(batch=building.batch, sequence=building.seq, device=building.device, is_meta=is_meta)
     with show_progress() as report:
@@ -73,7 +75,7 @@ def load(text: str, building: Building, *, is_meta: bool = False, compiled: Comp
 
 
 def optimizer_factory(name: OptimizerName) -> MakeOptimizer:
-    """A function that makes the named optimizer from parameters.
+    """Return a function that makes the named optimizer from a list of parameters.
 
     Raises:
         InvalidProbe: the name is ``none``, but a probe must train.
@@ -91,12 +93,12 @@ def optimizer_factory(name: OptimizerName) -> MakeOptimizer:
 
 
 def load_saved(file: Path | None) -> Plan | None:
-    """Load the plan of ``--plan``; ``None`` without that option."""
+    """Load the plan that ``--plan`` names, or return ``None`` if ``--plan`` was not given."""
     return None if file is None else load_plan(file)
 
 
 def make_plan(loaded: Loaded, asked: Planning, device_profile: str | None = None) -> Plan:
-    """Plan the loaded step with the given options."""
+    """Plan the step of the loaded target with the given options."""
     return loaded.ask(plimsoll.plan, strategy=asked.strategy, device_profile=device_profile, **asked.words())
 
 
@@ -113,14 +115,17 @@ def refuse_unusable(plan: Plan) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """The batches to train on, and their description in words (empty: use the stream's own description)."""
+    """The batches to train on, and their description in words.
+
+    If the description is empty, the reader uses the stream's own one.
+    """
 
     batches: Any
     description: str = ""
 
 
 class PickedBatches(Sequence[dict[str, Any]]):
-    """A sequence of batches that are assembled on access, in an order drawn once.
+    """A sequence of batches that are put together when they are read. Their order was drawn once, from a fixed seed.
 
     Args:
         columns: tensors whose first dimension counts the examples, by argument name.
@@ -152,7 +157,11 @@ class PickedBatches(Sequence[dict[str, Any]]):
 
 
 def data_for(target: Target) -> Data:
-    """The data to probe a target with: its own stream, or real data for a configuration, or else its single batch."""
+    """Return the data to probe a target with.
+
+    This is the target's own stream if it has one, real data if the target was built from a configuration, and else its single
+    batch.
+    """
     if target.batches is not None or not target.is_configured:
         return Data(target.batch if target.batches is None else target.batches)
     if target.batch.keys() == {"input_ids", "labels"} and target.batch["labels"].dim() > 1:

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from plimsoll import Plan, Receipt
 
 VOCABULARY = 256
-"""One token per byte."""
+"""The size of the vocabulary. Each byte is one token."""
 
 _MOST_BYTES = 4_000_000
 
 
 def read_corpus() -> bytes:
-    """The source text of the standard library's own modules, in alphabetical order, up to 4 MB."""
+    """Return the source text of the standard library's own modules, in alphabetical order, up to about 4 MB."""
     root = Path(sysconfig.get_path("stdlib"))
     parts: list[bytes] = []
     size = 0
@@ -39,13 +39,13 @@ def read_corpus() -> bytes:
 
 
 class Batches:
-    """Draws the same batches in the same order for the same seed.
+    """An endless source of random batches. With the same seed, it draws the same batches in the same order.
 
     Args:
-        corpus: the text.
+        corpus: the text to draw from.
         batch: examples per batch.
         sequence: bytes per example.
-        seed: of the draws.
+        seed: the seed of the draws.
     """
 
     def __init__(self, corpus: bytes, *, batch: int, sequence: int, seed: int) -> None:
@@ -57,7 +57,7 @@ class Batches:
         self._sequence = sequence
 
     def draw(self) -> dict[str, torch.Tensor]:
-        """The next batch as arguments for a transformers model; the tokens are also the labels."""
+        """Draw the next batch and return it as keyword arguments for a transformers model. The tokens are also the labels."""
         import torch
 
         starts = torch.randint(len(self._tokens) - self._sequence, (self._batch,), generator=self._random)
@@ -68,7 +68,7 @@ class Batches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoSetup:
-    """Sizes of the demo's model and training: a small Llama that a laptop trains in a minute or two."""
+    """Data: sizes of the demo's model and training. The model is a small Llama that a laptop trains in a minute or two."""
 
     hidden_size: int = 256
     intermediate_size: int = 688
@@ -83,14 +83,14 @@ class DemoSetup:
 
 @dataclass(slots=True)
 class Run:
-    """The losses and step times of one training."""
+    """Data: the losses and step times (in seconds) of one training."""
 
     losses: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
 
     @property
     def fastest_seconds(self) -> float:
-        """The time of the fastest step, which other programs on the machine disturbed least."""
+        """The seconds of the fastest step. Other programs on the machine disturbed that step least."""
         return min(self.step_seconds)
 
 
@@ -135,17 +135,20 @@ def take_step(
 
 
 OnStep = Callable[[int, float, float], None]
-"""Called with the number of the step, its loss and its seconds."""
+"""A function that is called after each step with the number of the step, its loss and its seconds."""
 
 BUDGET = "256MiB"
-"""About 40% of the way from the smallest peak that a plan can reach (148 MiB) to the peak of plain training (422 MiB)."""
+"""The default budget.
+
+It is about 40% of the way from the smallest peak that a plan can reach (148 MiB) to the peak of plain training (422 MiB).
+"""
 
 VERIFIED_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preparation:
-    """The results before the training: the plan and its receipt."""
+    """Data: what the demo has before the training: the plan, its receipt, and the model's number of parameters."""
 
     plan: Plan
     receipt: Receipt
@@ -154,7 +157,7 @@ class Preparation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Story:
-    """All results of the demo."""
+    """Data: all results of the demo."""
 
     plan: Plan
     receipt: Receipt
@@ -169,12 +172,15 @@ class Story:
 
     @property
     def is_success(self) -> bool:
-        """Whether the receipt passes, and losses and weights are identical."""
+        """Whether the receipt passes, and losses and weights of both trainings are bit-equal."""
         return self.receipt.verdict.is_pass and self.are_losses_identical and self.are_weights_identical
 
     @property
     def measured_overhead(self) -> float:
-        """Extra time as a share: the median over steps of managed / plain time, without the first step, which records."""
+        """The extra time of the training with the plan, as a share of the plain training's time.
+
+        This is the median over the steps' ratios, without the first step, because Plimsoll records that step.
+        """
         pairs = list(zip(self.managed.step_seconds, self.unmanaged.step_seconds, strict=True))
         return statistics.median(ours / plain for ours, plain in pairs[1:] or pairs) - 1.0
 
@@ -184,11 +190,11 @@ def prepare(setup: DemoSetup, budget: str, on_stage: Progress) -> Preparation:
 
     Args:
         setup: what will be trained.
-        budget: as ``plimsoll.plan`` takes it.
-        on_stage: called with the stage and the share done.
+        budget: the budget in a form that ``plimsoll.plan`` takes.
+        on_stage: called with the stage and the share of it that is done.
 
     Raises:
-        PlimsollError: the budget is invalid, or below the floor.
+        PlimsollError: the budget is invalid, or below the smallest reachable peak.
     """
     model = make_model(setup)
     optimizer = make_optimizer(model, setup)
@@ -208,9 +214,9 @@ def compare_training(setup: DemoSetup, ready: Preparation, on_plain_step: OnStep
 
     Args:
         setup: what is trained.
-        ready: from ``prepare``.
-        on_plain_step: called after every step of the plain training.
-        on_managed_step: called after every step of the managed training.
+        ready: the result of ``prepare``.
+        on_plain_step: called after each step of the plain training.
+        on_managed_step: called after each step of the managed training.
     """
     plain, managed = make_model(setup), make_model(setup)
     plain_lane = (plain, make_optimizer(plain, setup), Run(), on_plain_step)

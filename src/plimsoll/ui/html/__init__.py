@@ -1,1 +1,4 @@
-"""Renders documents as one self-contained HTML page with charts, tables and style. It does not need torch or a network."""
+"""Renders documents as one self-contained HTML page with charts, tables and style.
+
+This package needs neither torch nor a network.
+"""

@@ -1,4 +1,4 @@
-"""The parts of a chart before it is drawn: lines, areas and other layers, axes, notes, colours, one unit per axis.
+"""Describes a chart before it is drawn: lines, areas and other layers, axes, notes, colours, and one unit per axis.
 
 All parts are plain text and numbers; ``svg`` draws and escapes them. The page's style sheet sets the colours of text, grid and
 axes for light, dark and paper.
@@ -25,7 +25,7 @@ PINK = "#cc79a7"
 GREY = "#8a9099"
 VIOLET = "#8e6bbf"
 LINE = "#3a8fd0"
-"""The blue of thin lines, which need more contrast on black than areas do."""
+"""The blue of thin lines. On a black background, thin lines need more contrast than areas do."""
 
 DASHED, DOTTED = "6 4", "2 4"
 _MOST_LETTERS = 36
@@ -35,7 +35,10 @@ Numbers = Sequence[float | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Polyline:
-    """A line through points, interrupted at missing numbers. With ``is_stepped``, the value jumps at each point."""
+    """A layer of a chart: a line through points, interrupted at missing numbers.
+
+    With ``is_stepped``, the line jumps at each point.
+    """
 
     xs: Sequence[float]
     ys: Numbers
@@ -48,7 +51,7 @@ class Polyline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Area:
-    """The area between two stepped lines."""
+    """A layer of a chart: the area between two stepped lines, the lower line ``lows`` and the upper line ``ys``."""
 
     xs: Sequence[float]
     lows: Sequence[float]
@@ -59,7 +62,10 @@ class Area:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Points:
-    """Marks, each with an optional label, hint (shown when the mouse points at it) and error bar (``spreads``: both ends)."""
+    """A layer of a chart: marks, each with an optional label, hint and error bar.
+
+    A hint is text that is shown when the mouse points at the mark. ``spreads`` has the lower and upper end of each error bar.
+    """
 
     xs: Numbers
     ys: Numbers
@@ -75,7 +81,10 @@ class Points:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cells:
-    """A grid, row by row. A cell is a colour, a letter and a hint."""
+    """A layer of a chart: a grid, row by row.
+
+    A cell has a colour, a letter, and a hint that is shown when the mouse points at the cell.
+    """
 
     rows: Sequence[Sequence[tuple[str, str, str] | None]]
 
@@ -86,18 +95,24 @@ class Cells:
 
     @property
     def xs(self) -> Numbers:
-        """The outer edges of the first and the last column."""
+        """The positions of the left edge of the first column and the right edge of the last column.
+
+        A cell's centre is its index.
+        """
         return (-0.5, self.columns - 0.5)
 
     @property
     def ys(self) -> Numbers:
-        """The outer edges of the first and the last row."""
+        """The positions of the outer edges of the first and the last row. A cell's centre is its index."""
         return (-0.5, len(self.rows) - 0.5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boxes:
-    """One box per group. A box is low whisker, lower quartile, median, upper quartile, high whisker."""
+    """A layer of a chart: a box plot with one box per group.
+
+    A box is low whisker, lower quartile, median, upper quartile, high whisker.
+    """
 
     boxes: Sequence[Sequence[float | None]]
     colour: str
@@ -105,18 +120,21 @@ class Boxes:
 
     @property
     def xs(self) -> Numbers:
-        """The outer edges of the first and the last group."""
+        """The positions of the outer edges of the first and the last group. A group's centre is its index."""
         return (-0.5, len(self.boxes) - 0.5)
 
     @property
     def ys(self) -> Numbers:
-        """The numbers of all boxes."""
+        """The numbers of all boxes in one list."""
         return list(itertools.chain.from_iterable(self.boxes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bars:
-    """One horizontal bar per row, with length, colour, hint and half the width of its error bar (``spreads``)."""
+    """A layer of a chart: one horizontal bar per row, with a length, a colour and a hint.
+
+    ``spreads`` has half the width of each error bar.
+    """
 
     lengths: Numbers
     colours: Sequence[str]
@@ -125,14 +143,14 @@ class Bars:
 
     @property
     def xs(self) -> Numbers:
-        """Zero, and both ends of every error bar, or the ends of the bars if error bars are missing."""
+        """Zero, and both ends of each error bar. Without error bars, these are zero and the ends of the bars."""
         spreads = self.spreads or [0.0] * len(self.lengths)
         known = [(each, spread) for each, spread in zip(self.lengths, spreads, strict=True) if each is not None]
         return [0.0, *(each + end for each, spread in known for end in (-spread, spread))]
 
     @property
     def ys(self) -> Numbers:
-        """The outer edges of the first and the last row."""
+        """The positions of the outer edges of the first and the last row. A bar's centre is its index."""
         return (-0.5, len(self.lengths) - 0.5)
 
 
@@ -141,13 +159,17 @@ Layer = Polyline | Area | Points | Cells | Boxes | Bars
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """One axis. ``span`` is its range, by default all numbers plus a margin. ``ticks`` are round numbers by default."""
+    """One axis of a chart.
+
+    ``span`` is the range that the axis shows; by default, it holds all numbers plus a margin. ``ticks`` are the marked
+    positions with their names; by default, they are round numbers.
+    """
 
     title: str = ""
     span: tuple[float, float] | None = None
     ticks: Sequence[tuple[float, str]] | None = None
     turned_degrees: int = 0
-    """The rotation of the ticks' names."""
+    """The rotation of the ticks' names in degrees."""
     is_log: bool = False
     is_downward: bool = False
     is_whole: bool = False
@@ -156,7 +178,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleLine:
-    """A line through the whole chart: horizontal at ``y``, or vertical at ``x``."""
+    """A line through the whole chart: horizontal at the height ``y``, or vertical at ``x``."""
 
     x: float | None = None
     y: float | None = None
@@ -165,7 +187,10 @@ class RuleLine:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Lines of text at a position, by default at the top and the side of ``anchor``. A peak also gets a marker."""
+    """Lines of text in a chart, by default at its top, at the side that ``anchor`` names.
+
+    With ``is_peak``, the position gets a marker.
+    """
 
     lines: Sequence[str]
     x: float | None = None
@@ -176,10 +201,10 @@ class Note:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawing:
-    """A chart with its texts.
+    """A chart with its texts, ready to be drawn.
 
-    ``description`` says in words what the chart shows. ``lead`` is the text above the chart, ``caption`` the text below.
-    ``key`` has colour, letter, name and remark for each colour.
+    ``description`` says in words what the chart shows. ``lead`` is the text above the chart, and ``caption`` the text below it.
+    ``key`` explains the colours: for each colour, the colour, a letter, a name and a remark.
     """
 
     layers: Sequence[Layer]
@@ -193,13 +218,16 @@ class Drawing:
     caption: str = ""
     key: Sequence[tuple[str, str, str, str]] = ()
     pulled: Sequence[tuple[str, str]] = ()
-    """Budgets of the slider below the chart, each with its text. They belong to the points of class ``budget-point``."""
+    """The budgets of the slider below the chart, each as its name and a text about its result.
+
+    They belong to the chart's points of the CSS class ``budget-point``.
+    """
     pulled_at: int = 0
-    """The slider's initial position."""
+    """The index in ``pulled`` at which the slider starts."""
 
 
 def shorten(text: str, most_letters: int = _MOST_LETTERS) -> str:
-    """Shorten a name by cutting its middle, because names in one model differ mostly at both ends.
+    """Shorten a name by cutting out its middle, because the names in one model differ mostly at their ends.
 
     Example:
         >>> shorten("model.layers.31.self_attn.q_proj", 16)
@@ -213,18 +241,18 @@ def shorten(text: str, most_letters: int = _MOST_LETTERS) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """One unit for all amounts of an axis."""
+    """The unit for all amounts of bytes on one axis."""
 
     unit: str
     bytes_per_unit: int
 
     def of(self, bytes_: float) -> float:
-        """Convert bytes into the unit, rounded to 4 digits."""
+        """Return the bytes as a number in this unit, rounded to 4 digits after the point."""
         return round(bytes_ / self.bytes_per_unit, 4)
 
 
 def byte_scale(amounts: Iterable[int]) -> Scale:
-    """The largest unit that is not larger than the largest amount."""
+    """Return the largest unit (B, KiB, MiB or GiB) that is not larger than the largest of the amounts."""
     largest = max(amounts, default=0)
     for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if largest >= size:
@@ -233,5 +261,5 @@ def byte_scale(amounts: Iterable[int]) -> Scale:
 
 
 def drawable(number: float | None) -> float | None:
-    """The number, or ``None`` if it is not finite, because a chart cannot show it."""
+    """Return the number, or ``None`` if it is not finite, because a chart cannot show such a number."""
     return number if number is not None and math.isfinite(number) else None

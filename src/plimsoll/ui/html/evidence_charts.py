@@ -1,4 +1,4 @@
-"""Draws evidence: curves of both runs, norms of gradients, the parts of an overhead, bytes of an estimate."""
+"""Draws charts of evidence: curves of two runs, norms of gradients, the parts of an overhead, and the bytes of an estimate."""
 
 from __future__ import annotations
 
@@ -28,16 +28,19 @@ from plimsoll.ui.html.drawing import (
 from plimsoll.units import format_bytes, format_seconds
 
 _FEW = 20
-"""Up to this many steps, each step is marked with a point."""
+"""In a chart of at most this many steps, each step is marked with a point."""
 _NAMED_BLOCKS = 60
 _DECADES_IN_STEPS = 5
 _BAR_PIXELS = 34
 _MOST_ROOM = 2.0
-"""A limit above this multiple of the longest bar is not drawn."""
+"""If the limit is more than this many times the longest bar, the limit is not drawn."""
 
 
 def draw_curves(chart: CurvesChart) -> Drawing:
-    """Draw both curves over the steps: the plan as a thin line on top of the unmanaged run's broad line."""
+    """Draw the curves of two runs over the steps.
+
+    The run with the plan is a thin line on top of the broad line of the run without a plan.
+    """
     layers: list[Polyline | Points] = []
     for numbers, name, colour, width in (
         (chart.baseline, "unmanaged", SKY, 6.0),
@@ -58,7 +61,7 @@ def draw_curves(chart: CurvesChart) -> Drawing:
 
 
 def draw_norms(chart: NormsChart) -> Drawing:
-    """Draw a pair of boxes per block, the whole model first: quartiles and median, whiskers from 5% to 95%."""
+    """Draw two boxes per block, for the runs without and with the plan: quartiles and median, with whiskers from 5% to 95%."""
     comparisons = chart.comparisons
     blocks = Axis(title="block", has_grid=False)
     if len(comparisons) <= _NAMED_BLOCKS:
@@ -82,7 +85,7 @@ def _box(summary: NormSummary) -> list[float | None]:
 
 
 def _log_ticks(comparisons: Sequence[NormComparison]) -> list[tuple[float, str]] | None:
-    """Ticks at 1, 2 and 5 of each decade, or only at decades if there are more than five."""
+    """Return ticks at 1, 2 and 5 of each decade. If there are more than five decades, the ticks are only at the decades."""
     norms = [norm for entry in comparisons for side in (entry.baseline, entry.plan) for norm in side.quantiles[1:6]]
     positive = [norm for norm in norms if norm > 0 and math.isfinite(norm)]
     if not positive:
@@ -94,7 +97,7 @@ def _log_ticks(comparisons: Sequence[NormComparison]) -> list[tuple[float, str]]
 
 
 def draw_parts(chart: PartsChart) -> Drawing:
-    """Draw a bar per part; time that the plan saves points to the left."""
+    """Draw one bar per part of the overhead. The bar of a part that saves time points to the left."""
     parts = chart.parts
     is_spread = any(part.spread_seconds is not None for part in parts)
     return Drawing(
@@ -118,7 +121,7 @@ def _hint(part: OverheadPart) -> str:
 
 
 def draw_bytes(chart: BytesChart) -> Drawing:
-    """Draw a bar with an error bar per row, and a line at the device's memory."""
+    """Draw one bar with an error bar per row, and a line at the device's memory."""
     rows, limit = chart.rows, chart.limit_bytes
     most = max((size + error for _, size, error in rows), default=0)
     if limit is not None and limit > _MOST_ROOM * most:

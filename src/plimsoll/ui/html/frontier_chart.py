@@ -1,4 +1,6 @@
-"""Draws step time against peak memory: the planner's curve, the plans and measured strategies, with names at the points."""
+"""Draws step time against peak memory: the planner's curve, the chosen plans, and measured strategies, with a name at each
+point.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ MOST_LETTERS = 28
 
 @dataclass(frozen=True, slots=True)
 class NamedPoint:
-    """A point in the plane of peak and time ratio; ``low`` and ``high`` are the ratio's interval if it was measured."""
+    """A point of the chart: a peak, and a step time as a multiple of the step without a plan.
+
+    ``low`` and ``high`` are the confidence interval of that multiple if it was measured.
+    """
 
     name: str
     peak_bytes: int
@@ -40,32 +45,37 @@ class NamedPoint:
 
     @property
     def spread(self) -> tuple[float, float]:
-        """The ends of the error bar; both are the ratio itself if the interval is unknown."""
+        """The lower and upper end of the error bar. If the interval is unknown, both are the ratio itself."""
         return self.low or self.ratio, self.high or self.ratio
 
     @property
     def hint(self) -> str:
-        """The text that is shown when the mouse points at it."""
+        """The text that is shown when the mouse points at this point."""
         spread = "" if self.low is None or self.high is None else f" [{self.low:.3f}, {self.high:.3f}]"
         return f"{shorten(self.name, 70)}\n{format_bytes(self.peak_bytes)}, {self.ratio:.3f} ×{spread}"
 
 
 def _curve_points(plan: Plan) -> tuple[NamedPoint, ...]:
-    """The planner's frontier; empty if the unmanaged step's time is 0."""
+    """Return the points of the planner's frontier (the shortest step time for each peak), or nothing if the unmanaged step's
+    time is 0.
+    """
     if not plan.baseline_seconds:
         return ()
     return tuple(NamedPoint("planner", p.peak_bytes, p.step_seconds / plan.baseline_seconds) for p in plan.frontier)
 
 
 def _chosen_point(plan: Plan, *, is_alone: bool) -> NamedPoint:
-    """The plan's predicted point; if there are several plans, its name includes the budget."""
+    """Return the point of the plan's predicted peak and time.
+
+    Unless it is the only plan, the point's name includes the budget.
+    """
     is_named = is_alone or plan.budget_bytes is None
     limit = "" if is_named else f", {format_bytes(plan.budget_bytes or 0)}"
     return NamedPoint(f"plan {plan.strategy}{limit}", plan.predicted_peak_bytes, 1 + plan.predicted_overhead)
 
 
 def _measured_points(comparison: Comparison) -> tuple[NamedPoint, ...]:
-    """The unmanaged step and every measured strategy."""
+    """Return a point for the step without a plan, and one for each measured strategy."""
     rows = [point for row in comparison.rows if (point := _measured(row)) is not None]
     return (NamedPoint("unmanaged", comparison.baseline_peak_bytes, 1.0), *rows)
 
@@ -79,7 +89,7 @@ def _measured(row: ComparisonRow) -> NamedPoint | None:
 
 
 def draw_frontier(chart: FrontierChart) -> Drawing:
-    """Draw all plans and comparisons in one chart."""
+    """Draw all plans and all comparisons in one chart."""
     plans = chart.plans
     curves = [_curve_points(plan) for plan in plans]
     usable = [plan for plan in plans if plan.status.is_usable]
@@ -96,6 +106,7 @@ def draw_frontier(chart: FrontierChart) -> Drawing:
         xs, ys, hints = points(curve)
         name = f"frontier of plan {index + 1}, predicted" if index else "frontier, predicted"
         layers.append(Polyline(name=name, xs=xs, ys=ys, colour=LINE, width=2, dash=DOTTED if index else ""))
+        # The slider below the chart moves along the first curve only.
         css = "" if index else "budget-point"
         layers.append(Points(xs=xs, ys=ys, hints=hints, colour=LINE, radius=2.5, css_class=css))
     for named, look in ((measured, _MEASURED), (chosen, _CHOSEN)):
@@ -128,7 +139,7 @@ _CHOSEN: dict[str, Any] = {"name": "the plan, predicted", "colour": VERMILION, "
 
 
 def _budgets_to_pull(plan: Plan) -> list[tuple[str, str]]:
-    """For every point of the planner's curve, the budget and a sentence about its result."""
+    """Return, for each point of the planner's curve, its budget and a sentence about the result of that budget."""
     return [
         (
             format_bytes(point.peak_bytes),
@@ -142,13 +153,13 @@ def _budgets_to_pull(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _nearest(plan: Plan) -> int:
-    """The index of the curve's point whose peak is nearest to the plan's peak."""
+    """Return the index of the point on the planner's curve whose peak is nearest to the plan's peak."""
     away = [abs(point.peak_bytes - plan.predicted_peak_bytes) for point in plan.frontier]
     return away.index(min(away))
 
 
 def _room(numbers: Sequence[float]) -> tuple[float, float]:
-    """The range of the numbers plus a margin for labels."""
+    """Return the lowest and the highest of the numbers, with a margin for labels on both sides."""
     low, high = min(numbers), max(numbers)
     margin = 0.1 * (high - low) or 0.05 * max(abs(high), 1.0)
     return low - margin, high + margin

@@ -1,4 +1,7 @@
-"""Draws a plan's decisions as a grid: a row per region call, a column per saved value, coloured and lettered by decision."""
+"""Draws a plan's decisions as a grid.
+
+A row is a region's call, and a column is a saved value; the cell's colour and letter show the decision.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,10 @@ DECISIONS = {
     Decision.COMPRESS: ORANGE,
     Decision.OFFLOAD: GREEN,
 }
-"""Colours of the cells, light enough for black letters."""
+"""The colours of the cells by decision. They are light enough for black letters."""
 
 _NAMED_COLUMNS = 60
-"""With more values than this, their names do not fit under the grid and are left out."""
+"""If there are more values than this, the names of the columns do not fit under the grid and are left out."""
 _ROW_PIXELS = 26
 _NARROW_ROW_PIXELS = 14
 _WIDE_ROWS = 32
@@ -30,7 +33,7 @@ _LABEL_PIXELS = 230
 
 
 def draw_map(chart: DecisionMap) -> Drawing:
-    """Draw the grid and the key of its colours."""
+    """Draw the grid of decisions, with the key of its colours."""
     regions = chart.regions
     values = list(dict.fromkeys(decision.value for region in regions for decision in region.decisions))
     column_of = {value: column for column, value in enumerate(values)}
@@ -68,7 +71,9 @@ def _words_above(regions: Sequence[RegionPlan], *, is_named: bool) -> str:
 
 
 def _key(regions: Sequence[RegionPlan]) -> list[tuple[str, str, str, str]]:
-    """One entry per decision: colour, letter, name, and the number and bytes of its values."""
+    """Return one entry per decision for the key: the colour, the letter, the name, and the number and bytes of the values with
+    that decision.
+    """
     counts: Counter[Decision] = Counter()
     sizes: Counter[Decision] = Counter()
     for region in regions:
@@ -83,7 +88,7 @@ def _key(regions: Sequence[RegionPlan]) -> list[tuple[str, str, str, str]]:
 
 
 def _hint(region: RegionPlan, cell: ValueDecision) -> str:
-    """The hint of one cell: decision, value, region, bytes, cost, price and reason."""
+    """Return the text that is shown when the mouse points at a cell: decision, value, region, bytes, cost, price and reason."""
     held = f", {format_bytes(cell.held_bytes)} held as {cell.form}" if cell.is_packed else ""
     lines = [
         f"{cell.decision}  {shorten(cell.value, 70)}",

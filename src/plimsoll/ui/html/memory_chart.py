@@ -1,4 +1,4 @@
-"""Draws memory over the step: bytes stacked by category, the budget as a line, the peak marked and named."""
+"""Draws memory over the step: bytes stacked by category, the budget as a line, and the peak with a marker and its name."""
 
 from __future__ import annotations
 
@@ -42,16 +42,19 @@ CATEGORIES = {
     "temporary": VERMILION,
     "communication": LINE,
 }
-"""Colours of torch's memory categories. Areas are stacked in this order, the longest-lived first; others come last, in pink."""
+"""The colours of torch's memory categories. Areas are stacked in this order, the longest-lived category first.
+
+Categories that are not in this table come last, in pink.
+"""
 
 _HEADROOM = 1.3
-"""Height of the chart as a multiple of the peak; the room above is for the words about the peak."""
+"""The height of the chart as a multiple of the peak. The space above the peak is for the words about it."""
 _LINE_LETTERS = 28
 _MOST_LETTERS = 84
 
 
 def draw_memory(chart: MemoryChart) -> Drawing:
-    """Draw the memory of a step."""
+    """Draw the chart of a step's memory."""
     points = chart.points
     peak = max(points, key=lambda point: point.bytes)
     scale = byte_scale(point.bytes for point in points)
@@ -84,7 +87,7 @@ def draw_memory(chart: MemoryChart) -> Drawing:
 
 
 def _areas(points: Sequence[TimelinePoint], scale: Scale) -> Iterator[Area]:
-    """One area per category, stacked."""
+    """Yield one area per memory category. The areas are stacked on each other."""
     ticks = [point.tick for point in points]
     found = {name for point in points for name in point.by_category}
     lows = [0.0] * len(points)
@@ -95,7 +98,7 @@ def _areas(points: Sequence[TimelinePoint], scale: Scale) -> Iterator[Area]:
 
 
 def _outlines(points: Sequence[TimelinePoint], scale: Scale) -> Iterator[Polyline]:
-    """The total, and the total of the step without a plan if the plan contains it."""
+    """Yield two lines: the total bytes without a plan, if the plan contains them, and the total bytes with the plan."""
     ticks = [point.tick for point in points]
     unmanaged = [scale.of(point.unmanaged_bytes) for point in points if point.unmanaged_bytes is not None]
     if len(unmanaged) == len(points):
@@ -106,7 +109,7 @@ def _outlines(points: Sequence[TimelinePoint], scale: Scale) -> Iterator[Polylin
 
 
 def _phases(points: Sequence[TimelinePoint]) -> tuple[list[RuleLine], list[Note]]:
-    """A thin line at the start of each phase, and its name at the top of the chart."""
+    """Return a thin line at the start of each phase of the step, and notes with the phases' names at the top of the chart."""
     rules, notes = [], []
     for phase, members in itertools.groupby(points, key=lambda point: point.phase):
         start = next(members).tick

@@ -1,7 +1,7 @@
-"""Makes one self-contained HTML page from documents about one model; charts, style and a script are inside the page.
+"""Makes one self-contained HTML page from documents about one model. Charts, style and a script are inside the page.
 
-A Content-Security-Policy in the page blocks the network and all scripts except its own. So even a name that was not escaped
-could not load or run anything.
+A Content-Security-Policy in the page blocks the network, and all scripts except the page's own. So even a name that was not
+escaped could not load or run anything.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _DRAW: Mapping[type, Callable[[Any], Drawing]] = {
     BytesChart: draw_bytes,
 }
 _MOST_TIMES = 20
-"""A page shows this many times the rows that a terminal shows."""
+"""A page shows up to this many times the number of rows that a terminal shows."""
 _COLUMNS = {
     "regions": "calls of the model's blocks that have the same decisions",
     "held until backward": "bytes that stay on the device from forward to backward",
@@ -93,7 +93,7 @@ _COLUMNS = {
     "freed per ms": "bytes freed per millisecond of recomputation",
     "grad. error": "relative error of the gradient",
 }
-"""Explanations of columns whose name is not clear by itself."""
+"""Explanations of the table columns whose name is not clear by itself, by the column's name."""
 
 
 def report(artifacts: Artifact | Sequence[Artifact], path: str | Path) -> None:
@@ -102,12 +102,14 @@ def report(artifacts: Artifact | Sequence[Artifact], path: str | Path) -> None:
     The page works without a network, a server or scripts: charts are pictures inside the page. Its size is some hundred KiB.
 
     Args:
-        artifacts: a plan, receipt, comparison, verdict, finding or advice, or several about one model and batch; or estimates.
+        artifacts: a plan, receipt, comparison, verdict, finding or advice, or several of these about one model and batch. Or
+            one or several estimates.
         path: the file to write. An existing file is replaced as a whole, or left unchanged after an error.
 
     Raises:
         PlanMismatch: the artifacts are about different models or batches.
-        InvalidReport: artifacts are missing, or estimates are mixed with others, or one is not about one step of one model.
+        InvalidReport: no artifact was given, or estimates are mixed with other artifacts, or an artifact is not about one step
+            of one model.
         PlanFileError: the file cannot be written.
 
     Example:
@@ -118,15 +120,16 @@ def report(artifacts: Artifact | Sequence[Artifact], path: str | Path) -> None:
 
 
 def build_html(artifacts: Sequence[Artifact], names: Sequence[str] = ()) -> str:
-    """Make the page as text.
+    """Make the page and return it as HTML text.
 
     Args:
         artifacts: one or several artifacts about one model and batch.
-        names: their names in error messages, such as their files; by default their kinds.
+        names: the artifacts' names in error messages, such as their files; by default their kinds.
 
     Raises:
         PlanMismatch: the artifacts are about different models or batches.
-        InvalidReport: artifacts are missing, or estimates are mixed with others, or one is not about one step of one model.
+        InvalidReport: no artifact was given, or estimates are mixed with other artifacts, or an artifact is not about one step
+            of one model.
     """
     for artifact in artifacts:
         if not isinstance(artifact, Reportable):
@@ -156,13 +159,16 @@ def build_html(artifacts: Sequence[Artifact], names: Sequence[str] = ()) -> str:
 
 
 def _is_about(receipt: Receipt, plan: Plan) -> bool:
-    """Whether a receipt seems to be of this plan: strategy, budget and predicted peak agree."""
+    """Return whether the receipt seems to be about this plan: strategy, budget and predicted peak are equal in both."""
     same = receipt.strategy == plan.strategy and receipt.budget_bytes == plan.budget_bytes
     return same and receipt.predicted_peak_bytes in (None, plan.predicted_peak_bytes)
 
 
 def _set_apart(artifacts: Sequence[Artifact], documents: Sequence[Document]) -> list[Document]:
-    """Move receipts of plans that are not on the page to the end, with a neutral colour and the name of their plan."""
+    """Move receipts of plans that are not on the page to the end, and return all documents.
+
+    A moved document gets a neutral colour and the name of its plan.
+    """
     plans = [artifact for artifact in artifacts if isinstance(artifact, Plan)]
     own: list[Document] = []
     others: list[Document] = []
@@ -173,13 +179,17 @@ def _set_apart(artifacts: Sequence[Artifact], documents: Sequence[Document]) -> 
         mark = f" of another plan ({artifact.strategy}, {name_budget(artifact.budget_bytes)})"
         moved = [dataclasses.replace(part, title=part.title + mark, place=Place.DETAIL) for part in document.sections]
         source = f"{document.source}{mark}"
+        # The page's facts list all budgets of its documents, and this one belongs to a plan that is not on the page.
         about = dataclasses.replace(document.about, budget_bytes=None)
         others.append(dataclasses.replace(document, source=source, about=about, tone=Tone.NEUTRAL, sections=moved))
     return [*own, *others]
 
 
 def _numbers(artifacts: Sequence[Artifact], documents: Sequence[Document]) -> list[tuple[str, str, str]]:
-    """The figures at the top of a page about a plan or an estimate: name, figure, and source of the figure."""
+    """Return the figures at the top of a page about a plan or an estimate, each as name, figure, and source of the figure.
+
+    The list is empty if the page is about neither.
+    """
     if isinstance(artifacts[0], Estimate):
         return _numbers_of_estimate(artifacts[0])
     plan = next((artifact for artifact in artifacts if isinstance(artifact, Plan)), None)
@@ -228,7 +238,7 @@ def _numbers_of_estimate(estimate: Estimate) -> list[tuple[str, str, str]]:
 
 
 def _refuse_other(source: str, about: Subject, other_source: str, other: Subject) -> None:
-    """Raise if two documents name different models or batches."""
+    """Raise an error if two documents name different models or batches."""
     advice = "make a separate page for each: `plimsoll report FILE -o page.html`"
     if _differ(about.model, other.model) or _differ(about.fingerprint, other.fingerprint):
         raise PlanMismatch(
@@ -255,7 +265,7 @@ def _model(about: Subject) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Page:
-    """The data that the template uses."""
+    """Data for the page's template: the documents, and the figures at the top."""
 
     documents: Sequence[Document]
     numbers: Sequence[tuple[str, str, str]]
@@ -266,7 +276,9 @@ class _Page:
 
     @property
     def facts(self) -> list[tuple[str, str]]:
-        """Device, budget, batch and fingerprint of the page's subject."""
+        """The device, budget, batch and fingerprint (a digest of the model's structure) that the page is about, as pairs of
+        name and text.
+        """
         about = [document.about for document in self.documents]
         budgets = [format_bytes(each.budget_bytes) for each in about if each.budget_bytes is not None]
         rows = [
@@ -279,7 +291,7 @@ class _Page:
 
     @property
     def sections(self) -> list[Section]:
-        """Pictures of all documents, then evidence, then details, then notes and versions."""
+        """The sections of all documents in order: pictures, evidence, details, notes, and at last versions."""
         kinds = Counter(document.source for document in self.documents)
         seen: Counter[str] = Counter()
         found = []
@@ -302,19 +314,25 @@ class _Page:
         return list((rows | devices).items())
 
     def _first(self, field: str) -> str:
-        """A field of the subject, from the first document that fills it."""
+        """Return a field of the subject from the first document that fills the field, or an empty text."""
         return next((text for d in self.documents if (text := getattr(d.about, field))), "")
 
 
 def _marked(section: Section, mark: str) -> Section:
-    """Add a mark to a section's title that distinguishes equal kinds. The shared frontier section does not get one."""
+    """Add a mark to a section's title, so that a reader can tell apart documents of one kind.
+
+    The section with the frontier chart gets no mark, because all documents share it.
+    """
     if any(isinstance(element, FrontierChart) for element in section.elements):
         return section
     return dataclasses.replace(section, title=f"{section.title}{mark}")
 
 
 def _with_one_frontier(sections: Sequence[Section]) -> Iterator[Section]:
-    """Merge all frontier charts into one section, and drop it if it would show a single point only."""
+    """Yield the sections, with all frontier charts merged into one section.
+
+    That section is left out if its chart would show only one point.
+    """
     shared = [section for section in sections if any(isinstance(e, FrontierChart) for e in section.elements)]
     yield from (section for section in sections if section not in shared)
     elements = [element for section in shared for element in section.elements]
@@ -328,7 +346,7 @@ def _with_one_frontier(sections: Sequence[Section]) -> Iterator[Section]:
 
 @dataclass(frozen=True, slots=True)
 class _Drawn:
-    """A drawn chart in its place on the page, with a name that is unique on the page."""
+    """Data for the template: a drawn chart, with a name that is unique on the page."""
 
     kind: ClassVar[str] = "chart"
     name: str
@@ -336,17 +354,17 @@ class _Drawn:
 
     @property
     def pictures(self) -> Markup:
-        """The chart as SVG."""
+        """The chart as two SVG pictures, one for wide and one for narrow windows."""
         return Markup(draw_svg(self.drawing))
 
     @property
     def key(self) -> Sequence[tuple[str, str, str, str]]:
-        """The key of its colours."""
+        """The explanation of the chart's colours: for each colour, the colour, a letter, a name and a remark."""
         return self.drawing.key or legend(self.drawing)
 
 
 def _render(page: _Page) -> str:
-    """Render the template. The template escapes all text, so earlier code must not escape it."""
+    """Render the template and return the page. The template escapes all text, so earlier code must not escape it."""
     names: Counter[str] = Counter()
     sections = [(section.title, list(_drawn(section.elements, names))) for section in page.sections]
     script = _source("page.js") if names else ""
@@ -365,7 +383,7 @@ def _render(page: _Page) -> str:
 
 
 def _drawn(elements: Iterable[Element], names: Counter[str]) -> Iterator[object]:
-    """Replace charts by drawn charts, also inside folds."""
+    """Yield the elements, with drawn charts in place of charts, also inside folds."""
     for element in elements:
         if isinstance(element, Chart):
             yield _Drawn(f"{element.name}-{names[element.name]}", _DRAW[type(element)](element))
@@ -377,12 +395,12 @@ def _drawn(elements: Iterable[Element], names: Counter[str]) -> Iterator[object]
 
 
 def _source(name: str) -> str:
-    """Read a file from the template's folder."""
+    """Read a file from the folder of the template and return its text."""
     return Path(__file__).with_name("templates").joinpath(name).read_text(encoding="utf-8")
 
 
 def _policy(scripts: Sequence[str]) -> str:
-    """The Content-Security-Policy: it allows these scripts and content of the page itself, and nothing else."""
+    """Return the Content-Security-Policy. It allows these scripts, and styles and images inside the page, and nothing else."""
     hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts)
     allowed = f"script-src {hashes}; " if hashes else ""
     return f"default-src 'none'; {allowed}style-src 'unsafe-inline'; img-src data: blob:"

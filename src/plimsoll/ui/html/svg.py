@@ -1,6 +1,7 @@
-"""Draws a chart as inline SVG without a script or a library, once for wide windows and paper and once for narrow windows.
+"""Draws a chart as two inline SVG pictures, without a script or a library: one for wide windows and paper, one for narrow
+windows.
 
-A text that would overlap another text is moved or left out, because tables contain the same names.
+A text that would overlap another text is moved or left out. Nothing is lost, because tables contain the same names.
 """
 
 from __future__ import annotations
@@ -27,34 +28,37 @@ from plimsoll.ui.html.drawing import (
 )
 
 WIDTHS = {"wide": 760, "narrow": 350}
-"""The width of each picture in SVG units; the style sheet shows the picture that fits."""
+"""The width of each picture in SVG units. The style sheet shows the picture that fits the window."""
 _LINE, _LETTER = 15, 6.7
 _RIGHT = 8
 _SMALLEST_CELL = 10
 _TURNED_LETTERS = 24
 _SAMPLES = 12
 _SIDES = ((1, 4), (-1, 4), (1, -8), (1, 18), (-1, -8), (-1, 18), (0, -12), (0, 24))
-"""Positions to try for the name of a point: right, left, the corners, above, below; as side and shift down in units."""
+"""Positions to try for the name of a point: right, left, the corners, above, below.
+
+Each is the side (1: right of the point, -1: left, 0: centred) and the shift down in SVG units.
+"""
 _LETTERED_CELLS = 1500
-"""Grids with more cells are drawn without letters, because the cells are too small."""
+"""A grid with more cells than this is drawn without letters, because its cells are too small."""
 
 _Box = tuple[float, float, float, float]
 
 
 def draw_svg(drawing: Drawing) -> str:
-    """Draw both pictures of a chart."""
+    """Return the SVG text of both pictures of a chart, wide and narrow."""
     return "".join(_Picture(drawing, name, width).draw() for name, width in WIDTHS.items())
 
 
 def legend(drawing: Drawing) -> list[tuple[str, str, str, str]]:
-    """Colour and name of every layer that has a name, for a key above the chart."""
+    """Return an entry for each layer that has a name, for the key above the chart: its colour, and its name."""
     named = [layer for layer in drawing.layers if not isinstance(layer, Cells | Bars) and layer.name]
     return [(layer.colour, "", layer.name, "") for layer in named]
 
 
 @dataclass(slots=True)
 class _Ruler:
-    """One axis: its range in numbers and in pixels, and its ticks."""
+    """The scale of one axis: its range in numbers (``low`` to ``high``), and in SVG units (``start`` to ``end``)."""
 
     low: float
     high: float
@@ -63,7 +67,7 @@ class _Ruler:
     is_log: bool = False
 
     def at(self, value: float) -> float:
-        """The position of a number in SVG units."""
+        """Return the position of a number in SVG units."""
         low, high, value = (
             (math.log10(n) for n in (self.low, self.high, value)) if self.is_log else (self.low, self.high, value)
         )
@@ -71,7 +75,7 @@ class _Ruler:
         return round(self.start + min(max(share, -0.02), 1.02) * (self.end - self.start), 1)
 
     def ticks(self, axis: Axis, about: int) -> Iterable[tuple[float, str]]:
-        """The axis' own ticks within the range, or about ``about`` round numbers."""
+        """Return the ticks that the axis names within its range. If it names none, return about ``about`` round numbers."""
         if axis.ticks is not None:
             return [tick for tick in axis.ticks if self.low <= tick[0] <= self.high]
         if self.is_log:
@@ -88,7 +92,10 @@ def _round_step(step: float) -> float:
 
 
 def _ruler(axis: Axis, values: Iterable[float | None], room: float) -> _Ruler:
-    """The range of an axis: its own span, or the range of the numbers plus a margin (``room``, as a share)."""
+    """Make the scale of an axis, from the axis' own span or from the range of the numbers.
+
+    The range of the numbers gets a margin on both sides, which is ``room`` as a share of the range.
+    """
     known = [value for value in axis.span or values if _is_drawable(value) and (value > 0 or not axis.is_log)]
     low, high = (min(known), max(known)) if known else (0.0, 1.0)
     if axis.is_log:
@@ -106,7 +113,10 @@ def _is_drawable(value: float | None) -> TypeGuard[float]:
 
 @dataclass(slots=True)
 class _Picture:
-    """One chart at one width."""
+    """A picture that is being drawn: one chart at one width.
+
+    ``parts`` are its SVG elements, ``taken`` the boxes that texts fill.
+    """
 
     drawing: Drawing
     name: str
@@ -143,11 +153,11 @@ class _Picture:
         return left, bottom + (18 if x.title else 0)
 
     def _has_room(self, names: int, left: float) -> bool:
-        """Whether this many turned names fit side by side. If they do not fit, none is written."""
+        """Return whether this many rotated names fit side by side. If they do not fit, none of them is written."""
         return names * _LINE < self.width - _RIGHT - left
 
     def add(self, tag: str, text: str = "", /, **attributes: object) -> None:
-        """Add an element. In attribute names, ``_`` becomes ``-``, and a trailing ``_`` is removed."""
+        """Add an SVG element to the picture. In attribute names, ``_`` becomes ``-``, and a trailing ``_`` is removed."""
         words = "".join(
             f' {name.rstrip("_").replace("_", "-")}="{value}"' for name, value in attributes.items() if value != ""
         )
@@ -156,7 +166,7 @@ class _Picture:
     def words(
         self, x: float, y: float, lines: Sequence[str], anchor: str = "start", *, is_strong: bool = False
     ) -> bool:
-        """Write lines inside the picture unless they would overlap earlier text; return whether they were written.
+        """Write lines inside the picture, unless they would overlap earlier text. Return whether they were written.
 
         Args:
             x: position of the lines' ``anchor``.
@@ -179,7 +189,7 @@ class _Picture:
         return True
 
     def text(self, text: str, **attributes: object) -> None:
-        """Add a text element; the text is escaped here."""
+        """Add a text element to the picture. This method escapes the text."""
         self.add("text", html.escape(text, quote=False), **attributes)
 
     def _axes(self, height: int) -> None:
@@ -206,7 +216,10 @@ class _Picture:
             self.text(y_axis.title, text_anchor="middle", transform=f"translate(13 {(bottom + top) / 2}) rotate(-90)")
 
     def _notes(self) -> None:
-        """Draw lines through the picture, and notes. The peak's note comes first, so that others cannot displace it."""
+        """Draw the lines through the picture, then the notes.
+
+        The peak's note comes first, so that other notes cannot displace it.
+        """
         for rule in self.drawing.rules:
             across = f"M{self.x.start} {self.y.at(rule.y)}H{self.x.end}" if rule.y is not None else ""
             way = across or f"M{self.x.at(rule.x or 0.0)} {self.y.start}V{self.y.end}"
@@ -222,7 +235,7 @@ class _Picture:
                 _ = any(self.words(x, y - 5 + shift, note.lines, note.anchor) for shift in (0, 20, -_LINE))
 
     def _names(self) -> None:
-        """Write the name of each point at a free position, if there is a free position."""
+        """Write the name of each point at a free position. If no position is free, the name is left out."""
         places = [
             (self.x.at(x), self.y.at(y), label)
             for layer in reversed(self.drawing.layers)
@@ -240,7 +253,7 @@ class _Picture:
                 self._name(x, y, text)  # second try: a name across a line is better than a missing name
 
     def _along(self, line: Polyline) -> Iterator[_Box]:
-        """Small boxes along a line, so close together that names cannot fit between them."""
+        """Yield small boxes along a line. They are so close together that a name cannot fit between them."""
         points = zip(line.xs, line.ys, strict=True)
         known = [(self.x.at(x), self.y.at(y)) for x, y in points if _is_drawable(x) and _is_drawable(y)]
         for (x, y), (to_x, to_y) in itertools.pairwise(known):
@@ -249,7 +262,7 @@ class _Picture:
                 yield at[0] - 2, at[1] - 2, at[0] + 2, at[1] + 2
 
     def _name(self, x: float, y: float, text: str) -> bool:
-        """Write the name of a point at the first free position; return whether one was free."""
+        """Write the name of a point at the first free position, and return whether there was one."""
         wide = len(text) * _LETTER
         for side, down in _SIDES:
             at = x + 10 * side
@@ -259,7 +272,7 @@ class _Picture:
         return False
 
     def along(self, xs: Iterable[float], ys: Iterable[float], *, is_stepped: bool) -> str:
-        """SVG path data through points; a stepped path keeps its height until the next point."""
+        """Return SVG path data through points. A stepped path keeps its height until the next point."""
         known = [(self.x.at(x), self.y.at(y)) for x, y in zip(xs, ys, strict=True)]
         if not is_stepped:
             return "L".join(f"{x} {y}" for x, y in known)
@@ -268,7 +281,7 @@ class _Picture:
 
 
 def _short(text: str, most: int) -> str:
-    """The text on one line, shortened to ``most`` letters (but at least 4)."""
+    """Return the text on one line, shortened to ``most`` letters (but never to fewer than 4)."""
     return shorten(" ".join(text.split()), max(most, 4))
 
 
@@ -277,13 +290,13 @@ def _overlap(one: _Box, other: _Box) -> bool:
 
 
 def _hint(words: str) -> str:
-    """A ``<title>`` element, which browsers show when the mouse points at the shape."""
+    """Return a ``<title>`` element with the words. Browsers show it when the mouse points at the shape."""
     return f"<title>{html.escape(words, quote=False)}</title>" if words else ""
 
 
 @singledispatch
 def _draw(layer: Layer, picture: _Picture) -> None:
-    """Draw one layer of a chart."""
+    """Draw one layer of a chart into a picture."""
     raise NotImplementedError(type(layer))
 
 
@@ -325,7 +338,7 @@ def _(points: Points, picture: _Picture) -> None:
 
 @_draw.register
 def _(cells: Cells, picture: _Picture) -> None:
-    """Draw a cell per decision. In a grid with too many cells, neighbours of equal colour are drawn as one."""
+    """Draw a rectangle per cell. In a grid with too many cells, neighbouring cells of one colour are drawn as one rectangle."""
     is_lettered = cells.columns * len(cells.rows) <= _LETTERED_CELLS
     for row, found in enumerate(cells.rows):
         top, low = sorted((picture.y.at(row - 0.5), picture.y.at(row + 0.5)))
@@ -346,7 +359,7 @@ def _(cells: Cells, picture: _Picture) -> None:
 
 @_draw.register
 def _(boxes: Boxes, picture: _Picture) -> None:
-    """Draw the boxes of one layer; boxes of several layers are placed side by side within their group."""
+    """Draw the boxes of one layer. If several layers have boxes, the boxes of one group are placed side by side."""
     several = [layer for layer in picture.drawing.layers if isinstance(layer, Boxes)]
     place = next(index for index, other in enumerate(several) if other is boxes)
     for index, numbers in enumerate(boxes.boxes):

@@ -1,4 +1,7 @@
-"""Maps each kind of artifact to its view. A new kind needs one file here and one line below."""
+"""Maps each kind of artifact (a saved result, such as a plan) to its view, which makes a document from it.
+
+A new kind needs one file in this folder and one line in the table below.
+"""
 
 from __future__ import annotations
 
@@ -42,5 +45,5 @@ _VIEWS: dict[type, Callable[[Any], Document]] = {
 
 
 def view(artifact: object) -> Document:
-    """Make the document of an artifact, for any renderer."""
+    """Make the document of an artifact. Any renderer (plain text, terminal or page) can show the document."""
     return _VIEWS[type(artifact)](artifact)

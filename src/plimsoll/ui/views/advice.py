@@ -55,7 +55,7 @@ _UNSEEN_HAZARDS = (
 
 
 def view_advice(advice: Advice) -> Document:
-    """Make the document: recommendation, reasons and checklist."""
+    """Make the document of advice: the recommendation with its reasons, and the checklist."""
     passed = sum(item.outcome is CheckOutcome.PASS for item in advice.checklist)
     return Document(
         source="Advice",
@@ -104,7 +104,7 @@ def _reasons(advice: Advice) -> list[Element]:
 
 
 def _layers(layers: Sequence[LayerUse]) -> list[tuple[str, ...]]:
-    """One row per group of layers that save the same bytes; seconds are the group's mean."""
+    """Return one table row per group of similar layers that save the same bytes. The seconds in a row are the group's mean."""
     groups: dict[tuple[str, str], list[LayerUse]] = {}
     for layer in layers:
         groups.setdefault((kind_of(layer.name), format_bytes(layer.saved_bytes)), []).append(layer)
@@ -127,7 +127,7 @@ def _layers(layers: Sequence[LayerUse]) -> list[tuple[str, ...]]:
 
 
 def _compiler(found: CompilerCoverage) -> list[str]:
-    """What the compiler captured, where it broke, and the advice that follows."""
+    """Return lines on torch.compile: what it captured, where the graph broke, and the advice that follows."""
     if not found.is_measured:
         return [f"not checked: {found.note}"]
     graphs = f"{found.graphs} graph{'' if found.graphs == 1 else 's'}"
@@ -145,7 +145,7 @@ def _compiler(found: CompilerCoverage) -> list[str]:
 
 
 def _break(entry: GraphBreak) -> str:
-    """``break at model.py:12, 3 times: Data-dependent branching (if x.sum() > 0)``."""
+    """Return one line about a graph break: ``break at model.py:12, 3 times: if x.sum() > 0 (Data-dependent branching)``."""
     place = f" at {entry.file}:{entry.line}" if entry.file else ""
     times = f", {entry.count} times" if entry.count > 1 else ""
     code = f": {entry.code}" if entry.code else ""
@@ -153,7 +153,7 @@ def _break(entry: GraphBreak) -> str:
 
 
 def _hazards(advice: Advice) -> list[str]:
-    """Ops that prevent a CUDA graph of the step, and a note on hazards that the ops do not show."""
+    """Return lines on the ops that prevent a CUDA graph of the step, and a note on hazards that the ops do not show."""
     lines = [
         f"{hazard.what} in {hazard.where}{f', {hazard.count} times' if hazard.count > 1 else ''}"
         for hazard in advice.hazards
@@ -162,7 +162,10 @@ def _hazards(advice: Advice) -> list[str]:
 
 
 def _checks(items: Sequence[CheckItem]) -> Checks:
-    """Items with their next step. A step that an earlier item has is shown as ``as above``."""
+    """Make a checklist of the items with their next steps.
+
+    If an earlier item has the same next step, the item says ``as above``.
+    """
     checks: list[Check] = []
     shown: set[str] = set()
     for item in items:

@@ -12,7 +12,9 @@ _DIFFER = "DIFFER"
 
 
 def view_comparison(comparison: Comparison) -> Document:
-    """Make the document: every strategy in a table and a chart, with the unmanaged figures above them."""
+    """Make the document of a comparison: all strategies in a table and a chart, with the figures of the step without a plan
+    above them.
+    """
     seconds = comparison.measured_baseline_seconds
     time = "" if seconds is None else f", step {format_seconds(seconds)}"
     table = tabulate(
@@ -48,7 +50,10 @@ def _bytes(bytes_: int | None) -> str:
 
 
 def _gradients(row: ComparisonRow) -> str:
-    """Whether the gradients are equal; for lossy forms, their error."""
+    """Return a text that says whether the strategy's gradients equal those without a plan.
+
+    For a lossy strategy, the text is their error.
+    """
     if row.is_bit_equal is None:
         return UNKNOWN
     if row.is_bit_equal:
@@ -61,7 +66,7 @@ def _gradients(row: ComparisonRow) -> str:
 
 
 def _ratio(row: ComparisonRow) -> str:
-    """The step-time ratio with its interval."""
+    """Return the step time as a multiple of the step without a plan, with the confidence interval if it is known."""
     if row.measured_ratio is None:
         return UNKNOWN
     if row.measured_ratio_low is None or row.measured_ratio_high is None:

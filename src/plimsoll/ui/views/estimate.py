@@ -1,4 +1,6 @@
-"""Makes the document of an estimate: whether it fits, the items of the tightest stage, all stages, and the speed."""
+"""Makes the document of an estimate: whether the job fits, the memory of the tightest pipeline stage by item, all stages, and
+the speed.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ _TONES = {True: Tone.GOOD, False: Tone.BAD, None: Tone.NEUTRAL}
 
 
 def view_estimate(estimate: Estimate) -> Document:
-    """Make the document of the estimate."""
+    """Make the document of an estimate."""
     ranks = estimate.layout.ranks
     sections = [
         Section(_tightest_title(estimate), _items(estimate.tightest)),
@@ -52,7 +54,7 @@ def view_estimate(estimate: Estimate) -> Document:
 
 
 def _switches(estimate: Estimate) -> list[Element]:
-    """The chosen setting as assignments, and a table that compares it with other settings."""
+    """Return the best setting of a framework's switches as assignments, and a table that compares it with other settings."""
     best = estimate.switches[0]
     is_sending = any(each.host_bytes for each in estimate.switches)
     rows = [
@@ -70,7 +72,7 @@ def _switches(estimate: Estimate) -> list[Element]:
 
 
 def _layouts(estimate: Estimate) -> Table:
-    """A table of layouts, the fastest first."""
+    """Make a table of layouts (ways to divide the step over ranks), the fastest first."""
     rows = [
         (
             str(each.layout),
@@ -85,7 +87,10 @@ def _layouts(estimate: Estimate) -> Table:
 
 
 def _values(setting: SwitchSetting) -> str:
-    """The setting's values: ``full, block, 3``. A boolean is the last word of its switch's name, with ``no`` if it is off."""
+    """Return a setting's values as text, such as ``full, block, 3``.
+
+    A boolean is the last word of its switch's name, with ``no`` before it if the switch is off.
+    """
     parts = []
     for name, value in setting.values.items():
         if isinstance(value, list):
@@ -99,7 +104,10 @@ def _values(setting: SwitchSetting) -> str:
 
 
 def _verdict(estimate: Estimate) -> str:
-    """Whether the job fits, with the numbers. If items are unsupported, the text names what the figure leaves out."""
+    """Return a text that says whether the job fits, with the numbers.
+
+    If items are unsupported, the text names what the figure leaves out.
+    """
     stage = estimate.tightest
     most = max(each.allocated_bytes for each in estimate.stages)
     if estimate.budget_bytes is not None and most > estimate.budget_bytes:
@@ -117,7 +125,7 @@ def _verdict(estimate: Estimate) -> str:
 
 
 def _setting(estimate: Estimate) -> list[str]:
-    """The estimated job: sizes, precision, optimizer, layout, strategy."""
+    """Return two lines on the estimated job: model and batch sizes; then precision, optimizer, layout and strategy."""
     facts = estimate.facts
     sizes = [estimate.model]
     if facts.parameters is not None:
@@ -137,7 +145,7 @@ def _setting(estimate: Estimate) -> list[str]:
 
 
 def format_count(count: int) -> str:
-    """A number of parameters with a unit.
+    """Return a number of parameters as text with a unit.
 
     Example:
         >>> format_count(70_553_706_496)
@@ -150,7 +158,7 @@ def format_count(count: int) -> str:
 
 
 def _tightest_title(estimate: Estimate) -> str:
-    """The section's title: which ranks the items belong to."""
+    """Return the title of the section on the tightest stage. The title says which ranks the items belong to."""
     stage = estimate.tightest
     if len(estimate.stages) == 1:
         return "Every rank" if stage.ranks > 1 else "The device"
@@ -159,7 +167,10 @@ def _tightest_title(estimate: Estimate) -> str:
 
 
 def _items(stage: StageEstimate) -> list[Element]:
-    """The memory of one rank, item by item with errors. Items refer to remarks by number, so each remark is printed once."""
+    """Return a chart and a table of one rank's memory, item by item with errors.
+
+    Items refer to remarks by number, so that each remark is printed only once.
+    """
     shown = [item for item in stage.items if item.bytes or item.basis is Basis.UNSUPPORTED]
     remarks = list(dict.fromkeys(item.note for item in shown if item.note))
     rows = [_item(item, f"[{remarks.index(item.note) + 1}]" if item.note else "") for item in shown]
@@ -177,7 +188,7 @@ def _items(stage: StageEstimate) -> list[Element]:
 
 
 def _others(estimate: Estimate) -> Iterator[Fold]:
-    """The items of all stages except the tightest; consecutive stages with equal items share one fold."""
+    """Yield a fold with the items of each stage except the tightest. Consecutive stages with equal items share one fold."""
     for _, alike in itertools.groupby(estimate.stages, lambda stage: stage.items):
         stages = [stage for stage in alike if stage is not estimate.tightest]
         if stages:
@@ -198,7 +209,9 @@ def _peak_title(estimate: Estimate) -> str:
 
 
 def _peak(estimate: Estimate) -> list[Element]:
-    """The largest holders of the tightest stage's peak, and the bytes that the allocator reserves."""
+    """Return a table of the tensors that hold the most bytes at the tightest stage's peak, and a line on what the allocator
+    reserves.
+    """
     stage = estimate.tightest
     holders = [(holder.label, format_bytes(holder.bytes)) for holder in stage.peak.holders[:_HOLDERS_SHOWN]]
     elements: list[Element] = [Table(rows=holders, numbers=(1,))]
@@ -213,16 +226,19 @@ def _peak(estimate: Estimate) -> list[Element]:
 
 
 def _shared_name(estimate: Estimate) -> str:
-    """The path of the module that contains all regions of all stages, so that it is printed only once; empty if none."""
+    """Return the path of the module that contains all regions of all stages, or an empty text.
+
+    So the path is printed only once.
+    """
     paths = [name.split(".")[:-1] for stage in estimate.stages for name in stage.regions.split(", ")]
     alike = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
     return ".".join(part for part, *_ in alike)
 
 
 def _stages(estimate: Estimate, within: str) -> Table:
-    """A table with one row per stage; consecutive stages with equal figures share a row.
+    """Make a table with one row per stage. Consecutive stages with equal figures share a row.
 
-    The column for memory without a plan is shown only if a stage has a plan that changes its memory.
+    The column for memory without a plan is shown only if at least one stage has a plan that changes its memory.
     """
     is_managed = any(stage.unmanaged_bytes != stage.allocated_bytes for stage in estimate.stages)
     unmanaged = ["no plan"] if is_managed else []
@@ -264,7 +280,7 @@ def _stage(stage: StageEstimate, within: str, *, is_managed: bool) -> list[str]:
 
 
 def _beside(figures: Sequence[MeasuredFigure]) -> list[Element]:
-    """A table of estimated and measured figures, then a note for each figure outside its error bar."""
+    """Return a table of estimated and measured figures, then a note for each figure outside of its error bar."""
     rows = [(figure.name, *_three(figure), _difference(figure)) for figure in figures]
     notes = list(dict.fromkeys(f"{figure.name}: {figure.note}" for figure in figures if figure.note))
     inside = sum(figure.is_inside for figure in figures)
@@ -276,7 +292,7 @@ def _beside(figures: Sequence[MeasuredFigure]) -> list[Element]:
 
 
 def _three(figure: MeasuredFigure) -> list[str]:
-    """Estimate, error and measurement, formatted for their unit."""
+    """Return three texts with the figure's unit: the estimate, its error, and the measurement."""
     write = {"bytes": lambda value: format_bytes(int(value)), "seconds": format_seconds}.get(
         figure.unit, lambda value: f"{value:,.0f}"
     )
@@ -293,7 +309,9 @@ def _difference(figure: MeasuredFigure) -> str:
 
 
 def _speed(estimate: Estimate) -> Sequence[str]:
-    """Seconds of the step, tokens and samples per second, MFU, and a note on them."""
+    """Return a line with seconds of the step, tokens and samples per second and MFU (model FLOPS utilization), and a note if
+    there is one.
+    """
     speed = estimate.throughput
     facts = [f"step {format_seconds(speed.step_seconds)}"]
     if speed.tokens_per_second is not None:

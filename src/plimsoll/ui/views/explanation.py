@@ -1,4 +1,4 @@
-"""Makes the document of an explanation: the answer, the holders of memory, and the changes that would lower the peak."""
+"""Makes the document of an explanation: the answer, the tensors that hold memory, and the changes that would lower the peak."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CHANGES_HEADER = ("change", "new peak", "lower by", "basis")
 
 
 def view_explanation(explanation: Explanation) -> Document:
-    """Make the document of the explanation."""
+    """Make the document of an explanation of a step's peak."""
     peak = explanation.peak
     sections = [
         Section("Figures", [NamedFigures(_figures(explanation))]),
@@ -39,7 +39,11 @@ def view_explanation(explanation: Explanation) -> Document:
 
 
 def _figures(explanation: Explanation) -> list[tuple[str, str]]:
-    """Set-up, peak and resident bytes, with and without the set-up."""
+    """Return the rows of figures: the set-up, the optimizer, the peak, the bytes held after forward, and how the bytes were
+    counted.
+
+    If they are known, the figures of the same step with everything kept stand next to the peak and the bytes.
+    """
     plain, resident = explanation.plain_peak, explanation.plain_resident_bytes
     beside = "" if plain is None else f" (everything kept: {format_bytes(plain.bytes)}, {plain.moment})"
     beside_resident = "" if resident is None else f" (everything kept: {format_bytes(resident)})"
@@ -59,7 +63,7 @@ def _figures(explanation: Explanation) -> list[tuple[str, str]]:
 
 
 def tabulate_parts(parts: Sequence[MemoryPart], title: str = "") -> Table:
-    """A table of the parts that are not empty: name, bytes, share, largest holder."""
+    """Make a table of the memory categories that hold bytes: name, bytes, share of the peak, and the largest tensor."""
     shown = [part for part in parts if part.bytes]
     return Table(
         title=title,
@@ -70,13 +74,18 @@ def tabulate_parts(parts: Sequence[MemoryPart], title: str = "") -> Table:
 
 
 def _holders(holders: Sequence[Holder]) -> Table:
-    """A table of the largest holders, with the sum of the rest. Holders that differ only in numbers share a row."""
+    """Make a table of the tensors that hold the most bytes, with a sum of the rest.
+
+    Tensors whose labels differ only in numbers share a row.
+    """
     rows = [(label, format_bytes(size)) for label, size in with_rest(group_holders(holders), _SHOWN)]
     return Table(rows=rows, numbers=(1,))
 
 
 def _recomputed(explanation: Explanation) -> Table:
-    """A table of places whose forward runs again: name, most bytes at once, ops."""
+    """Make a table of the modules whose forward runs again in backward: name, the most bytes held at once, and the number of
+    ops.
+    """
     parts = sorted(explanation.recomputed, key=lambda part: -part.most_bytes)
     rows = [(part.place, format_bytes(part.most_bytes), f"{part.ops} ops") for part in parts[:_SHOWN]]
     rest = parts[_SHOWN:]
@@ -86,7 +95,10 @@ def _recomputed(explanation: Explanation) -> Table:
 
 
 def _changes(explanation: Explanation) -> list[Element]:
-    """Changes that lower the peak, best first, each with the code to write; then other changes and unsupported ones."""
+    """Return the elements about changes: first those that lower the peak, the best one first, each with the code to write.
+
+    After them come the names of the changes that do not lower the peak, and those that are unsupported with the reason.
+    """
     helpful = explanation.helpful
     elements: list[Element] = []
     if helpful:

@@ -1,4 +1,4 @@
-"""Makes the document of a diagnosis: the overhead by cause, advice, phases, warning signs, layers."""
+"""Makes the document of a diagnosis: the causes of a plan's extra time, advice, phases, warning signs and layers."""
 
 from __future__ import annotations
 
@@ -37,14 +37,16 @@ _LAYERS: Mapping[str, Callable[[Layer], str]] = {
 _MOST_LAYERS = 12
 _NEGLIGIBLE_SHARE = 0.0005
 _NOTABLE_SHARE = 0.1
-"""Advice is given only for parts with at least this share of the time that all costly parts take."""
+"""A part gets advice only if it takes at least this share of the seconds that all costly parts take together."""
 _UNDER_PROFILER = 1.2
-"""If the profiler makes the baseline's step longer than this factor, the text says so: small parts are doubtful then."""
+"""If the profiler makes the step without a plan longer than this factor, the text says so, because small parts are then
+doubtful.
+"""
 _SIGNS = {True: (Tone.BAD, "RAISED"), False: (Tone.GOOD, "ok"), None: (Tone.NEUTRAL, "not known")}
 
 
 def view_finding(finding: Finding) -> Document:
-    """Make the document: figures, the overhead's parts, advice, phases, signs, layers."""
+    """Make the document of a diagnosis: figures, the parts of the overhead, advice, phases, warning signs and layers."""
     what = f"plan {finding.strategy!r} for {finding.model}" if finding.model else finding.plan.source
     measured, profiled = finding.measured_overhead_share, format_share(finding.overhead_share)
     return Document(
@@ -63,7 +65,7 @@ def view_finding(finding: Finding) -> Document:
 
 
 def _statement(finding: Finding) -> str:
-    """The overhead and its largest part, in sentences."""
+    """Return sentences that name the overhead and its largest part."""
     text = f"{format_more(finding.overhead_share)} time ({format_seconds(finding.overhead_seconds)})"
     if finding.measured_overhead_share is None:
         text = f"Under the profiler, a step with the plan takes {text}."
@@ -91,7 +93,7 @@ def _overhead(finding: Finding) -> list[Element]:
 
 
 def _figures(finding: Finding) -> list[tuple[str, str]]:
-    """The figures of both sides."""
+    """Return the rows of figures, each for the step without the plan and for the step with the plan."""
     place = f"{finding.unit} on {finding.device or 'an unnamed device'}"
     rows = [
         ("from", f"{finding.origin}, {finding.baseline.steps} and {finding.plan.steps} steps, {place}"),
@@ -136,7 +138,7 @@ def _attribution(side: Side) -> str:
 
 
 def _notable_parts(finding: Finding) -> list[OverheadPart]:
-    """The parts that are not negligible compared with the step, and always ``UNEXPLAINED``."""
+    """Return the parts of the overhead that are not negligible compared with the step. ``UNEXPLAINED`` is always among them."""
     least_seconds = _NEGLIGIBLE_SHARE * finding.baseline.step_seconds
     return [
         part for part in finding.parts if abs(part.seconds) >= least_seconds or part.cause is OverheadCause.UNEXPLAINED
@@ -144,7 +146,10 @@ def _notable_parts(finding: Finding) -> list[OverheadPart]:
 
 
 def _parts_table(finding: Finding, parts: list[OverheadPart]) -> Table:
-    """A table with one row per notable part, and the sum of all parts. Bars are shares of the largest part."""
+    """Make a table with one row per notable part of the overhead, and the sum of all parts.
+
+    A bar shows a part's seconds as a share of the largest part's.
+    """
     step_seconds = finding.baseline.step_seconds or 1.0
     rows = []
     for part in parts:
@@ -160,7 +165,10 @@ def _parts_table(finding: Finding, parts: list[OverheadPart]) -> Table:
 
 
 def _advice(parts: list[OverheadPart]) -> list[str]:
-    """Advice for the parts that cost most, the largest first; empty if no part clearly costs time."""
+    """Return advice for the parts that cost the most time, the costliest first.
+
+    The list is empty if no part clearly costs time.
+    """
     costly = [part for part in parts if part.seconds > max(2 * (part.spread_seconds or 0.0), 0.0)]
     total_seconds = sum(part.seconds for part in costly)
     details = {part.cause: f" ({'; '.join(part.details)})" if part.details else "" for part in costly}
@@ -172,7 +180,7 @@ def _advice(parts: list[OverheadPart]) -> list[str]:
 
 
 def _phases(finding: Finding) -> list[tuple[str, ...]]:
-    """One row per phase that either side has."""
+    """Return one table row per phase that the step without the plan or the step with it has."""
     before = {use.phase: use for use in finding.baseline.phases}
     after = {use.phase: use for use in finding.plan.phases}
     return [_phase(before.get(phase), after.get(phase)) for phase in WorkPhase if phase in before or phase in after]

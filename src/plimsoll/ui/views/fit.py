@@ -1,4 +1,8 @@
-"""Makes the document of a fit: the best point, the frontier, measurements, or the changes that would make it fit."""
+"""Makes the document of a fit, which is a search for the batch size and plan with the highest throughput under a budget.
+
+The document shows the best point (a batch size with its plan), all evaluated points, measurements, or changes that would make
+the model fit.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ _NOTHING = "-"
 
 
 def view_fit(fit: Fit) -> Document:
-    """Make the document: the answer, its figures, and every evaluated point."""
+    """Make the document of a fit: the answer, its figures, and all evaluated points."""
     best = fit.best_point
     frontier = Table(
         header=_FRONTIER_HEADER,
@@ -69,7 +73,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _step(point: FitPoint) -> str:
-    """The seconds of a step as a sum of micro-batches and optimizer."""
+    """Return a text that shows the seconds of a step as the sum of its micro-batches and the optimizer."""
     count = "" if point.accumulation == 1 else f"{point.accumulation} × "
     return (
         f"{format_seconds(point.step_seconds)} = {count}{format_seconds(point.micro_seconds)} forward and backward + "
@@ -78,7 +82,7 @@ def _step(point: FitPoint) -> str:
 
 
 def _plan(point: FitPoint) -> str:
-    """The best plan of a point in a few words."""
+    """Return a few words on the best plan for a point, such as ``recompute 40%, +12% time``."""
     if not point.does_fit:
         return str(point.status)
     if point.is_unmanaged:
@@ -88,7 +92,7 @@ def _plan(point: FitPoint) -> str:
 
 
 def _point(fit: Fit, place: int, point: FitPoint) -> tuple[str, ...]:
-    """One row for an evaluated point."""
+    """Return the cells of the row for one evaluated point: a batch size with its plan."""
     excess = f"{format_bytes(point.predicted_peak_bytes - fit.budget_bytes)} over budget"
     return (
         str(point.micro_batch),
@@ -103,7 +107,7 @@ def _point(fit: Fit, place: int, point: FitPoint) -> tuple[str, ...]:
 
 
 def _change(change: FitChange) -> tuple[str, ...]:
-    """One row for a change: its result, or why the result is unknown."""
+    """Return the cells of the row for one change: its result, or why the result is unknown."""
     fits = {True: "yes", False: "no", None: "unsupported"}[change.does_fit]
     peak = _NOTHING if change.predicted_peak_bytes is None else format_bytes(change.predicted_peak_bytes)
     speed = _NOTHING if change.items_per_second is None else f"{change.items_per_second:,.0f}"

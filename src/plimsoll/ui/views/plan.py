@@ -1,4 +1,7 @@
-"""Makes the document of a plan: figures, memory over the step and its holders, and every decision with its reason."""
+"""Makes the document of a plan: figures, memory over the step and its holders, and each decision with its reason.
+
+A holder is a module, parameter or tensor that owns memory at the moment of the peak.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +37,17 @@ from plimsoll.units import GIB, MIB, format_bytes, format_more, format_seconds, 
 _TONES = {Status.INFEASIBLE: Tone.BAD, Status.TIMED_OUT: Tone.NEUTRAL}
 _HOLDERS_SHOWN = 5
 _OUTPUT = re.compile(r"#\d+(\.\d+)?$")
-"""``#3.1`` in ``mm#3.1``: the number of the call, and the number of its output."""
+"""Matches the end of a label such as ``mm#3.1``: the number of the op's call, and the number of the call's output."""
 _REBUILT = " rebuilt "
-"""The word in a holder's label between a region and a value that backward has rebuilt."""
+"""The word in a holder's label (a text that names a tensor in memory) between a region and a value that backward has rebuilt.
+"""
 
 
 def view_plan(plan: Plan) -> Document:
-    """Make the document: status, figures, memory, decisions; reasons and other budgets are details."""
+    """Make the document of a plan: status, figures, memory and decisions.
+
+    Reasons and the costs of other budgets are details.
+    """
     sections = [
         Section("Figures", [NamedFigures(plan_figures(plan))], Place.DETAIL),
         Section("Memory over the step", _memory(plan), Place.PICTURE),
@@ -69,7 +76,7 @@ def view_plan(plan: Plan) -> Document:
 
 
 def _lead(plan: Plan) -> str:
-    """Peak, budget and cost in one line, right below the headline."""
+    """Return one line with peak, budget and cost, which renderers show right below the headline."""
     return (
         f"Peak {format_bytes(plan.predicted_peak_bytes)}, {name_budget(plan.budget_bytes)}, "
         f"{format_bytes(plan.baseline_peak_bytes)} without a plan; "
@@ -91,7 +98,7 @@ def _statement(plan: Plan) -> str:
 
 
 def plan_figures(plan: Plan) -> list[tuple[str, str]]:
-    """The plan's figures as pairs of name and text."""
+    """Return the plan's figures as pairs of name and text."""
     share = plan.predicted_peak_bytes / plan.baseline_peak_bytes if plan.baseline_peak_bytes else 1.0
     return [
         ("budget", f"{format_budget(plan.budget_bytes)} (floor {format_bytes(plan.floor_bytes)})"),
@@ -117,7 +124,10 @@ def plan_figures(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _price(plan: Plan) -> str:
-    """The price of memory, and the seconds that one more GiB would save, which are at most the whole overhead."""
+    """Return a text with the price of memory: the seconds that one more MiB would save, and those that one more GiB would save.
+
+    The seconds for one more GiB are at most the plan's whole overhead.
+    """
     if plan.price_seconds_per_byte <= 0:
         return "nothing: more memory would not make this step faster"
     price = f"{format_seconds(plan.price_seconds_per_byte * MIB)} per MiB"
@@ -129,7 +139,7 @@ def _price(plan: Plan) -> str:
 
 
 def _packing_figures(plan: Plan) -> list[tuple[str, str]]:
-    """Figures of lossy forms and links, if the plan uses them."""
+    """Return rows on the gradient error and the offloaded bytes, if the plan compresses with loss or offloads."""
     rows = []
     if not plan.is_lossless:
         measured = "" if plan.measured_error is None else f", measured {plan.measured_error:.2%}"
@@ -162,7 +172,7 @@ def _memory(plan: Plan) -> list[Element]:
 
 
 def classes_table(plan: Plan) -> Table:
-    """A table of the bytes per memory category at the peak, largest first."""
+    """Make a table of the bytes per memory category at the peak, the largest first."""
     total = sum(plan.classes.values())
     found = sorted(((name, size) for name, size in plan.classes.items() if size), key=lambda item: -item[1])
     return Table(
@@ -174,14 +184,17 @@ def classes_table(plan: Plan) -> Table:
 
 
 def _holders(plan: Plan, peak: Peak, title: str) -> Table:
-    """A table of the largest holders of a peak, with the sum of the rest."""
+    """Make a table of the tensors that hold the most bytes at a peak, with the sum of the rest."""
     groups = _grouped(peak.holders, [region.name for region in plan.regions if region.name])
     rows = [(label, format_bytes(size)) for label, size in with_rest(groups, _HOLDERS_SHOWN)]
     return Table(title=title, rows=rows, numbers=(1,))
 
 
 def _grouped(holders: Sequence[Holder], regions: Sequence[str]) -> list[tuple[str, int]]:
-    """Group holders: values by kind of region, and values outside of regions by op; largest first."""
+    """Return pairs of a label and its bytes, the largest first. A label names a group of tensors in memory.
+
+    Values of one kind of region form a group. Outside of regions, the outputs of one op form a group.
+    """
     groups: dict[tuple[str, str], list[tuple[Holder, str]]] = {}
     for holder in holders:
         region = region_in_label(holder.label, regions)
@@ -201,7 +214,7 @@ def _grouped(holders: Sequence[Holder], regions: Sequence[str]) -> list[tuple[st
 
 
 def _frontier(plan: Plan) -> list[Element]:
-    """The frontier as a chart, and as a table of other budgets and their costs."""
+    """Return a chart of step time against peak memory, and a table of other budgets and their costs."""
     rows = [
         (
             format_bytes(point.peak_bytes),
@@ -216,7 +229,9 @@ def _frontier(plan: Plan) -> list[Element]:
 
 
 def decisions_table(plan: Plan) -> Table:
-    """A table with one row per group of identical regions: decisions, bytes held until backward, and replay time."""
+    """Make a table with one row per group of regions with the same decisions: decisions, bytes held until backward, and time to
+    recompute.
+    """
     rows = []
     for group in group_regions(plan.regions):
         if group.first.is_untouched:
@@ -235,14 +250,14 @@ def decisions_table(plan: Plan) -> Table:
 
 
 def _counted(decisions: Sequence[ValueDecision]) -> str:
-    """Counts of the values that are not kept unchanged: ``RECOMPUTE 6, COMPRESS 4 (int8), OFFLOAD 2 (disk)``."""
+    """Return the number of values per decision, without kept values: ``RECOMPUTE 6, COMPRESS 4 (int8), OFFLOAD 2 (disk)``."""
     counts = Counter((d.decision, d.form) for d in decisions if d.decision is not Decision.KEEP)
     words = [f"{decision} {count}{f' ({form})' if form else ''}" for (decision, form), count in sorted(counts.items())]
     return ", ".join(words) or f"{Decision.RECOMPUTE} 0"
 
 
 def _values(group: RegionGroup) -> Fold:
-    """A fold with every value of a group of regions that share their decisions."""
+    """Make a fold with a row for each value of a group of regions that share their decisions."""
     first = group.first
     alike = f" ({len(group.regions)} with the same decisions, figures for one)" if len(group.regions) > 1 else ""
     replay = f"replay {format_seconds(first.replay_seconds)}" if first.replay_seconds else "no replay"
@@ -267,7 +282,7 @@ def _values(group: RegionGroup) -> Fold:
 
 
 def describe_reason(decision: ValueDecision) -> str:
-    """The reason for a value's decision, in one sentence."""
+    """Return the reason for a value's decision in one sentence, or an empty text if none is known."""
     if decision.decision is Decision.RECOMPUTE and not decision.seconds:
         return "recompute costs nothing extra: another value's recomputation makes it anyway"
     if not decision.reason and decision.decision is Decision.RECOMPUTE and decision.bytes:
@@ -277,34 +292,34 @@ def describe_reason(decision: ValueDecision) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RegionGroup:
-    """Regions of one kind that share their decisions; ``label`` names them all."""
+    """Data: regions of one kind (such as all equal blocks) that share their decisions. ``label`` names all of them."""
 
     label: str
     regions: tuple[RegionPlan, ...]
 
     @property
     def first(self) -> RegionPlan:
-        """The first region; its decisions are the group's."""
+        """The first region of the group. Its decisions are those of all regions of the group."""
         return self.regions[0]
 
     @property
     def retained_bytes(self) -> int:
-        """Bytes that the group's regions hold between forward and backward."""
+        """The number of bytes that the group's regions hold between forward and backward."""
         return sum(region.retained_bytes for region in self.regions)
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes that the group's regions would hold without a plan."""
+        """The number of bytes that the group's regions would hold without a plan."""
         return sum(decision.bytes for region in self.regions for decision in region.decisions)
 
     @property
     def replay_seconds(self) -> float:
-        """Seconds that the group's regions spend on running ops again."""
+        """The seconds per step that the group's regions spend on running ops again."""
         return sum(region.replay_seconds for region in self.regions)
 
 
 def group_regions(regions: Iterable[RegionPlan]) -> list[RegionGroup]:
-    """Group region calls of one kind that share all decisions, in the order of first appearance."""
+    """Group the calls of regions that are of one kind and share all decisions, in the order of first appearance."""
     groups: dict[tuple[object, ...], list[RegionPlan]] = {}
     for region in regions:
         packed = tuple(sorted(region.packed.items()))

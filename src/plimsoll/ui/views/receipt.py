@@ -1,4 +1,4 @@
-"""Makes the document of a receipt: the verdict, each claim with its evidence, the differences, and the regions' engines."""
+"""Makes the document of a receipt: the verdict, each claim with its evidence, the differences, and how each region ran."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SHOWN = 10
 
 
 def view_receipt(receipt: Receipt) -> Document:
-    """Make the document: verdict, equality, peaks, seconds, engines."""
+    """Make the document of a receipt: the verdict, the equality of gradients, peaks, seconds, and how each region ran."""
     subject = receipt.method if receipt.strategy == OWN else f"plan {receipt.strategy!r}"
     return Document(
         source="Receipt",
@@ -76,7 +76,7 @@ def _evidence(receipt: Receipt) -> list[Element]:
 
 
 def _figures(receipt: Receipt) -> list[tuple[str, str]]:
-    """Claim and evidence as pairs of name and text."""
+    """Return what the plan claims and what was measured, as pairs of name and text."""
     equal_gradients = receipt.compared_gradients - len(receipt.gradient_mismatches)
     equal_buffers = receipt.compared_buffers - len(receipt.buffer_mismatches)
     is_own = receipt.strategy == OWN
@@ -112,7 +112,10 @@ def _error(receipt: Receipt) -> str:
 
 
 def _equality(receipt: Receipt) -> list[tuple[str, str]]:
-    """A row with the gradient's error; empty for a lossless, uncompiled plan without an error."""
+    """Return a row with the gradient's error.
+
+    The list is empty if the plan is lossless, was not compiled, and shows no error.
+    """
     if receipt.is_lossless and receipt.rounding_tolerance:
         text = f"measured {_error(receipt)}; rounding explains up to {receipt.rounding_tolerance:.2%}"
     elif receipt.is_lossless:
@@ -124,7 +127,7 @@ def _equality(receipt: Receipt) -> list[tuple[str, str]]:
 
 
 def _agreement(baseline: Sequence[float | None], plan: Sequence[float | None]) -> str:
-    """Whether the losses of both runs agree."""
+    """Return a text that says whether the losses of the two runs agree."""
     if baseline == plan:
         return f"identical over {len(plan)} steps"
     pairs = enumerate(zip(plan, baseline, strict=False))
@@ -133,7 +136,9 @@ def _agreement(baseline: Sequence[float | None], plan: Sequence[float | None]) -
 
 
 def _further_evidence(receipt: Receipt) -> list[tuple[str, str]]:
-    """Rows for the longer loss curve, the comparison of saved tensors, and the check of the gradient against the loss."""
+    """Return rows for the longer loss curve, the comparison of saved tensors, and the check of the gradient against the
+    loss.
+    """
     rows = []
     if receipt.plan_curve:
         theirs, ours = (
@@ -156,7 +161,7 @@ def _further_evidence(receipt: Receipt) -> list[tuple[str, str]]:
 
 
 def _confirmation(confirmation: Confirmation) -> list[tuple[str, str]]:
-    """Rows for a plan that was made without the device: the confirmation on the device, and the revised plan."""
+    """Return rows about a plan that was made without the device: how it did on the device, and the revised plan."""
     rows = [
         ("planned for", f"{confirmation.cost_device}, with costs from a roofline model"),
         ("on the device", _deviation(confirmation)),
@@ -172,7 +177,7 @@ def _confirmation(confirmation: Confirmation) -> list[tuple[str, str]]:
 
 
 def _claim(claim: Claim) -> str:
-    """Predicted and measured figures in one line."""
+    """Return one line with the predicted and measured peak and seconds."""
     return (
         f"peak predicted {format_bytes(claim.predicted_peak_bytes)}, measured {format_bytes(claim.measured_peak_bytes)}; "
         f"forward and backward predicted {format_seconds(claim.predicted_seconds)}, measured "
@@ -181,7 +186,7 @@ def _claim(claim: Claim) -> str:
 
 
 def _deviation(confirmation: Confirmation) -> str:
-    """Whether peak and time are off, and by how much."""
+    """Return a text that says whether the predicted peak and time are off, and by how much."""
     given, found = confirmation.given, []
     if confirmation.budget_bytes is not None and confirmation.is_over_budget:
         over_bytes = given.measured_peak_bytes - confirmation.budget_bytes
@@ -198,7 +203,7 @@ def _deviation(confirmation: Confirmation) -> str:
 
 
 def _intermediate(intermediate: Intermediate) -> tuple[str, str, str]:
-    """One named intermediate and its difference."""
+    """Return the cells for one compared intermediate (a module's output or its gradient): its name and its difference."""
     name = name_call(intermediate.module, intermediate.call)
     what = f"gradient of {name}" if intermediate.is_gradient else name
     if intermediate.is_bit_equal:
@@ -208,14 +213,17 @@ def _intermediate(intermediate: Intermediate) -> tuple[str, str, str]:
 
 
 def _droppable(receipt: Receipt) -> str:
-    """The share of the managed regions' activations that could be dropped; untouched regions were not measured."""
+    """Return a text with the share of the managed regions' activations that could be dropped.
+
+    Regions that the plan leaves alone were not measured.
+    """
     if not any(region.activation_bytes for region in receipt.regions):
         return "not measured: the plan does not manage a region by recipes"
     return f"{receipt.droppable_share:.0%} of the managed regions' activations can be recomputed bit for bit"
 
 
 def _mismatches(mismatches: Sequence[Mismatch], title: str) -> Table:
-    """A table of unequal tensors: name, difference, and difference between two unmanaged runs."""
+    """Make a table of tensors that differ: name, difference with the plan, and difference between two runs without a plan."""
     rows = [
         (
             mismatch.name,
@@ -229,7 +237,9 @@ def _mismatches(mismatches: Sequence[Mismatch], title: str) -> Table:
 
 
 def _engines(receipt: Receipt) -> list[tuple[str, ...]]:
-    """Region calls grouped by engine and reason."""
+    """Return one table row per engine (the method that ran a region) and reason: the regions' names and the bytes that they
+    dropped.
+    """
     groups: dict[tuple[Engine, str], list[str]] = {}
     dropped: Counter[tuple[Engine, str]] = Counter()
     for region in receipt.regions:
@@ -266,6 +276,6 @@ def _seconds(predicted_seconds: float | None, measured_seconds: float | None, sp
 
 
 def _claimed(predicted: str | None, measured: str | None) -> str:
-    """``predicted 60.0 MiB, measured 61.0 MiB``."""
+    """Return a text such as ``predicted 60.0 MiB, measured 61.0 MiB``."""
     found = "not measured" if measured is None else f"measured {measured}"
     return found if predicted is None else f"predicted {predicted}, {found}"

@@ -1,4 +1,6 @@
-"""Makes the document of gradient traffic: the step, the link, and a table of methods."""
+"""Makes the document of gradient traffic, the bytes that ranks send each other in a step: the step, the link, and a table of
+compression methods.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ def _interval(share: IntervalEstimate) -> str:
 
 
 def view_traffic(traffic: Traffic) -> Document:
-    """Make the document of the gradient traffic."""
+    """Make the document of gradient traffic."""
     is_worth_it = traffic.fastest != UNCOMPRESSED
     rate = traffic.assumed_bytes_per_second
     step = (

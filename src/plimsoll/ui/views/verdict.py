@@ -37,7 +37,7 @@ _BLOCKS_SHOWN = 6
 
 
 def view_verdict(verdict: Verdict) -> Document:
-    """Make the document of the verdict."""
+    """Make the document of a probe's verdict."""
     tone = Tone.GOOD if verdict.ruling.is_pass else Tone.BAD
     return Document(
         source="Probe",
@@ -80,7 +80,7 @@ def _findings(verdict: Verdict) -> list[Element]:
 
 
 def _arms(verdict: Verdict) -> list[tuple[str, str, str]]:
-    """Figures of both runs side by side."""
+    """Return the rows of a table that shows the figures of both runs side by side."""
     target = _number(verdict.target_loss)
     names = (
         f"loss, mean of {verdict.window} steps",
@@ -113,12 +113,15 @@ def _number(number: float | None) -> str:
 
 
 def _shift(entry: NormComparison) -> tuple[bool, float]:
-    """Sort key: the whole model first, then blocks by the size of their shift, the largest first."""
+    """Return the key for sorting blocks: the whole model first, then blocks by the size of their shift, the largest first."""
     return entry.block != WHOLE_MODEL, 0.0 if entry.shift is None else -abs(entry.shift.value)
 
 
 def _norm_cells(entry: NormComparison) -> tuple[str, ...]:
-    """One row for a block; each cell holds baseline and plan."""
+    """Return the cells of the row for one block.
+
+    A cell with two numbers shows the run without the plan, then the run with it.
+    """
     one, other = entry.baseline, entry.plan
     kurtosis = (UNKNOWN if each.kurtosis is None else f"{each.kurtosis:.1f}" for each in (one, other))
     shift, p_value = entry.shift, entry.adjusted_p_value
@@ -134,7 +137,7 @@ def _norm_cells(entry: NormComparison) -> tuple[str, ...]:
 
 
 def _interval(estimate: IntervalEstimate | None) -> str:
-    """``1.012 (0.997 to 1.027)``."""
+    """Return an estimate with its interval as text, such as ``1.012 (0.997 to 1.027)``."""
     return UNKNOWN if estimate is None else f"{estimate.value:.3f} ({estimate.low:.3f} to {estimate.high:.3f})"
 
 
