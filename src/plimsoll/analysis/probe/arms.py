@@ -1,7 +1,7 @@
-"""Trains both arms of a probe alternately, a chunk of steps at a time, on one model object, and logs them.
+"""Trains a probe's two arms (without and with the plan) in turns, a chunk of steps at a time, on one model, and logs them.
 
-After every chunk, the arm's state is written to the run directory and the other arm's state is read. So only one arm's state
-is in memory at a time, and an interrupted run continues after its last whole chunk. The result of a chunk depends only on the
+After every chunk, the arm's state is written to the run directory and the other arm's state is read. So only one arm's state is
+in memory at a time, and an interrupted run continues after its last whole chunk. The result of a chunk depends only on the
 state at its start, the batches and the seed. So an interrupted run gives the same numbers as an uninterrupted run.
 """
 
@@ -35,14 +35,14 @@ from plimsoll.session.manage import manage
 from plimsoll.tracing.recorder.untouched import KeptState, RandomState
 
 _COMPARED = 1
-"""Index of the step within a chunk that compares gradients: the step after the plan's recording step."""
+"""The index, within a chunk, of the step that compares gradients. It is the step after the plan's engine records."""
 _LEAST_STEPS_TO_MEASURE = 3
-"""The peak is measured only in chunks with a step after the recording step and the comparing step."""
+"""The least steps of a chunk in which the peak is measured: one step records, one compares gradients, and one must remain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """The inputs of a probe: model and trainer, plan, data, settings, run directory and progress report."""
+    """The inputs of a probe, as data: model and trainer, plan, batches, settings, run directory and progress report."""
 
     trainer: Trainer
     plan: Plan
@@ -55,7 +55,7 @@ class Job:
 
 
 class Arms:
-    """Both arms and their progress. Continues an interrupted run from its run directory.
+    """Trains both arms and holds their logs. If the run directory has an interrupted run, that run is continued.
 
     Args:
         job: the inputs of the probe.
@@ -82,7 +82,7 @@ class Arms:
 
     @property
     def steps(self) -> int:
-        """Steps that both arms have taken."""
+        """The number of steps that both arms have taken."""
         return min(self._steps_of(arm) for arm in ARMS)
 
     def _steps_of(self, arm: str) -> int:
@@ -95,11 +95,11 @@ class Arms:
 
     @property
     def logs(self) -> tuple[ArmLog, ArmLog]:
-        """The logs of the baseline and of the plan."""
+        """The logs of the two arms: the baseline's, then the plan's."""
         return self._logs[BASELINE], self._logs[PLAN]
 
     def advance(self) -> None:
-        """Run the next chunk in both arms. Skip an arm that had finished this chunk before an interruption."""
+        """Run the next chunk of steps in both arms. An arm that had finished this chunk before an interruption is skipped."""
         settings = self._job.settings
         start = self.steps
         calls = self._job.stream.draw(min(settings.chunk_steps, settings.steps - start))
@@ -162,9 +162,10 @@ class Arms:
         managed: Handle | None,
         chunk: tuple[int, int],
     ) -> StepRecord:
-        """Run one step of a chunk. The plan records in the first step, and gradients are compared in the second.
+        """Run one step of a chunk. In the first step the plan's engine records, and in the second step gradients are compared.
 
-        The peak is measured only in the last step of the first and of the last chunk, because on a CPU that takes seconds.
+        The peak is measured only in the last step of the first chunk and of the last chunk, because on a CPU measuring takes
+        seconds.
         """
         start, count = chunk
         trainer, offset = self._job.trainer, step - start
@@ -186,7 +187,10 @@ class Arms:
         return record if offset else msgspec.structs.replace(record, seconds=None)
 
     def _reference(self, call: Call, managed: Handle) -> list[list[torch.Tensor | None]]:
-        """The unmanaged gradients at the present parameters; model state and random state are restored afterwards."""
+        """Return the gradients without the plan at the present parameters.
+
+        The model's state and the random state are restored afterwards.
+        """
         trainer = self._job.trainer
         random, state = RandomState(), KeptState(trainer.model)
         with managed.paused():
