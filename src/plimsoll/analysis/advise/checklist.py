@@ -304,8 +304,8 @@ def _bubbles(_: StepEvidence) -> _Judged:
 def _savings(evidence: StepEvidence) -> _Judged:
     """Check whether the plan saves less than expected.
 
-    With a receipt, compare the measured peak with the predicted peak. Without one, compare the bytes that the plan frees
-    between forward and backward with the bytes by which it lowers the peak.
+    With a receipt, compare the measured peak with the predicted peak. Without one, compare the reduction of the peak with the
+    bytes that the plan frees between forward and backward.
     """
     receipt, plan = evidence.receipt, evidence.managing
     if receipt is not None:

@@ -32,7 +32,7 @@ class Wish:
     """The limits that a plan must keep to (its peak and its gradient error), and what the command that makes the plan needs."""
 
     limit_bytes: int
-    """The largest allowed peak in bytes: the budget, or the peak at the frontier's knee if there is no budget."""
+    """The largest allowed peak in bytes: the budget, or the peak at the frontier's knee for a step without a budget."""
     limit_text: str
     """The limit as text for the command line."""
     is_budget: bool

@@ -80,7 +80,7 @@ def captured_ticks(trace: Trace, capture: Capture) -> set[int]:
 def _captured_forward(trace: Trace, capture: Capture) -> set[int]:
     """Return the positions in ``trace.ops`` of forward ops that ran in a captured graph.
 
-    Every op between the first and the last matched op of a graph belongs to that graph, even if the op itself has no match.
+    Every op between the first and the last matched op of a graph belongs to that graph, even an op without a match.
     """
     ticks = [tick for tick, op in enumerate(trace.ops) if op.phase is Phase.FORWARD]
     runs = [run for run, keys in enumerate(capture.forward) for _ in keys]

@@ -281,7 +281,7 @@ class _DeviceAccounts(_Accounts):
         return index
 
     def _gap(self, start: int, end: int, stalled_ns: int = 0) -> Gap:
-        """Return the gap, split by what the host did.
+        """Return the gap, split by the host's activity.
 
         The time after the launch of the next work counts as stalled if it is longer than a launch takes.
         """

@@ -83,7 +83,7 @@ class _Rules:
         return ((self._cause_of(work, is_recomputed=is_again), reference), (slower, work.own_ns - reference))
 
     def _cause_of(self, work: WorkPiece, *, is_recomputed: bool) -> OverheadCause:
-        """Return the cause because of which the work runs at all.
+        """Return the cause for running the work at all.
 
         Recomputed work that the baseline does not have may be a part of a kernel that is fused in the baseline.
         """

@@ -1,4 +1,4 @@
-"""The ledger of one profile: which work ran in which phase and module and for how long, and the idle time.
+"""The ledger of one profile: its pieces of work, each with phase, module and own time, and the idle time.
 
 On a device, a piece of work is a kernel, a copy, a fill or a whole CUDA graph. Without device activity, a piece of work is a
 CPU op and its own time. Every busy instant belongs to one piece, so the pieces add up to the busy time, and busy plus idle time
@@ -71,7 +71,7 @@ def is_heavy(name: str) -> bool:
 
 
 class Gap(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One idle interval, whose length in nanoseconds is split by what the host did meanwhile."""
+    """One idle interval. Its length in nanoseconds is split by the host's activity."""
 
     step: int
     waiting_ns: int

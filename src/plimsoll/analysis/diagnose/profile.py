@@ -228,7 +228,7 @@ class Nesting:
         return index
 
     def own_segments(self) -> list[list[Interval]]:
-        """Return, for each span, the intervals in which none of its child spans runs.
+        """Return, for each span, the intervals while none of its child spans runs.
 
         Time of runtime calls counts as the parent's own time.
         """

@@ -321,9 +321,7 @@ def with_storages(trace: Trace, change: Callable[[Storage], Storage]) -> Trace:
 
 
 def with_eight_bit_state(trace: Trace) -> Trace:
-    """Return a copy of the trace in which the optimizer's state takes 8 bits per number instead of 32, as 8-bit optimizers hold
-    it.
-    """
+    """Return a copy of the trace with the optimizer's state in 8 bits per number instead of 32, as 8-bit optimizers hold it."""
 
     def change(storage: Storage) -> Storage:
         if storage.category is not Category.OPTIMIZER_STATE or storage.bytes < _LEAST_STATE_BYTES:

@@ -37,7 +37,7 @@ from plimsoll.tracing.recorder.untouched import KeptState, RandomState
 _COMPARED = 1
 """The index, within a chunk, of the step that compares gradients. It is the step after the plan's engine records."""
 _LEAST_STEPS_TO_MEASURE = 3
-"""The least steps of a chunk in which the peak is measured: one step records, one compares gradients, and one must remain."""
+"""The peak is measured only in chunks with at least this many steps: one records, one compares gradients, one must remain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

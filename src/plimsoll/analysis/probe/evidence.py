@@ -23,8 +23,8 @@ ARMS = (BASELINE, PLAN)
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The log record of one training step.
 
-    ``seconds`` is ``None`` for a step in which the plan's engine records or the peak is measured, because its time is not
-    typical. ``peak_bytes`` is ``None`` unless the peak is measured.
+    ``seconds`` is ``None`` if the plan's engine records in the step or the peak is measured, because the step's time is then
+    not typical. ``peak_bytes`` is ``None`` unless the peak is measured.
     """
 
     step: int
@@ -149,7 +149,7 @@ class ProbeEvidence:
         return 0 < self.steps == self.identical_steps and len(self.baseline_log.steps) == len(self.plan_log.steps)
 
     def gradients(self, block: str) -> GradientSamples | None:
-        """Return the comparisons of one block's gradients, or ``None`` if there is no usable comparison."""
+        """Return the comparisons of one block's gradients, or ``None`` if none of them is usable."""
         index = self.blocks.index(block) - 1  # -1 is the whole model, which the records do not list as a block
         sums = [
             [math.fsum(column) if index < 0 else column[index] for column in record.columns]

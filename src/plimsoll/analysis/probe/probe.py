@@ -75,8 +75,8 @@ def probe(
             AdamW.
         held_out: batches for evaluation, or the number of batches at the end of each pass through ``batches`` to set apart.
             By default a tenth of the batches, at most 8, if their number is known.
-        target_loss: the loss for which the verdict reports the steps and seconds to reach it; by default the baseline's own
-            final loss.
+        target_loss: a loss: the verdict reports the steps and seconds until it is reached. By default the baseline's own final
+            loss.
         seed: the seed of everything random, such as the order of batches and the dropout masks.
         run: a directory that stores the run. After an interruption, the same call continues there and returns the result of
             an uninterrupted run. By default a temporary directory.

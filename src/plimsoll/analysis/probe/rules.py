@@ -108,7 +108,7 @@ class Findings:
 
     @property
     def reason(self) -> str:
-        """The finding of the rule that decided, together with what that rule allows."""
+        """The finding of the rule that decided, and the range that the rule allows."""
         deciding = [rule for rule in self.rules if rule.name == self.decided_by]
         if deciding:
             return f"{deciding[0].name}: {deciding[0].found}; allowed: {deciding[0].allowed}"

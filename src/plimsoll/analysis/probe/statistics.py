@@ -28,7 +28,7 @@ from plimsoll.artifacts.verdict import IntervalEstimate
 Series = NDArray[np.float64]
 
 LEAST_STEPS = 16
-"""The smallest number of steps from which an interval is computed."""
+"""The smallest number of steps for an interval. With fewer steps, intervals are not computed."""
 LEAST_SAMPLES = 3
 SPIKE = 3.0
 """A norm above this multiple of the running median is a spike."""
@@ -48,7 +48,7 @@ _LEAST_WINDOW = 10
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A mean with its standard error and its degrees of freedom, from which intervals of any confidence are computed."""
+    """A mean with its standard error and its degrees of freedom. Its methods compute intervals of any confidence."""
 
     value: float
     standard_error: float

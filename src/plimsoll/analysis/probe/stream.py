@@ -28,7 +28,7 @@ _SHARE_SET_APART = 10
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One batch, as the arguments with which the model is called."""
+    """One batch, as arguments for a call of the model."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]

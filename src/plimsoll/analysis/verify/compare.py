@@ -281,7 +281,7 @@ def _measure(
 
 
 def _run_twice(step: TrainingStep, evidence: Evidence, absent_bytes: int) -> PlanMeasurement:
-    """Measure the plan's first step, in which the engine records, and the following step.
+    """Measure the plan's first step (the engine records during it) and the following step.
 
     Return the larger peak of the two, and for each tensor the larger of its two differences from the unmanaged step.
     """

@@ -215,10 +215,10 @@ class RepeatedOps(TorchDispatchMode):
         return None
 
     def _start(self, episode: Sequence[_Entry]) -> int:
-        """Return the position among the forward ops at which the recomputation begins.
+        """Return the position among the forward ops where the recomputation begins.
 
-        Of all candidates, it is the start from which the most following ops match with equal inputs. Among equal candidates, it
-        is the start from which the most ops match at all.
+        It is the candidate whose following ops match most often with equal inputs. Among equal candidates, it is the candidate
+        with the most ops that match at all.
         """
         starts = [index for index, entry in enumerate(self._forward) if entry.place == episode[0].place]
 

@@ -51,8 +51,8 @@ from plimsoll.units import check_count, format_bytes, format_seconds
 _STATE_NOISE = 0.01
 """Optimizer state counts as planned if its bytes differ from the plan's by less than this share."""
 _SEVERITY = {verdict: index for index, verdict in enumerate(ReceiptVerdict)}
-"""A mapping from each verdict to its rank, 0 for the worst: ``ReceiptVerdict`` lists verdicts in the order in which a receipt
-tests them.
+"""A mapping from each verdict to its rank, 0 for the worst: ``ReceiptVerdict`` lists verdicts in the order that a receipt
+tests.
 """
 
 
@@ -313,7 +313,7 @@ def _hold_plan(
 
 
 def _recording_and_steady(step: TrainingStep, evidence: Evidence, report: Progress) -> tuple[int, int, Apart]:
-    """Measure the plan's first step, in which the engine records, and a later step, which is like all following steps.
+    """Measure the plan's first step (the engine records during it) and a later step, which is like all following steps.
 
     Return the peak of each in bytes, and for each tensor the larger of its two differences from the unmanaged step.
     """
