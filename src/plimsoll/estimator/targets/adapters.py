@@ -1,4 +1,4 @@
-"""Temporarily fine-tune a model with adapters: its own weights are frozen, added small matrices are trained.
+"""Temporarily fine-tunes a model with adapters: its own weights are frozen, added small matrices are trained.
 
 LoRA (Hu et al. 2022) adds ``B A x`` to linear layers. QLoRA (Dettmers et al. 2023) also holds their weights in 4 bits, and
 dequantizes them for each product, once in forward and again in backward. Bottleneck adapters (Houlsby et al. 2019) follow the
@@ -28,7 +28,7 @@ _LAYERS = {
     "attention": re.compile(r"attn|attention", re.IGNORECASE),
     "all": re.compile(""),
 }
-"""By the value of ``lora-on``: which linear layers within blocks get adapters."""
+"""For each value of ``lora-on``, a pattern for the names of the linear layers within blocks that get adapters."""
 _AFTER = re.compile(r"\.\d+\.(\w*attn|\w*attention|mlp|ffn|feed_forward)$", re.IGNORECASE)
 _BLOCK_ELEMENTS = 64
 _NESTED_ELEMENTS = 256
@@ -146,7 +146,7 @@ class _Bottleneck(nn.Module):
 
 
 class _FourBitLinear(nn.Module):
-    """A frozen 4-bit linear layer, with an 8-bit scale per 64 elements and a 32-bit scale per 256 of these scales."""
+    """A frozen linear layer in 4 bits, with an 8-bit scale per 64 elements, and a 32-bit scale per 256 of these scales."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
@@ -168,7 +168,10 @@ class _FourBitLinear(nn.Module):
 
 
 class _FourBitProduct(torch.autograd.Function):
-    """``x W^T`` with a weight that is dequantized for the product and freed after it; backward dequantizes it again."""
+    """The product ``x W^T`` with a 4-bit weight.
+
+    The weight is dequantized for the product and freed after it; backward dequantizes it again.
+    """
 
     @staticmethod
     def forward(
@@ -185,7 +188,10 @@ class _FourBitProduct(torch.autograd.Function):
 
 
 def _whole(packed: torch.Tensor, scales: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Read, allocate and free as many bytes as bitsandbytes' dequantization: scales in float32, then the weight."""
+    """Return the dequantized weight.
+
+    It reads, allocates and frees as many bytes as bitsandbytes' dequantization: scales in float32, then the weight.
+    """
     wide = scales.float()
     whole = packed.unsqueeze(1).expand(-1, 2).to(dtype).view(-1)[: shape.numel()].view(shape)
     del wide
