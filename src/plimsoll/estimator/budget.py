@@ -38,9 +38,9 @@ A process that runs forward and backward in one thread has one handle instead of
 """
 _ACTIVATION_ERROR = {False: 0.02, True: 0.05}
 _TEMPORARY_ERROR = {False: 0.03, True: 0.15}
-"""The relative error of temporaries, by whether the trace only assumes a GPU's kernels.
+"""The relative errors of activations and of temporaries, by whether the trace only assumes a GPU's kernels.
 
-Their masks, statistics and workspaces differ between versions.
+The masks, statistics and workspaces of such kernels differ between versions.
 """
 _COMMUNICATION_ERROR = 0.2
 """The relative error of communication buffers.

@@ -7,9 +7,6 @@ promising first. The micro-batch of the fastest layouts is doubled as long as th
 
 Known weakness: schedules are 1F1B, and context parallelism is off, unless they are given. The comparison depends on links and
 rates that may be off by 30%: the first few layouts of the list are each worth a try.
-
-Known weakness: schedules are 1F1B, and context parallelism is off, unless they are given. The comparison depends on links and
-rates that may be off by 30%: the first few layouts of the list are each worth a try.
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@ form rows along which peaks fall and time grows, so bisection finds the first th
 more is skipped if it is already too slow without offloading.
 
 Known weakness: a framework reruns everything that it checkpoints; our simulation reruns only what backward needs.
-
-Known weakness: a framework reruns everything that it checkpoints; our simulation reruns only what backward needs.
 """
 
 from __future__ import annotations

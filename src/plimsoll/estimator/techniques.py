@@ -345,7 +345,7 @@ def _gather_again(edit: Edit, call: RegionCall, value: Value, part: float) -> No
 def _with_hidden_collectives(trace: Trace) -> Trace:
     """Return the step with tensor-parallel gathers and scatters overlapped with the products up to the next collective.
 
-    Inside blocks, such a collective runs in pieces between the pieces of the products.
+    Inside blocks, such a collective is divided into pieces, and products run meanwhile.
 
     Source: Megatron-Core's ``tp_comm_overlap`` (Transformer Engine's userbuffers); torch's asynchronous tensor parallelism
     does the same.

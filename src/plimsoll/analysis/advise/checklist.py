@@ -35,7 +35,8 @@ _RIGHT_GRADIENTS = (ReceiptVerdict.OVER_BUDGET, ReceiptVerdict.OVER_PREDICTION)
 """Receipt verdicts that are not passes, but that do not say anything against the gradients."""
 _FUSED = "scaled_dot_product"
 _MASK_SHARE = 4
-"""A saved tensor counts as an attention matrix if it has at least one part in this many of the largest candidate's bytes.
+"""A saved tensor counts as an attention matrix if its bytes times this number reach the bytes of the largest tensor between the
+two products.
 
 A dropout mask has one byte for each four bytes of the attention matrix; smaller tensors between the products are not matrices.
 """

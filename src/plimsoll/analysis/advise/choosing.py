@@ -133,7 +133,7 @@ def _reason(entry: Made, chosen: Made | None, made: Sequence[Made], wish: Wish) 
 
 
 def _is_worse(plan: Plan, other: Plan) -> bool:
-    """Whether ``other`` dominates ``plan``: ``other`` needs no more memory and no more time, and less of at least one."""
+    """Whether ``other`` dominates ``plan``: at most as much memory and at most as much time, and less of at least one."""
     more_bytes = plan.predicted_peak_bytes - other.predicted_peak_bytes
     more_seconds = plan.predicted_seconds - other.predicted_seconds
     return more_bytes >= 0 and more_seconds >= 0 and (more_bytes > 0 or more_seconds > 0)

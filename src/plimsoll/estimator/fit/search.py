@@ -7,8 +7,6 @@ solve. Then it halves the gaps on both sides of the best point as long as a poin
 plan bounds every plan's speed, and does not cost a solve.
 
 Known weakness: throughput is assumed to be concave between neighbouring points; a second maximum there is not found.
-
-Known weakness: throughput is assumed to be concave between neighbouring points; a second maximum there is not found.
 """
 
 from __future__ import annotations
