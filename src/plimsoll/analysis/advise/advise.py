@@ -188,7 +188,10 @@ def advise(
 
 
 def _ask(task: TrainingTask, trace: Trace, unmanaged: Plan, limit_seconds: float, report: Progress) -> Capture:
-    """Ask torch.compile what it captures. This runs the unmanaged step, so it is skipped if the step does not fit."""
+    """Ask torch.compile which part of the step it would capture.
+
+    This runs the unmanaged step, so torch.compile is not asked if that step does not fit.
+    """
     needed, device = unmanaged.baseline_peak_bytes, next(task.model.parameters()).device
     obstacle = ""
     if trace.is_fake:
@@ -237,7 +240,7 @@ def _notes(trace: Trace, *, has_optimizer: bool) -> tuple[str, ...]:
 
 
 def _refuse_other(what: str, found: str, own: str) -> None:
-    """Refuse evidence about another model or another batch.
+    """Raise if a receipt or a verdict is about another model or another batch.
 
     Raises:
         PlanMismatch: the fingerprints or the signatures differ; the message shows both.

@@ -48,10 +48,11 @@ _Checks = Sequence[tuple[str, str, Callable[["StepEvidence"], _Judged]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEvidence:
-    """The evidence for the checklist and the failure modes: the traced step, its plans, and the user's receipt and verdict.
+    """The evidence for the checklist and the failure modes, as data: the traced step, its plans, and the user's receipt and
+    verdict.
 
-    ``made`` begins with the unmanaged plan. ``items`` is the number of tokens or examples in one batch, and ``items_name``
-    says which. ``target`` is the step's name in commands. ``receipt`` and ``verdict`` belong to this model and step.
+    ``made`` begins with the unmanaged plan. ``items`` is the number of tokens or examples in one batch, and ``items_name`` says
+    which. ``target`` is the step's name in commands. ``receipt`` and ``verdict`` belong to this model and step.
     """
 
     index: StepIndex
@@ -110,7 +111,7 @@ class StepEvidence:
 
 
 def check_all(evidence: StepEvidence) -> tuple[CheckItem, ...]:
-    """Judge all items, in the order of the checklist."""
+    """Judge all items of the checklist, and return them in its order."""
     return _judge(_CHECKS, evidence)
 
 

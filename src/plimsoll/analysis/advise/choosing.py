@@ -34,7 +34,7 @@ class Wish:
     limit_bytes: int
     """The largest allowed peak in bytes: the budget, or the peak at the frontier's knee for a step without a budget."""
     limit_text: str
-    """The limit as text for the command line."""
+    """The limit as the command line writes it."""
     is_budget: bool
     max_error: float
     target: str
@@ -142,8 +142,7 @@ def _is_worse(plan: Plan, other: Plan) -> bool:
 def recommend(made: Sequence[Made], chosen: Made | None, bottleneck: Bottleneck, wish: Wish) -> Recommendation:
     """Write the recommendation: one headline and a few reasons.
 
-    Without a budget, the recommendation is to look elsewhere if recomputation can remove less than the share ``LITTLE`` of
-    the peak.
+    Without a budget, it recommends to look elsewhere if recomputation can remove less than the share ``LITTLE`` of the peak.
     """
     memory = (bottleneck.summary, *bottleneck.remedies)
     peak, limit = format_bytes(bottleneck.peak_bytes), format_bytes(wish.limit_bytes)

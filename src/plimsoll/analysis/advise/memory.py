@@ -32,7 +32,7 @@ _RANKS = 8
 
 
 def find_bottleneck(trace: Trace, unmanaged: Plan, changes: Sequence[Change] = ()) -> Bottleneck:
-    """Split the unmanaged peak into parts, name the largest group, and list remedies that are not plans.
+    """Return what makes up the unmanaged peak: its parts, the largest group of parts, and remedies that are not plans.
 
     ``unmanaged`` is the plan ``none``; its floor is the smallest peak that recomputation reaches. ``changes`` are changes to
     the loss and the optimizer, with their replayed peaks.

@@ -40,7 +40,7 @@ _MOST_US = 1e17
 Traces count from the machine's boot or from 1970.
 """
 _MOST_DIMENSIONS = 64
-"""The most dimensions that a tensor of torch has."""
+"""The largest number of dimensions that a tensor of torch can have."""
 _MOST_INTEGER = 2**63
 _HOST = {
     "cpu_op": HostKind.OP,
@@ -107,7 +107,7 @@ class _Trace(msgspec.Struct):
 
 
 def read_chrome(path: Path) -> Profile:
-    """Read a trace, which may be compressed with gzip.
+    """Read a trace of ``torch.profiler``, which may be compressed with gzip, and return it in the common form.
 
     Raises:
         InvalidTrace: the file is unreadable, empty, truncated, or not a trace of ``torch.profiler``.

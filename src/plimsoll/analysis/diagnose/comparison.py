@@ -39,7 +39,7 @@ _LONG_GAP_NS = LONG_GAP_SECONDS / _NS
 _NOTABLE_GAP_SHARE = 0.05
 """Long gaps raise a warning sign if together they take more than this share of the step."""
 _LEAST_COMMON_SHARE = 0.9
-"""Two profiles of the same model have at least this share of the baseline's forward ops in common."""
+"""If the plan's profile has less than this share of the baseline's forward ops, the two profiles count as different models."""
 _MOST_FACTOR = 1.1
 """If forward ops run more often than in the baseline by more than this factor, the two profiles differ in steps or
 micro-batches.

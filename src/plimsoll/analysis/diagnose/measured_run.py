@@ -48,11 +48,11 @@ by this.
 
 
 class RunFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The keys that a file of numbers may have. Bytes are numbers, or text with a unit.
+    """The measured figures of a run: the keys that a file of numbers may have.
 
-    ``allocated`` and ``reserved`` are torch's peaks; ``device`` is the use that the driver reports. ``snapshot`` and
-    ``trace`` name files in the same folder. ``items`` are bytes by the estimate's own item names. ``stage`` is the pipeline
-    stage of the rank that measured.
+    Bytes are numbers, or text with a unit. ``allocated`` and ``reserved`` are torch's peaks; ``device`` is the use that the
+    driver reports. ``snapshot`` and ``trace`` name files in the same folder. ``items`` are bytes by the estimate's own item
+    names. ``stage`` is the pipeline stage of the rank that measured.
     """
 
     step_seconds: float | None = None

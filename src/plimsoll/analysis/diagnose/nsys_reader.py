@@ -50,7 +50,7 @@ _DIGITS = 18
 
 
 def read_nsys(path: Path) -> Profile:
-    """Read an export that ``nsys export --type sqlite`` wrote.
+    """Read an export that ``nsys export --type sqlite`` wrote, and return it in the common form.
 
     Raises:
         InvalidTrace: the file is not a database, is damaged, comes from another program, or lacks a timeline.

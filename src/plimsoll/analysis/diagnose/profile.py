@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import msgspec
 
 Interval = tuple[int, int]
-"""Start and end, in nanoseconds."""
+"""A pair of start and end, in nanoseconds."""
 
 
 class HostKind(enum.Enum):

@@ -36,7 +36,7 @@ from plimsoll.tracing.trace import trace as trace_step
 from plimsoll.tracing.trace import watch
 
 _REPLAYED, _MODELLED, _RUN_AGAIN, _PLANNED = "replayed", "modelled", "run again", "planned"
-"""How a change's peak was found (``Change.basis``)."""
+"""The words for how a change's peak was found, as in ``Change.basis``."""
 Choose = Callable[[StepIndex], Sequence[Choice]]
 _BOTH = " and "
 _CHUNK_LABEL = "one chunk of logits"
@@ -148,7 +148,9 @@ class Changes:
         return tuple(sorted(self._found, key=self._rank))
 
     def _rank(self, change: Change) -> tuple[int, bool, int, str]:
-        """Sort key: the largest reduction first; among equal reductions, a single change before a pair of changes."""
+        """Return a sort key: the largest reduction comes first; of equal reductions, a single change comes before a pair of
+        changes.
+        """
         step_bytes = max(LEAST_SHARE * self._peak_bytes, 1.0)
         return -round(change.lowers_bytes / step_bytes), _BOTH in change.name, -change.lowers_bytes, change.name
 
@@ -265,7 +267,10 @@ class Changes:
         )
 
     def _strategies(self) -> None:
-        """Try Plimsoll's strategies instead of the present set-up, and the lowest plan also with the chunked loss."""
+        """Try Plimsoll's strategies in place of the present way to save memory.
+
+        Also try the lowest plan together with the chunked loss.
+        """
         try:
             trace = self._subject.trace if self._subject.choose is not None else self._step.trace(self._step.task.batch)
         except PlimsollError as error:

@@ -60,7 +60,7 @@ class Weights(msgspec.Struct, kw_only=True):
 
 
 def take_weights(model: nn.Module) -> Weights:
-    """Copy all parameters and buffers to the host."""
+    """Return copies of all parameters and buffers on the host."""
     return Weights(
         parameters=[parameter.detach().to("cpu", copy=True) for parameter in _parameters(model)],
         buffers=[buffer.detach().to("cpu", copy=True) for buffer in model.buffers()],
@@ -83,7 +83,7 @@ def put_weights(model: nn.Module, weights: Weights, parameters: Sequence[torch.T
 def trainable_copy(model: nn.Module) -> Iterator[Weights]:
     """Let the block train the model, and restore everything afterwards, including the version counters of its tensors.
 
-    The original weights are stored on the host, so that the device holds only one set of weights.
+    It yields the original weights. They are stored on the host, so that the device holds only one set of weights.
     """
     # Collected before training: a failing step of a sharded model may leave gathered parameters in place of the shards.
     parameters = _parameters(model)
@@ -179,7 +179,7 @@ class RunDirectory:
             raise self._damaged(place.name, error) from error
 
     def save(self, arm: str, state: ArmState) -> None:
-        """Write an arm's state and log."""
+        """Write the state of an arm and, as a separate file, its log."""
         held = msgspec.structs.asdict(state) | {"log": msgspec.json.encode(state.log)}
         with self._explained():
             self._write(f"{arm}.pt", lambda file: torch.save(held, file))

@@ -116,7 +116,7 @@ class Findings:
 
 
 def judge(evidence: ProbeEvidence, settings: ProbeSettings) -> Findings:
-    """Test all rules on the logged steps.
+    """Test all rules on the logged steps, and return the outcomes.
 
     Args:
         evidence: both arms, at least one step each.

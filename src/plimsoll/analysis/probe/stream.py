@@ -116,7 +116,7 @@ class Stream:
         return call
 
     def _passes(self) -> Iterator[Any]:
-        """Yield the batches of pass after pass, without the batches that are set apart."""
+        """Yield the training batches of one pass after the other, without end. The batches that are set apart are left out."""
         if self.is_fixed:
             yield from itertools.repeat(self._source)
         while True:
@@ -187,7 +187,7 @@ def is_batch(source: Any) -> bool:
 
 
 def held_out_calls(source: Iterable[Any]) -> list[Call]:
-    """Read the batches for evaluation.
+    """Return the batches for evaluation as a list.
 
     Raises:
         InvalidProbe: ``source`` does not yield batches.

@@ -240,7 +240,10 @@ def _measure(
     rounds: int,
     report: Progress,
 ) -> _Measured:
-    """Run every strategy that can be applied, then time all of them and the unmanaged step in interleaved rounds."""
+    """Run every strategy that can be applied, then time all of them and the unmanaged step in interleaved rounds.
+
+    Return the peaks, gradients and timings.
+    """
     step = task.step(written=written)
     usable = {name: each for name, each in managers.items() if not isinstance(each, Plan) or each.status.is_usable}
     plans = [each for each in managers.values() if isinstance(each, Plan)]
@@ -370,7 +373,7 @@ class TorchsOwn:
         self._put_back: list[Callable[[], None]] = []
 
     def resumed(self) -> TorchsOwn:
-        """Resume, and return self."""
+        """Call ``resume``, and return this object."""
         self.resume()
         return self
 
@@ -381,7 +384,7 @@ class TorchsOwn:
             self._put_back.append(_with_forward(module, forward))
 
     def remove(self) -> None:
-        """Same as ``pause``."""
+        """Do the same as ``pause``. A plan's handle has this method too, so both can be used alike."""
         self.pause()
 
     def pause(self) -> None:
@@ -450,7 +453,7 @@ def _checkpointed(task: TrainingTask, patterns: tuple[str, ...] | None, *, is_se
 
 
 class _Checkpointed(nn.Module):
-    """A module whose whole call, including its hooks, is checkpointed."""
+    """A module that runs another module under ``torch.utils.checkpoint``, including that module's hooks."""
 
     def __init__(self, module: nn.Module, words: Mapping[str, Any]) -> None:
         super().__init__()

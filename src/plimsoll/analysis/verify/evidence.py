@@ -65,7 +65,7 @@ Each is chosen so that, by the gradient, the loss changes by this share of itsel
 
 
 class Pausable(Protocol):
-    """An object that saves memory from ``resume`` until ``pause``, such as a plan's handle."""
+    """The interface of an object that saves memory from ``resume`` until ``pause``, such as a plan's handle."""
 
     def resume(self) -> None:
         """Start to save memory."""
@@ -181,7 +181,7 @@ def collect_evidence(step: TrainingStep, depth: Depth) -> Evidence:
 
 
 def compare_with(evidence: Evidence, step: TrainingStep) -> Apart:
-    """Compare the gradients and buffers of the step's last run with the evidence."""
+    """Return how far the gradients and buffers of the step's last run are from the reference."""
     return Apart(
         mismatches(evidence.gradients, step.gradients(), evidence.spread),
         mismatches(evidence.buffers, step.buffers(), evidence.spread),
@@ -213,11 +213,11 @@ class KeptCasts:
     """
 
     error: float
-    """The relative error of the managed gradient against the unmanaged gradient, both with the casts kept."""
+    """The relative error of the managed gradient against the unmanaged gradient, if every op rounds its result in both."""
     tolerance: float
     """The relative gradient error that other fusions may still cause with the casts kept."""
     moved: float
-    """The relative change of the unmanaged gradient when the casts are kept."""
+    """The relative change of the unmanaged gradient, if every op rounds its result."""
 
     @property
     def note(self) -> str:

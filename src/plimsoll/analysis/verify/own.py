@@ -57,7 +57,7 @@ class CompilerBudget:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether the compiler drops activations by itself."""
+        """Whether the budget is below 1, so that the compiler drops activations and recomputes them."""
         return self.share < 1.0
 
     def tolerance(self, model: nn.Module) -> float:

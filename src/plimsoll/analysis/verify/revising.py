@@ -82,7 +82,7 @@ class Reviser:
         return msgspec.structs.replace(receipt, confirmation=found, revised_plan=revised)
 
     def _solve(self, plan: Plan, traced: Trace, costs: Costs) -> Plan:
-        """Solve the plan again with measured costs, and run it until it keeps to its budget."""
+        """Solve the plan again with measured costs, and run it until its measured peak is within the budget."""
         options = PlanOptions.read(strategies=plan.strategy, allow=plan.allow)
         planner = StepPlanner(traced, costs, options, plan.budget_bytes, self.agreement)
         planner.try_forms(lambda: self.step)

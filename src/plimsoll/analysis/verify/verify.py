@@ -326,7 +326,7 @@ def _recording_and_steady(step: TrainingStep, evidence: Evidence, report: Progre
 
 
 def _with_casts_kept(step: TrainingStep, model: nn.Module, plan: Plan, receipt: Receipt) -> Receipt:
-    """Raise the receipt's rounding tolerance if the places where kernels round explain the gradient difference.
+    """Return the receipt with a higher rounding tolerance, if the gradient differs only because kernels round at other places.
 
     Otherwise return the receipt unchanged.
     """
