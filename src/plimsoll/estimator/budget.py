@@ -67,8 +67,10 @@ _UNACCOUNTED = {
         "one FSDP job and two LoRA jobs held 7 to 12% more; a dropout that the estimate left out explains 3% of it",
     ),
 }
-"""By whether the job has a pipeline: bytes that published runs hold beyond the sum of these parts. Each entry has the share of
-that sum, the limit in bytes, the relative error and the source."""
+"""What published runs hold beyond the sum of all other items, by whether the job has a pipeline.
+
+Each entry has the share of that sum, the limit in bytes, the relative error and the source.
+"""
 _EXACT = {
     Category.PARAMETER: "parameters",
     Category.GRADIENT: "gradients",
@@ -361,7 +363,9 @@ def _deepep_buffers(ranks: int, token_bytes: int) -> BudgetItem:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Ranks that communicate: their number, their distance in the numbering of ranks, and the pattern of their traffic."""
+    """Ranks that communicate, as data: how many they are, their distance in the numbering of ranks, and the pattern of their
+    traffic.
+    """
 
     name: str
     ranks: int

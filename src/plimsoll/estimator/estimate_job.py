@@ -187,7 +187,7 @@ class EstimateJob:
             yield [stage if stage.in_flight == flight else stage.waiting_with(flight) for stage, flight in stages]
 
     def _timed(self, ranks: list[Rank]) -> tuple[PipelineTimeline, float]:
-        """Simulate the pipeline; return its timeline and the seconds of the whole step."""
+        """Simulate the pipeline. Return its timeline, and the seconds of the whole step with reductions and optimizer."""
         timeline = simulate_pipeline(self.orders, self._pipeline_seconds(ranks))
         return timeline, timeline.step_seconds + max(self._after_seconds(rank) for rank in ranks)
 

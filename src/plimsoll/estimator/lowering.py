@@ -141,6 +141,6 @@ def lower(
 
 
 def _cost(found: tuple[SwitchValues, SwitchSetting]) -> tuple[float, int, int]:
-    """Sort key: the least time, then the fewest switches, then the least memory on the host."""
+    """Return a sort key: the least time first, then the fewest switches, then the least memory on the host."""
     setting = found[1]
     return (round(setting.step_seconds / _TIES) * _TIES, len(setting.values), setting.host_bytes)

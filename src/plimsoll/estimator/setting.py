@@ -18,7 +18,7 @@ from plimsoll.planning.sending import Sending
 from plimsoll.planning.strategies import uses_link
 
 AUTO, NOTHING, EVERYTHING = "auto", "none", "full"
-"""Strategies that this package handles by name."""
+"""The strategies that this package treats specially: solve a plan, keep everything, recompute everything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,11 +51,11 @@ class SwitchedModel:
     has_compressed_keys: bool = False
     has_host_link: bool = False
     may_leave_shards: bool = False
-    """Whether parameters, gradients and optimizer may be held on the host."""
+    """Whether a setting may hold parameter shards, gradients and optimizer on the host."""
 
     @staticmethod
     def of(trace: Trace, *, stages: int, has_host_link: bool, may_leave_shards: bool) -> SwitchedModel:
-        """Read the properties of a traced model."""
+        """Return these properties of a traced model."""
 
         def has(pattern: str) -> list[bool]:
             names = ([value.name for value in call.graph.values] for call in trace.regions)
@@ -140,7 +140,10 @@ def _modules_again(setting: SwitchValues) -> list[str]:
 
 
 def _go_together(again: frozenset[str], sent: frozenset[str]) -> bool:
-    """Whether Megatron-Core accepts both settings: recomputed tensors are not saved, so they cannot be offloaded."""
+    """Whether Megatron-Core accepts to recompute the modules ``again`` and to offload the modules ``sent``.
+
+    Recomputed tensors are not saved, so they cannot be offloaded.
+    """
     conflicts = (
         ("core_attn", {"core_attn"}),
         ("layernorm", {"qkv_linear"}),

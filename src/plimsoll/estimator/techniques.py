@@ -30,9 +30,10 @@ _PASSES_OF_FUSED_LOSS = 3
 def with_techniques(
     trace: Trace, how: Techniques, sequence: int | None = None, *, reads_both_ways: bool = False
 ) -> Trace:
-    """Return the step of one micro-batch under techniques that change its ops; ``sequence`` is a sample's length in tokens.
+    """Return the step of one micro-batch under techniques (such as fp8 or another loss kernel) that change its ops.
 
-    With ``reads_both_ways`` the device's fp8 products can read one copy of an operand by rows and by columns (Blackwell).
+    ``sequence`` is a sample's length in tokens. With ``reads_both_ways`` the device's fp8 products can read one copy of an
+    operand by rows and by columns (Blackwell).
 
     Raises:
         InvalidOption: a loss technique without a loss over classes in the step, or a technique that does not change any op.

@@ -95,7 +95,7 @@ class AnswerCache(Generic[Answer]):
         return answer
 
     def put(self, question: Mapping[str, Any], answer: Answer) -> None:
-        """Store the answer to a question."""
+        """Store the answer in a file that is named after the question."""
         self._files.put(key_of(question, self._kind), msgspec.msgpack.encode(answer))
 
 

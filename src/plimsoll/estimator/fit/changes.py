@@ -49,7 +49,7 @@ class _Finder:
 
     @property
     def shape(self) -> Shape:
-        """The shape of the smallest point."""
+        """The size (examples and tokens) of the smallest point."""
         return Shape(self.smallest.micro_batch, self.smallest.sequence)
 
     def changes(self) -> Iterator[FitChange]:
@@ -92,7 +92,7 @@ class _Finder:
         return self._change(name, described(self.smallest, plan), note)
 
     def _estimated(self) -> Iterator[FitChange]:
-        """Yield changes of the optimizer and of the layout, each evaluated with ``estimate``."""
+        """Yield changes of the optimizer (8 bits) and of the layout (more ranks), each evaluated with ``estimate``."""
         optimizer = self._optimizer_name()
         if optimizer is not None and optimizer not in known_optimizers():
             note = f"estimates do not support the optimizer {optimizer}"

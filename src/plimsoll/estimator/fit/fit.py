@@ -352,7 +352,7 @@ class _Job:
 def _loaded(
     target: str, batch: Any, loss: Loss | None, sequences: tuple[int, ...] | None, *, is_meta: bool
 ) -> tuple[nn.Module, Any, Loss | None]:
-    """Load a target by name with its own batch and loss.
+    """Load a target that is given by name, and return its model, its batch and its loss.
 
     Raises:
         InvalidOption: a batch or a loss was given as well.

@@ -35,7 +35,7 @@ class Shape(NamedTuple):
 
     @property
     def items(self) -> int:
-        """Tokens or examples in the micro-batch."""
+        """The number of tokens in the micro-batch, or of examples if the sequence cannot vary."""
         return self.batch * self.sequence
 
     def __str__(self) -> str:
@@ -75,7 +75,7 @@ class Space:
     allowed: tuple[int, ...] | None = None
 
     def ladder(self) -> tuple[int, ...]:
-        """Micro-batches to try first: each about twice the previous one."""
+        """Return the micro-batches to try first, in ascending order: each is about twice the previous one."""
         if self.allowed is None:
             doubled = (1 << power for power in range(self.most_batch.bit_length()))
             return tuple(dict.fromkeys([*doubled, self.most_batch]))
@@ -131,7 +131,7 @@ class Search:
 
 @dataclass(slots=True)
 class _Climb:
-    """The search for one sequence length."""
+    """The part of a search that is about one sequence length."""
 
     search: Search
     sequence: int
@@ -158,7 +158,7 @@ class _Climb:
         return fitting, None
 
     def _refine_unmanaged(self) -> None:
-        """Find the largest micro-batch that fits without a plan."""
+        """Find the largest micro-batch that fits without a plan, and evaluate it."""
         low = max((batch for batch in self._batches() if self._know(batch).is_unmanaged), default=None)
         high = min((batch for batch in self._batches() if low is not None and batch > low), default=None)
         if low is None or high is None:

@@ -79,7 +79,7 @@ class MicroBatches:
         self.sequences = sequences or (self._positions or 1,)
 
     def of(self, shape: Shape) -> Any:
-        """Return a batch of this shape."""
+        """Return a batch with this number of examples and tokens."""
         if self._make is not None:
             return self._make(shape.batch, shape.sequence)
         return tree_map_only(torch.Tensor, lambda tensor: self._resized(tensor, shape), self._sample)
@@ -291,7 +291,7 @@ class SingleDevice:
         return {shape: why for family in self._families.values() for shape, why in family.family.strays.items()}
 
     def traced(self, shape: Shape) -> tuple[Trace, Costs]:
-        """Return the step at a shape and its costs, traced at that shape."""
+        """Return the step at this size and its costs, from a trace at this size."""
         return self._family(shape).at(shape, must_trace=True)
 
     def optimizer_seconds(self, shape: Shape) -> float:

@@ -118,7 +118,7 @@ class Edits:
         return cut
 
     def undo(self) -> None:
-        """Restore the model."""
+        """Restore the model: remove hooks, restore parameters and attributes, and call what was remembered for the end."""
         for handle in self._handles:
             handle.remove()
         for table, name, value in reversed(self._tables):
@@ -145,9 +145,9 @@ _IN_PARTS = {"c_attn": (3, 2), "gate_up_proj": (2,)}
 
 
 def divide_group(group: Group, holder: nn.Module, tp: int, edits: Edits) -> tuple[str, ...]:
-    """Cut the parameters of a group, and set the attributes that its forward derives shapes from.
+    """Cut the parameters of a group (an attention or an MLP), and set the attributes that its forward derives shapes from.
 
-    ``holder`` holds the columns. Returns notes for the user.
+    ``holder`` is the module that holds the columns. Returns notes for the user.
 
     Raises:
         InvalidLayout: ``tp`` does not divide the heads or widths.
@@ -209,7 +209,9 @@ def _localise_attention(holder: nn.Module, heads: Heads, tp: int, edits: Edits) 
 
 
 def _column_share(path: str, module: nn.Module, heads: Heads | None, tp: int) -> tuple[int, int]:
-    """Return a layer's number of parts, and how many outputs of each part one rank keeps."""
+    """Return two numbers: how many layers this layer combines side by side, and how many outputs of each of them one rank
+    keeps.
+    """
     name = path.rpartition(".")[2]
     outputs = widths(module)[1]
     if name in _KEYS_AND_VALUES and heads is not None:
@@ -250,7 +252,9 @@ def _degrees_of(size: int) -> str:
 
 
 def divide_head_biases(biases: Mapping[str, nn.Module], tp: int, edits: Edits) -> None:
-    """Cut embeddings that have one column per head (T5's relative positions)."""
+    """Cut embeddings that have one column per attention head (T5's relative positions), so that each rank has its heads'
+    columns.
+    """
     for path, module in biases.items():
         weight = module._parameters["weight"]
         assert weight is not None

@@ -94,7 +94,7 @@ class Edit:
         return Inserted(len(self._ops) - 1)
 
     def add(self, size: int, category: Category, label: str, born: Moment, dies: Moment) -> int:
-        """Add a storage and return its id."""
+        """Add a storage, and return the storage's id."""
         number = len(self.trace.storages) + len(self._added)
         self._added.append((Storage(id=number, bytes=size, category=category, label=label, born=0, dies=0), born, dies))
         return number

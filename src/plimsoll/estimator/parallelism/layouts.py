@@ -249,7 +249,7 @@ _MOST_DEGREES = 8
 
 
 def check_layout(layout: Layout, facts: ModelFacts) -> None:
-    """Refuse a layout that the model's sizes rule out, before the model is traced.
+    """Raise if the model's sizes rule out the layout. This happens before the model is traced.
 
     ``facts`` describe the whole model and sequence; sizes that are ``None`` are not checked.
 

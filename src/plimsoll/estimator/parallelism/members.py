@@ -73,7 +73,9 @@ def assign(trace: Trace, counts: Sequence[int]) -> Membership:
 
 
 def even_counts(regions: int, stages: int) -> tuple[int, ...]:
-    """Divide region calls among stages as evenly as possible; the first and the last stage get the smaller numbers.
+    """Return the number of region calls of each stage, as even as possible.
+
+    The first and the last stage get the smaller numbers.
 
     Example:
         >>> even_counts(32, 4), even_counts(126, 16)

@@ -67,7 +67,7 @@ class ShardedUnit:
 
     @property
     def label(self) -> str:
-        """The unit's name in messages."""
+        """The name that messages give the unit."""
         return (self.name or "the rest of the model") + (" experts" if self.is_expert else "")
 
     @property

@@ -76,7 +76,9 @@ def pipeline_orders(layout: Layout) -> Orders:
 
 
 def check_rounds(layout: Layout) -> None:
-    """Refuse several stages per rank without interleaving, and interleaving if ranks do not divide the micro-batches."""
+    """Raise if a rank has several stages without interleaving, or if the ranks of an interleaved schedule do not divide the
+    micro-batches.
+    """
     is_interleaved = layout.schedule is PipelineSchedule.INTERLEAVED
     if layout.virtual_stages > 1 and not is_interleaved:
         raise InvalidLayout(

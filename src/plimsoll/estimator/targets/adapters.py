@@ -36,7 +36,7 @@ _NESTED_ELEMENTS = 256
 
 @contextlib.contextmanager
 def adapted(model: nn.Module, how: Techniques) -> Iterator[tuple[str, ...]]:
-    """Make ``model`` train only adapters inside the ``with`` statement; yields notes about the change.
+    """Make ``model`` train only adapters inside the ``with`` statement. It yields notes about the change for the user.
 
     Raises:
         InvalidOption: the model does not have a layer for adapters.
@@ -114,7 +114,7 @@ def _swap(parent: nn.Module, name: str, child: nn.Module, undo: list[Callable[[]
 
 
 class _LowRank(nn.Module):
-    """A linear layer with a low-rank product ``B A`` added to its result."""
+    """A module that adds a low-rank product ``B A x`` to the result of a linear layer (LoRA)."""
 
     def __init__(self, base: nn.Module, shape: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class _LowRank(nn.Module):
 
 
 class _Bottleneck(nn.Module):
-    """A module followed by a narrow feed-forward network with a residual connection."""
+    """A module that runs another module and then a narrow feed-forward network with a residual connection."""
 
     def __init__(self, base: nn.Module, features: int, width: int, like: torch.Tensor) -> None:
         super().__init__()

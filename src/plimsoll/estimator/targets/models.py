@@ -258,7 +258,7 @@ _PICTURE_SIDE, _PIXELS_PER_TOKEN = 1024, 16
 _HOST = "cpu"
 """The device that integers are drawn on, even for a model on the meta device."""
 _FRAMES_PER_POSITION = 2
-"""Whisper's second convolution halves the number of spectrogram frames."""
+"""The number of spectrogram frames per position: Whisper's second convolution halves their number."""
 _LEARNED_POSITIONS = re.compile(r"(^|\.)(wpe|position_embeddings?|embed_positions)\.weight$")
 
 
@@ -294,7 +294,7 @@ def refuse_too_large(what: str, needed_bytes: int, device: str) -> None:
 
 
 def make_batch(model: nn.Module, size: BatchSize) -> dict[str, Any]:
-    """Return a random batch with labels, as keyword arguments of ``model``.
+    """Return a random batch with labels: a dict of keyword arguments for a call of ``model``.
 
     Raises:
         InvalidTarget: no batch is known for the model, or it cannot take the sequence length.
@@ -323,7 +323,7 @@ def make_batch(model: nn.Module, size: BatchSize) -> dict[str, Any]:
 
 
 class _Maker:
-    """Makes the tensors of one batch, with a fixed seed."""
+    """Makes the tensors of one random batch, with a fixed seed. It has one method per kind of batch."""
 
     def __init__(self, model: nn.Module, size: BatchSize) -> None:
         self._model = model

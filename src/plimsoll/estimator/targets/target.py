@@ -87,7 +87,7 @@ def load_target(text: str, options: TargetOptions) -> Target:
 
 
 def _refuse_sizes(text: str, options: TargetOptions) -> None:
-    """Refuse options that a function would ignore: it chooses its own batch and device."""
+    """Raise if options are given that a target function would ignore, because it chooses its own batch and device."""
     ignored = [
         name
         for name, is_given in (
@@ -231,7 +231,7 @@ def build(recipe: Recipe, options: TargetOptions) -> Target:
 
 
 def _refuse_absent(device: str) -> None:
-    """Refuse a device that torch cannot allocate on here."""
+    """Raise if torch cannot allocate on the device here."""
     import torch
 
     try:

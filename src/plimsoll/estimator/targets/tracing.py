@@ -153,7 +153,10 @@ def _adapted(model: torch.nn.Module, request: TraceRequest) -> contextlib.Abstra
 
 @contextlib.contextmanager
 def _one_rank_of(model: torch.nn.Module, request: TraceRequest) -> Iterator[tuple[str, ...]]:
-    """Reduce the model to one rank's part inside the ``with`` statement; yields notes about the division."""
+    """Reduce the model to one rank's part of it inside the ``with`` statement.
+
+    It yields notes about the division for the user.
+    """
     if request.tp == 1 and request.ep == 1 and not request.sequence_parallel and not request.how.moe:
         yield ()
         return
