@@ -125,7 +125,7 @@ class CandidateMaker:
         return made
 
     def _auto(self, planner: Planner, wish: Wish, allow: tuple[str, ...], offered: Forms | None = None) -> Made:
-        """Make the fastest plan whose peak is within the wish's limit."""
+        """Make the fastest plan whose peak is within the limit that the user wishes."""
         plan = self._solve(planner, "auto", wish.limit_bytes, allow)
         refused = "" if offered is None else why_unused(offered, plan)
         return Made(name=f"auto ({' + '.join(allow)})", plan=plan, refused=refused)

@@ -41,7 +41,7 @@ two products.
 A dropout mask has one byte for each four bytes of the attention matrix; smaller tensors between the products are not matrices.
 """
 _Judged = tuple[CheckOutcome, str, str]
-"""A tuple of the check's outcome, the evidence in words, and what to do next."""
+"""Three things: the outcome of a check, the evidence in words, and what to do next."""
 _Checks = Sequence[tuple[str, str, Callable[["StepEvidence"], _Judged]]]
 """A list with, for each item, its name, its title, and the function that judges it."""
 

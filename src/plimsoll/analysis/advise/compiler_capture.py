@@ -118,7 +118,10 @@ class _Recorder:
         self._backward: list[BackwardOp] = []
         self._breaks: Counter[_Place] = Counter()
         self._nodes: list[tuple[int, int]] = []
-        """Half-open ranges of sequence numbers, ascending: those of the autograd nodes that captured graphs made."""
+        """Half-open ranges of numbers, ascending.
+
+        They are the sequence numbers of the autograd nodes that captured graphs made.
+        """
         self._is_captured = False
 
     def check_time(self, *_: object) -> None:

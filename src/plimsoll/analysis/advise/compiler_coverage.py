@@ -107,7 +107,7 @@ def _captured_backward(trace: Trace, capture: Capture) -> set[int]:
 
 
 def _aligned(trace: Trace, ticks: Sequence[int], keys: Sequence[str]) -> list[tuple[int, int]]:
-    """Match ops with keys. Return ascending pairs: a position in ``ticks``, and the position of the same op in ``keys``."""
+    """Match ops with op keys. Return ascending pairs: a position in ``ticks``, and the position of the same op in ``keys``."""
     matcher = SequenceMatcher(None, [trace.ops[tick].cost_key for tick in ticks], keys, autojunk=False)
     return [
         (block.a + offset, block.b + offset) for block in matcher.get_matching_blocks() for offset in range(block.size)

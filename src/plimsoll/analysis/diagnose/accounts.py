@@ -51,9 +51,9 @@ belongs to.
 
 
 def keep_ledger(profile: Profile, unit: WorkUnit) -> Ledger:
-    """Make the ledger of a profile, which counts kernels or CPU ops as ``unit`` says.
+    """Make the ledger of a profile: which work each instant belongs to.
 
-    CPU ops can be counted even if there is device activity.
+    The work is kernels or CPU ops, as ``unit`` says. CPU ops can be counted even if there is device activity.
     """
     return (_DeviceAccounts if unit is WorkUnit.KERNELS else _HostAccounts)(profile).close()
 

@@ -57,7 +57,7 @@ _NOTHING = Label()
 
 
 def label_spans(nesting: Nesting, profile: Profile) -> list[Label]:
-    """Return a list with the label of each span of ``nesting``, in the same order."""
+    """Return the phase and module of each span (a named interval on a thread) of ``nesting``, in the same order."""
     autograd = _Autograd(nesting, profile)
     labels: list[Label] = []
     previous_module: dict[str, str] = {}
@@ -118,8 +118,10 @@ class _Autograd:
 
     def __init__(self, nesting: Nesting, profile: Profile) -> None:
         self.recomputed: dict[int, tuple[int, int]] = {}
-        """A mapping from each node of backward to the interval from its first to its last child op that runs with gradients
-        enabled.
+        """A mapping from each node of backward, by its index, to the interval from its first to its last child op that runs
+        with gradients enabled.
+
+        Such child ops are recomputation.
         """
         self._links = profile.forward_links
         self._by_sequence: dict[tuple[bool, int], int] = {}

@@ -148,7 +148,7 @@ class Changes:
         return tuple(sorted(self._found, key=self._rank))
 
     def _rank(self, change: Change) -> tuple[int, bool, int, str]:
-        """Return a sort key: the largest reduction comes first; of equal reductions, a single change comes before a pair of
+        """Return a sort key: the largest reduction comes first; if two are equal, a single change comes before a pair of
         changes.
         """
         step_bytes = max(LEAST_SHARE * self._peak_bytes, 1.0)

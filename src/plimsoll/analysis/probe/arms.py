@@ -55,7 +55,9 @@ class Job:
 
 
 class Arms:
-    """Trains both arms and holds their logs. If the run directory has an interrupted run, that run is continued.
+    """Trains both arms (without and with the plan) and holds their logs.
+
+    If the run directory has an interrupted run, that run is continued.
 
     Args:
         job: the inputs of the probe.
@@ -82,7 +84,7 @@ class Arms:
 
     @property
     def steps(self) -> int:
-        """The number of steps that both arms have taken."""
+        """The number of steps that both training runs (without and with the plan) have taken."""
         return min(self._steps_of(arm) for arm in ARMS)
 
     def _steps_of(self, arm: str) -> int:
@@ -90,16 +92,19 @@ class Arms:
 
     @property
     def is_finite(self) -> bool:
-        """Whether losses and gradients of both arms are finite so far."""
+        """Whether losses and gradients of both training runs (without and with the plan) are finite so far."""
         return all(log.is_finite for log in self._logs.values())
 
     @property
     def logs(self) -> tuple[ArmLog, ArmLog]:
-        """The logs of the two arms: the baseline's, then the plan's."""
+        """The logs of the two training runs: without the plan, then with the plan."""
         return self._logs[BASELINE], self._logs[PLAN]
 
     def advance(self) -> None:
-        """Run the next chunk of steps in both arms. An arm that had finished this chunk before an interruption is skipped."""
+        """Run the next chunk of steps without the plan, then with it.
+
+        An arm (one of the two) that had finished this chunk before an interruption is skipped.
+        """
         settings = self._job.settings
         start = self.steps
         calls = self._job.stream.draw(min(settings.chunk_steps, settings.steps - start))
@@ -109,7 +114,7 @@ class Arms:
         self._check_data()
 
     def _check_data(self) -> None:
-        """Raise if the data differs from the data that an arm was trained on before the interruption."""
+        """Raise if the batches differ from the batches that were trained on before an interruption."""
         stream = self._job.stream
         for arm in ARMS:
             known = self._checksums.get((arm, stream.drawn))
@@ -201,7 +206,7 @@ class Arms:
         return gradients
 
     def _enter(self, arm: str) -> torch.optim.Optimizer:
-        """Load the arm's state into the model, and return the arm's optimizer."""
+        """Load the weights of one training run (without or with the plan) into the model, and return that run's optimizer."""
         model = self._job.trainer.model
         state = self._job.directory.load(arm) if self._steps_of(arm) else None
         put_weights(model, state or self._original)

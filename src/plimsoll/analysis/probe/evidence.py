@@ -68,7 +68,7 @@ class HeldOutRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ArmLog(msgspec.Struct, kw_only=True):
-    """The log of one arm: its training steps, gradient comparisons and evaluations."""
+    """The log of one arm (the training without or with the plan): its steps, gradient comparisons and evaluations."""
 
     steps: list[StepRecord] = []
     gradients: list[GradientRecord] = []
@@ -76,9 +76,9 @@ class ArmLog(msgspec.Struct, kw_only=True):
 
     @property
     def is_finite(self) -> bool:
-        """Whether the loss and the gradient of all steps are finite.
+        """Whether the loss and the gradient of all logged steps are finite.
 
-        An arm ends at the first step that is not finite, so only the last step is tested.
+        Training ends at the first step that is not finite, so only the last step is tested.
         """
         return not self.steps or self.steps[-1].is_finite
 
@@ -95,7 +95,10 @@ class ArmLog(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """The finite steps of one arm, as series."""
+    """One arm (the training without or with the plan) as series with one number per step.
+
+    A last step that is not finite is left out.
+    """
 
     losses: Series
     norms: dict[str, Series]
@@ -116,7 +119,7 @@ class GradientSamples:
 
 
 class ProbeEvidence:
-    """The logs of both arms as series, and the comparisons of the two arms.
+    """The logs of both arms (training without and with the plan) as series, and the comparisons of the two.
 
     Args:
         baseline: the unmanaged arm's log.
@@ -134,18 +137,20 @@ class ProbeEvidence:
 
     @property
     def is_finite(self) -> bool:
-        """Whether losses and gradients of both arms are finite."""
+        """Whether losses and gradients of both trainings (without and with the plan) are finite."""
         return self.baseline_log.is_finite and self.plan_log.is_finite
 
     @property
     def identical_steps(self) -> int:
-        """The number of steps, counted from the first, whose losses and gradient norms have the same bits in both arms."""
+        """The number of steps, counted from the first, with the same bits in losses and gradient norms without and with the
+        plan.
+        """
         pairs = zip(self.baseline_log.steps, self.plan_log.steps, strict=False)
         return next((i for i, (one, other) in enumerate(pairs) if not one.is_same(other)), self.steps)
 
     @property
     def is_identical(self) -> bool:
-        """Whether the losses and gradient norms of all steps have the same bits in both arms."""
+        """Whether losses and gradient norms of all steps have the same bits without and with the plan."""
         return 0 < self.steps == self.identical_steps and len(self.baseline_log.steps) == len(self.plan_log.steps)
 
     def gradients(self, block: str) -> GradientSamples | None:
@@ -172,7 +177,7 @@ class ProbeEvidence:
         return statistics.mean_of_steps(statistics.log_ratios(self.baseline.norms[block], self.plan.norms[block]))
 
     def held_out(self) -> tuple[Series, Series] | None:
-        """Return the losses of the held-out batches without and with the plan, at the latest evaluation that both arms reached;
+        """Return the losses of the held-out batches without and with the plan, at the latest evaluation that both have;
         ``None`` without one.
         """
         ours = {record.steps: record.losses for record in self.plan_log.held_out}
@@ -197,7 +202,10 @@ def _floats(numbers: tuple[float | None, ...]) -> Series:
 
 
 def compare_norms(evidence: ProbeEvidence, error: float) -> tuple[NormComparison, ...]:
-    """Compare the gradient norms of the two arms, block by block. The intervals are wrong with probability ``error``."""
+    """Compare the gradient norms without and with the plan, block by block.
+
+    The intervals are wrong with probability ``error``.
+    """
     made, p_values = [], []
     for block in evidence.blocks:
         one, other = evidence.baseline.norms[block], evidence.plan.norms[block]
@@ -216,7 +224,7 @@ def compare_norms(evidence: ProbeEvidence, error: float) -> tuple[NormComparison
 
 
 def _summarise(norms: Series) -> NormSummary:
-    """Summarise the gradient norms of one block in one arm: median, quantiles, spikes and kurtosis."""
+    """Summarise the gradient norms of one block of parameters in one training: median, quantiles, spikes and kurtosis."""
     if not len(norms):
         return NormSummary(median=0.0, percentile_95=0.0, largest=0.0, spikes=0, kurtosis=None, quantiles=())
     return NormSummary(
@@ -230,7 +238,7 @@ def _summarise(norms: Series) -> NormSummary:
 
 
 def compare_gradients(evidence: ProbeEvidence, error: float) -> tuple[GradientComparison, ...]:
-    """Compare the two arms' gradients at equal parameters, block by block.
+    """Compare the plan's gradients with unmanaged gradients at equal parameters, block by block.
 
     The intervals are wrong with probability ``error``.
     """

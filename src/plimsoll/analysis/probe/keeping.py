@@ -101,8 +101,9 @@ def _parameters(model: nn.Module) -> list[torch.Tensor]:
 
 
 class ArmState(Weights, kw_only=True):
-    """The stored state of one arm: weights on the host, the optimizer's state, the log, and the checksum of the batches drawn
-    so far.
+    """The stored state of one arm (the training without or with the plan).
+
+    It has the weights on the host, the optimizer's state, the log, and the checksum of the batches drawn so far.
     """
 
     optimizer: dict[str, Any]
@@ -160,7 +161,9 @@ class RunDirectory:
             )
 
     def load(self, arm: str) -> ArmState | None:
-        """Read an arm's state after its last whole chunk of steps. Return ``None`` if the arm has not finished a chunk.
+        """Read the state of one arm (the training without or with the plan) after its last whole chunk of steps.
+
+        Return ``None`` if the arm has not finished a chunk.
 
         Raises:
             ProbeRunUnusable: the file exists but cannot be read.
@@ -179,14 +182,14 @@ class RunDirectory:
             raise self._damaged(place.name, error) from error
 
     def save(self, arm: str, state: ArmState) -> None:
-        """Write the state of an arm and, as a separate file, its log."""
+        """Write the state of one arm (the training without or with the plan) and, as a separate file, its log."""
         held = msgspec.structs.asdict(state) | {"log": msgspec.json.encode(state.log)}
         with self._explained():
             self._write(f"{arm}.pt", lambda file: torch.save(held, file))
             self.write_log(arm, state.log)
 
     def write_log(self, arm: str, log: ArmLog) -> None:
-        """Write the arm's log as a file of JSON lines."""
+        """Write the log of one arm (the training without or with the plan) as a file of JSON lines."""
         with self._explained():
             self._write(f"{arm}.jsonl", lambda file: file.write(b"".join(line + b"\n" for line in log.lines())))
 
@@ -211,7 +214,7 @@ class RunDirectory:
         return found
 
     def finish(self, verdict: Verdict) -> None:
-        """Write the verdict, and delete the arms' states, which are not needed any more."""
+        """Write the verdict, and delete the stored states of both trainings, which are not needed any more."""
         with self._explained():
             self._write(_VERDICT, lambda file: file.write(to_json(verdict).encode()))
             for arm in (BASELINE, PLAN):

@@ -235,9 +235,9 @@ def _identity(job: Job, about: _About) -> dict[str, str]:
 
 
 def _run(job: Job) -> tuple[ProbeEvidence, Findings]:
-    """Train both arms in turns until the rules give a clear answer or all steps are taken.
+    """Train without and with the plan in turns, until the rules give a clear answer or all steps are taken.
 
-    Return the logs, and the rules' findings.
+    Return the logs and the outcomes of the rules.
     """
     settings = job.settings
     with trainable_copy(job.trainer.model) as original:

@@ -31,7 +31,7 @@ STATISTICAL_RULES = 5
 """The number of rules that can be broken by chance. Each rule gets an equal share of the allowed error."""
 
 _FIRST_LOOK = 40
-"""The rules are not tested before an arm has taken this many steps."""
+"""The rules are not tested before this many steps of training."""
 _HALVINGS = 4
 """The rules are tested after 1/16, 1/8, 1/4 and 1/2 of the steps, and at the end."""
 
@@ -85,7 +85,7 @@ class ProbeSettings:
 
     @property
     def _decisions(self) -> int:
-        """How many times the rules decide: at each look if the run may stop early, else only at the end."""
+        """How many times the rules are tested: several times if the run may stop early, else only at the end."""
         return len(self.looks) if self.is_early else 1
 
 
@@ -183,7 +183,7 @@ def _decide(rules: Sequence[Rule]) -> tuple[Ruling, str]:
 
 
 def _finite(evidence: ProbeEvidence) -> Rule:
-    """Rule: losses and gradients of both arms are finite."""
+    """Rule: losses and gradients of both trainings (without and with the plan) are finite."""
     found, ruling = "all losses and gradients are finite", Ruling.DIVERGED
     for name, log, its_ruling in (
         ("baseline", evidence.baseline_log, Ruling.BASELINE_DIVERGED),
@@ -197,7 +197,10 @@ def _finite(evidence: ProbeEvidence) -> Rule:
 
 
 def _identical(evidence: ProbeEvidence) -> Rule:
-    """Rule: losses and gradient norms of both arms are equal bit for bit. If they are not, the other rules decide."""
+    """Rule: losses and gradient norms are equal bit for bit without and with the plan.
+
+    If they are not, the other rules decide.
+    """
     same = evidence.identical_steps
     outcome, found = Outcome.NOT_MEASURED, f"equal only in the first {same} steps"
     if evidence.is_identical:
@@ -307,6 +310,7 @@ def _judged(name: str, ruling: Ruling, allowed: str, figures: Sequence[_Bounded]
 
 def _shift(evidence: ProbeEvidence, settings: ProbeSettings) -> Rule:
     """Rule: the gradient norm of each block of parameters changes by at most a tenth."""
+    # Any block can break the rule by chance, so the blocks share that error. To clear the rule, all blocks must be clear.
     errors = (settings.error_to_break / len(evidence.blocks), settings.error_to_clear)
     figures = []
     for block in evidence.blocks:
@@ -321,6 +325,7 @@ def _gradient(evidence: ProbeEvidence, settings: ProbeSettings) -> Rule:
 
     In each block, the plan's gradient keeps its direction, and its length along the unmanaged gradient.
     """
+    # Each block has two figures, gain and cosine, and any of them can break the rule by chance.
     errors = (settings.error_to_break / (2 * len(evidence.blocks)), settings.error_to_clear)
     gains, cosines = (1 - MOST_SHIFT, 1 + MOST_SHIFT), (LEAST_COSINE, math.inf)
     figures = []

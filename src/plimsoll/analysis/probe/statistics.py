@@ -37,7 +37,11 @@ _MOST_CORRELATION = 0.97
 _LEAST_BLOCKS = 4
 """The bootstrap divides a series into at least this many blocks."""
 _LONGER = 2.0
-"""A factor on Andrews' block length. With the length of least mean squared error, intervals missed the true mean too often."""
+"""A factor on Andrews' block length.
+
+With the length of least mean squared error, intervals missed the true mean too often (docs/probe.md has the shares of misses
+with this factor).
+"""
 _PERMUTATIONS = 999
 _MOST_RATIO = 1000.0
 _MOST_LOGARITHM = 50.0

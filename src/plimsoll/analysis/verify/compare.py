@@ -356,10 +356,9 @@ def _read_own(strategies: Iterable[str]) -> dict[str, Callable[[TrainingTask, tu
 
 
 class TorchsOwn:
-    """Switches one of torch's own ways to save memory on (``resume``) and off (``pause``) for the parts of a model that
-    torch.compile compiled.
+    """Switches one of torch's own ways to save memory on (``resume``) and off (``pause``), for a compiled model.
 
-    These parts are called units.
+    The units are the parts of the model that torch.compile compiled.
     """
 
     def __init__(

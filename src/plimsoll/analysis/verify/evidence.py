@@ -215,7 +215,7 @@ class KeptCasts:
     error: float
     """The relative error of the managed gradient against the unmanaged gradient, if every op rounds its result in both."""
     tolerance: float
-    """The relative gradient error that other fusions may still cause with the casts kept."""
+    """The relative gradient error that other fusions may still cause when every op rounds its result."""
     moved: float
     """The relative change of the unmanaged gradient, if every op rounds its result."""
 
@@ -246,6 +246,7 @@ def keep_casts(
     """
 
     def kept(unit: Unit) -> Callable[..., Any]:
+        # With this option kernels round where eager ops do, so cuts and fusions do not matter (docs/compiled.md).
         call = dataclasses.replace(unit.call, options={**unit.call.options, "emulate_precision_casts": True})
         return functools.partial(call.compile(), unit.module)
 

@@ -28,7 +28,7 @@ from plimsoll.units import format_bytes
 
 
 def needs_confirmation(plan: Plan) -> bool:
-    """Whether the plan's costs are a roofline's, so that they were not measured on a device."""
+    """Whether the plan's costs were computed by a roofline model, so that they were not measured on a device."""
     return plan.cost_source is CostSource.ROOFLINE
 
 
