@@ -101,7 +101,7 @@ class LayoutSpace:
 
 
 def _stages_of_zero(shards: int, pp: int) -> list[int]:
-    """Return the stages of ZeRO to try.
+    """Return the stages of ZeRO (how much is sharded: 0 to 3) to try.
 
     With a pipeline, stage 3 is left out: every micro-batch would gather parameters again.
     """

@@ -70,7 +70,7 @@ class OptimizerStep:
         passes: how often the bytes of a parameter are read or written, in total.
         flops: the FLOPs per element of a parameter.
         names: the step's actions in order: ``"a"`` makes a new result a, ``"a = b"`` renames b to a, ``"del a"`` frees a.
-        besides: extra bytes moved and extra FLOPs.
+        besides: a function from a parameter to the extra bytes that are moved and the extra FLOPs.
         is_loop: whether all forms of this step handle one parameter after the other.
     """
 

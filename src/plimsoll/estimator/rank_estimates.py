@@ -198,7 +198,10 @@ class Rank:
 
     @property
     def peaks(self) -> list[int]:
-        """For each stage, the rank's peak in bytes while that stage runs and the other stages hold only their lasting bytes."""
+        """For each stage, the rank's peak in bytes while that stage runs.
+
+        The other stages then hold only what they hold all the time, such as parameters.
+        """
         return [
             each.simulation.peak_bytes + self.lasting_beside(position) for position, each in enumerate(self.decided)
         ]
@@ -258,9 +261,9 @@ class Rank:
 
 
 def decide_rank(stages: Sequence[StageOfRank], setting: Setting, known: KnownChoices) -> Rank:
-    """Decide every stage of a rank under the setting's strategy.
+    """Decide what every stage of a rank keeps and recomputes, under the setting's strategy.
 
-    Each stage's budget is the rank's budget less the lasting bytes of the other stages.
+    Each stage's budget is the rank's budget less the bytes that the other stages hold all the time.
     """
     decided = []
     for position, stage in enumerate(stages):

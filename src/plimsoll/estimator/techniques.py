@@ -234,7 +234,10 @@ def _is_gather(trace: Trace, cost_key: str) -> bool:
 
 
 def _with_cost_keys(trace: Trace, keys: Mapping[int, str], specs: dict[str, OpSpec]) -> Trace:
-    """Return the trace with other cost keys at some ticks, in its ops and in the ops of its regions."""
+    """Return the trace with other cost keys (which say what an op costs) at some ticks, the positions of ops.
+
+    The ops of its regions are changed too.
+    """
     ops = tuple(replace(op, cost_key=keys.get(tick, op.cost_key)) for tick, op in enumerate(trace.ops))
     regions = tuple(
         replace(
@@ -323,7 +326,7 @@ def _as_megatron_saves(trace: Trace) -> Trace:
 
 
 def _of_megatron(spec: OpSpec) -> OpSpec:
-    """Return the spec with attention renamed to cuDNN's kernel, which Transformer Engine uses."""
+    """Return the op's spec (name, FLOPs, bytes) with attention renamed to cuDNN's kernel, which Transformer Engine uses."""
     return replace(spec, name=spec.name.replace("flash_attention", "cudnn_attention"))
 
 
@@ -459,7 +462,7 @@ def _with_compiled_blocks(trace: Trace) -> Trace:
 
 
 def _held_storages(trace: Trace) -> set[int]:
-    """Return the storages that must stay although ops are fused: what blocks save, return or receive, and gradients of
+    """Return the ids of storages that must stay although ops are fused: what blocks save, return or receive, and gradients of
     parameters.
     """
     held = {storage.id for storage in trace.storages if storage.category is Category.GRADIENT}
@@ -472,9 +475,10 @@ def _held_storages(trace: Trace) -> set[int]:
 
 
 def _kernels(trace: Trace) -> Iterator[tuple[int, int]]:
-    """Yield pairs (first tick, tick after the last) of ops in one block and phase that run as one kernel.
+    """Yield pairs of ticks (positions of ops) between which the ops run as one kernel: the first op's, and the tick after the
+    last op's.
 
-    A kernel of a single op is not yielded.
+    The ops of a kernel are in one block and phase. A kernel of a single op is not yielded.
     """
     first = -1
     for tick in range(len(trace.ops) + 1):

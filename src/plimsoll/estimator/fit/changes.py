@@ -114,7 +114,8 @@ class _Finder:
     def _estimate(self, name: str, layout: str, optimizer: str) -> FitChange:
         """Estimate the same micro-batch with one change.
 
-        Give a speed only if this fit's own speeds are from a roofline too, so that they can be compared.
+        Give a speed only if this fit's own speeds come from a roofline model as well, because measured and modelled speeds
+        cannot be compared.
         """
         training, count = self.training, self.device.accumulation.of(self.shape.batch)
         if training.options.regions is not None:

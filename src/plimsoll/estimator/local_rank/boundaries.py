@@ -74,6 +74,8 @@ class Boundaries:
         norms: list[str] = []
         for stack, members in stacks.items():
             self._before_inputs(members[0], self._split)
+            # Not right before the head: some models view the hidden states with the whole length of the sequence between norm
+            # and head, and would continue with half the logits (docs/lab-notes.md, "Where a divided sequence is gathered").
             norm = self._norm_after(stack)
             if heads and norm is not None:  # only a divided head reads it: each rank has a part of its gradient
                 self._after(norm, self._enter)
@@ -196,7 +198,7 @@ class _Shared:
 
 
 def _change_first(path: str, args: tuple[Any, ...], kwargs: dict[str, Any], change: Change) -> Any:
-    """Return the arguments of a call with its hidden states changed.
+    """Return the positional and keyword arguments of a call, with ``change`` applied to its hidden states.
 
     Hidden states are the first floating-point tensor, by position, then by keyword.
     """

@@ -46,7 +46,10 @@ _BUFFERS = 2
 
 @dataclass(frozen=True, slots=True)
 class _Ring:
-    """What changes at one kind of attention op, as data: the exchange before the op, and the op's new key and spec."""
+    """What changes at one kind of attention op, as data.
+
+    It has the exchange of keys and values before the op, and the op's new key and spec (its FLOPs and bytes).
+    """
 
     key: str
     spec: OpSpec

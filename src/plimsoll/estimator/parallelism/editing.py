@@ -56,7 +56,7 @@ class Edit:
 
     @property
     def last_tick(self) -> int:
-        """The tick after the last op of the original trace."""
+        """The tick (position) after the last op of the original trace."""
         return len(self.trace.ops)
 
     def collective(
@@ -152,19 +152,19 @@ class TickClock:
         self.ticks = ticks + len(positions)
 
     def before(self, tick: int) -> int:
-        """Return the new tick of the moment just before the ops that are inserted at ``tick``."""
+        """Return the new tick (position among the ops) of the moment just before the ops that are inserted at ``tick``."""
         return tick + bisect.bisect_left(self._sorted, tick) if tick >= 0 else tick
 
     def of_op(self, tick: int) -> int:
-        """Return the new tick of an op of the original trace. It comes after the ops that are inserted there."""
+        """Return the new tick (position) of an op of the original trace. It comes after the ops that are inserted there."""
         return tick + bisect.bisect_right(self._sorted, tick) if tick >= 0 else tick
 
     def birth(self, moment: Moment) -> int:
-        """Return the new tick of the op that makes a storage; -1 for storages that exist before the step."""
+        """Return the new tick (position) of the op that makes a storage; -1 for storages that exist before the step."""
         return self.of_op(moment) if isinstance(moment, int) else self.of(moment)
 
     def of(self, moment: Moment) -> int:
-        """Return the new tick when a storage's life ends."""
+        """Return the new tick (position among the ops) when a storage's life ends."""
         if moment is None:
             return self.ticks
         if isinstance(moment, Inserted):

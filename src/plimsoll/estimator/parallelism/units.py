@@ -91,9 +91,9 @@ class ShardedUnit:
 
 
 def find_units(trace: Trace, layout: Layout) -> tuple[ShardedUnit, ...]:
-    """Return the units of one stage: the parameters that are sharded and gathered together.
+    """Return the units of one stage: groups of parameters that are sharded and gathered together.
 
-    The root (parameters outside blocks) is last.
+    Each block is a unit. The root, with the parameters outside blocks, is last.
     """
     names = dict.fromkeys(call.name for call in trace.regions)
     members: dict[tuple[str, bool], list[TraceParameter]] = {}
