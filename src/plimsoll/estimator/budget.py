@@ -26,17 +26,32 @@ from plimsoll.planning.costing.devices import Device
 from plimsoll.units import GIB, KIB, MIB
 
 COUNTED_ERROR = 0.01
-"""Error of bytes counted from shapes: real steps under DDP, FSDP2, HSDP and with float32 gradients differ by 0.5% to 1% at most
-(``tests/estimator/parallelism/test_rank.py``)."""
+"""The relative error of bytes counted from shapes.
+
+Real steps under DDP, FSDP2, HSDP and with float32 gradients differ by 0.5% to 1% at most
+(``tests/estimator/parallelism/test_rank.py``).
+"""
 _WORKSPACE_ERROR = 0.5
-"""A process that runs forward and backward in one thread has one cuBLAS handle instead of the two counted here."""
+"""The relative error of the cuBLAS workspaces.
+
+A process that runs forward and backward in one thread has one handle instead of the two counted here.
+"""
 _ACTIVATION_ERROR = {False: 0.02, True: 0.05}
 _TEMPORARY_ERROR = {False: 0.03, True: 0.15}
-"""By whether the trace only assumes a GPU's kernels: their masks, statistics and workspaces differ between versions."""
+"""The relative errors of activations and of temporaries, by whether the trace only assumes a GPU's kernels.
+
+The masks, statistics and workspaces of such kernels differ between versions.
+"""
 _COMMUNICATION_ERROR = 0.2
-"""Buffers are modelled on FSDP2 and DDP of torch 2.13; their settings change how many buffers are alive at one time."""
+"""The relative error of communication buffers.
+
+They are modelled on FSDP2 and DDP of torch 2.13, whose settings change how many buffers are alive at one time.
+"""
 _FRAGMENTATION_ERROR = 0.8
-"""Recorded on an A100: 210, 152, 157 and 924 MiB; simulated: 215, 165, 38 and 909 (``docs/allocator.md``)."""
+"""The relative error of fragmentation.
+
+Recorded on an A100: 210, 152, 157 and 924 MiB; simulated: 215, 165, 38 and 909 (``docs/allocator.md``).
+"""
 _UNACCOUNTED = {
     True: (
         0.14,
@@ -52,8 +67,10 @@ _UNACCOUNTED = {
         "one FSDP job and two LoRA jobs held 7 to 12% more; a dropout that the estimate left out explains 3% of it",
     ),
 }
-"""By whether the job has a pipeline: bytes that published runs hold beyond the sum of these parts. Each entry has the share of
-that sum, the limit in bytes, the relative error and the source."""
+"""What published runs hold beyond the sum of all other items, by whether the job has a pipeline.
+
+Each entry has the share of that sum, the limit in bytes, the relative error and the source.
+"""
 _EXACT = {
     Category.PARAMETER: "parameters",
     Category.GRADIENT: "gradients",
@@ -64,11 +81,11 @@ _EXACT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """Simulated memory of one rank at its peak.
+    """The simulated memory of one rank at its peak, as data.
 
-    ``classes`` are bytes by category. ``waiting_bytes`` of them are activations of other micro-batches in flight;
-    ``waiting_error`` is their additional relative error, because they wait in other stages of the rank.
-    ``allocator`` is what the device's caching allocator holds for these tensors; ``None`` on a CPU.
+    ``classes`` maps categories to bytes. ``waiting_bytes`` of these are activations of other micro-batches in flight.
+    ``waiting_error`` is the additional relative error of ``waiting_bytes``, because these micro-batches wait in other stages of
+    the rank. ``allocator`` is what the device's caching allocator holds for these tensors, or ``None`` on a CPU.
     """
 
     classes: Mapping[str, int]
@@ -76,7 +93,10 @@ class RankMemory:
     waiting_error: float = 0.0
     allocator: AllocatorUse | None = None
     has_stand_ins: bool = False
-    """Whether the trace assumes kernels of a device that is not here; always true for devices with a caching allocator."""
+    """Whether the trace assumes the kernels of a device that is not here.
+
+    It is always true for devices with a caching allocator.
+    """
 
 
 def budget_items(
@@ -86,11 +106,11 @@ def budget_items(
     *,
     has_pipeline: bool = False,
 ) -> tuple[BudgetItem, ...]:
-    """Return every part of a device's memory at the peak; parts do not overlap.
+    """Return the parts of a device's memory at the peak; parts do not overlap.
 
-    ``optimizers`` has one entry per stage of the rank and gives the error and the master weights. ``outside`` are items
-    outside the allocator: context, library workspaces, communicators. On a GPU the last item is what published runs hold
-    beyond all of these.
+    ``optimizers`` has one entry per stage of the rank and gives the error and the master weights. ``outside`` are items outside
+    the allocator: context, library workspaces, communicators. On a GPU the last item is what published runs hold beyond all of
+    these.
     """
     classes, is_gpu = memory.classes, memory.allocator is not None
     exact = {
@@ -126,7 +146,7 @@ def _unaccounted(parts: Iterable[BudgetItem], has_pipeline: bool) -> BudgetItem:
 
 
 def has_caching_allocator(device: Device) -> bool:
-    """Whether torch's caching allocator serves the device: it does not on CPUs, nor on devices that XLA compiles for.
+    """Whether torch's caching allocator serves the device. It does not serve CPUs, nor devices that XLA compiles for.
 
     Example:
         >>> from plimsoll.planning.costing.devices import find_device
@@ -137,14 +157,16 @@ def has_caching_allocator(device: Device) -> bool:
 
 
 def tensor_room(device: Device, layout: Layout) -> int:
-    """Bytes that a device leaves for tensors, after the framework and the unaccounted bytes of published runs."""
+    """Return the bytes that a device leaves for tensors, after the framework's memory and the unaccounted bytes of published
+    runs.
+    """
     share, most_bytes = _UNACCOUNTED[layout.pp > 1][:2] if has_caching_allocator(device) else (0.0, 0)
     room = max(int(device.memory_bytes / (1 + share)), device.memory_bytes - most_bytes)
     return room - sum(item.bytes or 0 for item in framework_items(device, layout))
 
 
 def kernel_items(op_names: Iterable[str]) -> tuple[BudgetItem, ...]:
-    """Items for memory inside kernels that a trace without the device cannot show: workspaces of convolutions.
+    """Return items for memory inside kernels that a trace without the device cannot show, such as workspaces of convolutions.
 
     Example:
         >>> [item.name for item in kernel_items(["mm", "convolution", "convolution_backward"])]
@@ -161,7 +183,7 @@ def _item(name: str, bytes_: int | None, relative_error: float, basis: Basis, no
 
 
 def _optimizer_items(state_bytes: int, optimizers: Sequence[OptimizerUse]) -> list[BudgetItem]:
-    """Items for optimizer state and master weights; the state's item carries the notes on the optimizer's rules."""
+    """Return the items for optimizer state and for master weights. The state's item carries the notes about the optimizer."""
     if not optimizers:
         return []
     master = sum(use.total_master_bytes for use in optimizers)
@@ -173,7 +195,9 @@ def _optimizer_items(state_bytes: int, optimizers: Sequence[OptimizerUse]) -> li
 
 
 def _allocator_items(memory: RankMemory) -> list[BudgetItem]:
-    """Items for bytes that the allocator holds beyond live tensors when its reserved memory is largest."""
+    """Return the items for bytes that the allocator holds beyond live tensors, at the moment when its reserved memory is
+    largest.
+    """
     use = memory.allocator
     if use is None:
         return []
@@ -189,14 +213,14 @@ def _allocator_items(memory: RankMemory) -> list[BudgetItem]:
 _SMALL_WORKSPACE_BYTES = (2 * 4096 + 8 * 16) * KIB
 _LARGE_WORKSPACE_BYTES = 8 * 4096 * KIB
 _HANDLES = 2
-"""The forward thread and autograd's thread each have a cuBLAS handle, and each handle has a workspace."""
+"""The number of cuBLAS handles of a process, each with a workspace: one of the forward thread, one of autograd's thread."""
 _PAIR_BYTES = 544 * MIB
 _RING_BYTES = 688 * MIB
 _MEASURED_CHANNELS = 24
 _PEER_BYTES = 447 * MIB
-"""From 3.28 GB for the seven peers of an all-to-all among eight ranks."""
+"""The bytes of NCCL buffers per peer: a seventh of 3.28 GB, measured for an all-to-all among eight ranks."""
 _NETWORK_PEER_BYTES = 2 * 2 * 10 * MIB
-"""Two channels in each direction, each of 10 MiB."""
+"""The bytes of NCCL buffers per peer over the network: two channels in each direction, each of 10 MiB."""
 _KERNELS_BYTES = 164 * MIB
 _KERNELS = "kernels that are loaded when first used: 0.16 GiB in a run on an H100 (vllm-project/vllm#12126)"
 _NVLINK = (
@@ -208,7 +232,9 @@ _PCIE = f"{_NVLINK}; over PCIe 4 channels are assumed, and bytes grow with chann
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Figures:
-    """Known figures of one family of devices: the context's bytes, and NCCL's channels between devices of one node."""
+    """Known figures of one family of devices: the bytes of the context, and the number of NCCL's channels between devices of
+    one node.
+    """
 
     context_bytes: int
     context_error: float
@@ -268,11 +294,14 @@ _FIGURES = {
     "RTX-5090": replace(_ADA, context_error=0.6),
 }
 _WITHOUT_CONTEXT = {"laptop-CPU"}
-"""Devices without a context: on a CPU, libraries use host memory like every program; no device memory is set aside."""
+"""Devices without a CUDA context.
+
+On a CPU, libraries use host memory like every program, and device memory is not set aside.
+"""
 
 
 def framework_items(device: Device, layout: Layout, token_bytes: int = 0) -> tuple[BudgetItem, ...]:
-    """Return what one training process holds on its device outside the tensors of a trace.
+    """Return what one training process holds on its device outside the tensors of a trace, as items.
 
     One item is the context, one the workspaces, and one each group that communicates; a CPU gets an empty tuple. The workspaces
     of cuBLAS come from the caching allocator, so torch counts them as allocated; everything else is outside the allocator.
@@ -321,7 +350,10 @@ _DEEPEP = (
 
 
 def _deepep_buffers(ranks: int, token_bytes: int) -> BudgetItem:
-    """DeepEP's receive buffers for links and for the network: room for a number of tokens per channel and sender."""
+    """Return the item for DeepEP's receive buffers, over links and over the network.
+
+    They have room for a number of tokens per channel and sender.
+    """
     tokens = next((tokens for most, tokens in _LINK_TOKENS if ranks <= most), _MOST_LINK_TOKENS)
     row_bytes = token_bytes + _ROW_EXTRA_BYTES
     links = _CHANNELS * min(ranks, _NODE) * tokens * row_bytes
@@ -331,7 +363,9 @@ def _deepep_buffers(ranks: int, token_bytes: int) -> BudgetItem:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Ranks that communicate: their number, their distance in the numbering of ranks, and the pattern of their traffic."""
+    """Ranks that communicate, as data: how many they are, their distance in the numbering of ranks, and the pattern of their
+    traffic.
+    """
 
     name: str
     ranks: int
@@ -340,7 +374,8 @@ class _Group:
 
 
 def _groups(layout: Layout) -> list[_Group]:
-    """The groups that one rank belongs to, with ranks numbered as in ``Layout``: tp fastest, then cp, dp, pp.
+    """Return the groups of communicating ranks that one rank belongs to. Ranks are numbered as in ``Layout``: tp fastest, then
+    cp, dp, pp.
 
     Gradients are reduced over data-parallel and context-parallel ranks together. If parameters are spread over both tensor and
     pipeline ranks, these ranks have an extra group that computes the norm of all gradients.

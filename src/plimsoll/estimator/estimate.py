@@ -63,16 +63,17 @@ def estimate(
     Args:
         target: a catalogue name (``"llama-3-70b"``), the path of a Hugging Face ``config.json``, ``package.module:function``,
             or a model, which may be on the meta device.
-        batch: samples per micro-batch and rank; for a model, the batch itself: under ``cp``, one rank's part of the sequence.
+        batch: samples per micro-batch and rank; for a model, the batch itself. Under ``cp`` (context parallelism) the batch has
+            one rank's part of the sequence.
         device: a name from the catalogue of devices.
         sequence: tokens per sample, before context parallelism splits them; by default the target's own.
         precision: ``fp32``, ``bf16``, ``fp16``, ``bf16-mixed``, ``fp16-mixed`` or ``fsdp-bf16``; by default the
             dtypes of the model itself.
         optimizer: a name (``"adamw"``, ``"adamw-8bit"``, ``"sgd"``, ``"adafactor"``, ``"muon"`` …), or ``"none"``.
-        has_master_weights: the optimizer keeps a copy of narrow weights in float32.
-        layout: ``"dp=8,tp=8,sp,pp=16,zero=1,schedule=1f1b,micro-batches=64"``; by default one rank. With
-            ``"ranks=64,samples=512"`` the fastest layout of 64 ranks is chosen, and the micro-batch size if ``batch`` is not
-            given; ``layouts`` has the runners-up.
+        has_master_weights: whether the optimizer keeps a copy in float32 of weights that have a narrower dtype.
+        layout: how the job is spread over ranks: ``"dp=8,tp=8,sp,pp=16,zero=1,schedule=1f1b,micro-batches=64"``; by default one
+            rank. With ``"ranks=64,samples=512"`` the fastest layout of 64 ranks is chosen, and the micro-batch size if
+            ``batch`` is not given; ``layouts`` of the result has the runners-up.
         strategy: ``none`` (the default without a budget), ``full``, ``every:k``, ``sqrt``, ``selective:…``, or ``auto``: the
             fastest within ``budget`` (the default with a budget).
         budget: bytes for the tensors of one rank, or ``"auto"``: the device's memory minus the framework's, minus the
@@ -82,8 +83,8 @@ def estimate(
             estimate is for the best setting; ``switches`` also lists its neighbours.
         techniques: other things that the run does: ``"gradients=fp32,loss=fused,optimizer-in-backward"``
             (``docs/estimate.md``).
-        loss: from the model's output to a scalar, for a model that does not return its loss.
-        progress: called with the stage and the share that is done.
+        loss: a function from the model's output to a scalar, for a model that does not return its loss.
+        progress: a function that is called with the name of the current stage and the share of the work that is done.
 
     Returns:
         The estimate, which can be printed and saved; every figure has an error and a basis, or is marked unsupported.
@@ -144,9 +145,10 @@ def estimate(
 def _search(
     space: LayoutSpace | None, make: MakeJob, first: TraceRequest, batch: Any, setting: Setting, progress: Progress
 ) -> tuple[EstimateJob, tuple[LayoutChoice, ...]]:
-    """Return the job of the given layout, or of the fastest layout of a space.
+    """Return the job of the given layout, or of the fastest layout of a space. Also return the fastest layouts, if a space was
+    searched.
 
-    A function or model brings its own batch, which does not change from layout to layout.
+    A target that is a function or a model brings its own batch, which does not change from layout to layout.
     """
     if space is None:
         return make(setting.layout, batch), ()
@@ -159,7 +161,10 @@ def _search(
 
 
 def _question(target: str | torch.nn.Module, setting: Setting, **sizes: Any) -> dict[str, Any] | None:
-    """Everything that the answer depends on, except versions; ``None`` for a model or function, which could do anything."""
+    """Return everything that the answer depends on, except versions, as the key of the cache.
+
+    Return ``None`` for a model or a function, which could do anything.
+    """
     recipe = find_recipe(target) if isinstance(target, str) else None
     if recipe is None or not all(isinstance(size, int | str | Layout | None) for size in sizes.values()):
         return None
@@ -187,7 +192,7 @@ def _name(target: str | torch.nn.Module) -> str:
 def _job(
     request: TraceRequest, setting: Setting, traces: dict[TraceKey, tuple[TracedTarget, Trace]], progress: Progress
 ) -> EstimateJob:
-    """Make the job of one layout; layouts that give a rank the same step share one trace."""
+    """Make the estimate's job for one layout. Layouts that give a rank the same step share one trace."""
     layout = setting.layout
     key = (layout.tp, layout.ep, layout.cp, layout.sequence_parallel, request.batch)
     if key not in traces:
@@ -201,7 +206,7 @@ def _job(
 
 
 _TAKEN = {"precision": Precision | None, "layout": Layout, "techniques": Techniques, "optimizer": str}
-"""Types that an option may have apart from text; other options may be ``None``."""
+"""For each option, the type that it may have instead of text. Options that are not listed may be ``None`` instead."""
 
 
 def _check_words(**given: object) -> None:
@@ -217,7 +222,7 @@ def _request(
     loss: Callable[[Any], torch.Tensor] | None,
     setting: Setting,
 ) -> TraceRequest:
-    """What to trace of one rank's step."""
+    """Return the request that says what to trace: one rank's step, with the layout's part of the model."""
     layout = setting.layout
     precision = None if setting.precision is None else setting.precision.traced
     request = TraceRequest(
@@ -246,7 +251,10 @@ def _traced(request: TraceRequest, layout: Layout, progress: Progress) -> Traced
 
 
 def _without_strategy(setting: Setting, framework: str, strategy: str | None) -> Setting:
-    """The setting of an estimate that chooses switches; each switch setting is a strategy, so refuse ``strategy=``."""
+    """Return the setting for an estimate that chooses a framework's switches.
+
+    Refuse ``strategy=``, because each setting of the switches is itself a strategy.
+    """
     check_framework(framework, setting.how)
     if strategy is not None:
         raise InvalidOption(
@@ -264,7 +272,7 @@ def _given(
     loss: Callable[[Any], torch.Tensor] | None,
     precision: Precision | None,
 ) -> Target:
-    """Make a target of a model; its batch is one rank's batch, so the sequence cannot be chosen."""
+    """Make a target of a model. Its batch is one rank's batch, so the length of the sequence cannot be chosen here."""
     from plimsoll.session.task import check_model, explained_loss
 
     check_model(model)
@@ -278,7 +286,10 @@ def _given(
 
 
 def _with_sizes(request: TraceRequest, batch: Any, sequence: int | None, layout: Layout) -> TraceRequest:
-    """Return the request with sizes, for a target given by name: one rank sees only its part of the sequence."""
+    """Return the request with batch size and sequence length, for a target given by name.
+
+    The sequence is one rank's part of the whole sequence.
+    """
     if batch is not None and (not isinstance(batch, int) or isinstance(batch, bool) or batch < 1):
         raise InvalidOption(
             f"batch={batch!r} is not a number of samples.",
@@ -308,7 +319,10 @@ def _share(sequence: int, layout: Layout) -> int:
 
 
 def _budget_bytes(budget: int | str | None, device: Device, layout: Layout) -> int | None:
-    """Bytes for the tensors of one rank; ``auto``: what the device has left after everything else, minus a margin."""
+    """Return the budget for the tensors of one rank, in bytes.
+
+    For ``auto`` it is what the device has left after everything else, minus a margin.
+    """
     if budget == AUTO:
         return int(tensor_room(device, layout) * (1 - AUTO_MARGIN))
     return Budget.read(budget).asked_bytes

@@ -1,8 +1,8 @@
-"""Make the estimate of one traced micro-batch: decide every rank, simulate the pipeline, compute the throughput.
+"""Makes the estimate of one traced micro-batch: plans every rank, simulates the pipeline, computes the throughput.
 
 MFU is the arithmetic of the model's own forward and backward over the dense peak of all ranks. It counts matrix products and
-attention as torch's FLOP formulas do (a causal mask is not halved); recomputed arithmetic does not count (Chowdhery et
-al. 2022, PaLM, appendix B).
+attention as torch's FLOP formulas do (a causal mask is not halved); recomputed arithmetic does not count (Chowdhery et al.
+2022, PaLM, appendix B).
 """
 
 from __future__ import annotations
@@ -49,19 +49,25 @@ from plimsoll.planning.what_if import peak_with_chunked_loss
 from plimsoll.units import format_bytes, format_seconds
 
 ROOFLINE_ERROR = 0.3
-"""Relative error of a roofline's seconds for jobs unlike the published runs that it was tuned on."""
+"""The relative error of seconds that a roofline model predicts, for jobs unlike the published runs that it was tuned on."""
 _TUNED_ERRORS = {("A100", False): 0.15, ("H100", False): 0.12, ("A100", True): 0.17}
-"""By device and whether there are tensor or pipeline ranks: 80% of the published runs used for tuning are within this error;
-``docs/claims.md`` says how many held-out runs are. All of these runs train dense text models in 16 bits."""
+"""The relative error of the speed, by device family and whether there are tensor or pipeline ranks.
+
+80% of the published runs used for tuning are within this error; ``docs/claims.md`` says how many held-out runs are. All of
+these runs train dense text models in 16 bits.
+"""
 _TUNED_MEMORY = {("A100", True): 0.09, ("H100", False): 0.12, ("H200", False): 0.12}
-"""Largest error of a rank's whole memory in the tuning half of the published runs, which also tuned the unaccounted bytes:
-pipelines in 16 bits on A100, FSDP with expandable segments on H100 and H200."""
+"""The relative error of a rank's whole memory, by device family and whether there are pipeline ranks.
+
+It is the largest error in the tuning half of the published runs, which also tuned the unaccounted bytes: pipelines in 16 bits
+on A100, FSDP with expandable segments on H100 and H200.
+"""
 _WORTH_CHUNKING = 0.03
 """A note mentions a chunked loss if it lowers the peak by more than this share."""
 
 
 class EstimateJob:
-    """One estimate of one traced step."""
+    """The estimate of one traced step under one setting, with the methods that compute its parts."""
 
     def __init__(self, setting: Setting, traced: TracedTarget, trace: Trace) -> None:
         self.setting = setting
@@ -72,7 +78,7 @@ class EstimateJob:
         self.orders = pipeline_orders(self.layout)
 
     def run(self, target: str, trace_seconds: float, started: float) -> Estimate:
-        """Decide every rank, simulate the pipeline, and return the estimate."""
+        """Decide what every rank keeps and recomputes, simulate the pipeline, and return the estimate."""
         setting, layout = self.setting, self.layout
         ranks = self._decided(setting.strategy, setting.sending)
         timeline, step_seconds = self._timed(ranks)
@@ -99,7 +105,11 @@ class EstimateJob:
         )
 
     def measure(self, strategy: str, sending: Sending | None = None) -> SwitchFigures:
-        """Return the bytes in tensors of the fullest rank and the step's seconds, under a strategy and what it offloads."""
+        """Return the figures under a strategy: the most bytes that the tensors of a rank take, the step's seconds, and the most
+        bytes on the host.
+
+        ``sending`` says which values a framework's switches offload.
+        """
         ranks = self._decided(strategy, sending)
         return SwitchFigures(
             max(rank.peak_bytes for rank in ranks), self._timed(ranks)[1], max(rank.host_bytes for rank in ranks)
@@ -108,8 +118,10 @@ class EstimateJob:
     def lower(self, framework: str | None) -> tuple[EstimateJob, tuple[SwitchSetting, ...]]:
         """Choose the best setting of a framework's own switches within the budget.
 
+        Without a framework, nothing is chosen.
+
         Returns:
-            The job of that setting, and its figures followed by its neighbours'.
+            The job under that setting, and the setting's figures followed by those of similar settings.
         """
         if framework is None:
             return self, ()
@@ -135,7 +147,7 @@ class EstimateJob:
 
     @cached_property
     def _ranks(self) -> list[list[StageOfRank]]:
-        """The stages of every rank of the pipeline, first to last."""
+        """For each rank of the pipeline, from first to last, the list of the stages that it holds."""
         layout, setting = self.layout, self.setting
         counts = stage_counts(
             self.trace, layout, self.facts, lambda: roofline_costs(self.trace, setting.device, layout)
@@ -148,7 +160,7 @@ class EstimateJob:
         ]
 
     def _decided(self, strategy: str, sending: Sending | None) -> list[Rank]:
-        """Decide all stages of every rank.
+        """Decide what all stages of every rank keep and recompute, and return the ranks.
 
         With virtual stages this happens twice: the first result says how many bytes each stage's micro-batches hold, which
         ``_weighed`` needs.
@@ -161,9 +173,10 @@ class EstimateJob:
         return [decide_rank(stages, setting, known) for stages in self._weighed(ranks)]
 
     def _weighed(self, ranks: list[Rank]) -> Iterator[list[StageOfRank]]:
-        """Yield each rank's stages, each with its own ``in_flight``.
+        """Yield the stages of each rank, each stage with its own ``in_flight``.
 
-        It is the number of the stage's own micro-batches that hold as many bytes as those of all the rank's stages together.
+        ``in_flight`` is the number of the stage's own micro-batches that hold as many bytes as the micro-batches of all the
+        rank's stages together.
         """
         pp = self.layout.pp
         held = [micro_batch_bytes(ranks[n % pp].decided[n // pp].simulation) for n in range(self.layout.stages)]
@@ -174,12 +187,12 @@ class EstimateJob:
             yield [stage if stage.in_flight == flight else stage.waiting_with(flight) for stage, flight in stages]
 
     def _timed(self, ranks: list[Rank]) -> tuple[PipelineTimeline, float]:
-        """Simulate the pipeline; return its timeline and the seconds of the whole step."""
+        """Simulate the pipeline. Return its timeline, and the seconds of the whole step with reductions and optimizer."""
         timeline = simulate_pipeline(self.orders, self._pipeline_seconds(ranks))
         return timeline, timeline.step_seconds + max(self._after_seconds(rank) for rank in ranks)
 
     def _pipeline_seconds(self, ranks: list[Rank]) -> list[ActionSeconds]:
-        """Seconds of one micro-batch's actions in every stage."""
+        """Return, for each stage, the seconds that forward, backward, recomputation and transfer of one micro-batch take."""
         layout, device = self.layout, self.setting.device
         group = group_of(layout, "pp")
         found = []
@@ -204,11 +217,11 @@ class EstimateJob:
         return found
 
     def _after_seconds(self, rank: Rank) -> float:
-        """Seconds after the last micro-batch: the gradient reduction that compute does not hide, and the optimizer."""
+        """Return the seconds after the last micro-batch: the gradient reduction that compute cannot hide, and the optimizer."""
         return sum(stage.overlap.reduction_seconds + stage.overlap.optimizer_seconds for stage in rank.stages)
 
     def _stage(self, position: int, rank: Rank, timeline: PipelineTimeline) -> StageEstimate:
-        """One row of the estimate: the ranks at one position of the pipeline."""
+        """Return one row of the estimate. It describes the ranks at one position of the pipeline."""
         layout, setting = self.layout, self.setting
         tightest = rank.tightest
         simulation = rank.decided[tightest].simulation
@@ -256,7 +269,10 @@ class EstimateJob:
         )
 
     def _allocator_use(self, rank: Rank, *, is_expandable: bool = False) -> AllocatorUse | None:
-        """Simulate the caching allocator over the step of the stage with the peak; ``None`` if the device is not a GPU."""
+        """Simulate the caching allocator over the step of the stage that has the rank's peak.
+
+        Return ``None`` if the device is not a GPU.
+        """
         if not self.setting.is_gpu:
             return None
         is_expandable = is_expandable or self.setting.how.expandable_segments
@@ -264,13 +280,13 @@ class EstimateJob:
         return simulate_allocator(events, AllocatorSettings(is_expandable=is_expandable))
 
     def _expandable_bytes(self, ranks: list[Rank], stages: tuple[StageEstimate, ...]) -> int | None:
-        """Bytes that the tightest rank would reserve with expandable segments."""
+        """Return the bytes that the rank with the most memory would reserve with expandable segments."""
         tightest = max(range(len(stages)), key=lambda position: stages[position].total_bytes)
         use = self._allocator_use(ranks[tightest], is_expandable=True)
         return None if use is None else use.reserved_peak_bytes
 
     def _seconds(self, rank: Rank) -> StageSeconds:
-        """Sum of the seconds of all stages of the rank."""
+        """Return the seconds of the rank by kind, added up over its stages."""
         each, overlaps = [stage.seconds for stage in rank.stages], [stage.overlap for stage in rank.stages]
         exposed = sum(self.layout.micro_batches * o.exposed_seconds + o.reduction_seconds for o in overlaps)
         return StageSeconds(
@@ -285,13 +301,18 @@ class EstimateJob:
         )
 
     def _peak_flops_per_second(self) -> float:
-        """Dense peak of one device for the model's mix of dtypes: all FLOPs over their time at each dtype's peak."""
+        """Return the dense peak of one device for the model's mix of dtypes: all FLOPs divided by the seconds that they take at
+        each dtype's peak.
+        """
         specs = [self.trace.specs[op.cost_key] for op in self.trace.ops]
         seconds = sum(spec.flops / peak_flops_per_second(spec, self.setting.device) for spec in specs)
         return sum(spec.flops for spec in specs) / seconds if seconds else 0.0
 
     def _throughput(self, step_seconds: float, model_flops: int) -> Throughput:
-        """Speed of the job; ``model_flops`` are the FLOPs of one micro-batch on all ranks of one data-parallel replica."""
+        """Return the speed of the job.
+
+        ``model_flops`` are the FLOPs of one micro-batch on all ranks of one data-parallel replica.
+        """
         layout, facts = self.layout, self.facts
         replicas = layout.dp * layout.micro_batches
         samples = (facts.batch or 1) * replicas
@@ -310,7 +331,7 @@ class EstimateJob:
 
     @property
     def _exchanged_bytes(self) -> int:
-        """Bytes of a token that DeepEP sends, in 16 bits; 0 without DeepEP."""
+        """The size in bytes of a token that DeepEP sends, in 16 bits. It is 0 without DeepEP."""
         return 2 * (self.facts.hidden or 0) if self.setting.how.moe == "deepep" else 0
 
     @property
@@ -324,12 +345,15 @@ class EstimateJob:
         return self.setting.device.name.partition("-")[0]
 
     def _speed_error(self) -> float:
-        """Relative error of the speed, smaller if published runs of this kind were used for tuning."""
+        """Return the relative error of the speed. It is smaller if published runs of this kind were used for tuning."""
         kind = (self._family, max(self.layout.tp, self.layout.pp) > 1)
         return _TUNED_ERRORS.get(kind, ROOFLINE_ERROR) if self._is_like_published else ROOFLINE_ERROR
 
     def _memory_error(self) -> float | None:
-        """Relative error of a rank's whole memory, tuned on published runs of this kind; ``None`` for other kinds."""
+        """Return the relative error of a rank's whole memory, as tuned on published runs of this kind.
+
+        Return ``None`` for other kinds of jobs.
+        """
         layout, how = self.layout, self.setting.how
         is_known = layout.pp > 1 or (layout.zero >= PARTLY_SHARDED and how.expandable_segments)
         if not is_known or not self._is_like_published or how.is_adapting or how.offload:
@@ -337,11 +361,14 @@ class EstimateJob:
         return _TUNED_MEMORY.get((self._family, layout.pp > 1))
 
     def _types(self) -> set[str]:
-        """Dtypes of the matrix products."""
+        """Return the dtypes of the matrix products."""
         return {spec.dtype for spec in self.trace.specs.values() if spec.product is not None}
 
     def _published_mfu(self, tokens_per_second: float | None) -> float | None:
-        """MFU by the formula of papers: 6 N + 12 L H Q T FLOPs per token, over the dense peak in 16 bits."""
+        """Return the MFU by the formula of papers: 6 N + 12 L H Q T FLOPs per token, divided by the dense peak in 16 bits.
+
+        Return ``None`` if a size is unknown.
+        """
         facts, peaks = self.facts, self.setting.device.peak_flops_per_second
         sizes = (facts.active_parameters or facts.parameters, facts.layers, facts.hidden, facts.sequence)
         peak = peaks.get("bf16", peaks.get("f16", 0.0))
@@ -352,7 +379,7 @@ class EstimateJob:
         return flops * tokens_per_second / (self.layout.ranks * peak)
 
     def _notes(self, ranks: list[Rank], timeline: PipelineTimeline) -> list[str]:
-        """Notes on facts that the figures alone do not show."""
+        """Return notes about facts that the figures alone do not show."""
         notes = []
         recompute = [sum(_recompute_seconds(rank, p) for p in range(len(rank.stages))) for rank in ranks]
         if self.layout.pp > 1 and max(recompute) > 0:
@@ -376,7 +403,10 @@ class EstimateJob:
 
 
 def _leaving_shards(setting: Setting) -> Setting | None:
-    """The setting with shards, gradients and optimizer offloaded; ``None`` if that is impossible or something already is."""
+    """Return the setting with parameter shards, gradients and optimizer offloaded to the host.
+
+    Return ``None`` if that is impossible, or if the setting offloads something already.
+    """
     if setting.how.on_host or not setting.device.host_link_bytes_per_second:
         return None
     left = replace(setting, how=msgspec.structs.replace(setting.how, offload="parameters"))
@@ -388,12 +418,12 @@ def _leaving_shards(setting: Setting) -> Setting | None:
 
 
 def _recompute_seconds(rank: Rank, position: int) -> float:
-    """Seconds that the decisions of one stage add to one micro-batch."""
+    """Return the seconds that the plan of one stage adds to one micro-batch."""
     return rank.decided[position].simulation.seconds - rank.stages[position].unmanaged.seconds
 
 
 def _optimizer_name(rank: Rank, setting: Setting) -> str:
-    """The optimizer's name and form, with its master weights."""
+    """Return the optimizer's name and its form in words, and whether it has master weights."""
     uses = rank.optimizers
     if not uses:
         return "no optimizer"

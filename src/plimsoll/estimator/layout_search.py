@@ -1,4 +1,4 @@
-"""Find the fastest layout of a number of ranks for a number of samples per step within a budget, with the estimator.
+"""Finds the fastest layout of a number of ranks for a number of samples per step within a budget, with the estimator.
 
 ``ranks=64,samples=512`` leaves the rest open: tensor, pipeline and expert parallelism, how much ZeRO shards, and the
 micro-batch. Each layout is estimated twice, with everything kept and with everything recomputed: the first bounds the speed of
@@ -28,14 +28,17 @@ _OPEN = ("ranks", "samples")
 _LARGEST_TP = 8
 _LARGEST_BATCH = 64
 _DOUBLED = 2
-"""How many of the fastest layouts are tried with twice the micro-batch."""
+"""The number of fastest layouts that are also tried with twice the micro-batch."""
 _SHOWN = 8
 MakeJob = Callable[[Layout, int], EstimateJob]
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutSpace:
-    """All layouts of ``ranks`` ranks that run ``samples`` samples per step; ``given`` are the entries that are fixed."""
+    """The layouts to search, as data: all that use ``ranks`` ranks and run ``samples`` samples per step.
+
+    ``given`` maps the entries that the user fixed to their values.
+    """
 
     ranks: int
     samples: int
@@ -43,7 +46,7 @@ class LayoutSpace:
 
     @staticmethod
     def read(text: str | Layout) -> LayoutSpace | None:
-        """Parse the space of layouts that a text describes; ``None`` if it names one layout.
+        """Parse the space of layouts that a text describes. Return ``None`` if the text names a single layout.
 
         Raises:
             InvalidLayout: only one of ``ranks`` and ``samples`` is given, or a value is not a positive number.
@@ -65,7 +68,7 @@ class LayoutSpace:
         return LayoutSpace(int(found["ranks"]), int(found["samples"]), given)
 
     def layouts(self, batch: int, facts: ModelFacts) -> Iterator[Layout]:
-        """Yield every layout of the space that the model's sizes allow with micro-batches of ``batch`` samples."""
+        """Yield each layout of the space that the model's sizes allow, if a micro-batch has ``batch`` samples."""
         cp = int(self.given.get("cp", "1"))
         for tp in self._degrees("tp", self.ranks, most=_LARGEST_TP):
             for pp in self._degrees("pp", self.ranks // tp):
@@ -98,7 +101,10 @@ class LayoutSpace:
 
 
 def _stages_of_zero(shards: int, pp: int) -> list[int]:
-    """Stages of ZeRO to try. With a pipeline, stage 3 is left out: every micro-batch would gather parameters again."""
+    """Return the stages of ZeRO (how much is sharded: 0 to 3) to try.
+
+    With a pipeline, stage 3 is left out: every micro-batch would gather parameters again.
+    """
     return [0] if shards == 1 else [1] if pp > 1 else [1, 3]
 
 
@@ -112,7 +118,10 @@ def _is_possible(layout: Layout, facts: ModelFacts) -> bool:
 
 @dataclass(slots=True)
 class _Tried:
-    """One tried layout: its job, the figures with everything kept (later: planned), and the lowest peak it can reach."""
+    """One layout that was tried: its job, its peak and seconds, and the lowest peak that it can reach (``floor_bytes``).
+
+    Peak and seconds are those with everything kept, until a plan is solved.
+    """
 
     job: EstimateJob
     batch: int
@@ -142,7 +151,7 @@ class _Tried:
 
 
 class LayoutSearch:
-    """One search over layouts. ``make`` makes the job of a layout and a micro-batch."""
+    """Searches for the fastest layout. ``make`` is a function that makes the job of a layout and a micro-batch."""
 
     def __init__(self, space: LayoutSpace, make: MakeJob, strategy: str, facts: ModelFacts) -> None:
         self._space = space
@@ -154,7 +163,9 @@ class LayoutSearch:
         self._unfit: list[_Tried] = []
 
     def run(self, batch: int | None, tell: Progress = silent) -> tuple[EstimateJob, tuple[LayoutChoice, ...]]:
-        """Return the job of the fastest layout that fits, and the fastest layouts; if nothing fits, those with the lowest peak.
+        """Return the job of the fastest layout that fits, and a list of the fastest layouts.
+
+        If nothing fits, both are about the layouts with the lowest peak.
 
         Raises:
             InvalidLayout: the model's sizes do not allow any layout of the space.
@@ -192,7 +203,10 @@ class LayoutSearch:
             yield layout
 
     def _try(self, layout: Layout, batch: int) -> _Tried | None:
-        """Measure the step with everything kept, and its lowest peak; if a strategy is given, measure only that strategy."""
+        """Estimate a layout with everything kept, and its lowest peak.
+
+        If the user gave a strategy, estimate only that strategy. Return ``None`` if the model cannot use the layout.
+        """
         named = NOTHING if self._strategy == AUTO else self._strategy
         try:
             job = self._make(layout, batch)
@@ -211,7 +225,7 @@ class LayoutSearch:
         return self._try(msgspec.structs.replace(layout, micro_batches=count), batch)
 
     def _settle(self, tried: list[_Tried]) -> None:
-        """Plan layouts that need a plan and could be the fastest, ordered by the speed that they could reach."""
+        """Solve plans for layouts that need a plan and could be the fastest, ordered by the speed that they could reach."""
         for each in sorted(tried, key=lambda each: each.seconds):
             if each.does_fit:
                 self._settled.append(each)

@@ -1,4 +1,4 @@
-"""Find the best setting of a framework's own switches for activation checkpointing within a budget, with the estimator.
+"""Finds the best setting of a framework's own switches for activation checkpointing within a budget, with the estimator.
 
 A framework offers few choices: checkpoint no layer, all, some, or some modules of all, and which of these go to the host. Each
 setting corresponds to one of our strategies and a set of values that it offloads (``planning/sending``), and is simulated like
@@ -26,7 +26,9 @@ _NEIGHBOURS = 6
 
 @dataclass(frozen=True, slots=True)
 class SwitchFigures:
-    """Figures of one setting: bytes on the fullest rank, on the device and on the host, and seconds of a step."""
+    """What one setting of the switches needs: the largest bytes of a rank on its device and on the host, and the seconds of a
+    step.
+    """
 
     peak_bytes: int
     step_seconds: float
@@ -34,7 +36,7 @@ class SwitchFigures:
 
 
 def lowering_notes(device: Device, framework: str | None) -> tuple[str, ...]:
-    """Notes on switches of a framework that were not tried on this device."""
+    """Return notes about switches of a framework that were not tried on this device."""
     if framework is None or device.host_link_bytes_per_second:
         return ()
     return (
@@ -43,7 +45,7 @@ def lowering_notes(device: Device, framework: str | None) -> tuple[str, ...]:
 
 
 def check_framework(framework: str, how: Techniques) -> None:
-    """Refuse an unknown framework, and techniques that its switches would set too.
+    """Refuse an unknown framework, and techniques that contradict its switches because the switches set the same thing.
 
     Raises:
         InvalidOption: the framework is unknown, or ``how`` offloads activations.
@@ -63,7 +65,7 @@ def check_framework(framework: str, how: Techniques) -> None:
 
 
 class _Search:
-    """Simulates settings, each once, and remembers their figures."""
+    """Simulates settings of the switches, each only once, and remembers their figures."""
 
     def __init__(self, budget_bytes: int, measure: Callable[[SwitchValues], SwitchFigures]) -> None:
         self.budget_bytes, self.measure = budget_bytes, measure
@@ -89,12 +91,15 @@ class _Search:
 
     @property
     def fastest_seconds(self) -> float:
-        """Step time of the fastest setting so far that fits."""
+        """The step time of the fastest setting so far that fits the budget; infinite if none fits."""
         found = (each.step_seconds for _, each in self.known.values() if each.peak_bytes <= self.budget_bytes)
         return min(found, default=float("inf"))
 
     def search(self, row: Row) -> None:
-        """Find the first setting of a row that fits, and the setting before it."""
+        """Find the first setting of a row that fits the budget, and the setting before it.
+
+        A row is a list of settings with falling peaks.
+        """
         # Rows of "every:k" are not ordered: the peak of a group grows with the group, so bisection would not work.
         if row[0].strategy.startswith("every:"):
             for values in row:
@@ -114,13 +119,15 @@ class _Search:
 def lower(
     framework: str, model: SwitchedModel, budget_bytes: int, measure: Callable[[SwitchValues], SwitchFigures]
 ) -> tuple[SwitchValues, tuple[SwitchSetting, ...]]:
-    """Return the chosen setting, and its figures followed by its neighbours': in each row those next to the budget.
+    """Choose the fastest setting within the budget.
+
+    Return it, and a list of figures: its own, then the figures of the settings with the closest peaks.
 
     Args:
         framework: one of ``FRAMEWORKS``.
         model: the model's properties that settings depend on.
-        budget_bytes: for the tensors of one rank.
-        measure: returns the figures of a setting.
+        budget_bytes: the limit in bytes for the tensors of one rank.
+        measure: a function that returns the figures of a setting.
     """
     search = _Search(budget_bytes, measure)
     for row in FRAMEWORKS[framework](model):
@@ -134,6 +141,6 @@ def lower(
 
 
 def _cost(found: tuple[SwitchValues, SwitchSetting]) -> tuple[float, int, int]:
-    """Sort key: the least time, then the fewest switches, then the least memory on the host."""
+    """Return a sort key: the least time first, then the fewest switches, then the least memory on the host."""
     setting = found[1]
     return (round(setting.step_seconds / _TIES) * _TIES, len(setting.values), setting.host_bytes)

@@ -19,7 +19,7 @@ _NEWTON_SCHULZ_STEPS = 5
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One parameter as its optimizer sees it (in float32 if it has a master copy)."""
+    """One parameter as its optimizer sees it: in float32 if the parameter has a master copy."""
 
     name: str
     shape: tuple[int, ...]
@@ -37,11 +37,11 @@ class Tensor:
 
     @property
     def factor_bytes(self) -> int:
-        """Bytes of the row means and column means of its matrices; 0 for a vector."""
+        """The bytes of Adafactor's row means and column means for this parameter; 0 for a vector."""
         return _BYTES["row means"](self) + _BYTES["column means"](self)
 
     def means_bytes(self, *shape: int) -> int:
-        """Bytes of one number per index of these dimensions; 0 for a vector."""
+        """Return the bytes of a mean for each index of the dimensions ``shape``; 0 for a vector."""
         return prod(shape) * self.item_bytes if len(self.shape) > 1 else 0
 
 
@@ -56,19 +56,22 @@ _BYTES: dict[str, Callable[[Tensor], int]] = {
     "Gram matrix": lambda each: min(each.shape) ** 2 * _BF16_BYTES,
     "Gram update": lambda each: min(each.shape) ** 2 * _BF16_BYTES,
 }
-"""Bytes of a result by its name; a result without an entry is as large as the parameter. A result of 0 bytes is not made."""
+"""For the name of each result of a step, a function from the parameter to the result's bytes.
+
+A result without an entry is as large as the parameter. A result of 0 bytes is not made.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStep:
-    """One form of an optimizer step.
+    """One form (loop, multi-tensor or fused) of an optimizer's step, as data.
 
     Args:
-        passes: how often all bytes of a parameter are read or written.
-        flops: per element.
+        passes: how often the bytes of a parameter are read or written, in total.
+        flops: the FLOPs per element of a parameter.
         names: the step's actions in order: ``"a"`` makes a new result a, ``"a = b"`` renames b to a, ``"del a"`` frees a.
-        besides: extra bytes moved and extra FLOPs.
-        is_loop: whether every form of it handles one parameter after the other.
+        besides: a function from a parameter to the extra bytes that are moved and the extra FLOPs.
+        is_loop: whether all forms of this step handle one parameter after the other.
     """
 
     passes: int
@@ -78,7 +81,10 @@ class OptimizerStep:
     is_loop: bool = False
 
     def groups(self, parameters: Sequence[Tensor], form: StepForm) -> Iterable[list[Tensor]]:
-        """Groups of parameters that one op handles: single ones in a loop, else those with equal dtype and equal results."""
+        """Return the groups of parameters that one op handles together.
+
+        In a loop a group has one parameter. Otherwise a group has the parameters with equal dtype and equal results.
+        """
         if self.is_loop or form is StepForm.LOOP:
             return [[parameter] for parameter in parameters]
         groups: dict[int, dict[tuple[str, ...], list[Tensor]]] = {}
@@ -91,7 +97,7 @@ class OptimizerStep:
 
 @dataclass(slots=True)
 class StepLedger:
-    """Runs a step symbolically: tracks live results by name, one tensor per parameter, and records the peak.
+    """Runs a step symbolically: it tracks live results by name, one tensor per parameter, and records their peak.
 
     A name that is assigned again keeps its old result until the new one exists. A loop therefore holds the leftovers of one
     parameter together with the results of the next, and a multi-tensor form those of one group together with the next.
@@ -109,7 +115,7 @@ class StepLedger:
         return tuple(Temporary(label=label, bytes=size) for label, sizes in self.highest for size in sizes)
 
     def run(self, step: OptimizerStep, parameters: Sequence[Tensor], form: StepForm) -> StepLedger:
-        """Run one step over the parameters; return the ledger itself."""
+        """Run one step over the parameters, and return the ledger itself."""
         for each in parameters:
             moved_bytes, flops = step.besides(each)
             self.moved_bytes += step.passes * each.bytes + moved_bytes
@@ -157,7 +163,10 @@ def _same(step: OptimizerStep) -> dict[StepForm, OptimizerStep]:
 
 
 def _adam(*, decay: int) -> dict[StepForm, OptimizerStep]:
-    """Ops: lerp, mul, addcmul, then sqrt, div, add, addcdiv; ``decay`` is 1 with AdamW's ``param.mul_``, else 0."""
+    """Return the step of Adam in each form. ``decay`` is 1 for AdamW, which also runs ``param.mul_``, and 0 for Adam.
+
+    Ops: lerp, mul, addcmul, then sqrt, div, add, addcdiv.
+    """
     passes, flops = 19 + 2 * decay, 7 + decay
     return {
         StepForm.LOOP: OptimizerStep(passes, flops, ("square roots", "denominators", "del square roots")),

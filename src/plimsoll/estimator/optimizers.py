@@ -33,7 +33,9 @@ _EMBEDDING_OR_HEAD = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Recipe:
-    """One optimizer: its state per parameter, its step in each form, and how its figures were checked."""
+    """How one optimizer is counted: the size of its state per parameter, its step in each form, and how its figures were
+    checked.
+    """
 
     name: str
     steps: Mapping[StepForm, OptimizerStep]
@@ -43,7 +45,7 @@ class _Recipe:
     basis: Basis = Basis.EXACT
     aliases: tuple[str, ...] = ()
     is_paged: bool = False
-    """Whether the state of large tensors is in memory that device and host share."""
+    """Whether the state of large tensors is in memory that the device and the host share."""
     notes: tuple[str, ...] = ()
 
 
@@ -56,7 +58,8 @@ def optimizer_use(
     gradient_item_bytes: int = 0,
     is_flat: bool = False,
 ) -> OptimizerUse:
-    """Return what an optimizer holds and what its step costs in the steady state (not the first step, which makes the state).
+    """Return the bytes that an optimizer holds and the work of its step, in the steady state (not in the first step, which
+    makes the state).
 
     Gradients have their parameter's dtype; options are torch's defaults. With master weights, every parameter that is not in
     float32 has a float32 copy, which the optimizer updates instead; its gradient is cast to float32 for the step.
@@ -65,8 +68,9 @@ def optimizer_use(
         name: ``adamw``, ``sgd-momentum``, ``adamw-8bit``, …; case and dashes are ignored, as are torch's module names and
             transformers' spellings (``adamw_torch_fused``, ``adamw_bnb_8bit``).
         parameters: the rank's parameters; under ZeRO, its shards.
-        form: how the step iterates over them, if the name does not say so; by default torch's choice on a GPU.
-        has_master_weights: whether there are float32 copies.
+        form: how the step iterates over the parameters (one at a time, in groups, or fused), if the name does not say so; by
+            default torch's choice on a GPU.
+        has_master_weights: whether parameters in a narrower dtype have float32 copies.
         gradient_item_bytes: bytes of one element of a gradient; 0 for the parameter's own dtype.
         is_flat: whether gradients are cast as one flat tensor, as in DeepSpeed's and Megatron's ZeRO-1.
 
@@ -129,7 +133,7 @@ def optimizer_use(
 
 
 def known_optimizers() -> tuple[str, ...]:
-    """The names of all optimizers in the catalogue."""
+    """Return the names of all optimizers in the catalogue."""
     return tuple(recipe.name for recipe in _RECIPES)
 
 
@@ -174,13 +178,13 @@ def _form(recipe: _Recipe, form: StepForm | None) -> StepForm:
 
 
 def _master_bytes(parameter: TraceParameter) -> int:
-    """Bytes of a float32 copy; 0 if the parameter is in float32 or wider."""
+    """Return the bytes of a float32 copy of the parameter. It is 0 if the parameter itself is in float32 or wider."""
     bytes_ = prod(parameter.shape) * _MASTER_ITEM_BYTES
     return bytes_ if parameter.bytes < bytes_ else 0
 
 
 def _parts(recipe: _Recipe, tensors: Sequence[Tensor]) -> list[tuple[_Recipe, list[Tensor]]]:
-    """Split parameters by the optimizer that steps them: Muon leaves everything but hidden matrices to AdamW."""
+    """Split the parameters by the optimizer that updates them: Muon leaves everything but hidden matrices to AdamW."""
     if not recipe.leaves_rest_to:
         return [(recipe, list(tensors))]
     matrices = [each for each in tensors if _is_hidden_matrix(each)]
@@ -193,13 +197,16 @@ def _is_hidden_matrix(tensor: Tensor) -> bool:
 
 
 def _casts(masters: dict[str, int], form: StepForm) -> tuple[Temporary, ...]:
-    """Float32 copies of gradients: all at once for a step over all parameters, one at a time (the largest) in a loop."""
+    """Return the float32 copies of gradients that are alive at one time.
+
+    A step over all parameters has all copies; a loop has one at a time, and the largest counts.
+    """
     sizes = sorted(masters.values())[-1:] if form is StepForm.LOOP else masters.values()
     return tuple(Temporary(label="gradients in f32", bytes=size) for size in sizes)
 
 
 def _reliability(recipe: _Recipe, casts: Sequence[Temporary], held_bytes: int) -> tuple[Basis, float]:
-    """Basis and relative error of the figures.
+    """Return the basis and the relative error of the figures.
 
     That mixed-precision optimizers cast all gradients at once is only a convention; the error covers optimizers that do not.
     """
@@ -220,7 +227,10 @@ def _notes(recipe: _Recipe, tensors: Sequence[Tensor]) -> tuple[str, ...]:
 
 
 def _two_in_8bit(tensor: Tensor) -> int:
-    """Bytes of two states in 8 bits: one byte per element and a float32 maximum per block; small tensors stay in float32."""
+    """Return the bytes of two states in 8 bits: one byte per element, and a float32 maximum per block.
+
+    Small tensors stay in float32.
+    """
     if tensor.elements < _FEWEST_8BIT_ELEMENTS:
         return 2 * tensor.elements * 4
     return 2 * (tensor.elements + -(-tensor.elements // _BLOCK_ELEMENTS) * 4)
@@ -235,7 +245,10 @@ _8BIT_NOTES = (
 
 
 def _two_by_torchao(bits: int, block: int) -> Callable[[Tensor], int]:
-    """Bytes of two states: codes and a float32 scale per block. Small or indivisible tensors keep the parameter's dtype."""
+    """Return a function that gives the bytes of two states: codes of ``bits`` bits, and a float32 scale per block.
+
+    Small or indivisible tensors keep the parameter's dtype.
+    """
 
     def state_bytes(tensor: Tensor) -> int:
         if tensor.elements < _FEWEST_8BIT_ELEMENTS or tensor.elements % block:

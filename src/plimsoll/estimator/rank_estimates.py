@@ -1,4 +1,4 @@
-"""Decide what every rank of a pipeline keeps and recomputes; the result has the rank's memory and time.
+"""Decides what every rank of a pipeline keeps and recomputes; the result has the rank's memory and time.
 
 A rank of an interleaved pipeline holds several stages. Each stage is planned separately, with the lasting bytes of the other
 stages taken off the budget. Its ``in_flight`` counts its own micro-batches, as many as hold the bytes that the micro-batches of
@@ -41,16 +41,16 @@ KnownChoices = dict[Hashable, ChoiceSet]
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """A stage under its strategy: the simulated step, and the plan if one was made."""
+    """A stage under its strategy, as data: the simulated step, and the plan if one was solved."""
 
     simulation: Simulation
     plan: Plan | None = None
 
 
 class StageOfRank:
-    """One stage as a rank runs it: with its shards, its optimizer and its collectives.
+    """One stage of the pipeline as one rank runs it: with the rank's shards, optimizer and collectives.
 
-    ``in_flight`` is the most of its micro-batches that are between forward and backward at one time.
+    ``in_flight`` is the largest number of its micro-batches that are between forward and backward at one time.
     """
 
     def __init__(self, setting: Setting, stage: StageTrace, in_flight: int) -> None:
@@ -59,7 +59,10 @@ class StageOfRank:
         self.in_flight = in_flight
 
     def waiting_with(self, in_flight: int) -> StageOfRank:
-        """Return the same stage with another number of its micro-batches in flight; it shares everything that stays equal."""
+        """Return the same stage with another number of micro-batches in flight.
+
+        It shares the trace and other parts that do not change.
+        """
         other = StageOfRank(self.setting, self.stage, in_flight)
         alike = ("optimizer", "trace", "costs", "seconds", "overlap")
         other.__dict__.update({name: self.__dict__[name] for name in alike if name in self.__dict__})
@@ -67,12 +70,12 @@ class StageOfRank:
 
     @cached_property
     def optimizer(self) -> OptimizerUse | None:
-        """The optimizer's state and step for this rank's parameters; ``None`` without an optimizer."""
+        """The memory and the work of the optimizer for this rank's parameters; ``None`` without an optimizer."""
         return optimizer_of(self.setting, rank_parameters(self.stage.trace, self.setting.layout, self.setting.held))
 
     @cached_property
     def trace(self) -> Trace:
-        """The step of one micro-batch on this rank."""
+        """The trace of one micro-batch's step on this rank."""
         return rank_trace(
             self.stage.trace,
             self.setting.layout,
@@ -83,12 +86,12 @@ class StageOfRank:
 
     @cached_property
     def costs(self) -> Costs:
-        """Seconds of the trace's ops on the device."""
+        """The seconds of each of the trace's ops on the device."""
         return roofline_costs(self.trace, self.setting.device, self.setting.layout)
 
     @cached_property
     def index(self) -> StepIndex:
-        """The step, indexed for planning with the waiting micro-batches."""
+        """The step in the form that the planner reads, with the micro-batches that wait for their backward."""
         return self._indexed()
 
     def _indexed(self) -> StepIndex:
@@ -97,33 +100,33 @@ class StageOfRank:
 
     @cached_property
     def sending_index(self) -> StepIndex:
-        """The indexed step if a framework's own switches offload to the host."""
+        """Like ``index``, but values may go to the host, for settings whose framework switches offload."""
         forms = host_forms_of_switches(self.trace, self.setting.device)
         return StepIndex(self.trace, self.costs, forms, in_flight=self.in_flight)
 
     @cached_property
     def unmanaged(self) -> Simulation:
-        """The step that keeps everything."""
+        """The simulated step that keeps everything."""
         return run_choices(self.index, self._named_choices(self.index, NOTHING))
 
     @cached_property
     def recomputed(self) -> Simulation:
-        """The step that keeps only the inputs of its regions."""
+        """The simulated step that keeps only the inputs of its regions."""
         return run_choices(self.index, choose_full(self.index, ""))
 
     @cached_property
     def seconds(self) -> RankSeconds:
-        """Seconds of one micro-batch without recomputation."""
+        """The seconds of one micro-batch without recomputation, by kind."""
         return measure_rank(self.trace, self.costs)
 
     @cached_property
     def overlap(self) -> OverlappedSeconds:
-        """Seconds of one micro-batch together with data-parallel collectives, which wait for compute and delay it."""
+        """The seconds of one micro-batch together with data-parallel collectives, which wait for compute and delay it."""
         return overlapped_seconds(self.trace, self.costs, gathers_late=self.setting.how.comm_overlap)
 
     @cached_property
     def host_bytes(self) -> int:
-        """Lasting bytes of this rank on the host: optimizer state, and shards with their gradients."""
+        """The bytes that this rank holds on the host all the time: optimizer state, and shards with their gradients."""
         how, held, use = self.setting.how, self.setting.held, self.optimizer
         state_bytes = use.host_state_bytes if use is not None and "optimizer" in how.on_host else 0
         if not held.on_host:
@@ -134,17 +137,17 @@ class StageOfRank:
 
     @property
     def lasting_classes(self) -> Counter[str]:
-        """Lasting bytes by category: parameters, gradients, optimizer state."""
+        """A mapping from category (parameters, gradients, optimizer state) to the bytes that are held all the time."""
         classes: Counter[str] = Counter()
         for storage in self.index.lasting:
             classes[storage.category.value] += storage.bytes
         return classes
 
     def decide(self, setting: Setting, budget_bytes: int | None, known: KnownChoices) -> Decided:
-        """Run the stage under a setting's strategy; the rest of the setting must equal the stage's own.
+        """Simulate the stage under a setting's strategy, and solve a plan if the strategy is ``auto``.
 
-        If the budget cannot be met, the result has the smallest reachable peak. ``known`` holds choices for regions of other
-        stages; this stage's choices are added.
+        The rest of the setting must equal the stage's own setting. If the budget cannot be met, the result has the smallest
+        reachable peak. ``known`` holds choices for regions of other stages; this stage's choices are added.
 
         Raises:
             InvalidStrategy: the strategy does not exist.
@@ -169,7 +172,10 @@ class StageOfRank:
         return Decided(run_choices(planner.index, choices_of(planner.index, plan.regions)), plan)
 
     def _named_choices(self, index: StepIndex, strategy: str) -> tuple[Choice, ...]:
-        """Choices of a strategy; if blocks run in fused kernels, values that these kernels do not save are dropped."""
+        """Return the choices of a strategy for each region.
+
+        If blocks run in fused kernels, values that these kernels do not save are dropped.
+        """
         choices = strategy_choices(index, strategy)
         if not self.setting.how.is_fused or not keeps_the_rest(strategy):
             return choices
@@ -182,14 +188,20 @@ class StageOfRank:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """The decided stages of one pipeline rank; ``tightest`` is the position of the stage whose step has the rank's peak."""
+    """One pipeline rank, as data: its stages, and what was decided for each.
+
+    ``tightest`` is the position of the stage whose step has the rank's peak.
+    """
 
     stages: tuple[StageOfRank, ...]
     decided: tuple[Decided, ...]
 
     @property
     def peaks(self) -> list[int]:
-        """The rank's peak while each stage runs and the other stages hold only their lasting bytes."""
+        """For each stage, the rank's peak in bytes while that stage runs.
+
+        The other stages then hold only what they hold all the time, such as parameters.
+        """
         return [
             each.simulation.peak_bytes + self.lasting_beside(position) for position, each in enumerate(self.decided)
         ]
@@ -201,31 +213,34 @@ class Rank:
 
     @property
     def peak_bytes(self) -> int:
-        """The largest total of live tensors."""
+        """The largest total of live tensors at any moment of the step."""
         return max(self.peaks)
 
     @property
     def host_bytes(self) -> int:
-        """The most bytes that the host holds for this rank."""
+        """The most bytes that the host holds for this rank at one time."""
         stages = zip(self.stages, self.decided, strict=True)
         return sum(stage.host_bytes + stage.in_flight * each.simulation.link_bytes for stage, each in stages)
 
     @property
     def waiting_error(self) -> float:
-        """Relative error from counting what all stages hold in whole micro-batches of the tightest stage."""
+        """The relative error from rounding what all stages hold to whole micro-batches of the tightest stage.
+
+        It is 0 for a rank with a single stage.
+        """
         return 1 / self.stages[self.tightest].in_flight if len(self.stages) > 1 else 0.0
 
     def lasting_beside(self, position: int) -> int:
-        """Lasting bytes of the rank's other stages."""
+        """Return the bytes that the rank's other stages hold all the time."""
         return sum(stage.index.lasting_bytes for other, stage in enumerate(self.stages) if other != position)
 
     @property
     def optimizers(self) -> list[OptimizerUse]:
-        """The optimizer of each stage; empty without an optimizer."""
+        """A list with the optimizer of each stage. It is empty without an optimizer."""
         return [stage.optimizer for stage in self.stages if stage.optimizer is not None]
 
     def lasting_events(self) -> list[AllocationEvent]:
-        """Lasting blocks of all stages but the tightest, as events for the allocator."""
+        """Return the tensors that the other stages hold all the time, as allocation events. The tightest stage is left out."""
         others = [stage for position, stage in enumerate(self.stages) if position != self.tightest]
         storages = [storage for stage in others for storage in stage.index.lasting if storage.bytes]
         return [
@@ -241,12 +256,15 @@ class Rank:
         ]
 
     def peak_under(self, simulations: Sequence[Simulation]) -> int:
-        """The rank's peak if its stages ran as in ``simulations``."""
+        """Return the rank's peak if its stages ran as in ``simulations``, one simulation per stage."""
         return max(s.peak_bytes + self.lasting_beside(position) for position, s in enumerate(simulations))
 
 
 def decide_rank(stages: Sequence[StageOfRank], setting: Setting, known: KnownChoices) -> Rank:
-    """Decide every stage of a rank under the setting's strategy and budget, less the lasting bytes of its other stages."""
+    """Decide what every stage of a rank keeps and recomputes, under the setting's strategy.
+
+    Each stage's budget is the rank's budget less the bytes that the other stages hold all the time.
+    """
     decided = []
     for position, stage in enumerate(stages):
         beside = sum(other.index.lasting_bytes for at, other in enumerate(stages) if at != position)

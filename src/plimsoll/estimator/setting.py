@@ -18,12 +18,15 @@ from plimsoll.planning.sending import Sending
 from plimsoll.planning.strategies import uses_link
 
 AUTO, NOTHING, EVERYTHING = "auto", "none", "full"
-"""Strategies that this package handles by name."""
+"""The strategies that this package treats specially: solve a plan, keep everything, recompute everything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """Everything that an estimate is asked for, apart from the model and its micro-batch; ``optimizer`` may be ``None``."""
+    """What an estimate is asked for, apart from the model and its micro-batch, as data.
+
+    ``optimizer`` is ``None`` for a job without an optimizer.
+    """
 
     device: Device
     layout: Layout
@@ -34,11 +37,14 @@ class Setting:
     precision: Precision | None = None
     how: Techniques = field(default_factory=Techniques)
     sending: Sending | None = None
-    """Values that a framework's own switches offload, out of those that ``strategy`` keeps."""
+    """Which values a framework's own switches offload, out of the values that ``strategy`` keeps.
+
+    ``None`` if there is not such a switch.
+    """
 
     @property
     def held(self) -> HeldTypes:
-        """Which tensors a rank holds or reduces in another dtype than the model computes in."""
+        """Which tensors a rank holds or reduces in another dtype than the dtype that the model computes in."""
         on_host = "parameters" in self.how.on_host
         if self.precision is Precision.FSDP_BF16:
             return HeldTypes(shards=True, reduced=self.how.reduce != "bf16", gradients=True, on_host=on_host)
@@ -59,7 +65,7 @@ class Setting:
 
 
 def optimizer_of(setting: Setting, parameters: Sequence[TraceParameter]) -> OptimizerUse | None:
-    """Return the state and step of the setting's optimizer for the parameters of one rank."""
+    """Return the memory and the work of the setting's optimizer for one rank's parameters; ``None`` without an optimizer."""
     if setting.optimizer is None:
         return None
     is_early = setting.how.optimizer_in_backward
@@ -82,7 +88,10 @@ def optimizer_of(setting: Setting, parameters: Sequence[TraceParameter]) -> Opti
 
 
 def _on_host(use: OptimizerUse, parameters: Sequence[TraceParameter], held: HeldTypes) -> OptimizerUse:
-    """Return the optimizer with its state on the host, which runs the step: gradients are sent there, weights come back."""
+    """Return the optimizer with its state on the host, which runs the optimizer's step.
+
+    Gradients are sent to the host, and weights come back.
+    """
     trained = [parameter for parameter in parameters if parameter.is_trainable]
     gradients = sum((in_f32(each) if held.gradients else each).bytes for each in trained)
     return replace(

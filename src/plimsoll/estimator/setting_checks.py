@@ -1,4 +1,4 @@
-"""Refuse settings of an estimate that contradict themselves, or that no model could satisfy."""
+"""Refuses settings of an estimate that contradict themselves, or that are wrong for every model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OF_TRANSFORMER_ENGINE = ("delayed", "current", "mxfp8")
 
 
 def check_setting(setting: Setting) -> None:
-    """Refuse settings that are invalid for every model, before a model is traced.
+    """Refuse settings that are invalid for every model. This happens before a model is traced.
 
     Raises:
         UnknownOptimizer, InvalidOption: the optimizer does not exist, or master weights are given without an optimizer.
@@ -104,7 +104,7 @@ def _check_techniques(setting: Setting) -> None:
 
 
 def _check_offload(setting: Setting) -> None:
-    """Refuse offloads that the host cannot hold, or cannot hold alone."""
+    """Refuse offloads to the host that this device or layout cannot do."""
     how, layout, reason, remedy = setting.how, setting.layout, "", ""
     if "optimizer" in how.on_host and (setting.optimizer is None or how.optimizer_in_backward or not setting.is_gpu):
         reason = (
@@ -124,7 +124,7 @@ def _check_offload(setting: Setting) -> None:
 
 
 def _check_fp8(setting: Setting) -> None:
-    """Refuse fp8 recipes without arithmetic on the device, and sharded fp8 weights, whose memory is not modelled."""
+    """Refuse fp8 recipes that the device cannot compute, and sharded fp8 weights, whose memory is not modelled."""
     how, device = setting.how, setting.device
     wanted = "mxf8" if how.fp8 == "mxfp8" else "f8"
     if how.fp8 and wanted not in device.peak_flops_per_second:
@@ -142,7 +142,7 @@ def _check_fp8(setting: Setting) -> None:
 
 
 def _check_megatron(setting: Setting) -> None:
-    """Refuse techniques without effect here, or that contradict each other."""
+    """Refuse techniques without an effect in this setting, or that contradict each other."""
     how, layout, found = setting.how, setting.layout, ("", "", "")
     if how.megatron and how.compile:
         found = (

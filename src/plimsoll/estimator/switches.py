@@ -1,4 +1,4 @@
-"""Settings of frameworks' own switches for activation checkpointing and offloading, each with its equivalent here.
+"""The settings of frameworks' own switches for activation checkpointing and offloading, each with its equivalent here.
 
 Settings are grouped in rows: along a row peaks fall and time grows, except in rows of Megatron's ``uniform`` method.
 """
@@ -15,15 +15,15 @@ from plimsoll.planning.sending import Sending
 
 _TENTHS = 10
 _PARAMETERS = "parameters"
-"""The technique that keeps shards, gradients and optimizer on the host."""
+"""The value of the technique ``offload=`` that keeps shards, gradients and optimizer on the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwitchValues:
-    """Values of a framework's switches and their equivalent here.
+    """One setting of a framework's switches, and its equivalent here.
 
-    The equivalent is a strategy, the values that are offloaded out of those it keeps, and ``on_host``: the words of the
-    technique ``offload=``.
+    The equivalent is a strategy, the values that are offloaded out of those it keeps (``sending``), and ``on_host``: the words
+    of the technique ``offload=``.
     """
 
     strategy: str
@@ -33,13 +33,15 @@ class SwitchValues:
 
     @property
     def key(self) -> tuple[str, Sending | None, str]:
-        """Equal for settings whose simulation is the same."""
+        """Two settings with equal keys have the same simulation."""
         return self.strategy, self.sending, self.on_host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwitchedModel:
-    """Model properties that settings depend on: layers of the longest stage, kinds of modules, and what may be offloaded."""
+    """What settings depend on, as data: the number of layers of the longest stage, the kinds of modules, and what may be
+    offloaded.
+    """
 
     layers: int
     has_experts: bool = False
@@ -49,11 +51,11 @@ class SwitchedModel:
     has_compressed_keys: bool = False
     has_host_link: bool = False
     may_leave_shards: bool = False
-    """Whether parameters, gradients and optimizer may be held on the host."""
+    """Whether a setting may hold parameter shards, gradients and optimizer on the host."""
 
     @staticmethod
     def of(trace: Trace, *, stages: int, has_host_link: bool, may_leave_shards: bool) -> SwitchedModel:
-        """Read the properties of a traced model."""
+        """Return these properties of a traced model."""
 
         def has(pattern: str) -> list[bool]:
             names = ([value.name for value in call.graph.values] for call in trace.regions)
@@ -86,7 +88,9 @@ def _megatron(model: SwitchedModel) -> Iterator[Row]:
 
 
 def _megatron_selections(model: SwitchedModel) -> Iterator[SwitchValues]:
-    """Yield the setting without recomputed modules, and every combination of modules that this model has."""
+    """Yield the setting without recomputed modules, and then a setting for each combination of recomputed modules that this
+    model has.
+    """
     yield SwitchValues(strategy="none", values={"recompute_granularity": None})
     wide = ["core_attn", "layernorm", *(["mla_up_proj"] if model.has_compressed_keys else [])]
     inner = ["moe_act", *(["shared_experts"] if model.has_shared_experts else [])] if model.has_experts else []
@@ -112,11 +116,12 @@ _STRATEGIES = {
     "moe_act": "moe-act",
     "shared_experts": "shared",
 }
-"""The names in ``selective:`` of the modules that Megatron-Core recomputes."""
+"""For each module that Megatron-Core recomputes, its name in a strategy ``selective:…``."""
 
 
 def _megatron_modules(model: SwitchedModel) -> list[list[str]]:
-    """Sets of modules that may be offloaded: a part of a layer, the parts of attention or of experts, or all of them.
+    """Return the sets of modules that may be offloaded: a part of a layer, the parts of attention or of experts, or all of
+    them.
 
     The norm before attention is always paired with the product after it: Transformer Engine fuses them, and the fused kernel
     saves the tensors of both.
@@ -135,7 +140,10 @@ def _modules_again(setting: SwitchValues) -> list[str]:
 
 
 def _go_together(again: frozenset[str], sent: frozenset[str]) -> bool:
-    """Whether Megatron-Core accepts both settings: recomputed tensors are not saved, so they cannot be offloaded."""
+    """Whether Megatron-Core accepts to recompute the modules ``again`` and to offload the modules ``sent``.
+
+    Recomputed tensors are not saved, so they cannot be offloaded.
+    """
     conflicts = (
         ("core_attn", {"core_attn"}),
         ("layernorm", {"qkv_linear"}),
@@ -184,4 +192,7 @@ FRAMEWORKS: dict[str, Callable[[SwitchedModel], Iterator[Row]]] = {
     "torchtitan": _torchtitan,
     "transformers": _transformers,
 }
-"""Rows of settings by framework: along a row peaks fall and time grows, except in rows of ``uniform``."""
+"""For each framework, a function that yields rows of settings.
+
+Along a row peaks fall and time grows, except in rows of ``uniform``.
+"""

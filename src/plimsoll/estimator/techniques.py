@@ -1,4 +1,4 @@
-"""Turn a traced step into the same step under a technique, such as another loss kernel or dtype, without torch.
+"""Turns a traced step into the same step under a technique, such as another loss kernel or dtype, without torch.
 
 Here a technique changes the model's own ops and tensors, before the step is cut into stages. Its changes to a rank's state,
 gradients and collectives are made where these are computed (``parallelism/rank``, ``optimizers``).
@@ -22,17 +22,18 @@ from plimsoll.planning.costing.roofline import FUSED, is_product
 from plimsoll.planning.what_if import HeadAndLoss, find_head, with_chunked_loss
 
 _ALONE = re.compile(r"sort|topk|scatter|index_put|nonzero|cumsum|histc|bincount|embedding|_local_scalar")
-"""Ops that a compiler does not fuse; products and collectives are not fused either."""
+"""Names of ops that a compiler does not fuse. Matrix products and collectives are not fused either."""
 _PASSES_OF_FUSED_LOSS = 3
-"""A fused loss reads the logits for their maximum and sum, reads them again, and writes the gradient."""
+"""How often a fused loss moves the logits: it reads them for maximum and sum, reads them again, and writes the gradient."""
 
 
 def with_techniques(
     trace: Trace, how: Techniques, sequence: int | None = None, *, reads_both_ways: bool = False
 ) -> Trace:
-    """Return the step of one micro-batch under techniques that change its ops; ``sequence`` is a sample's length in tokens.
+    """Return the step of one micro-batch under techniques (such as fp8 or another loss kernel) that change its ops.
 
-    With ``reads_both_ways`` the device's fp8 products can read one copy of an operand by rows and by columns (Blackwell).
+    ``sequence`` is a sample's length in tokens. With ``reads_both_ways`` the device's fp8 products can read one copy of an
+    operand by rows and by columns (Blackwell).
 
     Raises:
         InvalidOption: a loss technique without a loss over classes in the step, or a technique that does not change any op.
@@ -70,7 +71,10 @@ def with_techniques(
 
 
 def _with_documents(trace: Trace, tokens: int, sequence: int | None) -> Trace:
-    """Put several documents into one sample: fused attention then runs within each, as kernels for varying lengths do."""
+    """Return the step with several documents in one sample.
+
+    Fused attention then runs within each document, as kernels for varying lengths do.
+    """
     specs = {
         key: replace(spec, flops=spec.flops * tokens // sequence)
         for key, spec in trace.specs.items()
@@ -86,13 +90,17 @@ def _with_documents(trace: Trace, tokens: int, sequence: int | None) -> Trace:
 
 
 class _Fp8(NamedTuple):
-    """A recipe: reads of a tensor per cast, bytes per element including scales, and whether the fp8 copies are held."""
+    """One way to compute in fp8, as data.
+
+    ``reads`` is how often a cast reads the tensor. ``bytes`` is the size of an element, including scales. ``is_held`` says
+    whether the fp8 copies are held for backward.
+    """
 
     reads: int
     bytes: float
     is_held: bool
     multiple: int = 16
-    """Products with sizes that this does not divide stay in 16 bits."""
+    """Products whose sizes are not all multiples of this number stay in 16 bits."""
 
 
 _FP8 = {
@@ -105,11 +113,13 @@ _FP8 = {
 _NARROW = ("bf16", "f16")
 _LINEAR = ("mm", "addmm")
 _BOTH_WAYS = 2
-"""Transformer Engine casts a tensor by rows and by columns together: one copy for this product, one for backward's."""
+"""The number of fp8 copies of a tensor: Transformer Engine casts it by rows and by columns together, one copy for this product
+and one for backward's.
+"""
 
 
 def _with_fp8(trace: Trace, how: Techniques, *, reads_both_ways: bool) -> Trace:
-    """Run the blocks' matrix products in fp8.
+    """Return the step with the matrix products of its blocks in fp8.
 
     torchao's ``Float8Linear`` casts both operands right before each product, and saves inputs in 16 bits. Transformer Engine
     casts an input, a weight and a gradient once. It saves inputs in fp8 (and in 16 bits too if another op saves them), holds
@@ -171,7 +181,10 @@ def _with_fp8(trace: Trace, how: Techniques, *, reads_both_ways: bool) -> Trace:
 
 
 def _hold_weights(edit: Edit, held_bytes: dict[str, int], *, is_alone: bool) -> None:
-    """Add fp8 weights to the 16-bit weights, or replace these."""
+    """Add the fp8 weights to the trace, in addition to the 16-bit weights.
+
+    With ``is_alone`` they replace the 16-bit weights.
+    """
     storages = {parameter.name: parameter.storage for parameter in edit.trace.parameters}
     for name, size in held_bytes.items():
         if is_alone and storages.get(name, -1) >= 0:
@@ -182,11 +195,11 @@ def _hold_weights(edit: Edit, held_bytes: dict[str, int], *, is_alone: bool) -> 
 
 
 def _casts_of_inputs(trace: Trace) -> tuple[dict[int, float], set[int]]:
-    """Return which casts of inputs are smaller or not needed at all.
+    """Find the casts of product inputs to fp8 that are smaller than the input, or that are not needed at all.
 
     Returns:
-        By the tick of a forward product, the share of its input that is cast, if the input is gathered after the cast; and the
-        ticks of products whose input was already cast for an earlier product.
+        A mapping from the tick of a forward product to the share of its input that is cast, for inputs that are gathered after
+        the cast; and the ticks of products whose input was already cast for an earlier product.
     """
     shares: dict[int, float] = {}
     again: set[int] = set()
@@ -207,7 +220,7 @@ def _casts_of_inputs(trace: Trace) -> tuple[dict[int, float], set[int]]:
 
 
 def _gathering_in_fp8(trace: Trace, share: float) -> Trace:
-    """Scale the bytes of tensor-parallel gathers within blocks by ``share``."""
+    """Return the trace with the bytes of tensor-parallel gathers inside blocks multiplied by ``share``."""
     gathers = [t for t, op in enumerate(trace.ops) if op.region >= 0 and _is_gather(trace, op.cost_key)]
     keys = {tick: f"{trace.ops[tick].cost_key}@fp8" for tick in gathers}
     wide = {key: trace.specs[trace.ops[tick].cost_key] for tick, key in keys.items()}
@@ -221,7 +234,10 @@ def _is_gather(trace: Trace, cost_key: str) -> bool:
 
 
 def _with_cost_keys(trace: Trace, keys: Mapping[int, str], specs: dict[str, OpSpec]) -> Trace:
-    """Replace the cost keys at some ticks, in the ops of regions too."""
+    """Return the trace with other cost keys (which say what an op costs) at some ticks, the positions of ops.
+
+    The ops of its regions are changed too.
+    """
     ops = tuple(replace(op, cost_key=keys.get(tick, op.cost_key)) for tick, op in enumerate(trace.ops))
     regions = tuple(
         replace(
@@ -237,7 +253,11 @@ def _with_cost_keys(trace: Trace, keys: Mapping[int, str], specs: dict[str, OpSp
 
 
 def _saved_by_products(trace: Trace, ticks: list[int]) -> tuple[dict[int, int], set[int]]:
-    """16-bit storages that these products save, each with the tick of its last product in forward; and what other ops save."""
+    """Find the 16-bit storages that the products at these ticks save for backward.
+
+    Return a mapping from such a storage to the tick of its last product in forward, and the set of storages that other ops
+    save.
+    """
     products, found, others = frozenset(ticks), dict[int, int](), set[int]()
     for call in trace.regions:
         starts = [op.tick for op in call.graph.ops]
@@ -259,7 +279,7 @@ def _saved_by_products(trace: Trace, ticks: list[int]) -> tuple[dict[int, int], 
 
 
 def _resized(trace: Trace, shares: Mapping[int, float]) -> Trace:
-    """Scale the bytes of these storages, in storages and in values of regions."""
+    """Return the trace with the bytes of some storages scaled by their share, in the storages and in the values of regions."""
     regions = tuple(
         replace(
             call,
@@ -278,7 +298,7 @@ def _resized(trace: Trace, shares: Mapping[int, float]) -> Trace:
 
 
 def _as_megatron_saves(trace: Trace) -> Trace:
-    """Make blocks save what Megatron-Core on Transformer Engine saves.
+    """Return the step with blocks that save the tensors that Megatron-Core on Transformer Engine saves.
 
     Inputs of norms are saved in the dtype they arrive in. Under sequence parallelism each rank saves its part of a gathered
     tensor, and backward gathers the tensor again.
@@ -306,12 +326,14 @@ def _as_megatron_saves(trace: Trace) -> Trace:
 
 
 def _of_megatron(spec: OpSpec) -> OpSpec:
-    """Rename attention to cuDNN's kernel, which Transformer Engine uses."""
+    """Return the op's spec (name, FLOPs, bytes) with attention renamed to cuDNN's kernel, which Transformer Engine uses."""
     return replace(spec, name=spec.name.replace("flash_attention", "cudnn_attention"))
 
 
 def _gather_again(edit: Edit, call: RegionCall, value: Value, part: float) -> None:
-    """Hold a gathered value whole only while forward reads it, and in backward from a second gather on."""
+    """Shorten the time for that a gathered value is held whole: to the end of its last read in forward, and in backward from a
+    second gather on.
+    """
     wide, graph = edit.trace.storages[value.storage], call.graph
     rest = wide.bytes - int(part * wide.bytes)
     maker = graph.ops[value.producer]
@@ -325,7 +347,9 @@ def _gather_again(edit: Edit, call: RegionCall, value: Value, part: float) -> No
 
 
 def _with_hidden_collectives(trace: Trace) -> Trace:
-    """Run blocks' tensor-parallel gathers and scatters in pieces, overlapped with the products up to the next collective.
+    """Return the step with tensor-parallel gathers and scatters overlapped with the products up to the next collective.
+
+    Inside blocks, such a collective is divided into pieces, and products run meanwhile.
 
     Source: Megatron-Core's ``tp_comm_overlap`` (Transformer Engine's userbuffers); torch's asynchronous tensor parallelism
     does the same.
@@ -364,7 +388,10 @@ def _in_tf32(spec: OpSpec) -> OpSpec:
 
 
 def _with_fused_loss(trace: Trace, head: HeadAndLoss, name: str) -> Trace:
-    """Hold the logits once, with the gradient in their place; one kernel replaces casts, log-softmax and their backwards."""
+    """Return the step with a fused loss: logits are held once, and their gradient takes their place.
+
+    One kernel replaces casts, log-softmax and their backwards.
+    """
     end = max((trace.storages[s].born for s in head.all_gradients), default=head.loss_tick)
     logits, *others = sorted(head.logit_storages, key=lambda storage: trace.storages[storage].born)
     storages = list(trace.storages)
@@ -390,7 +417,7 @@ def _with_fused_loss(trace: Trace, head: HeadAndLoss, name: str) -> Trace:
 
 
 def _with_compiled_blocks(trace: Trace) -> Trace:
-    """Run every block as torch.compile does: neighbouring ops that are not products become one kernel.
+    """Return the step with every block run as torch.compile runs it: neighbouring ops that are not products become one kernel.
 
     A tensor that is made and used only within a kernel is never written: its storage gets 0 bytes, and one write and one read
     of it are taken off the bytes that the kernel moves. The FLOPs of the ops do not change. Which tensors of forward are saved
@@ -435,7 +462,9 @@ def _with_compiled_blocks(trace: Trace) -> Trace:
 
 
 def _held_storages(trace: Trace) -> set[int]:
-    """Storages that must stay: what blocks save, return or receive, and gradients of parameters."""
+    """Return the ids of storages that must stay although ops are fused: what blocks save, return or receive, and gradients of
+    parameters.
+    """
     held = {storage.id for storage in trace.storages if storage.category is Category.GRADIENT}
     for call in trace.regions:
         graph = call.graph
@@ -446,7 +475,11 @@ def _held_storages(trace: Trace) -> set[int]:
 
 
 def _kernels(trace: Trace) -> Iterator[tuple[int, int]]:
-    """Yield half-open ranges of ticks, each in one block and phase, that run as one kernel; single ops are left out."""
+    """Yield pairs of ticks (positions of ops) between which the ops run as one kernel: the first op's, and the tick after the
+    last op's.
+
+    The ops of a kernel are in one block and phase. A kernel of a single op is not yielded.
+    """
     first = -1
     for tick in range(len(trace.ops) + 1):
         op = trace.ops[tick] if tick < len(trace.ops) else None

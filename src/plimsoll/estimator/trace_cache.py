@@ -1,12 +1,12 @@
-"""Cache traces and estimates in the user's cache directory: a repeated question does not need torch or planning.
+"""Stores traces and estimates in the user's cache directory, so that a repeated question does not need torch or planning.
 
 The key of an answer is a digest of the whole question and of everything that could change the answer: the versions of the
 libraries, and the sources of Plimsoll itself. A trace's key only says whether the device runs GPU kernels; an estimate's key
 contains all figures of the device.
 
 A file appears whole or not at all (written under a temporary name, then renamed), so any number of processes may read and
-write. A damaged file is removed. When a new file takes the directory over its limit, the least recently used files are
-removed. A cache that cannot be read or written only costs time: it never raises.
+write. A damaged file is removed. When a new file takes the directory over its limit, the least recently used files are removed.
+A cache that cannot be read or written only costs time: it never raises.
 
 File: 16 bytes of magic, 32 bytes SHA-256 of the rest, then the payload compressed by zlib.
 """
@@ -38,12 +38,12 @@ from plimsoll.units import GIB, MIB
 OVERRIDE = "PLIMSOLL_CACHE_DIR"
 """The environment variable that overrides the cache directory."""
 MOST_BYTES = 512 * MIB
-"""The default limit of a cache directory's size."""
+"""The default limit of a cache directory's size in bytes."""
 _LOG = logging.getLogger(__name__)
 _LIBRARIES = ("torch", "transformers", "diffusers", "timm", "numpy", "scipy", "msgspec")
 _PACKAGE = Path(__file__).parents[1]
 _SOURCES = ("artifacts", "estimator/catalogue", "estimator/local_rank", "estimator/targets", "tracing")
-"""The parts of Plimsoll whose sources a trace depends on."""
+"""The folders of Plimsoll whose sources can change a trace."""
 _LIMITS = ReadLimits(most_bytes=1 * GIB)
 _MAGIC = b"plimsoll cache 1"
 _DIGEST_BYTES = 32
@@ -51,11 +51,11 @@ _SUFFIX = ".trace"
 _KEY = re.compile(r"[0-9a-f]{16,}")
 _FAST = 1
 _ABANDONED_SECONDS = 3600.0
-"""A file that is still being written after this long belongs to a process that died."""
+"""A temporary file that is older than this belongs to a process that died while it wrote the file."""
 
 
 class TracedTarget(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of one cache file for a trace: the trace of one rank's step, and the facts of the whole model."""
+    """What one cache file of a trace contains: the trace of one rank's step, and the facts (sizes) of the whole model."""
 
     trace: Trace
     facts: ModelFacts
@@ -65,7 +65,7 @@ Answer = TypeVar("Answer", TracedTarget, Estimate)
 
 
 class AnswerCache(Generic[Answer]):
-    """Answers of one kind, stored in files by question.
+    """Stores answers of one kind (traces or estimates) in files, and finds them by question.
 
     The default directory is ``$PLIMSOLL_CACHE_DIR``, or the user's cache directory.
 
@@ -81,7 +81,7 @@ class AnswerCache(Generic[Answer]):
         self._files = FileCache(directory or cache_directory(), most_bytes=most_bytes)
 
     def get(self, question: Mapping[str, Any]) -> Answer | None:
-        """Return the stored answer to an equal question; ``None`` if the file is missing or cannot be decoded."""
+        """Return the stored answer to an equal question. Return ``None`` if the file is missing or cannot be decoded."""
         key = key_of(question, self._kind)
         payload = self._files.get(key)
         if payload is None:
@@ -95,12 +95,14 @@ class AnswerCache(Generic[Answer]):
         return answer
 
     def put(self, question: Mapping[str, Any], answer: Answer) -> None:
-        """Store the answer to a question."""
+        """Store the answer in a file that is named after the question."""
         self._files.put(key_of(question, self._kind), msgspec.msgpack.encode(answer))
 
 
 def key_of(question: Mapping[str, Any], kind: type[TracedTarget | Estimate] = TracedTarget) -> str:
-    """Digest of the question, library versions and Plimsoll's sources; the order of keys does not matter.
+    """Return a digest of the question, the library versions and Plimsoll's sources.
+
+    The order of the question's keys does not matter.
 
     Example:
         >>> key_of({"tp": 1, "batch": 2}) == key_of({"batch": 2, "tp": 1})
@@ -118,7 +120,7 @@ def key_of(question: Mapping[str, Any], kind: type[TracedTarget | Estimate] = Tr
 
 
 def _version(library: str) -> str:
-    """The installed version, read without importing the library."""
+    """Return the installed version of a library, read without importing it; ``""`` if it is not installed."""
     try:
         return version(library)
     except PackageNotFoundError:
@@ -126,7 +128,7 @@ def _version(library: str) -> str:
 
 
 def _sources_digest(folders: Iterable[Path]) -> str:
-    """Digest of name, size and time of every source file, which takes a millisecond; hashing contents takes many.
+    """Return a digest of the name, size and time of every source file. This takes a millisecond; hashing contents takes many.
 
     The catalogue's TOML files count as sources.
     """
@@ -157,7 +159,7 @@ def cache_directory(environment: Mapping[str, str] | None = None) -> Path:
 
 
 class FileCache:
-    """A directory of answers by key.
+    """A directory that stores byte strings, each in a file named after its key.
 
     The directory is created for the first answer. If its files exceed ``most_bytes``, the least recently used are removed.
 
@@ -174,7 +176,10 @@ class FileCache:
         self._most_bytes = most_bytes
 
     def get(self, key: str) -> bytes | None:
-        """Return what was stored under ``key``, or ``None`` if it is missing or damaged; reading marks it as used."""
+        """Return the bytes that were stored under ``key``, or ``None`` if they are missing or damaged.
+
+        Reading marks them as used.
+        """
         path = self._path(key)
         try:
             content = read_file(path, _LIMITS)
@@ -191,7 +196,7 @@ class FileCache:
         return payload
 
     def put(self, key: str, payload: bytes) -> None:
-        """Store ``payload`` under ``key``, replacing what was there."""
+        """Store ``payload`` under ``key``. It replaces what was stored there before."""
         body = zlib.compress(payload, _FAST)
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -202,7 +207,7 @@ class FileCache:
             _LOG.debug("cannot store a trace in %s: %s", self._directory, error)
 
     def drop(self, key: str) -> None:
-        """Remove what is stored under ``key``."""
+        """Remove the file for ``key``, if it exists."""
         with contextlib.suppress(OSError):
             self._path(key).unlink()
 
@@ -220,7 +225,7 @@ class FileCache:
                     path.unlink()
 
     def _files(self) -> Iterator[tuple[float, int, Path]]:
-        """Yield time of last use, size and path of every file; remove partial files of processes that died."""
+        """Yield time of last use, size and path of each file. Partial files of processes that died are removed."""
         for entry in os.scandir(self._directory):
             try:
                 status = entry.stat()

@@ -64,32 +64,35 @@ def advise(
 ) -> Advice:
     """Find out whether memory is the bottleneck, which part of it, and which plan helps; give the numbers for each.
 
-    The step is traced and timed, candidate plans are made (and not run), and torch.compile's front end is asked once what
-    it captures. Items of the checklist pass only on evidence: the trace, a receipt, a verdict. Model, gradients, buffers,
-    optimizer and random state are restored. Functions that torch.compile compiled before will compile again.
+    The step is traced and timed. Candidate plans are made, but not run. torch.compile's front end is asked once which part of
+    the step it would capture. An item of the checklist passes only on evidence: the trace, a receipt (the result of
+    ``plimsoll.verify``) or a verdict (the result of ``plimsoll.probe``). Model, gradients, buffers, optimizer and random state
+    are restored. Functions that torch.compile compiled before will compile again.
 
     Args:
         model: as for ``plimsoll.plan``.
         batch: as for ``plimsoll.plan``.
-        budget: bytes, or text with a unit. ``None`` means the device's memory minus 8%; on a CPU it means no limit, and the
-            knee of the frontier is recommended.
+        budget: the most bytes that the step may use, as an int or as text with a unit. ``None`` means the device's memory minus
+            8%. On a CPU ``None`` means no limit; then the plan at the knee of the frontier (the curve of least time against
+            peak) is recommended.
         loss: as for ``plimsoll.plan``.
         optimizer: as for ``plimsoll.plan``; without it, the optimizer's state and its step are not counted.
         regions: as for ``plimsoll.plan``.
         device_profile: advise for a device from the catalogue that is not in this machine. Then only recomputation is
             planned, and nothing is run.
-        allow: what plans may do.
-        max_error: the relative error of the gradient that is tolerated (``0.01`` or ``"1%"``).
+        allow: what plans may do: any of ``recompute``, ``compress`` and ``offload``.
+        max_error: the relative error of the gradient that plans may cause (``0.01`` or ``"1%"``).
         host_budget: bytes that offloaded values may occupy.
-        link: ``host`` or ``disk``.
-        receipt: a receipt of this model and batch, or the path of its file.
-        verdict: a verdict of this model, or the path of its file.
+        link: where offloaded values go: ``host`` (the host's memory) or ``disk``.
+        receipt: a receipt of this model and batch, as ``plimsoll.verify`` makes it, or the path of its file.
+        verdict: a verdict about this model, as ``plimsoll.probe`` makes it, or the path of its file.
         compile_seconds: time limit for torch.compile's front end; 0 skips it.
-        target: the step's name in the advice's commands.
-        progress: called with the stage and the share done.
+        target: the name of the step in the commands that the advice recommends.
+        progress: a function that is called with the name of the current stage and the share of the work that is done.
 
     Returns:
-        Advice, which can be printed and saved.
+        An ``Advice``: the recommendation, the bottleneck, the candidate plans, the compiler's coverage and the checklist. It
+        can be printed and saved.
 
     Raises:
         PlanMismatch: the receipt or the verdict is of another model or batch. The message shows both fingerprints.
@@ -185,7 +188,10 @@ def advise(
 
 
 def _ask(task: TrainingTask, trace: Trace, unmanaged: Plan, limit_seconds: float, report: Progress) -> Capture:
-    """Ask torch.compile what it captures. This runs the unmanaged step, so it is skipped if the step does not fit."""
+    """Ask torch.compile which part of the step it would capture.
+
+    This runs the unmanaged step, so torch.compile is not asked if that step does not fit.
+    """
     needed, device = unmanaged.baseline_peak_bytes, next(task.model.parameters()).device
     obstacle = ""
     if trace.is_fake:
@@ -202,7 +208,10 @@ def _ask(task: TrainingTask, trace: Trace, unmanaged: Plan, limit_seconds: float
 
 
 def _budget_bytes(budget: Budget, costs: Costs, trace: Trace) -> int | None:
-    """The budget in bytes. By default an accelerator's memory; no limit on a CPU, whose memory other programs use too."""
+    """Return the budget in bytes, or ``None`` for no limit.
+
+    Without a given budget, return an accelerator's memory; on a CPU return no limit, because other programs use its memory too.
+    """
     if budget == Budget() and runs_gpu_kernels(trace.device) and costs.memory_bytes is not None:
         budget = Budget(is_auto=True)
     return budget.bytes_on(costs)
@@ -211,7 +220,7 @@ def _budget_bytes(budget: Budget, costs: Costs, trace: Trace) -> int | None:
 def _words(
     device_profile: str | None, regions: Sequence[str] | None, host_budget: int | str | None, link: str | None
 ) -> tuple[str, ...]:
-    """Options for the command line to plan under the same limits."""
+    """Return the command-line options that make ``plimsoll plan`` plan under the same limits as this advice."""
     words = [] if device_profile is None else [f"--device-profile {device_profile}"]
     words += [f"--regions {shlex.quote(pattern)}" for pattern in regions or ()]
     if host_budget is not None:
@@ -231,7 +240,7 @@ def _notes(trace: Trace, *, has_optimizer: bool) -> tuple[str, ...]:
 
 
 def _refuse_other(what: str, found: str, own: str) -> None:
-    """Refuse evidence about another model or another batch.
+    """Raise if a receipt or a verdict is about another model or another batch.
 
     Raises:
         PlanMismatch: the fingerprints or the signatures differ; the message shows both.

@@ -1,4 +1,4 @@
-"""Makes the plans to compare for a traced and costed step. The planner predicts their peak and time; plans are not run."""
+"""Makes the candidate plans for a traced and timed step. The planner predicts each plan's peak and time; no plan is run."""
 
 from __future__ import annotations
 
@@ -27,16 +27,25 @@ from plimsoll.units import format_bytes_up
 _NAMED = ("full", "selective:attention", "selective:mlp", "selective:norm")
 _NAMED_COMPILED = ("full",)
 _SHARES = (0.25, 0.5, 0.75)
-"""Without a budget: plans at these shares of the way from the unmanaged peak to the floor."""
+"""Without a budget, plans are made for these peaks: each share of the way from the unmanaged peak down to the floor, the
+smallest peak that recomputation reaches.
+"""
 _LOSSY = "int8"
-"""A well-known lossy codec, which is shown as a candidate of its own if an error is tolerated."""
+"""The name of a well-known lossy codec. A plan that uses it throughout is shown as a candidate if an error is tolerated."""
 _CHEAP = 0.01
-"""An overhead up to this share is negligible: the smallest peak within it is preferred to a knee with a larger peak."""
+"""An overhead up to this share of the step is negligible.
+
+The smallest peak within this overhead is preferred to a knee with a larger peak.
+"""
 _DECISIONS = {"compress": Decision.COMPRESS, "offload": Decision.OFFLOAD}
 
 
 class CandidateMaker:
-    """Makes the candidate plans of one step: named strategies, ``auto`` with recomputation, then also with other forms."""
+    """Makes the candidate plans of one step.
+
+    They are named strategies such as ``full``, the strategy ``auto`` with recomputation only, and ``auto`` that may also
+    compress or offload.
+    """
 
     def __init__(self, task: TrainingTask, trace: Trace, costs: Costs, options: PlanOptions, report: Progress) -> None:
         self._task = task
@@ -49,7 +58,10 @@ class CandidateMaker:
         self.unmanaged = self._solve(self._planner, "none", None, ())
 
     def knee_text(self) -> str:
-        """The peak at the frontier's knee, as a budget; the unmanaged peak if plans can hardly lower it."""
+        """Return, as text for a budget, the peak at the knee of the frontier (the curve of least step time against peak).
+
+        If plans can hardly lower the unmanaged peak, return the unmanaged peak.
+        """
         unmanaged = self.unmanaged
         knee = find_knee(unmanaged.frontier, unmanaged.baseline_seconds)
         if knee is None or unmanaged.floor_bytes > (1 - LITTLE) * unmanaged.baseline_peak_bytes:
@@ -57,7 +69,10 @@ class CandidateMaker:
         return format_bytes_up(knee.peak_bytes).replace(" ", "")
 
     def make(self, wish: Wish) -> list[Made]:
-        """Make the plans; the unmanaged plan is the first. Without a budget, points of the frontier are among them."""
+        """Make the candidate plans; the plan that keeps everything is the first.
+
+        Without a budget, some plans from the frontier are among them, to show what other peaks would cost.
+        """
         made = [Made(name="none", plan=self.unmanaged)]
         may_recompute, peak_bytes = self._options.may_recompute, self.unmanaged.baseline_peak_bytes
         for name in (_NAMED_COMPILED if self._task.units else _NAMED) if may_recompute else ():
@@ -78,7 +93,7 @@ class CandidateMaker:
         return made
 
     def _with_forms(self, wish: Wish) -> list[Made]:
-        """Make plans with compression, with offloading and with both, in addition to recomputation, as far as allowed."""
+        """Make plans that may compress, offload, or do both, in addition to recomputation. Only allowed kinds are tried."""
         self._report("trying codecs and links", 0.3)
         wanted = self._options
         if wanted.max_error:
@@ -93,7 +108,10 @@ class CandidateMaker:
         return made
 
     def _try_forms(self, forms: Forms, words: tuple[str, ...], wish: Wish) -> list[Made]:
-        """Make the best plan with the forms that ``words`` allow, and one that is lossy throughout if an error is tolerated."""
+        """Make the best plan that may do what ``words`` name.
+
+        If compression is tried and an error is tolerated, also make a plan that uses the lossy codec for all values.
+        """
         self._report(f"planning with {' and '.join(words)}", 0.4 + 0.3 * len(words))
         may_recompute = self._options.may_recompute
         allow = (*(("recompute",) if may_recompute else ()), *words)
@@ -107,7 +125,7 @@ class CandidateMaker:
         return made
 
     def _auto(self, planner: Planner, wish: Wish, allow: tuple[str, ...], offered: Forms | None = None) -> Made:
-        """Make the best plan within the limit."""
+        """Make the fastest plan whose peak is within the limit that the user wishes."""
         plan = self._solve(planner, "auto", wish.limit_bytes, allow)
         refused = "" if offered is None else why_unused(offered, plan)
         return Made(name=f"auto ({' + '.join(allow)})", plan=plan, refused=refused)
@@ -118,7 +136,10 @@ class CandidateMaker:
 
 
 def only(forms: Forms, words: Collection[str]) -> Forms:
-    """The forms whose kind ``words`` name; without ``offload``, also without the link."""
+    """Return a copy of ``forms`` (the codecs and links that each value can take) with only the kinds that ``words`` name.
+
+    Without ``offload``, the link is removed too.
+    """
     decisions = {_DECISIONS[word] for word in words}
     replace = msgspec.structs.replace
     regions = tuple(
@@ -135,9 +156,9 @@ def only(forms: Forms, words: Collection[str]) -> Forms:
 
 
 def why_unused(forms: Forms, plan: Plan) -> str:
-    """Why a plan did not use any of the allowed forms: they cost more time, or no value supports one.
+    """Say why the plan did not use any of the offered codecs and links: they cost more time, or no value supports one.
 
-    Empty if the plan used some.
+    Empty if the plan uses at least one.
     """
     if _uses_forms(plan):
         return ""
@@ -155,10 +176,10 @@ def _uses_forms(plan: Plan) -> bool:
 
 
 def find_knee(frontier: Sequence[FrontierPoint], baseline_seconds: float) -> FrontierPoint | None:
-    """The frontier's knee: the point farthest below the line between both ends, with both axes scaled to 0 … 1.
+    """Return the frontier's knee: the point farthest below the line between both ends, with both axes scaled to 0 … 1.
 
-    If a point with a smaller peak costs at most 1% of the step, that point is returned instead. ``None`` for fewer than two
-    points. The frontier must be Pareto-optimal: no point may beat another in both peak and time.
+    If a point with a smaller peak costs at most 1% of the step, that point is returned instead. The result is ``None`` for
+    fewer than two points. The frontier must be Pareto-optimal: no point may beat another in both peak and time.
 
     Example:
         >>> points = [FrontierPoint(peak_bytes=b, step_seconds=s) for b, s in ((10, 2.0), (20, 1.2), (40, 1.0))]

@@ -1,4 +1,7 @@
-"""The checklist, whose items pass only on measurements or counts of this step, and the failure modes."""
+"""Judges the checklist of an advice, whose items pass only on measurements or counts of this step, and its failure modes.
+
+A failure mode is a known way for activation management to do harm, such as a collapse of throughput.
+"""
 
 from __future__ import annotations
 
@@ -19,29 +22,37 @@ from plimsoll.units import format_bytes, format_seconds, format_share
 _PASS, _FAIL, _NOT_CHECKED = CheckOutcome.PASS, CheckOutcome.FAIL, CheckOutcome.NOT_CHECKED
 _FOUND, _NOT_FOUND = CheckOutcome.FOUND, CheckOutcome.NOT_FOUND
 _ENOUGH_LOSSES = 100
-"""Steps with the optimizer that a loss curve needs; fewer steps can only show early differences."""
+"""The least number of training steps that a loss curve needs. Fewer steps can only show early differences."""
 _COLLAPSE = 0.35
-"""More overhead than this has another cause: full recomputation costs 20% to 33% in theory, and up to 38% as measured."""
+"""The overhead, as a share of the step, above which throughput counts as collapsed.
+
+Recomputation alone cannot cause more: full recomputation costs 20% to 33% in theory, and up to 38% as measured.
+"""
 _NO_RECEIPT = "no receipt was given"
 _SAYS_NOTHING = (Ruling.UNDECIDED, Ruling.BASELINE_DIVERGED)
-"""Rulings that neither clear nor blame the plan."""
+"""Rulings of a probe that neither say that the plan is good nor that it does harm."""
 _RIGHT_GRADIENTS = (ReceiptVerdict.OVER_BUDGET, ReceiptVerdict.OVER_PREDICTION)
-"""Verdicts that do not pass, but that say nothing against the gradients."""
+"""Receipt verdicts that are not passes, but that do not say anything against the gradients."""
 _FUSED = "scaled_dot_product"
 _MASK_SHARE = 4
-"""Dropout's mask has one byte for four of the attention matrix; smaller values on the way are not matrices."""
+"""A saved tensor counts as an attention matrix if its bytes times this number reach the bytes of the largest tensor between the
+two products.
+
+A dropout mask has one byte for each four bytes of the attention matrix; smaller tensors between the products are not matrices.
+"""
 _Judged = tuple[CheckOutcome, str, str]
-"""The outcome, its evidence, and what to do next."""
+"""Three things: the outcome of a check, the evidence in words, and what to do next."""
 _Checks = Sequence[tuple[str, str, Callable[["StepEvidence"], _Judged]]]
-"""Name, title and judgement of each item."""
+"""A list with, for each item, its name, its title, and the function that judges it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEvidence:
-    """The evidence for the checklist and the failure modes: the traced step, its plans, and the user's receipt and verdict.
+    """The evidence for the checklist and the failure modes, as data: the traced step, its plans, and the user's receipt and
+    verdict.
 
-    ``made`` begins with the unmanaged plan. ``items`` is the number of tokens or examples in one batch, and ``items_name``
-    says which. ``target`` is the step's name in commands. ``receipt`` and ``verdict`` belong to this model and step.
+    ``made`` begins with the unmanaged plan. ``items`` is the number of tokens or examples in one batch, and ``items_name`` says
+    which. ``target`` is the step's name in commands. ``receipt`` and ``verdict`` belong to this model and step.
     """
 
     index: StepIndex
@@ -57,13 +68,13 @@ class StepEvidence:
 
     @property
     def managing(self) -> Plan | None:
-        """The recommended plan; ``None`` if it keeps everything, or no plan is recommended."""
+        """Return the recommended plan, or ``None`` if that plan keeps everything or no plan is recommended."""
         is_idle = self.chosen is None or all(region.is_untouched for region in self.chosen.plan.regions)
         return None if is_idle or self.chosen is None else self.chosen.plan
 
     @property
     def receipt_name(self) -> str:
-        """The receipt's plan in words: ``strategy auto at 300.0 MiB``."""
+        """Describe in words the plan that the receipt is about: ``strategy auto at 300.0 MiB``."""
         assert self.receipt is not None
         if self.receipt.strategy == OWN:
             return "the model's own method"
@@ -73,7 +84,7 @@ class StepEvidence:
 
     @property
     def receipt_seconds(self) -> tuple[float, float] | None:
-        """Seconds of the step without and with the plan; ``None`` unless the receipt measured both."""
+        """Return the measured seconds of the step without and with the plan, or ``None`` unless the receipt has both."""
         receipt = self.receipt
         if receipt is None or not receipt.measured_baseline_seconds or not receipt.measured_seconds:
             return None
@@ -81,13 +92,13 @@ class StepEvidence:
 
     @property
     def verify_command(self) -> str:
-        """The command that writes the missing receipt, for the recommended plan once that is saved as ``plan.json``."""
+        """Return the command that writes the missing receipt. It expects the recommended plan in ``plan.json``."""
         again = f"plimsoll advise {self.target} --receipt receipt.json"
         return f"plimsoll verify {self.target}{self._with_plan} -o receipt.json, then {again}"
 
     @property
     def curve_command(self) -> str:
-        """The command that writes the missing loss curves."""
+        """Return the command that measures the missing loss curves, with and without the plan."""
         return (
             f"plimsoll verify {self.target}{self._with_plan} --curve 100 -o receipt.json, or for lossy plans "
             f"plimsoll probe {self.target} --steps 1000{self._with_plan} -o verdict.json, "
@@ -100,7 +111,7 @@ class StepEvidence:
 
 
 def check_all(evidence: StepEvidence) -> tuple[CheckItem, ...]:
-    """Judge all items, in the order of the checklist."""
+    """Judge all items of the checklist, and return them in its order."""
     return _judge(_CHECKS, evidence)
 
 
@@ -170,7 +181,11 @@ def _determinism(evidence: StepEvidence) -> _Judged:
 
 
 def _attention(evidence: StepEvidence) -> _Judged:
-    """Fused kernels save sums of rows and make the matrix again in backward. Separate ops save it, with its squared length."""
+    """Check that no attention matrix is held for backward.
+
+    Fused kernels save only sums of rows, and make the matrix again in backward. Separate ops save the matrix itself, whose size
+    grows with the square of the sequence length.
+    """
     fused, held = 0, []
     for view in evidence.index.views:
         graph, between = view.graph, between_products(view)
@@ -289,7 +304,11 @@ def _bubbles(_: StepEvidence) -> _Judged:
 
 
 def _savings(evidence: StepEvidence) -> _Judged:
-    """Compare the measured with the predicted peak, or else the bytes freed after forward with the bytes off the peak."""
+    """Check whether the plan saves less than expected.
+
+    With a receipt, compare the measured peak with the predicted peak. Without one, compare the reduction of the peak with the
+    bytes that the plan frees between forward and backward.
+    """
     receipt, plan = evidence.receipt, evidence.managing
     if receipt is not None:
         measured, predicted = receipt.measured_peak_bytes, receipt.predicted_peak_bytes

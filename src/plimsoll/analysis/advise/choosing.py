@@ -17,32 +17,32 @@ _EQUAL = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
-    """A candidate plan and its name."""
+    """A candidate plan with its name."""
 
     name: str
     plan: Plan
     refused: str = ""
-    """Why the plan did not use the allowed forms, if known."""
+    """Why the plan did not use the codecs and links that were allowed; empty if it used some, or if none were offered."""
     is_point: bool = False
-    """Whether the plan is a point of the frontier, which is shown but cannot be chosen."""
+    """Whether the plan only shows what another peak would cost. Such a plan is a point of the frontier, and is never chosen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """What a plan must keep to: a peak and a gradient error; and what the command for it needs."""
+    """The limits that a plan must keep to (its peak and its gradient error), and what the command that makes the plan needs."""
 
     limit_bytes: int
-    """The budget; for a step without a budget, the knee of the frontier."""
+    """The largest allowed peak in bytes: the budget, or the peak at the frontier's knee for a step without a budget."""
     limit_text: str
-    """The limit as text for the command line."""
+    """The limit as the command line writes it."""
     is_budget: bool
     max_error: float
     target: str
     options: tuple[str, ...] = ()
-    """Further options that ``plimsoll plan`` needs to make the same plans: regions, host budget, link, device."""
+    """Further command-line options that ``plimsoll plan`` needs to make the same plans: regions, host budget, link, device."""
 
     def obstacle(self, plan: Plan) -> str:
-        """Why a plan cannot be chosen; empty if it can."""
+        """Say why a plan cannot be chosen; return ``""`` if it can."""
         if plan.predicted_peak_bytes > self.limit_bytes:
             word = "the budget" if self.is_budget else "the knee of the frontier"
             return f"over {word} by {format_bytes(plan.predicted_peak_bytes - self.limit_bytes)}"
@@ -71,7 +71,9 @@ def choose(made: Sequence[Made], wish: Wish) -> Made | None:
 
 
 def _complexity(plan: Plan) -> int:
-    """Rank plans from simple to complex: nothing, recomputation, lossless codecs, offloading, lossy codecs."""
+    """Rank a plan from simple to complex: 0 does nothing, 1 recomputes, 2 uses lossless codecs, 3 offloads, 4 uses lossy
+    codecs.
+    """
     decisions = {decision.decision for region in plan.regions for decision in region.decisions}
     if not plan.is_lossless:
         return 4
@@ -83,7 +85,7 @@ def _complexity(plan: Plan) -> int:
 
 
 def describe(made: Sequence[Made], chosen: Made | None, wish: Wish) -> tuple[Candidate, ...]:
-    """List the plans with their figures, and with the reason for or against each."""
+    """Return one row per plan, with its predicted figures and the reason for or against it."""
     return tuple(
         Candidate(
             name=entry.name,
@@ -131,7 +133,7 @@ def _reason(entry: Made, chosen: Made | None, made: Sequence[Made], wish: Wish) 
 
 
 def _is_worse(plan: Plan, other: Plan) -> bool:
-    """Whether ``other`` dominates ``plan``: not more memory and not more time, and less of at least one."""
+    """Whether ``other`` dominates ``plan``: at most as much memory and at most as much time, and less of at least one."""
     more_bytes = plan.predicted_peak_bytes - other.predicted_peak_bytes
     more_seconds = plan.predicted_seconds - other.predicted_seconds
     return more_bytes >= 0 and more_seconds >= 0 and (more_bytes > 0 or more_seconds > 0)
@@ -140,8 +142,7 @@ def _is_worse(plan: Plan, other: Plan) -> bool:
 def recommend(made: Sequence[Made], chosen: Made | None, bottleneck: Bottleneck, wish: Wish) -> Recommendation:
     """Write the recommendation: one headline and a few reasons.
 
-    Without a budget, the recommendation is to look elsewhere if recomputation can remove less than the share ``LITTLE`` of
-    the peak.
+    Without a budget, it recommends to look elsewhere if recomputation can remove less than the share ``LITTLE`` of the peak.
     """
     memory = (bottleneck.summary, *bottleneck.remedies)
     peak, limit = format_bytes(bottleneck.peak_bytes), format_bytes(wish.limit_bytes)
@@ -190,7 +191,7 @@ def _manage(chosen: Made, made: Sequence[Made], bottleneck: Bottleneck, wish: Wi
 
 
 def _command(plan: Plan, wish: Wish) -> str:
-    """The command that makes the plan."""
+    """Return the ``plimsoll plan`` command that makes this plan."""
     words = ["plimsoll plan", wish.target]
     if plan.strategy != "auto":
         words.append(f"--strategy {plan.strategy}")

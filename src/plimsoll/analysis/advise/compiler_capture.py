@@ -45,19 +45,28 @@ _MARK = "_is_torch_compile"
 _UNKNOWN = "Unknown"
 """The start of Dynamo's reason when it restarts a frame because of a function that the frame calls."""
 _IN_A_CALL = "step_unsupported"
-"""Dynamo's reason for a line with a call that cannot be captured; the break inside the call is listed separately."""
+"""Dynamo's reason for a line with a call that Dynamo cannot capture.
+
+The break inside the called function is listed separately.
+"""
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(?P<name>.+)_at_(?P<line>\d+)")
 _Place = tuple[str, str, int]
-"""Reason, file and line."""
+"""Where and why a graph breaks: the reason, the file and the line number."""
 _FAILURES = (
     *(RuntimeError, TypeError, ValueError, LookupError, AttributeError),
     *(AssertionError, ArithmeticError, ImportError, OSError),
 )
-"""Errors of the step or of Dynamo that mean that the step cannot be captured; this is a result, not an error here."""
+"""Errors of the step or of Dynamo that mean that the step cannot be captured.
+
+They become part of the result and are not raised.
+"""
 
 
 class _OutOfTimeError(BaseException):
-    """The time limit is over. Not an ``Exception``, so that handlers inside Dynamo or the model cannot swallow it."""
+    """Raised when the time limit is over.
+
+    It is not an ``Exception``, so that handlers inside Dynamo or the model cannot swallow it.
+    """
 
 
 def ask_compiler(
@@ -69,7 +78,7 @@ def ask_compiler(
     limit_seconds: float = 60.0,
     progress: Progress | None = None,
 ) -> Capture:
-    """Run one training step of ``model`` under Dynamo, and record what Dynamo captures.
+    """Run one training step of ``model`` under Dynamo, and return which ops Dynamo captured and where its graphs broke.
 
     If the step cannot be captured, or not within ``limit_seconds``, the result says so; no error is raised. ``loss`` runs
     outside the compiled function.
@@ -109,7 +118,10 @@ class _Recorder:
         self._backward: list[BackwardOp] = []
         self._breaks: Counter[_Place] = Counter()
         self._nodes: list[tuple[int, int]] = []
-        """Ascending half-open ranges of the sequence numbers of autograd nodes that captured graphs made."""
+        """Half-open ranges of numbers, ascending.
+
+        They are the sequence numbers of the autograd nodes that captured graphs made.
+        """
         self._is_captured = False
 
     def check_time(self, *_: object) -> None:
@@ -126,7 +138,10 @@ class _Recorder:
             scalar.backward()
 
     def capture(self, failure: str) -> Capture:
-        """What was recorded; nothing counts as captured if the step failed. Every break once, the most frequent first."""
+        """Return what was recorded.
+
+        If the step failed, no op counts as captured. Each graph break is listed once with its count, the most frequent first.
+        """
         breaks = tuple(
             GraphBreak(reason=reason, file=shorten(file), line=line, code=_code(file, line), count=count)
             for (reason, file, line), count in self._breaks.most_common()
@@ -171,7 +186,9 @@ class _Recorder:
         self._backward.append(BackwardOp(cost_key=key, is_captured=self._is_captured))
 
     def note_frames(self, started_microseconds: int) -> None:
-        """Record why Dynamo left whole frames to Python, and the breaks inside of functions that a frame calls."""
+        """Add two kinds of graph breaks to the record: whole frames that Dynamo left to Python, and breaks inside of functions
+        that a frame calls.
+        """
         inner: dict[str, tuple[str, str, int]] = {}
         for entry in get_compilation_metrics():
             if (entry.start_time_us or 0) < started_microseconds:
@@ -189,7 +206,10 @@ class _Recorder:
 
 
 class _Watch(TorchDispatchMode):
-    """Passes the key of every op to ``note``, after ``check_time``, and runs the op."""
+    """A dispatch mode that, before each op, calls ``check_time`` and passes the op's key to ``note``.
+
+    It then runs the op unchanged.
+    """
 
     def __init__(self, note: Callable[[str], None], check_time: Callable[[], None]) -> None:
         super().__init__()
@@ -203,7 +223,10 @@ class _Watch(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _unmarked(model: nn.Module) -> Iterator[None]:
-    """Remove the mark that torch.compile sets on a module, unless it was there before the block."""
+    """Remove, when the block ends, the attribute that torch.compile sets on a module.
+
+    If the attribute was there before the block, it is put back.
+    """
     kept = {name: value for name, value in vars(model).items() if name == _MARK}
     try:
         yield
@@ -237,7 +260,11 @@ def _fresh_dynamo(check_time: Callable[..., None]) -> Iterator[None]:
 
 
 def shorten(file: str) -> str:
-    """Shorten a path: relative to the working directory, or from the top of the installed package, else the file's name."""
+    """Shorten a file's path for display.
+
+    A path in an installed package starts at the package, a path below the working directory is relative to it, and of any other
+    path only the file's name remains.
+    """
     _, found, inside = file.replace(os.sep, "/").rpartition("/site-packages/")
     if found:
         return inside
@@ -246,19 +273,24 @@ def shorten(file: str) -> str:
 
 
 def _code(file: str, line: int) -> str:
-    """The source line; empty for the head of a function, which does not say more than the function's name."""
+    """Return the source line, or ``""`` for a decorator or the head of a function, which does not say more than the function's
+    name.
+    """
     text = linecache.getline(file, line).strip() if file else ""
     return "" if text.startswith(("@", "def ")) else text
 
 
 def _readable(text: str) -> str:
-    """The first line of a reason; the other lines are hints for Dynamo's developers."""
+    """Return the first line of Dynamo's reason for a break. The other lines are hints for Dynamo's developers."""
     first = text.strip().partition("\n")[0] or "no reason given"
     return "something in this call cannot be captured" if first == _IN_A_CALL else first
 
 
 def _frame(name: str | None) -> str:
-    """The function that Dynamo left to Python. Dynamo's made-up name for the rest of a function is translated."""
+    """Return a readable name for the function that Dynamo left to Python.
+
+    After a break, Dynamo makes a function for the rest of the original function. Its made-up name is translated.
+    """
     resumed = _RESUMED.fullmatch(name or "")
     if resumed is None:
         return name or "the function"

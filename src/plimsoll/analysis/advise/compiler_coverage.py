@@ -25,22 +25,25 @@ from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.trace import Phase, Trace, TraceOp
 
 RELY_ON_COMPILER = 0.9
-"""If more than this share of the time is captured, the compiler's own recomputation sees nearly the whole step."""
+"""If the compiler captures more than this share of the step's time, its own recomputation sees nearly the whole step."""
 _SHOWN = 4
 _MODEL = "the model itself"
 _LITTLE = 0.01
-"""Uncaptured modules are named only if uncaptured ops take more than this share of the time."""
+"""The modules of uncaptured ops are named only if these ops take more than this share of the step's time."""
 _DROPOUT = re.compile(r";0\.0*[1-9]")
-"""In the key of fused attention, a positional number between 0 and 1 is the dropout; the scale is a keyword."""
+"""Finds the dropout probability in the key of a fused attention op: the positional number between 0 and 1.
+
+The scale is a keyword argument, so it does not match.
+"""
 _MASKED = ("index", "index_put", "index_put_", "_index_put_impl_")
-"""Ops that make the host wait for values only if an index is a mask."""
+"""Indexing ops. They make the host wait for values only if an index is a boolean mask."""
 _MASK_TYPES = ("b8[", "u8[")
 
 
 def judge_coverage(trace: Trace, costs: Costs, capture: Capture) -> CompilerCoverage:
-    """Compute the captured shares and the advice.
+    """Return which share of the step's ops and time the compiler captured, and the advice that follows.
 
-    ``trace`` is of the eager step, ``capture`` of the same step under the compiler.
+    ``trace`` is of the eager step, ``capture`` is of the same step under the compiler.
     """
     if not capture.is_asked:
         return CompilerCoverage(is_measured=False, note=capture.failure)
@@ -67,12 +70,18 @@ def judge_coverage(trace: Trace, costs: Costs, capture: Capture) -> CompilerCove
 
 
 def captured_ticks(trace: Trace, capture: Capture) -> set[int]:
-    """The ticks of forward ops that ran in a captured graph, and of backward ops that came from one."""
+    """Return the positions in ``trace.ops`` of the captured ops.
+
+    These are the forward ops that ran in a captured graph, and the backward ops whose autograd node was made in such a graph.
+    """
     return _captured_forward(trace, capture) | _captured_backward(trace, capture)
 
 
 def _captured_forward(trace: Trace, capture: Capture) -> set[int]:
-    """The captured ticks of forward. All ops from the first to the last op of a graph belong to it, without holes."""
+    """Return the positions in ``trace.ops`` of forward ops that ran in a captured graph.
+
+    Every op between the first and the last matched op of a graph belongs to that graph, even an op without a match.
+    """
     ticks = [tick for tick, op in enumerate(trace.ops) if op.phase is Phase.FORWARD]
     runs = [run for run, keys in enumerate(capture.forward) for _ in keys]
     spans: dict[int, tuple[int, int]] = {}
@@ -83,7 +92,10 @@ def _captured_forward(trace: Trace, capture: Capture) -> set[int]:
 
 
 def _captured_backward(trace: Trace, capture: Capture) -> set[int]:
-    """The captured ticks of backward. An op without a match counts as captured if both matched neighbours are."""
+    """Return the positions in ``trace.ops`` of captured backward ops.
+
+    An op without a match counts as captured if the matched ops before and after it are captured.
+    """
     ticks = [tick for tick, op in enumerate(trace.ops) if op.phase is Phase.BACKWARD]
     pairs = _aligned(trace, ticks, [op.cost_key for op in capture.backward])
     found: set[int] = set()
@@ -95,7 +107,7 @@ def _captured_backward(trace: Trace, capture: Capture) -> set[int]:
 
 
 def _aligned(trace: Trace, ticks: Sequence[int], keys: Sequence[str]) -> list[tuple[int, int]]:
-    """Pairs of positions in ``ticks`` and ``keys`` that are the same op, both ascending."""
+    """Match ops with op keys. Return ascending pairs: a position in ``ticks``, and the position of the same op in ``keys``."""
     matcher = SequenceMatcher(None, [trace.ops[tick].cost_key for tick in ticks], keys, autojunk=False)
     return [
         (block.a + offset, block.b + offset) for block in matcher.get_matching_blocks() for offset in range(block.size)
@@ -103,7 +115,7 @@ def _aligned(trace: Trace, ticks: Sequence[int], keys: Sequence[str]) -> list[tu
 
 
 def _advice(found: CompilerCoverage, trace: Trace, captured: set[int]) -> tuple[str, ...]:
-    """What to do about the captured part, and about the regions that the compiler missed."""
+    """Say what to do about the captured part of the step, and about the regions that the compiler missed."""
     missed = dict.fromkeys(
         call.name
         for call in trace.regions
@@ -138,17 +150,17 @@ def _draws(op: TraceOp) -> bool:
 
 @functools.cache
 def _tags(name: str) -> frozenset[torch.Tag]:
-    """What torch says about an ATen op in the tags on its overloads; nothing for other ops."""
+    """Return the tags that torch puts on the overloads of an ATen op; an empty set for an op that is not ATen's."""
     packet = None if "." in name else getattr(torch.ops.aten, name, None)
     overloads = () if packet is None else packet.overloads()
     return frozenset(tag for overload in overloads for tag in getattr(packet, overload).tags)
 
 
 def find_hazards(trace: Trace) -> tuple[CaptureHazard, ...]:
-    """Find the ops that a CUDA graph cannot capture, because the host waits for them.
+    """List the ops that a CUDA graph cannot capture, because the host waits for their values.
 
-    They are counted by kind and place, the most frequent first.
-    Fake tensors do not have values to read, so a fake trace only shows ops whose output shape depends on values.
+    Each entry has the kind of op, its module and its count; the most frequent comes first. Fake tensors do not have values to
+    read, so a fake trace only shows ops whose output shape depends on values.
     """
     found: Counter[tuple[str, str]] = Counter()
     for op in trace.ops:

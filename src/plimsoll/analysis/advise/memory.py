@@ -1,4 +1,6 @@
-"""Says what holds the unmanaged peak and what would lower it other than a plan, and measures every layer."""
+"""Says which part of memory makes up most of the unmanaged peak, what would lower the peak other than a plan, and what each
+layer saves and takes.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +18,21 @@ from plimsoll.artifacts.trace import Phase, Trace
 from plimsoll.units import format_bytes
 
 LITTLE = 0.1
-"""If recomputation can remove less than this share of the peak, activation management is not recommended."""
+"""If recomputation can remove less than this share of the peak, the advice does not recommend to manage activations."""
 _LARGE = 0.25
-"""Sharding is a remedy if the state is at least this share of the peak."""
+"""Sharding is listed as a remedy if parameters, gradients, optimizer state, buffers and batch are together at least this share
+of the peak.
+"""
 _WORTHWHILE = 0.05
-"""A change to the loss or the optimizer is a remedy if it lowers the peak by more than this share."""
+"""A change to the loss or the optimizer is listed as a remedy if it lowers the peak by more than this share."""
 _NOTHING = 0.005
-"""If recomputation can remove less than this share, the summary says that it cannot lower the peak."""
+"""If recomputation can remove less than this share of the peak, the summary says that recomputation cannot lower the peak."""
 _RANKS = 8
-"""The number of ranks in the example of sharding."""
+"""The number of ranks in the example that shows what sharding would save."""
 
 
 def find_bottleneck(trace: Trace, unmanaged: Plan, changes: Sequence[Change] = ()) -> Bottleneck:
-    """Split the unmanaged peak into parts, name the largest group, and list remedies that are not plans.
+    """Return what makes up the unmanaged peak: its parts, the largest group of parts, and remedies that are not plans.
 
     ``unmanaged`` is the plan ``none``; its floor is the smallest peak that recomputation reaches. ``changes`` are changes to
     the loss and the optimizer, with their replayed peaks.
@@ -73,7 +77,8 @@ def find_bottleneck(trace: Trace, unmanaged: Plan, changes: Sequence[Change] = (
 
 
 def measure_layers(trace: Trace, costs: Costs, unmanaged: Plan) -> tuple[LayerUse, ...]:
-    """For every region call, the bytes that it saves for backward, and the seconds of its forward and backward.
+    """Return, for each call of a region (a layer, for most models), the bytes that it saves for backward, and the seconds of
+    its forward and backward.
 
     ``unmanaged`` is the plan ``none``, which keeps everything that autograd saves.
     """

@@ -45,16 +45,21 @@ _MOVES_NOTHING = re.compile(
 """Ops that only return a view, read metadata or allocate a tensor."""
 
 _Piece = tuple[int, int, int, int]
-"""Start, end, rank (see ``owned_ns``) and owner, the index of the span that the piece belongs to."""
+"""Start and end in nanoseconds, rank (the lowest rank wins where pieces overlap), and the index of the span that the piece
+belongs to.
+"""
 
 
 def keep_ledger(profile: Profile, unit: WorkUnit) -> Ledger:
-    """Make the ledger of a profile, in kernels or in CPU ops. CPU ops can also be counted if there is device activity."""
+    """Make the ledger of a profile: which work each instant belongs to.
+
+    The work is kernels or CPU ops, as ``unit`` says. CPU ops can be counted even if there is device activity.
+    """
     return (_DeviceAccounts if unit is WorkUnit.KERNELS else _HostAccounts)(profile).close()
 
 
 class _Accounts(abc.ABC):
-    """The common part of both kinds of accounts: the steps' windows, and the host's launches and waits."""
+    """The common part of both kinds of accounts: the intervals of the steps, and the host's launches and waits."""
 
     unit: WorkUnit
     device: int | None = None
@@ -74,7 +79,10 @@ class _Accounts(abc.ABC):
         self.graph_launches = sum(self._is_inside(at_ns) for at_ns in graphs)
 
     def _windows(self) -> list[Interval]:
-        """The intervals of the steps. Steps of a loop follow each other, so they are one window."""
+        """Return the intervals to account for.
+
+        Steps of a loop follow each other, so they are one interval; separate steps have one each.
+        """
         steps = self.profile.steps
         if not steps:
             self.notes.append(f"{self.profile.source} does not mark steps: the whole trace counts as one step.")
@@ -91,7 +99,10 @@ class _Accounts(abc.ABC):
         return max(0, bisect_right(self.step_starts, at_ns) - 1)
 
     def _wall_ns(self) -> tuple[int, ...]:
-        """The length of each step. In a loop, the first step begins and the last step ends with the window."""
+        """Return the length of each step in nanoseconds.
+
+        In a loop, the first step begins and the last step ends with the whole interval.
+        """
         if len(self.windows) > 1 or len(self.step_starts) == 1:
             return tuple(end - start for start, end in self.windows)
         start, end = self.windows[0]
@@ -104,7 +115,7 @@ class _Accounts(abc.ABC):
                 yield span.name, span.shape
 
     def close(self) -> Ledger:
-        """Assign every busy instant to one piece of work, and split the remaining idle time into gaps."""
+        """Assign every busy instant to one piece of work, split the remaining idle time into gaps, and return the ledger."""
         pieces = list(self._pieces())
         own_ns: Counter[int] = Counter()
         for (*_, owner), nanoseconds in zip(pieces, owned_ns([piece[:3] for piece in pieces]), strict=True):
@@ -142,7 +153,7 @@ class _Accounts(abc.ABC):
 
 
 class _HostAccounts(_Accounts):
-    """Accounts of CPU ops by their own time. Time between ops counts as idle: it is the host's Python and framework."""
+    """Counts CPU ops by their own time. Time between ops counts as idle: the host runs Python and the framework then."""
 
     unit = WorkUnit.CPU_OPS
 
@@ -175,7 +186,7 @@ class _HostAccounts(_Accounts):
 
 
 class _DeviceAccounts(_Accounts):
-    """Accounts of the device that is busy longest."""
+    """Counts the kernels, copies and fills of one device: the device that is busy longest."""
 
     unit = WorkUnit.KERNELS
 
@@ -202,9 +213,9 @@ class _DeviceAccounts(_Accounts):
             )
 
     def _windows(self) -> list[Interval]:
-        """The intervals of the steps on the device.
+        """Return the intervals of the steps on the device.
 
-        A loop's window begins when earlier work has finished on the device, and ends when the steps' own work has finished.
+        A loop's interval begins when earlier work has finished on the device, and ends when the steps' own work has finished.
         Separate steps keep the host's intervals, because the host waited for the device after each step.
         """
         windows = super()._windows()
@@ -260,7 +271,7 @@ class _DeviceAccounts(_Accounts):
         )
 
     def _phase_range(self, at_ns: int) -> int:
-        """The innermost range with a phase that is open on the main thread at that moment, or -1.
+        """Return the index of the innermost range with a phase that is open on the main thread at that moment, or -1.
 
         Autograd's own thread does not open named ranges. While it launches work, the main thread waits inside ``backward``.
         """
@@ -270,7 +281,10 @@ class _DeviceAccounts(_Accounts):
         return index
 
     def _gap(self, start: int, end: int, stalled_ns: int = 0) -> Gap:
-        """Count the part of a gap after the launch of the next work as stalled, if it is longer than a launch takes."""
+        """Return the gap, split by the host's activity.
+
+        The time after the launch of the next work counts as stalled if it is longer than a launch takes.
+        """
         position = bisect_right(self.starts, end - 1)
         if position < len(self.spans) and self.starts[position] == end:
             launch = self.launches.get(self.spans[position].correlation, -1)
@@ -287,7 +301,10 @@ def _kind_of(span: DeviceSpan) -> WorkKind:
 
 
 def _computing_ops(nesting: Nesting) -> list[bool]:
-    """For each span, whether it is an innermost op that computes; ops that make views or allocate do not count."""
+    """Return a list that says for each span whether it is an innermost op that computes.
+
+    Ops that make views or allocate do not compute.
+    """
     is_computing = [False] * len(nesting.spans)
     has_computing = [False] * len(nesting.spans)
     for index in range(len(nesting.spans) - 1, -1, -1):  # backwards: callees come after their callers

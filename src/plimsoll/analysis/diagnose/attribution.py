@@ -41,9 +41,10 @@ _DIGITS = "0123456789"
 
 
 class Label(msgspec.Struct, frozen=True, gc=False):
-    """The phase and module of a span.
+    """The phase and module of a span, which is a named interval on a thread.
 
-    ``is_in_node`` is True inside a node of backward, ``is_engine`` for spans of autograd's engine itself.
+    ``is_in_node`` is True if the span is a node of backward or inside one. ``is_engine`` is True for spans of autograd's engine
+    itself.
     """
 
     phase: WorkPhase | None = None
@@ -56,7 +57,7 @@ _NOTHING = Label()
 
 
 def label_spans(nesting: Nesting, profile: Profile) -> list[Label]:
-    """Label every span of ``nesting``, in its order."""
+    """Return the phase and module of each span (a named interval on a thread) of ``nesting``, in the same order."""
     autograd = _Autograd(nesting, profile)
     labels: list[Label] = []
     previous_module: dict[str, str] = {}
@@ -82,7 +83,10 @@ def label_spans(nesting: Nesting, profile: Profile) -> list[Label]:
 
 
 def _label(span: HostSpan, above: Label, parent: HostSpan | None) -> Label:
-    """Read the label from the span's own name, else from the enclosing span's label."""
+    """Read the phase and module from the span's own name.
+
+    If the name does not tell them, take them from the enclosing span's label.
+    """
     name, module = span.name, ""
     if span.kind is not HostKind.RANGE:
         is_engine = parent is not None and above.is_engine and name == parent.name.removeprefix(_NODE_PREFIX)
@@ -114,7 +118,11 @@ class _Autograd:
 
     def __init__(self, nesting: Nesting, profile: Profile) -> None:
         self.recomputed: dict[int, tuple[int, int]] = {}
-        """Per node of backward, the interval from its first to its last child op that runs with gradients enabled."""
+        """A mapping from each node of backward, by its index, to the interval from its first to its last child op that runs
+        with gradients enabled.
+
+        Such child ops are recomputation.
+        """
         self._links = profile.forward_links
         self._by_sequence: dict[tuple[bool, int], int] = {}
         self._by_start: dict[tuple[str, int], int] = {}
@@ -137,14 +145,14 @@ class _Autograd:
                         self.recomputed[parent] = (min(low, span.start_ns), max(high, nesting.ends[index]))
 
     def module_of(self, node: HostSpan, labels: list[Label], *, is_nested: bool) -> str:
-        """The module of the op that made the node; empty if the trace does not link them."""
+        """Return the module of the forward op that made the node. It is empty if the trace does not link the two."""
         index = self._by_sequence.get((is_nested, node.sequence), -1) if node.sequence >= 0 else -1
         if index < 0:
             index = self._by_start.get(self._links.get((node.thread, node.start_ns), ("", -1)), -1)
         return labels[index].module if 0 <= index < len(labels) else ""
 
     def is_before_backward(self, span: HostSpan) -> bool:
-        """Whether the span starts before the first node of backward in its step."""
+        """Whether the span starts before the first node of backward of the same step."""
         return span.start_ns < self._first_backward.get(self._step_of(span), span.start_ns + 1)
 
     def _step_of(self, span: HostSpan) -> int:
@@ -152,7 +160,7 @@ class _Autograd:
 
 
 def find_layers(modules: Iterable[str]) -> dict[str, str]:
-    """The layer of each module path: its shortest prefix that has numbered siblings, or ``""``.
+    """Return a mapping from each module path to its layer: the path's shortest prefix that has numbered siblings, or ``""``.
 
     Example:
         >>> find_layers(["model.norm", "model.layers.0.mlp", "model.layers.1"])
@@ -175,7 +183,11 @@ def _prefixes(path: str) -> list[str]:
 
 
 def tabulate_layers(baseline: Ledger, plan: Ledger) -> tuple[tuple[Layer, ...], bool]:
-    """Tabulate both sides by layer, or by operation if a trace lacks modules; also return whether rows are modules."""
+    """Make a table of the time without and with the plan, with one row per layer. If a trace lacks modules, the rows are
+    operations.
+
+    The second result says whether the rows are modules.
+    """
     are_modules = baseline.has_modules and plan.has_modules
     layer_of = find_layers(work.module for each in (baseline, plan) for work in each.work) if are_modules else {}
     counts, busy_ns = [Counter[str](), Counter[str]()], [Counter[str](), Counter[str]()]

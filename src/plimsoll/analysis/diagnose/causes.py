@@ -30,20 +30,20 @@ _NS = 1e-9
 _DETAILS = 3
 _LEAST_DETAIL_NS = 1000.0
 _MORE_WORK = 1.02
-"""Recomputation is inferred only if the plan's step has more pieces of work than the baseline's by this factor."""
+"""Recomputation is inferred only if the plan's step has more pieces of work than the baseline's step by this factor."""
 
 Key = tuple[str, str]
 
 
 def split_overhead(baseline: Ledger, plan: Ledger) -> tuple[OverheadPart, ...]:
-    """Split the overhead per step into one part per cause, in the order of ``OverheadCause``."""
+    """Split the overhead per step into causes. Return one part per cause, in the order of ``OverheadCause``."""
     rules = _Rules(baseline, plan)
     before, after = _Account(baseline, rules), _Account(plan, rules)
     return tuple(_part(cause, before, after) for cause in OverheadCause)
 
 
 def repeats_are_inferred(baseline: Ledger, plan: Ledger) -> bool:
-    """Whether recomputation is not marked in the traces, and only shows as forward work that the plan runs more often."""
+    """Whether the traces do not mark recomputation, so that it only shows as forward work that the plan runs more often."""
     if baseline.has_nodes and plan.has_nodes:
         return False
     if any(work.phase is WorkPhase.RECOMPUTE for work in plan.work):
@@ -52,7 +52,7 @@ def repeats_are_inferred(baseline: Ledger, plan: Ledger) -> bool:
 
 
 class _Rules:
-    """Assigns work to causes. It uses the baseline's median times and the facts that both profiles record."""
+    """The rules that assign work to causes. They use the baseline's median times and the facts that both profiles record."""
 
     def __init__(self, baseline: Ledger, plan: Ledger) -> None:
         self._has_shapes = baseline.has_shapes == plan.has_shapes
@@ -63,11 +63,11 @@ class _Rules:
         self._repeated = self._repeats(baseline, plan) if repeats_are_inferred(baseline, plan) else frozenset()
 
     def key(self, work: WorkPiece) -> Key:
-        """Work with the same key is the same work on both sides."""
+        """Return the key of a piece of work. Work with the same key is the same work with and without the plan."""
         return (work.name, work.shape if self._has_shapes else "")
 
     def causes(self, work: WorkPiece) -> Iterable[tuple[OverheadCause, float]]:
-        """The causes that a piece of work counts for, with the nanoseconds of each."""
+        """Return the causes that a piece of work counts for, each with its nanoseconds."""
         key = self.key(work)
         is_recomputed = work.phase is WorkPhase.RECOMPUTE
         if work.kind is WorkKind.GRAPH:
@@ -83,7 +83,7 @@ class _Rules:
         return ((self._cause_of(work, is_recomputed=is_again), reference), (slower, work.own_ns - reference))
 
     def _cause_of(self, work: WorkPiece, *, is_recomputed: bool) -> OverheadCause:
-        """The cause for running the work at all.
+        """Return the cause for running the work at all.
 
         Recomputed work that the baseline does not have may be a part of a kernel that is fused in the baseline.
         """
@@ -101,7 +101,10 @@ class _Rules:
         return {place: statistics.median(each) for place, each in times.items()}
 
     def _repeats(self, baseline: Ledger, plan: Ledger) -> frozenset[Key]:
-        """Keys of forward work that the plan runs more often (of all work, if the baseline's phases are unknown)."""
+        """Return the keys of forward work that the plan runs more often than the baseline.
+
+        If the baseline's phases are unknown, all its work is compared.
+        """
         has_forward = any(work.phase is WorkPhase.FORWARD for work in baseline.work)
         ours = Counter(self.key(work) for work in baseline.work if not has_forward or work.phase is WorkPhase.FORWARD)
         before = Counter(self.key(work) for work in baseline.work)
@@ -110,7 +113,7 @@ class _Rules:
 
 
 class _Account:
-    """One side's nanoseconds per cause and step, and per cause and name of the work."""
+    """The nanoseconds of one side (without or with the plan), per cause and step, and per cause and name of the work."""
 
     def __init__(self, ledger: Ledger, rules: _Rules) -> None:
         self.steps = ledger.steps
@@ -127,11 +130,11 @@ class _Account:
             self.by_step[OverheadCause.UNEXPLAINED][step] += gap.stalled_ns
 
     def mean_ns(self, cause: OverheadCause) -> float:
-        """The mean nanoseconds per step of a cause."""
+        """Return the mean nanoseconds per step that count for the cause."""
         return math.fsum(self.by_step[cause]) / self.steps
 
     def error_ns(self, cause: OverheadCause) -> float:
-        """The standard error of that mean; 0 for a single step."""
+        """Return the standard error, in nanoseconds, of the cause's mean. It is 0 for a single step."""
         return statistics.stdev(self.by_step[cause]) / math.sqrt(self.steps) if self.steps > 1 else 0.0
 
 
@@ -146,7 +149,7 @@ def _part(cause: OverheadCause, before: _Account, after: _Account) -> OverheadPa
 
 
 def _details(before: Counter[str], after: Counter[str]) -> tuple[str, ...]:
-    """The work whose time changed most."""
+    """Name the work whose time changed most between the two sides, with the changes."""
     changes = {name: after[name] - before[name] for name in {*before, *after}}
     largest = sorted(changes.items(), key=lambda item: (-abs(item[1]), item[0]))[:_DETAILS]
     return tuple(

@@ -30,11 +30,17 @@ from plimsoll.units import GIB
 
 _NS_PER_US = 1000
 _LIMITS = ReadLimits(most_bytes=1 * GIB, most_items=100_000_000)
-"""For scale: a step of a large model has some hundred thousand events of about 400 bytes and 25 JSON items each."""
+"""Limits for reading a trace.
+
+For scale: a step of a large model has some hundred thousand events of about 400 bytes and 25 JSON items each.
+"""
 _MOST_US = 1e17
-"""Three thousand years. Larger times are damage, since traces count from the machine's boot or from 1970."""
+"""The largest time, in microseconds, that is not damage: three thousand years.
+
+Traces count from the machine's boot or from 1970.
+"""
 _MOST_DIMENSIONS = 64
-"""The most dimensions that a tensor of torch has."""
+"""The largest number of dimensions that a tensor of torch can have."""
 _MOST_INTEGER = 2**63
 _HOST = {
     "cpu_op": HostKind.OP,
@@ -61,7 +67,7 @@ _BYTES_BY_TYPE = {
 
 
 class _Arguments(msgspec.Struct, gc=False):
-    """The arguments that are used; all others are skipped while decoding."""
+    """The arguments of a trace event that are used. All other arguments are skipped while decoding."""
 
     external: Any = msgspec.field(name="External id", default=None)
     old_external: Any = msgspec.field(name="external id", default=None)
@@ -101,7 +107,7 @@ class _Trace(msgspec.Struct):
 
 
 def read_chrome(path: Path) -> Profile:
-    """Read a trace, which may be compressed with gzip.
+    """Read a trace of ``torch.profiler``, which may be compressed with gzip, and return it in the common form.
 
     Raises:
         InvalidTrace: the file is unreadable, empty, truncated, or not a trace of ``torch.profiler``.
@@ -229,7 +235,11 @@ def _device_spans(events: Iterable[_Event], origin_us: float) -> Iterable[Device
 
 
 def _forward_links(events: Iterable[_Event], origin_us: float) -> dict[tuple[str, int], tuple[str, int]]:
-    """The trace's arrows from forward ops to backward ops, as a map from the backward end to the forward end."""
+    """Return the trace's arrows from forward ops to backward ops, as a mapping from the backward op's start to the forward op's
+    start.
+
+    A start is a thread and a nanosecond.
+    """
     starts: dict[str, tuple[str, int]] = {}
     ends: dict[str, tuple[str, int]] = {}
     for event in events:
@@ -240,7 +250,7 @@ def _forward_links(events: Iterable[_Event], origin_us: float) -> dict[tuple[str
 
 
 def input_bytes(dims: object, types: object) -> int | None:
-    """Bytes of an op's input tensors: the op reads at least this if it reads each tensor once.
+    """Return the bytes of an op's input tensors. The op reads at least this much if it reads each tensor once.
 
     ``dims`` has one list of sizes per argument, which is empty for an argument that is not a tensor. A list of tensors is one
     level deeper. Returns ``None`` if the trace lacks shapes, or if a dtype (in its C++ name) is unknown.
@@ -290,7 +300,7 @@ def _text(value: object) -> str:
 
 
 def _integer(value: object, default: int) -> int:
-    """Convert to an int, also from text; ``default`` if that fails or the number exceeds 63 bits."""
+    """Convert a number or a text to an int. Return ``default`` if that fails or if the number exceeds 63 bits."""
     try:
         number = int(value) if isinstance(value, int | float | str) else default
     except (ValueError, OverflowError):  # no digits, too many of them, or not finite

@@ -1,4 +1,7 @@
-"""Compares two profiles of one step, without and with a plan: figures per side, causes, warning signs, and limits."""
+"""Compares two profiles of one step, without and with a plan.
+
+The result has figures for each side, causes of the overhead, warning signs, and notes about what the traces do not show.
+"""
 
 from __future__ import annotations
 
@@ -29,22 +32,26 @@ from plimsoll.errors import InvalidTrace
 from plimsoll.units import format_seconds
 
 Bandwidth = Callable[[str], float | None]
-"""Looks up a device's peak in bytes per second by its name."""
+"""A function from a device's name to its peak bandwidth in bytes per second, or ``None`` if it is unknown."""
 
 _NS = 1e-9
 _LONG_GAP_NS = LONG_GAP_SECONDS / _NS
 _NOTABLE_GAP_SHARE = 0.05
-"""Long gaps raise a warning sign if they take more than this share of the step."""
+"""Long gaps raise a warning sign if together they take more than this share of the step."""
 _LEAST_COMMON_SHARE = 0.9
-"""Two profiles of the same model have at least this share of the baseline's forward ops in common."""
+"""If the plan's profile has less than this share of the baseline's forward ops, the two profiles count as different models."""
 _MOST_FACTOR = 1.1
-"""If forward ops run more often by more than this factor, the profiles differ in their number of steps or micro-batches."""
+"""If forward ops run more often than in the baseline by more than this factor, the two profiles differ in steps or
+micro-batches.
+"""
 _SAME_FACTOR, _MOST_KEYS, _FEW_KEYS = 0.02, 0.8, 8
-"""Ops agree on a factor within the first share; at least the second share of all ops, and at least the third number, must."""
+"""Ops agree on a factor if their factors differ from it by at most the first share. Nearly all ops must agree: at least the
+second share of them, and at least the third number.
+"""
 
 
 def compare_profiles(baseline: Profile, plan: Profile, *, origin: ProfileOrigin, bandwidth: Bandwidth) -> Finding:
-    """Split the difference between two profiles into causes.
+    """Split the difference between two profiles, without and with a plan, into causes.
 
     ``bandwidth`` looks up a device's peak bandwidth if the traces do not contain it.
 
@@ -119,7 +126,8 @@ def refuse_unlike(baseline: Ledger, plan: Ledger) -> None:
 
 
 def _is_uniform(factors: list[float], factor: float, baseline: Ledger, plan: Ledger) -> bool:
-    """Whether nearly all operations run more often by the same factor, so that steps or micro-batches differ in number.
+    """Whether nearly all ops run more often in the plan's profile by the same factor. Then the two profiles differ in steps or
+    micro-batches.
 
     If both traces mark their steps, at least eight operations must agree on the factor; otherwise one is enough.
     """
@@ -129,7 +137,8 @@ def _is_uniform(factors: list[float], factor: float, baseline: Ledger, plan: Led
 
 
 def _forward_counts(ledger: Ledger, other: Ledger) -> Counter[str]:
-    """Count forward work per step, by name and, if both traces have shapes, by shape.
+    """Return a mapping from each forward op to how often it runs per step. The key is its name and, if both traces have shapes,
+    its shape.
 
     If only one side is compiled, fusion removes and adds element-wise ops. Then only matrix products, convolutions and
     attention are counted, which fusion does not change.
@@ -145,7 +154,9 @@ def _forward_counts(ledger: Ledger, other: Ledger) -> Counter[str]:
 
 
 def _forward_work(ledger: Ledger, *, has_ops: bool) -> Sequence[tuple[str, str]]:
-    """Forward ops, or forward kernels if a side lacks ops, or all kernels if phases are unknown."""
+    """Return names and shapes: of the forward ops, or of forward kernels if a side lacks ops, or of all kernels if phases are
+    unknown.
+    """
     if has_ops:
         return ledger.forward_ops
     kernels = [work for work in ledger.work if work.kind in (WorkKind.COMPUTE, WorkKind.GRAPH)]
@@ -154,7 +165,10 @@ def _forward_work(ledger: Ledger, *, has_ops: bool) -> Sequence[tuple[str, str]]
 
 
 def _measure_side(ledger: Ledger, layer_counts: Sequence[float]) -> Side:
-    """All figures of one profile per step. ``layer_counts`` are the kernels per step of each numbered layer."""
+    """Return all figures of one profile (without or with the plan) per step.
+
+    ``layer_counts`` are the kernels per step of each numbered layer.
+    """
     steps = ledger.steps
     busy_ns = sum(work.own_ns for work in ledger.work)
     long_gaps = [gap.length_ns for gap in ledger.idle if gap.length_ns > _LONG_GAP_NS]
@@ -204,7 +218,7 @@ def _phase_use(ledger: Ledger, phase: WorkPhase) -> PhaseUse:
 
 
 def _read_signs(baseline: Side, plan: Side, unit: WorkUnit) -> list[WarningSign]:
-    """Compare the plan's figures with each threshold, one warning sign per threshold."""
+    """Return one warning sign per threshold, each raised if the plan's figure is beyond it."""
     where, before, after = "per step", baseline.count, plan.count
     if baseline.kernels_per_layer and plan.kernels_per_layer:
         where, before, after = "per layer", baseline.kernels_per_layer, plan.kernels_per_layer
@@ -252,7 +266,7 @@ def _bandwidth_sign(plan: Side) -> WarningSign:
 
 
 def _notes(baseline: Profile, plan: Profile, before: Ledger, after: Ledger) -> list[str]:
-    """List what the traces lack, and what follows from that."""
+    """Return notes that say what the traces lack, and what follows from that."""
     notes = [*before.notes, *after.notes]
     if before.unit is WorkUnit.CPU_OPS:
         lacking = [profile.source for profile in (baseline, plan) if not profile.device]

@@ -41,7 +41,7 @@ _IN_KERNELS = (
 )
 _SQLITE_MAGIC = b"SQLite format 3\x00"
 _WARMUPS = 2
-"""Steps to run before timing: the first managed step records, the second step is like all later steps."""
+"""Steps to run before timing. In the first managed step the engine records; from the second step on, all steps are alike."""
 
 
 @overload
@@ -82,15 +82,17 @@ def diagnose(
 
     Args:
         subject: the model, or the trace of the step without the plan.
-        beside: the batch, or the trace of the step with the plan.
-        plan: the plan, if a model is passed.
+        beside: the batch if ``subject`` is a model, else the trace of the step with the plan.
+        plan: the plan, if ``subject`` is a model.
         loss: as for ``plimsoll.plan``.
-        steps: profiled steps per side, at least one. On a CPU twice as many are run, and the quieter half is used.
+        steps: profiled steps without the plan, and as many with it; at least one. On a CPU twice as many are run, and the
+            quieter half is used.
         keep_traces: a directory for the two traces; without it they are deleted.
-        progress: called with the stage and the share done.
+        progress: a function that is called with the name of the current stage and the share of the work that is done.
 
     Returns:
-        A finding; its parts add up to the overhead of the profiled steps.
+        A ``Finding``: the seconds per cause, the work by layer, warning signs and notes. Its parts add up to the overhead of
+        the profiled steps.
 
     Raises:
         InvalidTrace: a trace cannot be read, or the two traces are not of the same step.
@@ -143,7 +145,7 @@ def _of_traces(baseline: str | Path, plan: object, extra: object, report: Progre
 
 
 def read_profiles(baseline: Path, plan: Path) -> tuple[Profile, Profile, ProfileOrigin]:
-    """Read two traces of the same kind.
+    """Read two traces of the same profiler. Return both profiles and where they come from.
 
     Raises:
         InvalidTrace: a file is unreadable or not a trace, or the two come from different profilers.
@@ -220,10 +222,11 @@ def _of_model(
 def _run_both(
     step: TrainingStep, plan: Plan, steps: int, folder: Path, report: Progress
 ) -> tuple[dict[str, float], TurnTraces]:
-    """Time ``steps`` steps per side without a profiler, then profile as many and write the traces into ``folder``.
+    """Time the step without a profiler, ``steps`` times without and with the plan; then profile as many and write the traces
+    into ``folder``.
 
     Returns:
-        Median seconds per side without a profiler, and the traces.
+        A mapping from each side to its median seconds without a profiler, and the traces.
     """
     report("running the unmanaged step", 0.0)
     for _ in range(_WARMUPS):
@@ -274,7 +277,7 @@ def _check(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _folder(keep_traces: str | Path | None) -> Iterator[Path]:
-    """A directory for the traces: the user's, or a temporary one that is deleted afterwards."""
+    """Yield the directory for the traces: the user's directory, or a temporary directory that is deleted afterwards."""
     if keep_traces is None:
         with tempfile.TemporaryDirectory(prefix="plimsoll-") as temporary:
             yield Path(temporary)

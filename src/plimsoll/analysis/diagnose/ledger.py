@@ -1,7 +1,8 @@
-"""The accounts of one profile: pieces of work with phase, module and own time, and the idle time.
+"""The ledger of one profile: its pieces of work, each with phase, module and own time, and the idle time.
 
-On a device, a piece of work is a kernel, a copy, a fill or a whole graph. Without device activity, it is a CPU op's own time.
-Every busy instant belongs to one piece, so the pieces add up to the busy time, and busy plus idle time add up to the steps.
+On a device, a piece of work is a kernel, a copy, a fill or a whole CUDA graph. Without device activity, a piece of work is a
+CPU op and its own time. Every busy instant belongs to one piece, so the pieces add up to the busy time, and busy plus idle time
+add up to the steps.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _HEAVY = re.compile(
 
 
 class WorkKind(enum.Enum):
-    """The kind of a piece of work. If several run at once, the instant is assigned to the kind that comes first here."""
+    """The kind of a piece of work. If several pieces run at once, the instant counts for the kind that comes first here."""
 
     COMPUTE = 0
     COMMUNICATION = 1
@@ -31,7 +32,10 @@ class WorkKind(enum.Enum):
 
 
 class WorkPiece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One piece of work. ``own_ns`` is its share of the busy time; ``operation`` is the op or range that launched it."""
+    """One piece of work.
+
+    ``own_ns`` is its part of the busy time in nanoseconds; ``operation`` is the op or range that launched it.
+    """
 
     name: str
     shape: str
@@ -42,7 +46,10 @@ class WorkPiece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     step: int
     own_ns: int
     is_counted: bool = True
-    """Whether the work computes. A CPU op that only makes views, or calls other ops, takes time but is not counted."""
+    """Whether the piece counts as a piece that computes.
+
+    A CPU op that only makes views, or only calls other ops, takes time but is not counted.
+    """
     bytes: int | None = None
 
     @property
@@ -52,7 +59,9 @@ class WorkPiece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def is_element_wise(self) -> bool:
-        """Whether a compiler could fuse the work: it computes, is not fused yet, and is not a product or convolution."""
+        """Whether a compiler could fuse the work: it computes, is not fused yet, and is not a matrix product, convolution or
+        attention.
+        """
         return self.kind is WorkKind.COMPUTE and not is_heavy(self.name) and not self.is_fused
 
 
@@ -62,15 +71,15 @@ def is_heavy(name: str) -> bool:
 
 
 class Gap(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One idle interval, split by the host's activity in it."""
+    """One idle interval. Its length in nanoseconds is split by the host's activity."""
 
     step: int
     waiting_ns: int
-    """Time while the host waited for the device."""
+    """The time while the host waited for the device."""
     launching_ns: int
-    """Time before the host launched the next work."""
+    """The time before the host launched the next work."""
     stalled_ns: int
-    """Time after the launch of the next work, if the work started later than a launch takes."""
+    """The time after the launch of the next work, if that work started later than a launch takes."""
 
     @property
     def length_ns(self) -> int:
@@ -78,7 +87,10 @@ class Gap(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Ledger(msgspec.Struct, frozen=True, kw_only=True):
-    """The accounts of a profile. ``work`` and ``idle`` add up to the lengths of the steps, ``wall_ns``."""
+    """Where the time of a profile went.
+
+    The nanoseconds of ``work`` and ``idle`` add up to the lengths of the steps, ``wall_ns``.
+    """
 
     source: str
     unit: WorkUnit
@@ -89,7 +101,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     work: tuple[WorkPiece, ...]
     idle: tuple[Gap, ...]
     forward_ops: tuple[tuple[str, str], ...]
-    """The ops of the forward pass that compute, each with its shapes."""
+    """The ops of the forward pass that compute, each with its input shapes."""
     are_steps_marked: bool
     graph_launches: int
     has_shapes: bool
@@ -100,5 +112,5 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def steps(self) -> int:
-        """How many steps the accounts cover."""
+        """The number of steps that the ledger covers."""
         return len(self.wall_ns)

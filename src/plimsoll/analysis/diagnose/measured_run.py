@@ -35,22 +35,24 @@ from plimsoll.units import GIB, parse_bytes
 
 _LIMITS = ReadLimits(most_bytes=4 * GIB, most_items=100_000_000)
 _INSIDE = ("fragmentation", "workspaces of convolutions")
-"""Items of the allocator whose error does not widen the error bar of the peak allocated."""
+"""Items of the allocator whose uncertainty is not added to the error bar of the peak allocated."""
 _PRODUCTS = re.compile(r"gemm|xmma|cutlass|matmul|nvjet|flash|fmha|attention|conv|cudnn", re.IGNORECASE)
 _COLLECTIVES = re.compile(r"nccl|rccl", re.IGNORECASE)
 _BYTES, _SECONDS, _RATE = "bytes", "seconds", "per second"
 _MOST_CORRECTION = 4.0
-"""A device that is faster or slower than its figures by more than this factor points to a run of another job."""
+"""If the device is faster or slower than its figures by more than this factor, the run was probably another job."""
 _ROUNDED = 0.005
-"""The least error bar, as a share: people write figures with three digits, so even an exact figure may differ by this."""
+"""The least error bar, as a share of the estimate: people write figures with three digits, so even an exact figure may differ
+by this.
+"""
 
 
 class RunFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The keys that a file of numbers may have. Bytes are numbers, or text with a unit.
+    """The measured figures of a run: the keys that a file of numbers may have.
 
-    ``allocated`` and ``reserved`` are torch's peaks; ``device`` is the use that the driver reports. ``snapshot`` and
-    ``trace`` name files in the same folder. ``items`` are bytes by the estimate's own item names. ``stage`` is the pipeline
-    stage of the rank that measured.
+    Bytes are numbers, or text with a unit. ``allocated`` and ``reserved`` are torch's peaks; ``device`` is the use that the
+    driver reports. ``snapshot`` and ``trace`` name files in the same folder. ``items`` are bytes by the estimate's own item
+    names. ``stage`` is the pipeline stage of the rank that measured.
     """
 
     step_seconds: float | None = None
@@ -68,7 +70,7 @@ class RunFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def set_beside(estimate: Estimate, run: RunFigures, path: Path) -> Estimate:
-    """Add a run's measured figures to the estimate, next to the estimated figures.
+    """Return the estimate with the run's measured figures next to the estimated figures.
 
     Args:
         estimate: of the job that was run.
@@ -161,7 +163,7 @@ def _refused(path: Path, why: str, advice: str) -> InvalidOption:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Unpickles lists, dicts, tuples, texts and numbers, and refuses every class."""
+    """Unpickles lists, dicts, tuples, texts and numbers, and refuses every class, because a pickle's classes can run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(
@@ -177,7 +179,10 @@ def _unpickled(content: bytes) -> Mapping[str, Any]:
 
 
 def _of_snapshot(snapshot: Mapping[str, Any], path: Path) -> RunFigures:
-    """Peaks of the device that reserves most: from the recorded history, else the state when the snapshot was taken."""
+    """Return the allocated and the reserved peak of the device that reserves most.
+
+    They come from the snapshot's recorded history. Without a history, they are the state when the snapshot was taken.
+    """
     try:
         by_device: dict[int, list[int]] = {}
         for segment in snapshot["segments"]:
@@ -199,7 +204,7 @@ def _of_snapshot(snapshot: Mapping[str, Any], path: Path) -> RunFigures:
 
 
 def _peak(at_end: int, events: Iterable[Mapping[str, Any]], adds: tuple[str, ...], takes: tuple[str, ...]) -> int:
-    """The highest level of the recorded history. It is computed backwards from the level at the end."""
+    """Return the highest number of bytes in the recorded history. It is computed backwards from the bytes at the end."""
     changes = [
         int(event["size"]) * (1 if event["action"] in adds else -1)
         for event in events
@@ -210,7 +215,7 @@ def _peak(at_end: int, events: Iterable[Mapping[str, Any]], adds: tuple[str, ...
 
 
 def _of_profile(profile: Profile) -> RunFigures:
-    """Seconds per step, and seconds of kernels by kind on the device with the most kernels."""
+    """Return the seconds per step, and the seconds of kernels by kind, on the device with the most kernels."""
     if not profile.steps:
         raise InvalidOption(
             f"{profile.source} does not mark steps.",
@@ -293,7 +298,7 @@ _OTHERS_DIFFER = "the other kernels reach another share of the bandwidth, or the
 
 
 def _in_allocator(stage: StageEstimate) -> list[str]:
-    """Names of the estimate's items that the caching allocator holds.
+    """Return the names of the estimate's items whose memory the caching allocator holds.
 
     The items of a stage have a fixed order: the allocator holds all items up to ``fragmentation``, and the cuBLAS workspaces,
     which come later in the list.
@@ -330,7 +335,7 @@ def _speed(estimate: Estimate, stage: StageEstimate, run: RunFigures) -> Iterato
 def _figure(
     name: str, estimated: float | None, error: float, measured: float, note: str = "", unit: str = _BYTES
 ) -> MeasuredFigure:
-    """Make one row. It gets the note only if measurement and estimate differ by more than the error bar."""
+    """Make one row of the comparison. It gets the note only if measurement and estimate differ by more than the error bar."""
     error = max(error, _ROUNDED * (estimated or 0))
     made = MeasuredFigure(name=name, unit=unit, estimated=estimated, error=error, measured=measured)
     return made if made.is_inside else replace(made, note=note)
@@ -340,7 +345,7 @@ def _figure(
 
 
 def correct_device(estimate: Estimate) -> DeviceCorrection:
-    """Compute how much faster the device runs than its catalogue figures say, from a measured run.
+    """Compute from a measured run how much faster the device runs than its catalogue figures say.
 
     With a profile, matrix products and all other kernels get separate factors. Otherwise the whole step gets one factor,
     because the step's time alone does not show whether arithmetic, memory, links or the host cause the difference.
@@ -377,5 +382,5 @@ def correct_device(estimate: Estimate) -> DeviceCorrection:
 
 
 def save_correction(correction: DeviceCorrection, path: Path) -> None:
-    """Write the correction as a JSON file, which ``--device`` accepts instead of a device name."""
+    """Write the correction as a JSON file. The option ``--device`` accepts this file instead of a device's name."""
     write_whole(msgspec.json.format(msgspec.json.encode(correction), indent=1) + b"\n", path)

@@ -31,7 +31,7 @@ _CALLS = "CUPTI_ACTIVITY_KIND_RUNTIME"
 _RANGES = "NVTX_EVENTS"
 _OF_NSYS = (_KERNELS, _COPIES, _SETS, _GRAPHS, _CALLS, _RANGES, "META_DATA_EXPORT", "TARGET_INFO_GPU", "StringIds")
 _RANGE_TYPES = (59, 60, 70, 71)
-"""Event types of push/pop and start/end ranges, of NVTX and of its extension."""
+"""The event types of ranges: push/pop and start/end, of NVTX and of its extension."""
 _OP_NAME = re.compile(r"(?P<name>[^,]+), (?:op_id = -?\d+, |)(?:input_op_ids = .*?, |)seq = (?P<sequence>-?\d+)")
 _NODE_NAME = re.compile(r"autograd::engine::evaluate_function: |\w+Backward\d*$")
 _VERSION = re.compile(r"_v\d+$|_ptsz$|_ptds$")
@@ -39,9 +39,9 @@ _COPY_KINDS = {1: "HtoD", 2: "DtoH", 8: "DtoD", 9: "HtoH", 10: "PtoP"}
 _THREAD_BITS = 24
 _PATIENCE_SECONDS = 2.0
 _SLOWEST_BYTES_PER_SECOND = 1e6
-"""The time limit assumes this speed; an export is normally read twenty times as fast."""
+"""The time limit for reading assumes this speed; an export is normally read twenty times as fast."""
 _STEPS = 100_000
-"""Instructions of SQLite's virtual machine between two checks of the time limit."""
+"""The number of instructions of SQLite's virtual machine between two checks of the time limit."""
 _MOST_BYTES = 8 * GIB
 _MOST_TEXT = 16 * MIB
 _MOST_INTEGER = 2**63
@@ -50,7 +50,7 @@ _DIGITS = 18
 
 
 def read_nsys(path: Path) -> Profile:
-    """Read an export that ``nsys export --type sqlite`` wrote.
+    """Read an export that ``nsys export --type sqlite`` wrote, and return it in the common form.
 
     Raises:
         InvalidTrace: the file is not a database, is damaged, comes from another program, or lacks a timeline.
@@ -69,7 +69,7 @@ def read_nsys(path: Path) -> Profile:
 
 
 class _Export:
-    """Tables, columns and strings of the database."""
+    """Reads the tables, columns and strings of an export, which is an SQLite database."""
 
     def __init__(self, database: sqlite3.Connection, file_bytes: int) -> None:
         self._database = database
@@ -85,7 +85,7 @@ class _Export:
             self.strings = {key: str(text) for key, text in self._counted("SELECT id, value FROM StringIds")}
 
     def rows(self, table: str, columns: tuple[str, ...]) -> Iterator[dict[str, object]]:
-        """The rows of a table; missing columns are ``None``."""
+        """Yield the rows of a table as mappings from column to value. The value of a missing column is ``None``."""
         if table not in self.tables:
             return
         present = {str(row[1]) for row in self._database.execute(f'PRAGMA table_info("{table}")')}
@@ -94,7 +94,10 @@ class _Export:
             yield dict(zip(columns, row, strict=True))
 
     def _counted(self, query: str) -> Iterator[tuple[Any, ...]]:
-        """Yield the rows of a query, and raise if they exceed the file's size: a view could make more than fit in memory."""
+        """Yield the rows of a query.
+
+        Raise if they exceed the file's size, because a view could make more rows than fit in memory.
+        """
         for row in self._database.execute(query):
             self._left_bytes -= 1 + sum(len(value) for value in row if isinstance(value, str | bytes))
             if self._left_bytes < 0:
@@ -102,7 +105,10 @@ class _Export:
             yield row
 
     def text(self, key: object) -> str:
-        """A string by its id; old exports contain the string itself instead of an id."""
+        """Return the string with this id.
+
+        Old exports contain the string itself instead of an id, and it is returned unchanged.
+        """
         if key is None:
             return ""
         return key if isinstance(key, str) else self.strings.get(key, "")
@@ -211,7 +217,7 @@ def _device_span(row: dict[str, object], kind: DeviceKind, name: str, *, shape: 
 
 
 def _correlation(global_id: object, correlation: object) -> str:
-    """Process and correlation id: ids are unique per process only."""
+    """Return process and correlation id as one text, because correlation ids are unique only within a process."""
     return "" if correlation is None else f"{_number(global_id) >> _THREAD_BITS}/{correlation}"
 
 

@@ -1,4 +1,4 @@
-"""A profiler's trace in a common form: spans on the host and on the device, and the training steps.
+"""A profiler's trace in a common form: spans (named intervals) on the host and on the device, and the training steps.
 
 Times are integer nanoseconds from each file's own origin, so that sums of parts are exact. The file also has the arithmetic on
 intervals, and ``Nesting``, the trees of spans that enclose each other on a thread.
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import msgspec
 
 Interval = tuple[int, int]
-"""Start and end, in nanoseconds."""
+"""A pair of start and end, in nanoseconds."""
 
 
 class HostKind(enum.Enum):
@@ -40,7 +40,7 @@ class DeviceKind(enum.Enum):
 
 
 class HostSpan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One span on one thread.
+    """One span on one host thread.
 
     ``sequence`` is autograd's sequence number, or -1. ``node_thread`` is positive for a node of backward. ``bytes`` is the size
     of the op's input tensors, or ``None`` if the trace does not record shapes.
@@ -61,7 +61,7 @@ class HostSpan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class DeviceSpan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One span on one stream of a device. ``bytes`` is set for copies and fills only."""
+    """One span on one stream of a device. ``bytes`` is the size of a copy or a fill, and ``None`` for other spans."""
 
     name: str
     kind: DeviceKind
@@ -76,10 +76,10 @@ class DeviceSpan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
-    """One trace.
+    """One trace, in the common form.
 
-    ``steps`` are the intervals of the steps on the host, empty if the trace does not mark steps. ``forward_links`` maps the
-    start of a backward op (thread, nanosecond) to the start of the forward op that created it.
+    ``steps`` are the intervals of the steps on the host; the tuple is empty if the trace does not mark steps. ``forward_links``
+    maps the start of a backward op (thread, nanosecond) to the start of the forward op that created it.
     """
 
     source: str
@@ -108,15 +108,15 @@ _STEP_NAME = re.compile(
 
 
 def is_step(span: HostSpan) -> bool:
-    """Whether a range marks a training step. Such a range does not tell the phase or module of the work inside."""
+    """Whether a span marks a training step. Such a span does not tell the phase or module of the work inside."""
     return span.kind is HostKind.RANGE and _STEP_NAME.fullmatch(span.name) is not None
 
 
 def find_steps(host: tuple[HostSpan, ...]) -> tuple[tuple[Interval, ...], bool]:
-    """Find the ranges that mark training steps, in order, and whether they are separate steps (``are_steps_apart``).
+    """Return the intervals that mark training steps, in order, and whether they are separate steps (``are_steps_apart``).
 
-    If ranges of several name families could be steps, Plimsoll's own names win, then the profiler's, then the most frequent
-    of the others.
+    If ranges of several name families could be steps, Plimsoll's own names win, then the profiler's, then the most frequent of
+    the others.
     """
     families: dict[str, list[HostSpan]] = {}
     for span in host:
@@ -135,7 +135,7 @@ def find_steps(host: tuple[HostSpan, ...]) -> tuple[tuple[Interval, ...], bool]:
 
 
 def clip(interval: Interval, windows: Sequence[Interval]) -> list[Interval]:
-    """The parts of an interval that are inside disjoint, ordered windows.
+    """Return the parts of an interval that are inside ``windows``, which are disjoint and in order.
 
     Example:
         >>> clip((1, 8), [(0, 2), (5, 6), (7, 20)])
@@ -153,7 +153,7 @@ def clip(interval: Interval, windows: Sequence[Interval]) -> list[Interval]:
 
 
 def covered_ns(interval: Interval, merged: Sequence[Interval]) -> int:
-    """How many nanoseconds of an interval are covered by disjoint, ordered intervals.
+    """Return how many nanoseconds of an interval are covered by ``merged``, which are disjoint intervals in order.
 
     Example:
         >>> covered_ns((0, 10), [(2, 3), (8, 20)])
@@ -163,7 +163,8 @@ def covered_ns(interval: Interval, merged: Sequence[Interval]) -> int:
 
 
 def owned_ns(pieces: Sequence[tuple[int, int, int]]) -> list[int]:
-    """Assign every covered instant to one piece: to the lowest rank, and among equal ranks to the earliest start.
+    """Assign every covered instant to one piece: to the piece with the lowest rank, and among equal ranks to the earliest
+    start.
 
     So work that overlaps counts once, and the results add up to the length of the union. Pieces are (start, end, rank). The
     result is nanoseconds per piece, in the order of ``pieces``.
@@ -195,7 +196,7 @@ def owned_ns(pieces: Sequence[tuple[int, int, int]]) -> list[int]:
 
 
 class Nesting:
-    """The trees of nested spans, one tree per thread.
+    """The trees of spans that enclose each other, one tree per thread.
 
     ``spans`` are sorted by start, and an enclosing span comes before the spans inside it. ``parents`` holds the index of each
     span's innermost enclosing span, or -1. If a clock is coarse, a span may end after its parent; ``ends`` cuts it there.
@@ -218,7 +219,7 @@ class Nesting:
             self._on_thread.setdefault(span.thread, []).append(index)
 
     def innermost(self, thread: str, at_ns: int) -> int:
-        """The index of the innermost span that is open on a thread at a moment, or -1."""
+        """Return the index of the innermost span that is open on the thread at that moment, or -1."""
         indices = self._on_thread.get(thread, [])
         position = bisect_right(indices, at_ns, key=lambda index: self.spans[index].start_ns) - 1
         index = indices[position] if position >= 0 else -1
@@ -227,7 +228,10 @@ class Nesting:
         return index
 
     def own_segments(self) -> list[list[Interval]]:
-        """For each span, the intervals without a running child. Time of runtime calls counts as the parent's own time."""
+        """Return, for each span, the intervals while none of its child spans runs.
+
+        Time of runtime calls counts as the parent's own time.
+        """
         segments: list[list[Interval]] = [[] for _ in self.spans]
         reached = [span.start_ns for span in self.spans]
         for index, span in enumerate(self.spans):

@@ -33,13 +33,16 @@ from plimsoll.tracing.meters.timing import wait_for_device
 _STEP_PREFIX = "plimsoll.step: "
 _US = 1e6
 _RUN_PER_KEPT = 2
-"""Rounds to run per round that is kept, on a CPU."""
+"""On a CPU, the number of rounds that are run for each round that is kept."""
 _MARGIN_US = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One profiled step: its number in the session, its variant ``name``, its round ``turn``, and its seconds."""
+    """The record of one profiled step: its number in the session, its variant ``name``, its round ``turn``, and its seconds.
+
+    ``lost_seconds`` are the seconds that other programs took.
+    """
 
     number: int
     name: str
@@ -50,7 +53,10 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnTraces:
-    """One trace file per variant. ``lost_share`` is the share of the kept steps' time that other programs used (CPU only)."""
+    """The trace file of each variant.
+
+    ``lost_share`` is the share of the kept steps' time that other programs took (always 0 on a GPU).
+    """
 
     traces: dict[str, Path]
     lost_share: float
@@ -66,7 +72,7 @@ def profile_in_turns(
     rounds: int,
     report: Progress,
 ) -> TurnTraces:
-    """Profile one step per round and variant, and write one trace per variant.
+    """Profile one step per round and variant (with and without the plan), and write one trace per variant.
 
     ``prepare(name)`` switches to a variant before each step and is not part of the profiled step. Warm up ``step`` in every
     variant before the call. The files are ``<name>.trace.json.gz`` in ``folder``, which must exist.
@@ -104,7 +110,10 @@ def _run(step: Callable[[], object], number: int, name: str, turn: int, device: 
 
 
 def _quietest(turns: list[Turn], rounds: int) -> list[Turn]:
-    """Keep the rounds that lost the least time. Rounds are kept whole, so that each step keeps its counterpart."""
+    """Return the turns of the rounds that lost the least time to other programs.
+
+    Rounds are kept whole, so that each step keeps its counterpart.
+    """
     lost: dict[int, float] = {}
     for turn in turns:
         lost[turn.turn] = max(lost.get(turn.turn, 0.0), turn.lost_seconds)
@@ -113,7 +122,7 @@ def _quietest(turns: list[Turn], rounds: int) -> list[Turn]:
 
 
 def _write(trace: dict[str, Any], turns: list[Turn], folder: Path, name: str) -> Path:
-    """Write a copy of the trace that has only the events of the given steps."""
+    """Write a copy of the trace that has only the events of the given steps, and return its path."""
     events = trace["traceEvents"]
     names = {f"{_STEP_PREFIX}{turn.number}" for turn in turns}
     ranges = sorted(
@@ -134,7 +143,7 @@ def _is_inside(at_us: float, ranges: list[tuple[float, float]]) -> bool:
 
 @contextlib.contextmanager
 def named_calls(model: nn.Module, units: Sequence[Unit] = ()) -> Iterator[None]:
-    """Mark every forward call of a module as a named profiler range inside the block, including recomputed calls.
+    """Mark each forward call of a module as a named profiler range inside the block. Recomputed calls are marked too.
 
     Modules inside ``units``, which torch.compile compiles, are not marked: a hook would trigger a recompilation.
 

@@ -36,7 +36,7 @@ from plimsoll.tracing.trace import trace as trace_step
 from plimsoll.tracing.trace import watch
 
 _REPLAYED, _MODELLED, _RUN_AGAIN, _PLANNED = "replayed", "modelled", "run again", "planned"
-"""How a change's peak was found (``Change.basis``)."""
+"""The words for how a change's peak was found, as in ``Change.basis``."""
 Choose = Callable[[StepIndex], Sequence[Choice]]
 _BOTH = " and "
 _CHUNK_LABEL = "one chunk of logits"
@@ -44,12 +44,12 @@ _OPTIMIZER_FORMS: dict[str, dict[str, object]] = {
     "foreach=False": {"foreach": False, "fused": None},
     "fused=True": {"foreach": None, "fused": True},
 }
-"""Options of torch's optimizers to try, with the arguments of each."""
+"""Variants of torch's optimizers to try: each name with the optimizer's arguments for that variant."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainedStep:
-    """The user's step, to run, trace and replay for the explanation of its peak."""
+    """The user's training step, with the methods that the explanation needs to run it, trace it and replay it."""
 
     task: TrainingTask
     regions: tuple[str, ...] | None
@@ -58,17 +58,25 @@ class ExplainedStep:
     context: Context
 
     def watch(self, batch: Any) -> WatchedStep:
-        """Run the step with the model's own way to save memory; compiled parts run uncompiled, op by op."""
+        """Run the step with the model's own way to save memory, and return what was recorded.
+
+        Parts that torch.compile compiled run uncompiled, op by op.
+        """
         with in_place(self.task.units, lambda _: None):
             return watch(self.task.model, batch, context=self.context, **self._options())
 
     def watch_plain(self) -> WatchedStep:
-        """Run the step with everything kept."""
+        """Run the step with all saved tensors kept (checkpointing and saved-tensor hooks are off), and return what was
+        recorded.
+        """
         with switched_off():
             return self.watch(self.task.batch)
 
     def trace(self, batch: Any) -> Trace:
-        """Trace the plain step with its regions, without the model's own memory saving; compiled parts as kernels."""
+        """Trace the step by regions, without the model's own way to save memory.
+
+        Parts that torch.compile compiled are traced as the kernels that they run.
+        """
         with switched_off():
             if self.task.units:
                 task = dataclasses.replace(self.task, batch=batch)
@@ -80,25 +88,35 @@ class ExplainedStep:
         return {"loss": task.loss, "optimizer": task.optimizer, "regions": self.regions, "device_name": name}
 
     def index(self, trace: Trace) -> StepIndex:
-        """The events of a trace in order. Peaks do not depend on exact seconds, so costs from a roofline are enough."""
+        """Return the trace's events in order, with costs, as the planner replays them.
+
+        Peaks do not depend on exact seconds, so costs from a roofline are enough.
+        """
         return StepIndex(trace, roofline_costs(trace, self.device or find_device("CPU")))
 
 
 @dataclass(frozen=True, slots=True)
 class PeakSubject:
-    """The step whose peak is to be lowered: its trace, the engine's choices in it, and its unmanaged run."""
+    """The step whose peak is to be lowered, as data: its trace, the engine's choices in it, and the recorded run without a
+    plan.
+    """
 
     trace: Trace
     watched: WatchedStep | None = None
-    """The unmanaged run; without it, every trainable parameter is taken to get a gradient."""
+    """The recorded run without a plan. If it is absent, each trainable parameter is assumed to get a gradient."""
     is_managed: bool = False
-    """Whether the model itself or the engine saves memory in the step."""
+    """Whether the step saves memory, through the model itself or through the engine."""
     choose: Choose | None = None
-    """Makes the engine's choices for a trace. ``None``: the engine does nothing, and ``trace`` is ``watched.trace``."""
+    """A function that returns the engine's choices for a trace.
+
+    ``None`` means that the engine does nothing, and ``trace`` is ``watched.trace``.
+    """
 
 
 class Changes:
-    """Tries all changes to one step, and collects their predicted peaks."""
+    """Tries single changes to one step, such as a chunked loss or half the micro-batch, and collects the peak that each would
+    give.
+    """
 
     def __init__(self, step: ExplainedStep, subject: PeakSubject) -> None:
         self._step = step
@@ -108,7 +126,10 @@ class Changes:
         self._unsupported: list[Unsupported] = []
 
     def ranked(self) -> tuple[tuple[Change, ...], tuple[Unsupported, ...]]:
-        """The changes, largest reduction of the peak first, and the changes whose effect cannot be predicted."""
+        """Try all changes.
+
+        Return the changes, the largest reduction of the peak first, and the changes whose effect cannot be predicted.
+        """
         self._chunked_loss()
         self._freed_output()
         self._gradients_set_to_none()
@@ -118,13 +139,18 @@ class Changes:
         return tuple(sorted(self._found, key=self._rank)), tuple(self._unsupported)
 
     def of_loss_and_optimizer(self) -> tuple[Change, ...]:
-        """Only the changes to the loss and the optimizer, largest reduction first. They are replayed; nothing runs."""
+        """Try only the changes to the loss and the optimizer, and return them, the largest reduction of the peak first.
+
+        They are replayed from the trace, so nothing runs.
+        """
         self._chunked_loss()
         self._optimizer_forms()
         return tuple(sorted(self._found, key=self._rank))
 
     def _rank(self, change: Change) -> tuple[int, bool, int, str]:
-        """Sort key: the largest reduction first; among equal reductions, a single change before a pair of changes."""
+        """Return a sort key: the largest reduction comes first; if two are equal, a single change comes before a pair of
+        changes.
+        """
         step_bytes = max(LEAST_SHARE * self._peak_bytes, 1.0)
         return -round(change.lowers_bytes / step_bytes), _BOTH in change.name, -change.lowers_bytes, change.name
 
@@ -142,7 +168,7 @@ class Changes:
         )
 
     def _peak(self, trace: Trace) -> Peak:
-        """The peak of a changed trace under the same strategy."""
+        """Return the peak of a trace that was changed, under the same strategy as the original trace."""
         index = self._step.index(trace)
         choose = self._subject.choose
         return describe_peak(run_choices(index, choose_none(index, "") if choose is None else choose(index)))
@@ -160,7 +186,9 @@ class Changes:
 
     @property
     def _how_to_chunk(self) -> str:
-        """``chunk_loss(model)`` if the model supports it, else the loss function to call where the model computes its loss."""
+        """Return the call that chunks the loss: ``chunk_loss(model)`` if the model supports it, else the loss function to call
+        where the model computes its loss.
+        """
         name = (
             "chunk_loss(model)" if can_chunk(self._step.task.model) else "linear_cross_entropy(hidden, weight, labels)"
         )
@@ -184,7 +212,11 @@ class Changes:
             self._add("gradients set to None", how, peak, _REPLAYED)
 
     def _in_subject(self, ticks_of: Callable[[WatchedStep], dict[int, int]]) -> dict[int, int]:
-        """Map ticks of watched storages to the subject's trace; equal birth tick, size and label identify a storage."""
+        """Translate a mapping from storages to ticks (positions among the ops) of the recorded run into the storages of the
+        subject's trace.
+
+        Two storages of the two traces are the same if their birth tick, size and label are equal.
+        """
         if self._subject.watched is None:
             return {}
         trace, watched, ticks = self._subject.trace, self._subject.watched.trace, ticks_of(self._subject.watched)
@@ -235,7 +267,10 @@ class Changes:
         )
 
     def _strategies(self) -> None:
-        """Try Plimsoll's strategies instead of the present set-up, and the lowest plan also with the chunked loss."""
+        """Try Plimsoll's strategies in place of the present way to save memory.
+
+        Also try the lowest plan together with the chunked loss.
+        """
         try:
             trace = self._subject.trace if self._subject.choose is not None else self._step.trace(self._step.task.batch)
         except PlimsollError as error:
@@ -264,7 +299,7 @@ class Changes:
 
 
 def half_of(batch: Any) -> Any:
-    """The first half of a batch along its first dimension; ``None`` if that dimension is missing or smaller than two.
+    """Return the first half of a batch along its first dimension, or ``None`` if that dimension is missing or smaller than two.
 
     Example:
         >>> half_of({"x": torch.zeros(4, 3), "scale": torch.zeros(3)})["x"].shape
@@ -278,18 +313,20 @@ def half_of(batch: Any) -> Any:
 
 
 EIGHT_BIT_SHARE = (1 + 4 / 256) / 4
-"""Share of the bytes of float32 state: eight bits per number, and one float32 scale per 256 numbers."""
+"""Bytes of 8-bit optimizer state as a share of the bytes of float32 state: one byte per number, and one float32 scale per 256
+numbers.
+"""
 _LEAST_STATE_BYTES = 4096 * 4
-"""8-bit optimizers keep smaller tensors in float32."""
+"""State tensors with fewer bytes than this stay in float32, as in 8-bit optimizers."""
 
 
 def with_storages(trace: Trace, change: Callable[[Storage], Storage]) -> Trace:
-    """A copy of the trace with ``change`` applied to every storage."""
+    """Return a copy of the trace with ``change`` applied to each storage."""
     return replace(trace, storages=tuple(map(change, trace.storages)))
 
 
 def with_eight_bit_state(trace: Trace) -> Trace:
-    """A copy of the trace with the optimizer's state in 8 bits per number instead of 32, as 8-bit optimizers hold it."""
+    """Return a copy of the trace with the optimizer's state in 8 bits per number instead of 32, as 8-bit optimizers hold it."""
 
     def change(storage: Storage) -> Storage:
         if storage.category is not Category.OPTIMIZER_STATE or storage.bytes < _LEAST_STATE_BYTES:

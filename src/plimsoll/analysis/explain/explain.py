@@ -45,15 +45,15 @@ from plimsoll.tracing.recorder.calling import Context, Loss, check_context
 from plimsoll.units import format_bytes, format_share
 
 _BETWEEN = "::"
-"""Separates module and op in a label."""
+"""Separates the module from the op in a label."""
 _NOWHERE = "outside of modules"
 _MOVED = 0.5
-"""If the peak falls by less than this share of the bytes that the set-up frees after forward, it has hardly moved."""
+"""A peak that falls by less than this share of the bytes that the set-up frees after forward counts as hardly moved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakView:
-    """The memory of one way to run the step: its peak, and the bytes that stay resident between forward and backward."""
+    """The memory of one way to run the step, as data: its peak, and the bytes resident between forward and backward."""
 
     peak: Peak
     parts: tuple[MemoryPart, ...]
@@ -63,7 +63,7 @@ class PeakView:
 
 
 def place_of(label: str, regions: Sequence[str]) -> str:
-    """The region that contains the label, else the label's module, else the label itself.
+    """Return the region that contains the label, else the label's module, else the label itself.
 
     Example:
         >>> place_of("model.layers.0.mlp::mul#0", ["model.layers.0"])
@@ -75,7 +75,7 @@ def place_of(label: str, regions: Sequence[str]) -> str:
 
 
 def by_place(holders: Iterable[Holder], regions: Sequence[str]) -> tuple[Holder, ...]:
-    """Sum the holders' bytes by place, and sort the places by size, the largest first."""
+    """Sum the bytes of the tensors by place (region or module), and return one entry per place, the largest first."""
     bytes_of: Counter[str] = Counter()
     for holder in holders:
         bytes_of[place_of(holder.label, regions)] += holder.bytes
@@ -84,7 +84,9 @@ def by_place(holders: Iterable[Holder], regions: Sequence[str]) -> tuple[Holder,
 
 
 def recomputed_by_place(step: WatchedStep) -> tuple[RecomputedPart, ...]:
-    """For each place, the ops that ran again in backward, and the most bytes of their results that were alive at once."""
+    """Return, for each place (region or module) that recomputes, how many ops ran again in backward, and the most bytes of
+    their results that were alive at once.
+    """
     again = set(step.recomputed)
     ops: Counter[str] = Counter()
     for tick in step.recomputed:
@@ -111,7 +113,9 @@ def _most_at_once(storages: Iterable[Storage]) -> int:
 
 
 def judge(setup: str, seen: PeakView, plain: PeakView | None, changes: Sequence[Change]) -> str:
-    """Say in words what the set-up does to the peak, when the peak occurs, and which change lowers it most."""
+    """Say in words what the set-up (the way of saving memory) does to the peak, when the peak occurs, and which change lowers
+    it most.
+    """
     peak = seen.peak
     holders = name_largest(group_holders(peak.holders))
     sentences = []
@@ -225,7 +229,7 @@ def explain(
 
 
 def _as_it_is(step: ExplainedStep, report: Progress) -> Explanation:
-    """Explain the step with the model's own way to save memory."""
+    """Explain the step as the user runs it, with the model's own way to save memory."""
     report("running the unchanged step", 0.0)
     with watched(lambda pack, unpack: (pack, unpack)) as used:
         seen = step.watch(step.task.batch)
@@ -250,9 +254,10 @@ def _as_it_is(step: ExplainedStep, report: Progress) -> Explanation:
 
 
 def _under(asked: str | Plan | None, step: ExplainedStep, report: Progress) -> Explanation:
-    """Explain a strategy or a plan of Plimsoll's engine.
+    """Explain the step under a strategy or a plan of Plimsoll's engine.
 
-    For a compiled model without a strategy (``asked`` is None), explain the compiled step against the same step op by op.
+    For a compiled model without a strategy (``asked`` is ``None``), explain the compiled step and compare it with the same step
+    run op by op.
     """
     strategy = "none" if asked is None else asked
     name = strategy.strategy if isinstance(strategy, Plan) else strategy
@@ -261,7 +266,7 @@ def _under(asked: str | Plan | None, step: ExplainedStep, report: Progress) -> E
         refuse_other_model(step.task.model, strategy)
 
     def choose(index: StepIndex) -> Sequence[Choice]:
-        """The strategy's choices for a trace of this step, which may be changed."""
+        """Return the strategy's choices for a trace of this step. The trace may have been changed."""
         return choices_of(index, strategy.regions) if isinstance(strategy, Plan) else strategy_choices(index, strategy)
 
     report("tracing the step", 0.0)

@@ -11,7 +11,7 @@ from plimsoll.artifacts.trace import Category, Storage, Trace
 from plimsoll.planning.describe import forward_end
 
 SHARDED = ("parameters", "gradients", "optimizer state")
-"""State that sharded data parallelism divides among the ranks."""
+"""The parts of state that sharded data parallelism divides among the ranks."""
 STATE = "state"
 _OTHER_STATE = "buffers and batch"
 _LAYERS, _ELSEWHERE = "activations of the layers", "activations elsewhere"
@@ -22,14 +22,14 @@ GROUP_OF = {
     _HEAD: _HEAD,
     _TEMPORARIES: _TEMPORARIES,
 }
-"""The group of every part."""
+"""A mapping from the name of each part to the name of its group."""
 
 
 def parts_of_peak(trace: Trace, peak: Peak, regions: Sequence[str]) -> tuple[MemoryPart, ...]:
-    """Return every part with its bytes at the peak, in the order of ``GROUP_OF``.
+    """Return the bytes of each part at the peak, in the order of ``GROUP_OF``.
 
-    ``head and loss`` are the tensors that are made between the end of the last region's forward and the start of backward
-    through the regions: logits, the loss, and their gradients.
+    The part ``head and loss`` has the tensors that are made between the end of the last region's forward and the start of
+    backward through the regions: logits, the loss, and their gradients.
     """
     part_of_label = _part_of_label(trace, regions)
     held: dict[str, list[Holder]] = {part: [] for part in GROUP_OF}
@@ -48,7 +48,7 @@ def parts_of_peak(trace: Trace, peak: Peak, regions: Sequence[str]) -> tuple[Mem
 
 
 def _part_of_label(trace: Trace, regions: Sequence[str]) -> dict[str, str]:
-    """The part of the peak for each label in it, except labels of temporaries."""
+    """Return a mapping from each label in the trace to its part of the peak. Labels of temporaries may be absent."""
     layers = {s.id for s in trace.storages if s.category is Category.ACTIVATION and _is_inside(s.label, regions)}
     start, end = _head_ticks(trace, [trace.storages[at] for at in layers])
     parts = {label: label for label in SHARDED} | {"buffers": _OTHER_STATE}
@@ -66,7 +66,10 @@ def _part_of_label(trace: Trace, regions: Sequence[str]) -> dict[str, str]:
 
 
 def _head_ticks(trace: Trace, layers: Sequence[Storage]) -> tuple[int, int]:
-    """The ticks from the end of the regions' forward to the start of their backward. ``layers`` are their activations."""
+    """Return the two ticks (positions among the ops) between which the head and the loss run.
+
+    They are the end of the regions' forward and the start of the regions' backward. ``layers`` are the regions' activations.
+    """
     turn, ticks = forward_end(trace), len(trace.ops)
     if trace.regions:
         starts = [call.backward[0] for call in trace.regions if call.backward[0] >= 0]

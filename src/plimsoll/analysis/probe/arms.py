@@ -1,7 +1,7 @@
-"""Trains both arms of a probe alternately, a chunk of steps at a time, on one model object, and logs them.
+"""Trains a probe's two arms (without and with the plan) in turns, a chunk of steps at a time, on one model, and logs them.
 
-After every chunk, the arm's state is written to the run directory and the other arm's state is read. So only one arm's state
-is in memory at a time, and an interrupted run continues after its last whole chunk. The result of a chunk depends only on the
+After every chunk, the arm's state is written to the run directory and the other arm's state is read. So only one arm's state is
+in memory at a time, and an interrupted run continues after its last whole chunk. The result of a chunk depends only on the
 state at its start, the batches and the seed. So an interrupted run gives the same numbers as an uninterrupted run.
 """
 
@@ -35,14 +35,14 @@ from plimsoll.session.manage import manage
 from plimsoll.tracing.recorder.untouched import KeptState, RandomState
 
 _COMPARED = 1
-"""Index of the step within a chunk that compares gradients: the step after the plan's recording step."""
+"""The index, within a chunk, of the step that compares gradients. It is the step after the plan's engine records."""
 _LEAST_STEPS_TO_MEASURE = 3
-"""The peak is measured only in chunks with a step after the recording step and the comparing step."""
+"""The peak is measured only in chunks with at least this many steps: one records, one compares gradients, one must remain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """The inputs of a probe: model and trainer, plan, data, settings, run directory and progress report."""
+    """The inputs of a probe, as data: model and trainer, plan, batches, settings, run directory and progress report."""
 
     trainer: Trainer
     plan: Plan
@@ -55,7 +55,9 @@ class Job:
 
 
 class Arms:
-    """Both arms and their progress. Continues an interrupted run from its run directory.
+    """Trains both arms (without and with the plan) and holds their logs.
+
+    If the run directory has an interrupted run, that run is continued.
 
     Args:
         job: the inputs of the probe.
@@ -82,7 +84,7 @@ class Arms:
 
     @property
     def steps(self) -> int:
-        """Steps that both arms have taken."""
+        """The number of steps that both training runs (without and with the plan) have taken."""
         return min(self._steps_of(arm) for arm in ARMS)
 
     def _steps_of(self, arm: str) -> int:
@@ -90,16 +92,19 @@ class Arms:
 
     @property
     def is_finite(self) -> bool:
-        """Whether losses and gradients of both arms are finite so far."""
+        """Whether losses and gradients of both training runs (without and with the plan) are finite so far."""
         return all(log.is_finite for log in self._logs.values())
 
     @property
     def logs(self) -> tuple[ArmLog, ArmLog]:
-        """The logs of the baseline and of the plan."""
+        """The logs of the two training runs: without the plan, then with the plan."""
         return self._logs[BASELINE], self._logs[PLAN]
 
     def advance(self) -> None:
-        """Run the next chunk in both arms. Skip an arm that had finished this chunk before an interruption."""
+        """Run the next chunk of steps without the plan, then with it.
+
+        An arm (one of the two) that had finished this chunk before an interruption is skipped.
+        """
         settings = self._job.settings
         start = self.steps
         calls = self._job.stream.draw(min(settings.chunk_steps, settings.steps - start))
@@ -109,7 +114,7 @@ class Arms:
         self._check_data()
 
     def _check_data(self) -> None:
-        """Raise if the data differs from the data that an arm was trained on before the interruption."""
+        """Raise if the batches differ from the batches that were trained on before an interruption."""
         stream = self._job.stream
         for arm in ARMS:
             known = self._checksums.get((arm, stream.drawn))
@@ -162,9 +167,10 @@ class Arms:
         managed: Handle | None,
         chunk: tuple[int, int],
     ) -> StepRecord:
-        """Run one step of a chunk. The plan records in the first step, and gradients are compared in the second.
+        """Run one step of a chunk. In the first step the plan's engine records, and in the second step gradients are compared.
 
-        The peak is measured only in the last step of the first and of the last chunk, because on a CPU that takes seconds.
+        The peak is measured only in the last step of the first chunk and of the last chunk, because on a CPU measuring takes
+        seconds.
         """
         start, count = chunk
         trainer, offset = self._job.trainer, step - start
@@ -186,7 +192,10 @@ class Arms:
         return record if offset else msgspec.structs.replace(record, seconds=None)
 
     def _reference(self, call: Call, managed: Handle) -> list[list[torch.Tensor | None]]:
-        """The unmanaged gradients at the present parameters; model state and random state are restored afterwards."""
+        """Return the gradients without the plan at the present parameters.
+
+        The model's state and the random state are restored afterwards.
+        """
         trainer = self._job.trainer
         random, state = RandomState(), KeptState(trainer.model)
         with managed.paused():
@@ -197,7 +206,7 @@ class Arms:
         return gradients
 
     def _enter(self, arm: str) -> torch.optim.Optimizer:
-        """Load the arm's state into the model, and return the arm's optimizer."""
+        """Load the weights of one training run (without or with the plan) into the model, and return that run's optimizer."""
         model = self._job.trainer.model
         state = self._job.directory.load(arm) if self._steps_of(arm) else None
         put_weights(model, state or self._original)

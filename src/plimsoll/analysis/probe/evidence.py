@@ -1,6 +1,7 @@
-"""The log records of a probe's two arms, and the series and comparisons that the rules and the verdict use.
+"""The log records of a probe's two arms (training without and with the plan), and the comparisons of these logs.
 
-Numbers that are not finite are ``None`` in the records, so that the log is valid JSON. This file does not import torch.
+The rules and the verdict use the comparisons. Numbers that are not finite are ``None`` in the records, so that the log is valid
+JSON. This file does not import torch.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ ARMS = (BASELINE, PLAN)
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One training step.
+    """The log record of one training step.
 
-    ``seconds`` is ``None`` if the step records or its peak is measured. ``peak_bytes`` is ``None`` unless the peak is measured.
+    ``seconds`` is ``None`` if the plan's engine records in the step or the peak is measured, because the step's time is then
+    not typical. ``peak_bytes`` is ``None`` unless the peak is measured.
     """
 
     step: int
@@ -38,13 +40,15 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
         return self.loss is not None and self.gradient_norm is not None
 
     def is_same(self, other: StepRecord) -> bool:
-        """Whether loss and norms have the same bits."""
+        """Whether the loss and the gradient norms of both records have the same bits."""
         ours = (self.step, self.loss, self.gradient_norm, self.block_norms)
         return self.is_finite and ours == (other.step, other.loss, other.gradient_norm, other.block_norms)
 
 
 class GradientRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The plan's gradient against the unmanaged gradient, per block: their inner product and both squared norms."""
+    """The comparison of the plan's gradient with the unmanaged gradient, per block of parameters: their inner product and both
+    squared norms.
+    """
 
     step: int
     products: tuple[float, ...]
@@ -57,14 +61,14 @@ class GradientRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HeldOutRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The loss of every held-out batch after ``steps`` steps."""
+    """The log record of an evaluation: the loss of each held-out batch after ``steps`` training steps."""
 
     steps: int
     losses: tuple[float | None, ...]
 
 
 class ArmLog(msgspec.Struct, kw_only=True):
-    """Everything that one arm logged."""
+    """The log of one arm (the training without or with the plan): its steps, gradient comparisons and evaluations."""
 
     steps: list[StepRecord] = []
     gradients: list[GradientRecord] = []
@@ -72,11 +76,14 @@ class ArmLog(msgspec.Struct, kw_only=True):
 
     @property
     def is_finite(self) -> bool:
-        """Whether all steps are finite. An arm ends at its first step that is not, so the last step decides."""
+        """Whether the loss and the gradient of all logged steps are finite.
+
+        Training ends at the first step that is not finite, so only the last step is tested.
+        """
         return not self.steps or self.steps[-1].is_finite
 
     def lines(self) -> list[bytes]:
-        """The log as JSON lines, in the order of the steps."""
+        """Return the log as a list of JSON lines, in the order of the steps."""
         encode = msgspec.json.encode
         tagged = [
             *((record.step, 0, encode({"gradient": record})) for record in self.gradients),
@@ -88,16 +95,23 @@ class ArmLog(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One arm's finite steps."""
+    """One arm (the training without or with the plan) as series with one number per step.
+
+    A last step that is not finite is left out.
+    """
 
     losses: Series
     norms: dict[str, Series]
-    """By block, the whole model first."""
+    """A mapping from each block to its gradient norm per step. The whole model comes first."""
 
 
 @dataclass(frozen=True, slots=True)
 class GradientSamples:
-    """One block's gradients compared, one entry per sample."""
+    """The comparisons of one block's gradients, as series with one entry per comparison.
+
+    ``errors`` are relative errors of the plan's gradient. ``cosines`` are cosines of the angle to the unmanaged gradient.
+    ``gains`` are the plan's gradient's lengths along the unmanaged gradient, relative to the unmanaged gradient's length.
+    """
 
     errors: Series
     cosines: Series
@@ -105,7 +119,7 @@ class GradientSamples:
 
 
 class ProbeEvidence:
-    """The logs of both arms as series.
+    """The logs of both arms (training without and with the plan) as series, and the comparisons of the two.
 
     Args:
         baseline: the unmanaged arm's log.
@@ -123,22 +137,24 @@ class ProbeEvidence:
 
     @property
     def is_finite(self) -> bool:
-        """Whether losses and gradients of both arms are finite."""
+        """Whether losses and gradients of both trainings (without and with the plan) are finite."""
         return self.baseline_log.is_finite and self.plan_log.is_finite
 
     @property
     def identical_steps(self) -> int:
-        """The number of steps, from the first, that have the same bits in both arms."""
+        """The number of steps, counted from the first, with the same bits in losses and gradient norms without and with the
+        plan.
+        """
         pairs = zip(self.baseline_log.steps, self.plan_log.steps, strict=False)
         return next((i for i, (one, other) in enumerate(pairs) if not one.is_same(other)), self.steps)
 
     @property
     def is_identical(self) -> bool:
-        """Whether every step has the same bits in both arms."""
+        """Whether losses and gradient norms of all steps have the same bits without and with the plan."""
         return 0 < self.steps == self.identical_steps and len(self.baseline_log.steps) == len(self.plan_log.steps)
 
     def gradients(self, block: str) -> GradientSamples | None:
-        """The comparisons of one block's gradients; ``None`` without a usable comparison."""
+        """Return the comparisons of one block's gradients, or ``None`` if none of them is usable."""
         index = self.blocks.index(block) - 1  # -1 is the whole model, which the records do not list as a block
         sums = [
             [math.fsum(column) if index < 0 else column[index] for column in record.columns]
@@ -154,11 +170,16 @@ class ProbeEvidence:
         return GradientSamples(errors, np.minimum(cosines, 1.0), products / ones)
 
     def norm_change(self, block: str) -> statistics.Mean | None:
-        """The mean log-ratio of the block's norm with the plan to its norm without."""
+        """Return the mean logarithm of the ratio of the block's gradient norm with the plan to its norm without the plan.
+
+        Return ``None`` if there are too few steps.
+        """
         return statistics.mean_of_steps(statistics.log_ratios(self.baseline.norms[block], self.plan.norms[block]))
 
     def held_out(self) -> tuple[Series, Series] | None:
-        """Losses of the held-out batches in both arms, at the latest look that both arms reached."""
+        """Return the losses of the held-out batches without and with the plan, at the latest evaluation that both have;
+        ``None`` without one.
+        """
         ours = {record.steps: record.losses for record in self.plan_log.held_out}
         for record in reversed(self.baseline_log.held_out):
             if record.steps in ours:
@@ -181,7 +202,10 @@ def _floats(numbers: tuple[float | None, ...]) -> Series:
 
 
 def compare_norms(evidence: ProbeEvidence, error: float) -> tuple[NormComparison, ...]:
-    """Compare every block's norms in both arms, with intervals that are wrong with probability ``error``."""
+    """Compare the gradient norms without and with the plan, block by block.
+
+    The intervals are wrong with probability ``error``.
+    """
     made, p_values = [], []
     for block in evidence.blocks:
         one, other = evidence.baseline.norms[block], evidence.plan.norms[block]
@@ -200,7 +224,7 @@ def compare_norms(evidence: ProbeEvidence, error: float) -> tuple[NormComparison
 
 
 def _summarise(norms: Series) -> NormSummary:
-    """Summarise one arm's norms of one block."""
+    """Summarise the gradient norms of one block of parameters in one training: median, quantiles, spikes and kurtosis."""
     if not len(norms):
         return NormSummary(median=0.0, percentile_95=0.0, largest=0.0, spikes=0, kurtosis=None, quantiles=())
     return NormSummary(
@@ -214,7 +238,10 @@ def _summarise(norms: Series) -> NormSummary:
 
 
 def compare_gradients(evidence: ProbeEvidence, error: float) -> tuple[GradientComparison, ...]:
-    """Compare every block's gradients at equal parameters, with intervals that are wrong with probability ``error``."""
+    """Compare the plan's gradients with unmanaged gradients at equal parameters, block by block.
+
+    The intervals are wrong with probability ``error``.
+    """
     made = []
     for block in evidence.blocks:
         samples = evidence.gradients(block)

@@ -1,4 +1,5 @@
-"""Stores what a probe must restore or resume: weights and random state in memory, and both arms in a run directory.
+"""Stores what a probe must restore or resume: weights and random state in memory, and the state of both arms in a run
+directory.
 
 Files in the directory are written whole or not at all. An arm's state contains its whole log. The separate log file (JSON
 lines, for people and scripts) is written again from that state when a run resumes, so a half-written log does no harm.
@@ -35,7 +36,7 @@ _LIMITS = ReadLimits(most_bytes=128 * MIB)
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the generators of Python, NumPy and torch."""
+    """Seed the global random generators of Python, NumPy and torch."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -43,7 +44,7 @@ def seed_everything(seed: int) -> None:
 
 @contextlib.contextmanager
 def own_randomness() -> Iterator[None]:
-    """Restore the random state when the block ends."""
+    """Restore the random state when the block ends, so that random numbers drawn inside do not affect code outside."""
     before = RandomState()
     try:
         yield
@@ -52,14 +53,14 @@ def own_randomness() -> Iterator[None]:
 
 
 class Weights(msgspec.Struct, kw_only=True):
-    """Copies of parameters and buffers on the host; of a sharded parameter, this rank's shard."""
+    """Copies, on the host, of a model's parameters and buffers. Of a sharded parameter, only this rank's shard is copied."""
 
     parameters: list[torch.Tensor]
     buffers: list[torch.Tensor]
 
 
 def take_weights(model: nn.Module) -> Weights:
-    """Copy all parameters and buffers to the host."""
+    """Return copies of all parameters and buffers on the host."""
     return Weights(
         parameters=[parameter.detach().to("cpu", copy=True) for parameter in _parameters(model)],
         buffers=[buffer.detach().to("cpu", copy=True) for buffer in model.buffers()],
@@ -82,7 +83,7 @@ def put_weights(model: nn.Module, weights: Weights, parameters: Sequence[torch.T
 def trainable_copy(model: nn.Module) -> Iterator[Weights]:
     """Let the block train the model, and restore everything afterwards, including the version counters of its tensors.
 
-    The original weights are stored on the host, so that the device holds only one set of weights.
+    It yields the original weights. They are stored on the host, so that the device holds only one set of weights.
     """
     # Collected before training: a failing step of a sharded model may leave gathered parameters in place of the shards.
     parameters = _parameters(model)
@@ -100,7 +101,10 @@ def _parameters(model: nn.Module) -> list[torch.Tensor]:
 
 
 class ArmState(Weights, kw_only=True):
-    """One arm's state: weights on the host, the optimizer's state, the log, and the checksum of the batches drawn so far."""
+    """The stored state of one arm (the training without or with the plan).
+
+    It has the weights on the host, the optimizer's state, the log, and the checksum of the batches drawn so far.
+    """
 
     optimizer: dict[str, Any]
     log: ArmLog
@@ -108,7 +112,7 @@ class ArmState(Weights, kw_only=True):
 
 
 class RunDirectory:
-    """The directory that stores a run.
+    """Reads and writes the directory that stores a probe's run.
 
     Args:
         path: the directory, which is created if necessary.
@@ -121,7 +125,7 @@ class RunDirectory:
         """Begin a run in this directory, or continue the run that it contains.
 
         Args:
-            identity: everything that determines the run's result, each part with its fingerprint.
+            identity: a mapping from the name of each part that determines the run's result to its text or checksum.
 
         Raises:
             ProbeRunMismatch: the directory contains another run, or other files.
@@ -157,7 +161,9 @@ class RunDirectory:
             )
 
     def load(self, arm: str) -> ArmState | None:
-        """Load an arm's state after its last whole chunk; ``None`` before the first chunk.
+        """Read the state of one arm (the training without or with the plan) after its last whole chunk of steps.
+
+        Return ``None`` if the arm has not finished a chunk.
 
         Raises:
             ProbeRunUnusable: the file exists but cannot be read.
@@ -176,19 +182,19 @@ class RunDirectory:
             raise self._damaged(place.name, error) from error
 
     def save(self, arm: str, state: ArmState) -> None:
-        """Write an arm's state and log."""
+        """Write the state of one arm (the training without or with the plan) and, as a separate file, its log."""
         held = msgspec.structs.asdict(state) | {"log": msgspec.json.encode(state.log)}
         with self._explained():
             self._write(f"{arm}.pt", lambda file: torch.save(held, file))
             self.write_log(arm, state.log)
 
     def write_log(self, arm: str, log: ArmLog) -> None:
-        """Write the log as JSON lines."""
+        """Write the log of one arm (the training without or with the plan) as a file of JSON lines."""
         with self._explained():
             self._write(f"{arm}.jsonl", lambda file: file.write(b"".join(line + b"\n" for line in log.lines())))
 
     def verdict(self) -> Verdict | None:
-        """The verdict of a finished run; ``None`` if the run is not finished.
+        """Return the verdict of a finished run, or ``None`` if the run is not finished.
 
         Raises:
             ProbeRunUnusable: the verdict's file contains another artifact.
@@ -208,7 +214,7 @@ class RunDirectory:
         return found
 
     def finish(self, verdict: Verdict) -> None:
-        """Write the verdict, and delete the arms' states, which are not needed any more."""
+        """Write the verdict, and delete the stored states of both trainings, which are not needed any more."""
         with self._explained():
             self._write(_VERDICT, lambda file: file.write(to_json(verdict).encode()))
             for arm in (BASELINE, PLAN):

@@ -1,4 +1,4 @@
-"""``plimsoll.probe``: trains with and without a plan, and makes the verdict whether the plan harms training."""
+"""``plimsoll.probe``: trains with and without a plan, and makes the verdict that says whether the plan harms training."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from plimsoll.tracing.recorder.fingerprint import fingerprint, signature
 from plimsoll.units import check_count
 
 _MOST_EXPONENT = 700.0
-"""Above about this exponent, ``math.exp`` overflows."""
+"""The largest exponent that is passed to ``math.exp``, which overflows a little above it."""
 
 
 def probe(
@@ -71,17 +71,20 @@ def probe(
         plan: the plan to judge.
         steps: steps that each arm takes, at least one.
         loss: as for ``plimsoll.plan``.
-        optimizer: makes each arm's optimizer from an iterable of parameters; AdamW by default.
+        optimizer: a function that makes an optimizer from an iterable of parameters; it is called once per arm. By default
+            AdamW.
         held_out: batches for evaluation, or the number of batches at the end of each pass through ``batches`` to set apart.
             By default a tenth of the batches, at most 8, if their number is known.
-        target_loss: steps and seconds until this loss are reported; by default the baseline's own final loss.
-        seed: of everything random.
+        target_loss: a loss: the verdict reports the steps and seconds until it is reached. By default the baseline's own final
+            loss.
+        seed: the seed of everything random, such as the order of batches and the dropout masks.
         run: a directory that stores the run. After an interruption, the same call continues there and returns the result of
             an uninterrupted run. By default a temporary directory.
         chunk_steps: steps that one arm takes before the other arm continues.
-        early: stop as soon as the answer is clear.
+        early: whether to stop as soon as the answer is clear.
         data: a description of the batches, for the verdict.
-        progress: called with the losses of both arms and the share done.
+        progress: a function that is called with a text that shows the losses of both arms, and the share of the work that is
+            done.
 
     Returns:
         A verdict with the rule that decided it and the figures behind it. Its exit code is 0 if training may rely on the
@@ -159,7 +162,10 @@ def _settings(steps: int, chunk_steps: int, seed: int, target_loss: float | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _About:
-    """A verdict's description of the run. ``items`` is the unit, such as tokens, that ``items_per_step`` counts per batch."""
+    """The verdict's description of the run, as data.
+
+    ``items`` is the unit, such as tokens; ``items_per_step`` is how many one batch has.
+    """
 
     signature: str
     optimizer: str
@@ -203,7 +209,7 @@ def _about(
 
 
 def _identity(job: Job, about: _About) -> dict[str, str]:
-    """Everything that determines a run's result, part by part; long parts are checksums."""
+    """Return a mapping from the name of each part that determines the run's result to its text or its checksum."""
     model, plan = job.trainer.model, job.plan
     weights = 0
     for tensor in (*model.parameters(), *model.buffers()):
@@ -229,7 +235,10 @@ def _identity(job: Job, about: _About) -> dict[str, str]:
 
 
 def _run(job: Job) -> tuple[ProbeEvidence, Findings]:
-    """Train both arms alternately until the rules give a clear answer or all steps are taken."""
+    """Train without and with the plan in turns, until the rules give a clear answer or all steps are taken.
+
+    Return the logs and the outcomes of the rules.
+    """
     settings = job.settings
     with trainable_copy(job.trainer.model) as original:
         arms = Arms(job, original)

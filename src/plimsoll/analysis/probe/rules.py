@@ -1,9 +1,10 @@
-"""The rules that judge a plan, the outcome of each, and the resulting ruling. docs/probe.md defines each rule.
+"""The rules that judge whether a plan harms training, the outcome of each, and the resulting ruling. docs/probe.md defines each
+rule.
 
 A rule is broken if an interval is entirely outside the allowed range, clear if an interval is entirely inside, and open
-otherwise. The intervals that break a rule are wider than the intervals that clear it. The reason: any single rule, block or
-look can break the verdict by chance, so they share the allowed error. To clear the verdict, all rules must be clear, so they do
-not need to share the error.
+otherwise. The intervals that break a rule are wider than the intervals that clear it. The reason: any single rule, block
+(parameters of a region) or look (moment at which the rules are tested) can break the verdict by chance, so they share the
+allowed error. To clear the verdict, all rules must be clear, so they do not need to share the error.
 """
 
 from __future__ import annotations
@@ -19,28 +20,29 @@ from plimsoll.analysis.probe.evidence import ProbeEvidence, compare_gradients, c
 from plimsoll.artifacts.verdict import GradientComparison, IntervalEstimate, NormComparison, Outcome, Rule, Ruling
 
 MOST_SHIFT = 0.10
-"""The largest allowed relative change of a norm, or of the gradient's length along the right direction."""
+"""The largest allowed relative change of a gradient norm, or of the gradient's length along the unmanaged gradient."""
 LEAST_COSINE = 0.90
 """The smallest allowed cosine of the angle between the plan's gradient and the unmanaged gradient."""
 MOST_DELAY = 1.10
-"""The plan may need at most this multiple of the baseline's steps for the same loss."""
+"""The plan may need at most this multiple of the baseline's steps to reach the same loss."""
 LEAST_HELD_OUT_MARGIN = 0.01
-"""A held-out loss that is higher by a smaller share than this does not count as worse."""
+"""A held-out loss counts as worse only if it is higher than the baseline's by more than this share."""
 STATISTICAL_RULES = 5
-"""The number of rules that can be broken by chance; each gets an equal share of the allowed error."""
+"""The number of rules that can be broken by chance. Each rule gets an equal share of the allowed error."""
 
 _FIRST_LOOK = 40
-"""The rules are not tested before this many steps."""
+"""The rules are not tested before this many steps of training."""
 _HALVINGS = 4
 """The rules are tested after 1/16, 1/8, 1/4 and 1/2 of the steps, and at the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeSettings:
-    """How both arms are run.
+    """Settings for both arms of a probe, as data.
 
-    ``chunk_steps`` is how many steps one arm takes before the other arm continues. After ``identical_steps`` equal steps, the
-    arms count as identical. ``error`` is the allowed error probability of the whole verdict (0.05: wrong once in twenty).
+    ``chunk_steps`` is how many steps one arm takes before the other arm continues. After ``identical_steps`` steps that are
+    equal bit for bit, the arms count as identical. ``error`` is the allowed error probability of the whole verdict (0.05: wrong
+    once in twenty).
     """
 
     steps: int = 1000
@@ -53,7 +55,10 @@ class ProbeSettings:
 
     @property
     def looks(self) -> tuple[int, ...]:
-        """Steps after which the rules are tested. They are ends of chunks, each about twice the previous one."""
+        """The numbers of steps after which the rules are tested (a look).
+
+        They are ends of chunks, and each is about twice the previous one.
+        """
         found = {self.steps}
         for halving in range(1, _HALVINGS + 1):
             whole = -(-self.steps // (2**halving * self.chunk_steps)) * self.chunk_steps
@@ -63,7 +68,8 @@ class ProbeSettings:
 
     @property
     def error_to_clear(self) -> float:
-        """Two-sided error of the intervals that clear a rule: every look gets an equal share.
+        """The two-sided error probability of the intervals that clear a rule. Each look at the rules gets an equal share of the
+        allowed error.
 
         The rules do not divide it further: all must be clear, so the verdict is wrongly good only if every rule is clear.
         """
@@ -71,18 +77,21 @@ class ProbeSettings:
 
     @property
     def error_to_break(self) -> float:
-        """Two-sided error of the intervals that break a rule. Any rule at any look can break, so all of them share it."""
+        """The two-sided error probability of the intervals that break a rule.
+
+        Any rule at any look can break the verdict, so they all share the allowed error.
+        """
         return self.error / (self._decisions * STATISTICAL_RULES)
 
     @property
     def _decisions(self) -> int:
-        """How often the rules decide: at every look, or only at the end."""
+        """How many times the rules are tested: several times if the run may stop early, else only at the end."""
         return len(self.looks) if self.is_early else 1
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """The outcomes of the rules after some number of steps, and the figures behind them."""
+    """The outcomes of the rules after some number of steps, and the figures behind them, as data."""
 
     ruling: Ruling
     decided_by: str
@@ -94,12 +103,12 @@ class Findings:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """What each open rule still needs."""
+        """For each open rule, its name and what it still needs, such as more steps."""
         return tuple(f"{rule.name}: {rule.missing}" for rule in self.rules if rule.outcome is Outcome.OPEN)
 
     @property
     def reason(self) -> str:
-        """The finding of the rule that decided, with its limits."""
+        """The finding of the rule that decided, and the range that the rule allows."""
         deciding = [rule for rule in self.rules if rule.name == self.decided_by]
         if deciding:
             return f"{deciding[0].name}: {deciding[0].found}; allowed: {deciding[0].allowed}"
@@ -107,7 +116,7 @@ class Findings:
 
 
 def judge(evidence: ProbeEvidence, settings: ProbeSettings) -> Findings:
-    """Test all rules on the logged steps.
+    """Test all rules on the logged steps, and return the outcomes.
 
     Args:
         evidence: both arms, at least one step each.
@@ -156,7 +165,10 @@ def stop_here(evidence: ProbeEvidence, settings: ProbeSettings) -> Findings | No
 
 
 def _decide(rules: Sequence[Rule]) -> tuple[Ruling, str]:
-    """The ruling, and the name of the rule that decided, or a sentence if no single rule decided."""
+    """Return the ruling, and the name of the rule that decided.
+
+    If no single rule decided, return a sentence instead of the name.
+    """
     order = list(Ruling)  # sorted by priority: the first ruling that applies wins
     broken = [rule for rule in rules if rule.outcome is Outcome.BROKEN]
     if broken:
@@ -171,7 +183,7 @@ def _decide(rules: Sequence[Rule]) -> tuple[Ruling, str]:
 
 
 def _finite(evidence: ProbeEvidence) -> Rule:
-    """Rule: losses and gradients of both arms are finite."""
+    """Rule: losses and gradients of both trainings (without and with the plan) are finite."""
     found, ruling = "all losses and gradients are finite", Ruling.DIVERGED
     for name, log, its_ruling in (
         ("baseline", evidence.baseline_log, Ruling.BASELINE_DIVERGED),
@@ -185,7 +197,10 @@ def _finite(evidence: ProbeEvidence) -> Rule:
 
 
 def _identical(evidence: ProbeEvidence) -> Rule:
-    """Rule: losses and norms are equal bit for bit. If they are not, the other rules decide."""
+    """Rule: losses and gradient norms are equal bit for bit without and with the plan.
+
+    If they are not, the other rules decide.
+    """
     same = evidence.identical_steps
     outcome, found = Outcome.NOT_MEASURED, f"equal only in the first {same} steps"
     if evidence.is_identical:
@@ -200,7 +215,7 @@ def _identical(evidence: ProbeEvidence) -> Rule:
 
 
 def _spikes(whole: NormComparison, settings: ProbeSettings) -> Rule:
-    """Rule: the plan's gradient norms spike less than twice as often as the baseline's."""
+    """Rule: the plan's gradient norm spikes less than twice as often as the baseline's gradient norm."""
     one, other = whole.baseline.spikes, whole.plan.spikes
     p_value = statistics.more_spikes_p_value(one, other)
     outcome = Outcome.CLEAR
@@ -220,7 +235,10 @@ def _spikes(whole: NormComparison, settings: ProbeSettings) -> Rule:
 
 @dataclass(frozen=True, slots=True)
 class _Bounded:
-    """A figure with two intervals, ``wide`` to break its rule and ``narrow`` to clear it, and the allowed range."""
+    """A figure with two intervals and the allowed range.
+
+    The ``wide`` interval can break the figure's rule, the ``narrow`` interval can clear it.
+    """
 
     label: str
     wide: IntervalEstimate
@@ -236,12 +254,15 @@ class _Bounded:
 
     @property
     def excess(self) -> float:
-        """How far the figure could be outside the allowed range; if negative, how far it is inside for sure."""
+        """How far the figure could be outside the allowed range.
+
+        A negative number says how far the figure is inside for sure.
+        """
         return max(self.narrow.high - self.high, self.low - self.narrow.low)
 
     @property
     def certain_excess(self) -> float:
-        """How far the figure is outside the allowed range for sure."""
+        """How far the figure is outside the allowed range for sure. A negative number means that it may be inside."""
         return max(self.wide.low - self.high, self.low - self.wide.high)
 
 
@@ -252,12 +273,12 @@ def _bounded(
     allowed: tuple[float, float],
     scale: Callable[[float], float] = float,
 ) -> list[_Bounded]:
-    """Make the figure with its two intervals; return ``[]`` if there were too few numbers for a mean.
+    """Make a list with one figure and its two intervals. The list is empty if there were too few numbers for a mean.
 
     Args:
         label: the figure's name.
-        mean: of the logged numbers.
-        errors: the errors of the interval that breaks and of the interval that clears.
+        mean: the mean of the logged numbers, or ``None`` if there were too few.
+        errors: the error probability of the interval that breaks, and of the interval that clears.
         allowed: the smallest and the largest allowed value.
         scale: converts the mean into the figure.
     """
@@ -268,7 +289,7 @@ def _bounded(
 
 
 def _judged(name: str, ruling: Ruling, allowed: str, figures: Sequence[_Bounded], missing: str) -> Rule:
-    """Make a rule from several figures: any broken figure breaks it, and it is clear if all figures are clear."""
+    """Make a rule from several figures. The rule is broken if any figure is broken, and clear if all figures are clear."""
     outcome, found = Outcome.OPEN, "too few steps"
     if figures:
         outcomes = {figure.outcome for figure in figures}
@@ -288,7 +309,8 @@ def _judged(name: str, ruling: Ruling, allowed: str, figures: Sequence[_Bounded]
 
 
 def _shift(evidence: ProbeEvidence, settings: ProbeSettings) -> Rule:
-    """Rule: no block's gradient norm changes by more than a tenth."""
+    """Rule: the gradient norm of each block of parameters changes by at most a tenth."""
+    # Any block can break the rule by chance, so the blocks share that error. To clear the rule, all blocks must be clear.
     errors = (settings.error_to_break / len(evidence.blocks), settings.error_to_clear)
     figures = []
     for block in evidence.blocks:
@@ -299,7 +321,11 @@ def _shift(evidence: ProbeEvidence, settings: ProbeSettings) -> Rule:
 
 
 def _gradient(evidence: ProbeEvidence, settings: ProbeSettings) -> Rule:
-    """Rule: at equal parameters, every block's gradient keeps its direction, and its length along the right direction."""
+    """Rule: both gradients are taken at equal parameters.
+
+    In each block, the plan's gradient keeps its direction, and its length along the unmanaged gradient.
+    """
+    # Each block has two figures, gain and cosine, and any of them can break the rule by chance.
     errors = (settings.error_to_break / (2 * len(evidence.blocks)), settings.error_to_clear)
     gains, cosines = (1 - MOST_SHIFT, 1 + MOST_SHIFT), (LEAST_COSINE, math.inf)
     figures = []
@@ -314,7 +340,10 @@ def _gradient(evidence: ProbeEvidence, settings: ProbeSettings) -> Rule:
 
 
 def _delay(evidence: ProbeEvidence, settings: ProbeSettings) -> tuple[Rule, IntervalEstimate | None]:
-    """Rule: the plan needs at most a tenth more steps for the same loss."""
+    """Rule: the plan needs at most a tenth more steps than the baseline to reach the same loss.
+
+    Also return the interval of that factor.
+    """
     losses, window = evidence.baseline.losses, window_of(evidence.steps)
     figures = _bounded(
         "steps ×",
@@ -330,12 +359,15 @@ def _delay(evidence: ProbeEvidence, settings: ProbeSettings) -> tuple[Rule, Inte
 
 
 def window_of(steps: int) -> int:
-    """The number of steps over which losses are averaged: a fifth of the run, but at least 16 if the run has as many."""
+    """Return the number of steps over which losses are averaged: a fifth of the run, but at least 16 if the run has as many."""
     return min(steps, max(statistics.LEAST_STEPS, steps // 5))
 
 
 def _held_out(evidence: ProbeEvidence, settings: ProbeSettings) -> tuple[Rule, IntervalEstimate | None]:
-    """Rule: the plan's held-out loss is higher by at most 1%, or by at most the gain of a tenth more steps."""
+    """Rule: the plan's held-out loss is higher than the baseline's by at most 1%, or by at most what a tenth more steps gain.
+
+    Also return the interval of the difference.
+    """
     pair = evidence.held_out()
     allowed = f"worse by at most what {MOST_DELAY - 1:.0%} more steps gain, or by {LEAST_HELD_OUT_MARGIN:.0%}"
     if pair is None or len(pair[0]) < statistics.LEAST_SAMPLES or not np.isfinite(pair[0]).all():

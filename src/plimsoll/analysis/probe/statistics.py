@@ -28,45 +28,54 @@ from plimsoll.artifacts.verdict import IntervalEstimate
 Series = NDArray[np.float64]
 
 LEAST_STEPS = 16
-"""The smallest number of steps that gives an interval."""
+"""The smallest number of steps for an interval. With fewer steps, intervals are not computed."""
 LEAST_SAMPLES = 3
 SPIKE = 3.0
 """A norm above this multiple of the running median is a spike."""
 _MOST_CORRELATION = 0.97
-"""Larger correlations are cut to this: the formula for the block length diverges at 1."""
+"""Correlations above this are cut to it, because the formula for the block length diverges at 1."""
 _LEAST_BLOCKS = 4
-"""A series is divided into at least this many blocks."""
+"""The bootstrap divides a series into at least this many blocks."""
 _LONGER = 2.0
-"""Factor on Andrews' block length. The length of least mean squared error gave intervals that missed too often."""
+"""A factor on Andrews' block length.
+
+With the length of least mean squared error, intervals missed the true mean too often (docs/probe.md has the shares of misses
+with this factor).
+"""
 _PERMUTATIONS = 999
 _MOST_RATIO = 1000.0
 _MOST_LOGARITHM = 50.0
-"""Larger logarithms are cut to this: a ratio of exp(50) is as good as infinite."""
+"""Logarithms above this are cut to it: a ratio of exp(50) is as good as infinite."""
 _RUNNING_WINDOW = 50
 _LEAST_WINDOW = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A mean with its standard error and degrees of freedom, for intervals of any confidence."""
+    """A mean with its standard error and its degrees of freedom. Its methods compute intervals of any confidence."""
 
     value: float
     standard_error: float
     freedom: float
 
     def interval(self, error: float) -> tuple[float, float]:
-        """The two-sided interval for the mean, which is wrong with probability ``error``."""
+        """Return both ends of the two-sided interval for the mean. The interval is wrong with probability ``error``."""
         reach = float(stats.t.isf(error / 2, self.freedom)) * self.standard_error
         return self.value - reach, self.value + reach
 
     def estimate(self, error: float, scale: Callable[[float], float] = float) -> IntervalEstimate:
-        """The mean and both ends of its interval, each transformed by ``scale``."""
+        """Return the mean and both ends of its interval, each converted by ``scale``.
+
+        The interval is wrong with probability ``error``.
+        """
         low, high = self.interval(error)
         return IntervalEstimate(value=scale(self.value), low=scale(low), high=scale(high))
 
 
 def block_length(series: Series) -> int:
-    """The block length of the bootstrap, from the correlation of neighbouring numbers.
+    """Return the number of consecutive steps in one block of the bootstrap.
+
+    It follows from the correlation of neighbouring numbers.
 
     Example:
         >>> block_length(np.random.default_rng(0).normal(size=1000))
@@ -84,7 +93,7 @@ def block_length(series: Series) -> int:
 
 
 def mean_of_steps(series: Series) -> Mean | None:
-    """The mean of an autocorrelated series; ``None`` for fewer than ``LEAST_STEPS`` numbers."""
+    """Return the mean of an autocorrelated series, with its error; ``None`` for fewer than ``LEAST_STEPS`` numbers."""
     count = len(series)
     if count < LEAST_STEPS:
         return None
@@ -97,7 +106,7 @@ def mean_of_steps(series: Series) -> Mean | None:
 
 
 def mean_of_samples(samples: Series) -> Mean | None:
-    """The mean of independent samples; ``None`` for fewer than three."""
+    """Return the mean of independent samples, with its error; ``None`` for fewer than three samples."""
     count = len(samples)
     if count < LEAST_SAMPLES:
         return None
@@ -105,7 +114,10 @@ def mean_of_samples(samples: Series) -> Mean | None:
 
 
 def log_ratios(baseline: Series, plan: Series) -> Series:
-    """The logarithm of the plan's norm divided by the baseline's, per step; ratios are clipped to 1/1000 … 1000."""
+    """Return, for each step, the logarithm of the plan's norm divided by the baseline's norm.
+
+    Ratios are clipped to 1/1000 … 1000.
+    """
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = np.log(plan) - np.log(baseline)
     ratios[(plan == 0) & (baseline == 0)] = 0.0
@@ -114,15 +126,16 @@ def log_ratios(baseline: Series, plan: Series) -> Series:
 
 
 def share_grown(logarithm: float) -> float:
-    """Convert an increase of the logarithm into a relative increase."""
+    """Convert an increase of a logarithm into a relative increase (0.1 for 10% more)."""
     return math.expm1(min(logarithm, _MOST_LOGARITHM))
 
 
 def swapped_p_value(baseline: Series, plan: Series) -> float | None:
-    """The p-value of a permutation test: the chance of this distance between the samples if the arms were exchangeable.
+    """Return the p-value of a permutation test: how probable this distance between the two arms is if the arms are
+    exchangeable.
 
     The distance is Kolmogorov and Smirnov's. Arms are swapped in whole blocks of steps, whose length follows from the
-    autocorrelation of the log-ratio. ``None`` for fewer than ``LEAST_STEPS`` steps.
+    autocorrelation of the log-ratio. The result is ``None`` for fewer than ``LEAST_STEPS`` steps.
     """
     if len(baseline) < LEAST_STEPS:
         return None
@@ -140,16 +153,16 @@ def swapped_p_value(baseline: Series, plan: Series) -> float | None:
 
 
 def _distances(signs: Series, is_last_of_equals: NDArray[np.bool_]) -> Series:
-    """The Kolmogorov-Smirnov distance of every row, times the sample size.
+    """Return, for each row, the Kolmogorov-Smirnov distance of its two samples, times the sample size.
 
-    The entries of a row are the sorted values' samples: 1 for the first sample, -1 for the second.
+    A row lists the values in ascending order, by sample: 1 for a value of the first sample, -1 for a value of the second.
     """
     steps = np.abs(np.cumsum(signs, axis=1))[:, is_last_of_equals]
     return np.asarray(steps.max(axis=1), dtype=np.float64)
 
 
 def adjusted(p_values: Sequence[float]) -> list[float]:
-    """P-values corrected for multiple tests (Holm, Scandinavian Journal of Statistics 6, 1979).
+    """Return the p-values corrected for multiple tests, in the given order (Holm, Scandinavian Journal of Statistics 6, 1979).
 
     Example:
         >>> adjusted([0.01, 0.04, 0.03])
@@ -176,7 +189,7 @@ def count_spikes(norms: Series) -> int:
 
 
 def more_spikes_p_value(baseline: int, plan: int) -> float:
-    """The p-value of a binomial test: the chance that the plan has at least this share of the spikes by luck.
+    """Return the p-value of a binomial test: how probable it is that the plan has at least this share of the spikes by luck.
 
     Under the null hypothesis, both arms have spikes equally often.
 
@@ -190,7 +203,10 @@ def more_spikes_p_value(baseline: int, plan: int) -> float:
 
 
 def kurtosis(series: Series) -> float | None:
-    """The excess kurtosis; ``None`` for fewer than four numbers, or if all are equal."""
+    """Return the excess kurtosis (0 for a normal distribution).
+
+    Return ``None`` for fewer than four numbers, or if all numbers are equal.
+    """
     if len(series) < 4 or np.ptp(series) <= 1e-12 * abs(float(series[0])):
         return None
     found: Any = stats.kurtosis(series, bias=False)
@@ -198,13 +214,13 @@ def kurtosis(series: Series) -> float | None:
 
 
 def trailing_means(series: Series, window: int) -> Series:
-    """The mean of every ``window`` consecutive numbers; the first result is the mean of the first ``window`` numbers."""
+    """Return the mean of every ``window`` consecutive numbers. The first result is the mean of the first ``window`` numbers."""
     sums = np.concatenate(([0.0], np.cumsum(series)))
     return np.asarray((sums[window:] - sums[:-window]) / window, dtype=np.float64)
 
 
 def first_step_at(series: Series, target: float, window: int) -> int | None:
-    """The number of steps until the trailing mean is at most ``target``; ``None`` if it never is."""
+    """Return the number of steps until the mean of the last ``window`` numbers is at most ``target``, or else ``None``."""
     if len(series) < window:
         return None
     reached = np.flatnonzero(trailing_means(series, window) <= target)
@@ -212,13 +228,14 @@ def first_step_at(series: Series, target: float, window: int) -> int | None:
 
 
 def delay(losses: Series, excess: float, window: int) -> float:
-    """The factor on the number of steps that corresponds to a final loss which is higher by ``excess``; 1 if it is not.
+    """Return the factor on the number of steps that corresponds to a final loss which is higher by ``excess``. It is 1 if the
+    loss is not higher.
 
-    The baseline had that higher loss at an earlier step. The result is a ratio of steps: the step at which the baseline
-    first reached its final loss, divided by that earlier step. Each step is the middle of the averaging window.
+    The baseline had that higher loss at an earlier step. The result is a ratio of steps: the step at which the baseline first
+    reached its final loss, divided by that earlier step. Each step is the middle of the averaging window.
 
     Args:
-        losses: the baseline's, per step.
+        losses: the baseline's losses, one per step.
         excess: the plan's mean loss over the last ``window`` steps, minus the baseline's.
         window: steps over which losses are averaged.
     """
@@ -229,7 +246,10 @@ def delay(losses: Series, excess: float, window: int) -> float:
 
 
 def loss_of_delay(losses: Series, ratio: float, window: int) -> float:
-    """How much higher the baseline's loss was after ``1 / ratio`` of its steps: the inverse of ``delay``."""
+    """Return how much higher the baseline's loss was after ``1 / ratio`` of its steps, compared with its final loss.
+
+    This is the inverse of ``delay``.
+    """
     means = np.minimum.accumulate(trailing_means(losses, window))
     middle = (window + 1) / 2
     place = max(0.0, (_place(means, float(means[-1])) + middle) / ratio - middle)
@@ -237,7 +257,7 @@ def loss_of_delay(losses: Series, ratio: float, window: int) -> float:
 
 
 def _place(falling: Series, level: float) -> float:
-    """The position, interpolated between entries, at which a falling series first reaches ``level``."""
+    """Return the position, interpolated between entries, at which a falling series first reaches ``level``."""
     reached = int(np.searchsorted(-falling, -level, side="left"))
     if reached == 0:
         return 0.0

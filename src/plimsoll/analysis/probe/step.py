@@ -1,4 +1,4 @@
-"""Runs one training step of a probe, and records its loss, gradient norms, seconds and peak."""
+"""Runs one training step of a probe, and records its loss, gradient norms, seconds and peak memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from plimsoll.tracing.recorder.calling import Loss, output_tensors, own_loss, sc
 from plimsoll.tracing.recorder.untouched import private_copy
 
 ELSEWHERE = "elsewhere"
-"""The name of the block of all parameters outside the plan's regions."""
+"""The name of the block with all trainable parameters outside the plan's regions."""
 
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -47,7 +47,10 @@ class Blocks:
         return tuple(self.members)
 
     def norms(self) -> tuple[float | None, tuple[float | None, ...]]:
-        """The norm of the whole gradient, and the norm per block. Synchronises with the device only once."""
+        """Return the norm of the whole gradient, and a tuple with the norm of each block.
+
+        A norm that is not finite is ``None``. The device is synchronised only once.
+        """
         squares = []
         for parameters in self.members.values():
             gradients = [densified(parameter.grad) for parameter in parameters if parameter.grad is not None]
@@ -61,14 +64,17 @@ class Blocks:
         return finite(whole), tuple(finite(math.sqrt(each)) if math.isfinite(each) else None for each in found)
 
     def take_gradients(self) -> list[list[torch.Tensor | None]]:
-        """Copy all gradients to the host, so that the gradients of two steps are never on the device together."""
+        """Copy all gradients to the host, and return a list per block.
+
+        On the host, because the gradients of two steps must not be on the device together.
+        """
         return [
             [None if p.grad is None else densified(p.grad).to("cpu", copy=True) for p in parameters]
             for parameters in self.members.values()
         ]
 
     def compare(self, step: int, baseline: list[list[torch.Tensor | None]]) -> GradientRecord | None:
-        """Compare the present gradients with an unmanaged step's gradients; ``None`` if any value is not finite."""
+        """Compare the present gradients with the gradients of an unmanaged step. Return ``None`` if any value is not finite."""
         columns: tuple[list[float], list[float], list[float]] = ([], [], [])
         for parameters, theirs in zip(self.members.values(), baseline, strict=True):
             sums = [0.0, 0.0, 0.0]
@@ -87,7 +93,7 @@ class Blocks:
 
 
 class Trainer:
-    """Runs training steps on one model."""
+    """Runs and measures training steps and evaluations of one model."""
 
     def __init__(self, model: nn.Module, loss: Loss | None, blocks: Blocks) -> None:
         self.model = model
@@ -96,7 +102,7 @@ class Trainer:
         self.blocks = blocks
 
     def backward(self, call: Call) -> float:
-        """Run forward, loss and backward, and return the loss."""
+        """Delete the gradients, run forward, loss and backward, and return the loss."""
         for parameter in self.model.parameters():
             parameter.grad = None
         output = self.model(*call.args, **call.kwargs)
@@ -110,9 +116,9 @@ class Trainer:
         """Run and time one step. If the loss or the gradient is not finite, the optimizer does not step.
 
         Args:
-            number: of the step, from 0.
+            number: the number of the step, counted from 0.
             call: the batch.
-            optimizer: over the model's parameters.
+            optimizer: an optimizer of the model's parameters.
             watch: called between backward and the optimizer's step; its time is not counted.
         """
         call = self.own(call)
@@ -124,7 +130,7 @@ class Trainer:
         return msgspec.structs.replace(record, seconds=seconds)
 
     def measured_step(self, number: int, call: Call, optimizer: torch.optim.Optimizer) -> StepRecord:
-        """Run one step and measure its peak, including parameters, buffers, batch and optimizer state."""
+        """Run one step and measure its peak in bytes, which includes parameters, buffers, batch and optimizer state."""
         call = self.own(call)
         for parameter in self.model.parameters():
             parameter.grad = None
@@ -154,7 +160,7 @@ class Trainer:
         return StepRecord(step=number, loss=finite(loss), gradient_norm=norm, block_norms=block_norms)
 
     def evaluate(self, calls: Sequence[Call]) -> tuple[float | None, ...]:
-        """The loss of every batch, in evaluation mode and without gradients."""
+        """Return the loss of each batch, in evaluation mode and without gradients. A loss that is not finite is ``None``."""
         flags = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
@@ -196,7 +202,7 @@ def check_trainable(model: nn.Module) -> None:
 
 
 def describe_optimizer(model: nn.Module, optimizer: MakeOptimizer) -> str:
-    """The optimizer's class and its numeric defaults as text: ``AdamW(lr=0.001, weight_decay=0.01)``.
+    """Return the optimizer's class and its numeric defaults as text: ``AdamW(lr=0.001, weight_decay=0.01)``.
 
     Raises:
         InvalidProbe: ``optimizer`` does not make a ``torch.optim.Optimizer``.

@@ -23,25 +23,25 @@ from plimsoll.tracing.recorder.untouched import RandomState
 
 MOST_SET_APART = 8
 _SHARE_SET_APART = 10
-"""By default one batch in this many is set apart for evaluation, at most ``MOST_SET_APART``."""
+"""By default one batch in this many is set apart for evaluation, but not more than ``MOST_SET_APART`` batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One batch as arguments for the model's call."""
+    """One batch, as arguments for a call of the model."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
 class Stream:
-    """Draws batches.
+    """Draws the batches to train on, the same sequence in each run.
 
     Args:
         source: a batch (tensor, tuple, mapping), or an iterable of batches.
-        set_apart: how many batches at the end of each pass are reserved for evaluation; ``None`` for a tenth, at most 8, if
-            the length of the stream is known.
-        seed: of the random state at the start of each pass.
+        set_apart: how many batches at the end of each pass are reserved for evaluation. ``None`` reserves a tenth, at most 8,
+            if the length of the stream is known, else none.
+        seed: the seed of the random state at the start of each pass.
 
     Raises:
         InvalidProbe: ``set_apart`` is negative, the stream's length is unknown, or no batches would remain for training.
@@ -68,7 +68,7 @@ class Stream:
         return f"a stream{length}"
 
     def held_out(self) -> list[Call]:
-        """The batches that are set apart for evaluation."""
+        """Return the batches that are set apart for evaluation."""
         if not self.set_apart or self._length is None:
             return []
         if isinstance(self._source, Sequence):
@@ -103,7 +103,7 @@ class Stream:
         return calls
 
     def skip(self, count: int) -> None:
-        """Draw and discard the batches that were used before an interruption."""
+        """Draw and discard ``count`` batches, because they were used before an interruption."""
         for _ in range(count):
             self.draw(1)
 
@@ -116,7 +116,7 @@ class Stream:
         return call
 
     def _passes(self) -> Iterator[Any]:
-        """Yield the batches of pass after pass, without the batches that are set apart."""
+        """Yield the training batches of one pass after the other, without end. The batches that are set apart are left out."""
         if self.is_fixed:
             yield from itertools.repeat(self._source)
         while True:
@@ -182,12 +182,12 @@ class Stream:
 
 
 def is_batch(source: Any) -> bool:
-    """Whether this is one batch rather than a stream of them."""
+    """Whether ``source`` is one batch (a tensor, a tuple or a mapping) and not a stream of batches."""
     return isinstance(source, torch.Tensor | tuple | Mapping)
 
 
 def held_out_calls(source: Iterable[Any]) -> list[Call]:
-    """Read the batches for evaluation.
+    """Return the batches for evaluation as a list.
 
     Raises:
         InvalidProbe: ``source`` does not yield batches.
@@ -203,7 +203,7 @@ def held_out_calls(source: Iterable[Any]) -> list[Call]:
 
 
 def checksum(call: Call, start: int = 0) -> int:
-    """A CRC-32 of the batch's tensors and other values, continued from ``start``."""
+    """Return a CRC-32 of the batch's tensors and other values. ``start`` is the checksum of the batches before it."""
     code = start
     for leaf in tree_leaves((call.args, {name: call.kwargs[name] for name in sorted(call.kwargs)})):
         if isinstance(leaf, torch.Tensor):
@@ -220,7 +220,7 @@ def _as_call(batch: Any) -> Call:
 
 
 def read_data(batches: Any, held_out: Iterable[Any] | int | None, seed: int) -> tuple[Stream, list[Call]]:
-    """Make the stream to train on, and the list of batches for evaluation."""
+    """Return the stream to train on, and the list of batches for evaluation."""
     if held_out is None or isinstance(held_out, int):
         stream = Stream(batches, set_apart=held_out, seed=seed)
         return stream, stream.held_out()

@@ -48,18 +48,20 @@ from plimsoll.tracing.recorder.untouched import untouched
 from plimsoll.units import check_count
 
 BASELINE = ""
-"""The unmanaged step's name among the timings."""
+"""The key of the unmanaged step among the timings."""
 STRATEGIES = ("none", "full", "every:2", "sqrt", "selective:attention")
-"""Strategies to compare by default, for an eager model."""
+"""The strategies that are compared by default, for an eager model."""
 _BESIDE = "compared with the same model compiled under torch's default partition"
 _SHARES = ("0.7", "0.5", "0.3", "0")
 COMPILED_STRATEGIES = ("none", "full", *(f"{MEMORY_BUDGET}:{share}" for share in _SHARES), CHECKPOINT, SELECTIVE)
-"""Strategies to compare by default, for a compiled model."""
+"""The strategies that are compared by default, for a compiled model."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanMeasurement:
-    """One strategy's measured peak, and how far its gradients and buffers are from the unmanaged step's."""
+    """What was measured under one strategy: its peak in bytes, and the differences of its gradients and buffers from the
+    unmanaged step.
+    """
 
     peak_bytes: int
     apart: Apart
@@ -85,7 +87,9 @@ def compare(
     timeout_seconds: float = TIMEOUT_SECONDS,
     progress: Progress | None = None,
 ) -> Comparison:
-    """Measure the peak, the paired step time and the gradients of several strategies on one model and batch.
+    """Measure the peak, the step time and the gradients of several strategies on one model and batch.
+
+    The step times are paired: in each round, every strategy and the unmanaged step run once.
 
     Args:
         model: as for ``plimsoll.plan``.
@@ -94,7 +98,7 @@ def compare(
             where each graph may save that share of its bytes (``memory-budget:0.5``); ``checkpoint``, which puts every
             compiled region in ``torch.utils.checkpoint``; and ``checkpoint:selective``, which also saves the results of
             matrix products, convolutions and attention. By default a fixed set, and ``auto`` if there is a budget.
-        budget: for ``auto``; other strategies do not use it.
+        budget: the memory budget of the strategy ``auto``; other strategies do not use it.
         loss: as for ``plimsoll.plan``.
         optimizer: as for ``plimsoll.plan``.
         regions: as for ``plimsoll.plan``.
@@ -103,12 +107,12 @@ def compare(
             ``plimsoll.plan``.
         max_error: the relative error of the gradient that ``auto`` may cause.
         host_budget: bytes that offloaded values may occupy.
-        overrides: decisions by pattern.
-        link: ``host`` or ``disk``.
+        overrides: rules ``PATTERN=DECISION`` that fix the decision for all values whose name matches, as for ``plimsoll.plan``.
+        link: where offloaded values go: ``host`` (the host's memory) or ``disk``.
         compile: compare inside torch.compile, as for ``plimsoll.plan``.
         ranks: as for ``plimsoll.plan``; all ranks get the same comparison, with the largest peaks and the slowest times.
         timeout_seconds: as for ``plimsoll.plan``.
-        progress: called with the stage and the share done.
+        progress: a function that is called with the name of the current stage and the share of the work that is done.
 
     Returns:
         A comparison with one row per strategy. A strategy that does not fit has a row with its status. For a compiled model,
@@ -159,14 +163,17 @@ def compare(
 
 
 def _named(strategies: Sequence[str] | str | None, task: TrainingTask, *, has_budget: bool) -> tuple[str, ...]:
-    """The requested strategies without duplicates; by default a fixed set, and ``auto`` if there is a budget."""
+    """Return the requested strategies without duplicates.
+
+    If none are requested, return a fixed set, and ``auto`` if there is a budget.
+    """
     if strategies is None:
         strategies = (*(COMPILED_STRATEGIES if task.units else STRATEGIES), *(["auto"] if has_budget else []))
     return (strategies,) if isinstance(strategies, str) else tuple(dict.fromkeys(strategies))
 
 
 def _plan_all(planner: StepPlanner, step: TrainingStep, report: Progress) -> dict[str, Plan]:
-    """Make one plan per strategy; only ``auto`` gets the budget."""
+    """Make one plan per strategy, and return a mapping from strategy to plan. Only ``auto`` gets the budget."""
     planner.try_forms(lambda: step, report)
     plans: dict[str, Plan] = {}
     for name in planner.options.strategies:
@@ -178,18 +185,23 @@ def _plan_all(planner: StepPlanner, step: TrainingStep, report: Progress) -> dic
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Measured:
-    """All measurements: the unmanaged step's peak, each strategy's peak and gradients, and the seconds of all."""
+    """All measurements, as data: the unmanaged step's peak in bytes, each strategy's peak and gradients, and the timings of
+    all.
+    """
 
     baseline_peak_bytes: int
     by_name: dict[str, PlanMeasurement]
     refused: dict[str, str]
-    """Strategies of torch's own that torch cannot compile for this model, with the reason."""
+    """A mapping from each of torch's own strategies that torch cannot compile for this model to the reason."""
     timings: dict[str, Timing]
     rounding: float
-    """The relative gradient error that other fusions may cause; 0 for an eager model, where the same kernels run."""
+    """The relative gradient error that other kernel fusions may cause.
+
+    It is 0 for an eager model, where the same kernels run.
+    """
 
     def row(self, name: str, plan: Plan | None) -> ComparisonRow:
-        """One row of the comparison: the plan's predictions, if there is a plan, and the measurements."""
+        """Return one row of the comparison: the measurements, and the plan's predictions if the strategy has a plan."""
         row = ComparisonRow(strategy=name, note=self.refused.get(name, "")) if plan is None else _predicted(name, plan)
         measured = self.by_name.get(name)
         if measured is None:
@@ -228,7 +240,10 @@ def _measure(
     rounds: int,
     report: Progress,
 ) -> _Measured:
-    """Run every strategy that can be applied, then time all of them and the unmanaged step in interleaved rounds."""
+    """Run every strategy that can be applied, then time all of them and the unmanaged step in interleaved rounds.
+
+    Return the peaks, gradients and timings.
+    """
     step = task.step(written=written)
     usable = {name: each for name, each in managers.items() if not isinstance(each, Plan) or each.status.is_usable}
     plans = [each for each in managers.values() if isinstance(each, Plan)]
@@ -269,7 +284,10 @@ def _measure(
 
 
 def _run_twice(step: TrainingStep, evidence: Evidence, absent_bytes: int) -> PlanMeasurement:
-    """Run the recording step and a steady step; return the larger peak and the larger difference of each tensor."""
+    """Measure the plan's first step (the engine records during it) and the following step.
+
+    Return the larger peak of the two, and for each tensor the larger of its two differences from the unmanaged step.
+    """
     recording_bytes = step.measure_peak().peak_bytes
     apart = compare_with(evidence, step)
     steady_bytes = step.measure_peak().peak_bytes
@@ -277,9 +295,10 @@ def _run_twice(step: TrainingStep, evidence: Evidence, absent_bytes: int) -> Pla
 
 
 def _merged(agreement: Agreement, comparison: Comparison) -> Comparison:
-    """Merge the ranks' comparisons: the largest peak, the slowest rank's seconds and the largest error of each strategy.
+    """Merge the comparisons of all ranks into one.
 
-    A strategy counts as bit-equal only if it is bit-equal on all ranks that measured it.
+    For each strategy it has the largest peak, the seconds of the slowest rank and the largest error. A strategy counts as
+    bit-equal only if it is bit-equal on all ranks that measured it.
     """
     if agreement.size == 1:
         return comparison
@@ -311,7 +330,9 @@ def _merged_row(rows: Sequence[ComparisonRow]) -> ComparisonRow:
 
 
 def _read_own(strategies: Iterable[str]) -> dict[str, Callable[[TrainingTask, tuple[str, ...] | None], TorchsOwn]]:
-    """The strategies that torch itself implements, each with a function that sets it up; the planner makes the others.
+    """Return, for each requested strategy that torch itself implements, a function that sets it up.
+
+    The planner makes the other strategies.
 
     Raises:
         InvalidStrategy: the memory budget's share is not a number from 0 to 1.
@@ -335,32 +356,38 @@ def _read_own(strategies: Iterable[str]) -> dict[str, Callable[[TrainingTask, tu
 
 
 class TorchsOwn:
-    """Compiled units that save memory by one of torch's own methods, from ``resume`` until ``pause``."""
+    """Switches one of torch's own ways to save memory on (``resume``) and off (``pause``), for a compiled model.
+
+    The units are the parts of the model that torch.compile compiled.
+    """
 
     def __init__(
         self, calls: Mapping[Unit, Callable[..., Any]], forwards: Mapping[nn.Module, Callable[..., Any]]
     ) -> None:
-        """``calls`` replace the units' compiled calls; ``forwards`` replace the forward of modules inside the units."""
+        """Store what ``resume`` installs.
+
+        ``calls`` replace the units' compiled calls; ``forwards`` replace the forward of modules inside the units.
+        """
         self._calls, self._forwards = calls, forwards
         self._put_back: list[Callable[[], None]] = []
 
     def resumed(self) -> TorchsOwn:
-        """Resume, and return self."""
+        """Call ``resume``, and return this object."""
         self.resume()
         return self
 
     def resume(self) -> None:
-        """Install the replaced calls and forwards."""
+        """Install the replacements of the units' calls and of the modules' forwards."""
         self._put_back = [install(unit, call) for unit, call in self._calls.items()]
         for module, forward in self._forwards.items():
             self._put_back.append(_with_forward(module, forward))
 
     def remove(self) -> None:
-        """Same as ``pause``."""
+        """Do the same as ``pause``. A plan's handle has this method too, so both can be used alike."""
         self.pause()
 
     def pause(self) -> None:
-        """Put back the calls that the user's torch.compile made, and the modules' forwards."""
+        """Put back the calls that the user's torch.compile made, and the modules' own forwards."""
         while self._put_back:
             self._put_back.pop()()
 
@@ -378,17 +405,20 @@ def _with_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[]
 
 
 def _budgeted(task: TrainingTask, _: tuple[str, ...] | None, *, share: float) -> TorchsOwn:
-    """Compile every unit under torch's memory budget, without changing the process-wide setting.
+    """Compile every unit of the model under torch's memory budget, without changing the process-wide setting.
 
-    Private to torch, seen in torch 2.9 to 2.15: ``torch._functorch.config.activation_memory_budget``, which torch reads when
-    it partitions a graph.
+    Private to torch, seen in torch 2.9 to 2.15: ``torch._functorch.config.activation_memory_budget``, which torch reads when it
+    partitions a graph.
     """
     compiled = {unit.call.key: unit.call.compile(backend=_backend(unit.call.options, share)) for unit in task.units}
     return TorchsOwn({unit: functools.partial(compiled[unit.call.key], unit.module) for unit in task.units}, {})
 
 
 def _backend(options: Any, share: float) -> Callable[..., Any]:
-    """An inductor backend with its own memory budget. The autograd cache is off, because its key ignores this budget."""
+    """Return an inductor backend that compiles under its own memory budget.
+
+    The autograd cache is off, because its key ignores this budget.
+    """
     from torch._inductor.compile_fx import compile_fx  # takes seconds to import
 
     def backend(graph: Any, inputs: Sequence[Any]) -> Any:
@@ -400,7 +430,10 @@ def _backend(options: Any, share: float) -> Callable[..., Any]:
 
 
 def _checkpointed(task: TrainingTask, patterns: tuple[str, ...] | None, *, is_selective: bool) -> TorchsOwn:
-    """Put every region in ``torch.utils.checkpoint`` inside its compiled unit. Equal blocks share one compilation."""
+    """Put every region in ``torch.utils.checkpoint`` inside the compiled unit that contains it.
+
+    Equal blocks share one compilation.
+    """
     from plimsoll.engine.compiled.partitioner import with_seeds_saved  # imports inductor, which takes seconds
 
     contexts = functools.partial(create_selective_checkpoint_contexts, _saves_products)
@@ -419,7 +452,7 @@ def _checkpointed(task: TrainingTask, patterns: tuple[str, ...] | None, *, is_se
 
 
 class _Checkpointed(nn.Module):
-    """A module whose whole call, including its hooks, is checkpointed."""
+    """A module that runs another module under ``torch.utils.checkpoint``, including that module's hooks."""
 
     def __init__(self, module: nn.Module, words: Mapping[str, Any]) -> None:
         super().__init__()

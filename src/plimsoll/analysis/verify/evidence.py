@@ -45,17 +45,27 @@ T = TypeVar("T", Receipt, Comparison)
 _RATE = 1e-2
 """The learning rate of plain gradient descent, which is used when no optimizer is passed."""
 _FUSIONS = 10.0
-"""The tolerance for other fusions, as a multiple of the gradient error of the compiled against the uncompiled step."""
+"""The gradient error that other kernel fusions may cause, as a multiple of the error of the compiled step against the
+uncompiled step.
+"""
 _LAST_DIGITS = 4.0
-"""The least tolerance for other fusions, in units of the machine epsilon: it applies if compiling changes no gradient."""
+"""The least gradient error that is tolerated for other kernel fusions, in units of the machine epsilon.
+
+It applies if compiling did not change the gradient.
+"""
 _CASTS = 4.0
-"""The tolerance for rounding at other places, as a multiple of the gradient's change when every op rounds."""
+"""The gradient error that rounding at other places may cause, as a multiple of the gradient's change when every op rounds its
+result.
+"""
 _LENGTHS = (0.02, 0.01)
-"""Step lengths of the slope check: by the gradient, each changes the loss by this share of the loss."""
+"""The two step lengths of the slope check.
+
+Each is chosen so that, by the gradient, the loss changes by this share of itself.
+"""
 
 
 class Pausable(Protocol):
-    """An object that saves memory from ``resume`` until ``pause``, such as a plan's handle."""
+    """The interface of an object that saves memory from ``resume`` until ``pause``, such as a plan's handle."""
 
     def resume(self) -> None:
         """Start to save memory."""
@@ -66,7 +76,7 @@ class Pausable(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Depth:
-    """Which further comparisons to make, in addition to gradients, buffers, peak and seconds.
+    """Options: which comparisons to make in addition to gradients, buffers, peak and seconds.
 
     ``intermediates`` are patterns of module names. ``curve_steps`` is how many training steps the compared loss curves have.
     """
@@ -78,9 +88,10 @@ class Depth:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """The reference: the unmanaged model's loss, gradients and buffers after one step, and its spread between two runs.
+    """The reference, as data: the unmanaged model's loss, gradients and buffers after one step, and how far two such runs
+    differ.
 
-    ``spread`` holds the largest absolute difference of each tensor that differed between the two runs.
+    ``spread`` maps the name of each tensor that differed between the two runs to its largest absolute difference.
     """
 
     loss: float
@@ -97,7 +108,10 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """The difference between the last run and the evidence, tensor by tensor; ``error`` is the gradient's relative error."""
+    """How far a run's gradients and buffers are from the reference, tensor by tensor.
+
+    ``error`` is the relative error of the whole gradient.
+    """
 
     gradients: tuple[Mismatch, ...]
     buffers: tuple[Mismatch, ...]
@@ -105,11 +119,11 @@ class Apart:
 
     @property
     def is_within_spread(self) -> bool:
-        """Whether every tensor differs by no more than it did between two unmanaged runs."""
+        """Whether each tensor differs by at most as much as it did between two unmanaged runs."""
         return all(mismatch.is_within_spread for mismatch in (*self.gradients, *self.buffers))
 
     def worst(self, other: Apart) -> Apart:
-        """Combine two runs: keep the larger difference of each tensor."""
+        """Combine the differences of two runs: for each tensor, keep the larger one."""
         return Apart(
             _merged(self.gradients, other.gradients),
             _merged(self.buffers, other.buffers),
@@ -119,7 +133,7 @@ class Apart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """Measurements of the step that saves memory, with a plan applied or with the model's own checkpointing."""
+    """What was measured while the step saves memory, through a plan or through the model's own checkpointing."""
 
     peak_bytes: int
     apart: Apart
@@ -138,7 +152,7 @@ def read_measurable(
     *,
     compile: bool | Mapping[str, Any] | None,  # noqa: A002 - torch's word
 ) -> TrainingTask:
-    """Read the training task, and raise if its step cannot be measured.
+    """Read the model, batch, loss and optimizer as a training task, and raise if its step cannot be measured.
 
     Raises:
         InvalidModel: the model is on the meta device. Further errors as for ``TrainingTask.read``.
@@ -154,7 +168,10 @@ def read_measurable(
 
 
 def collect_evidence(step: TrainingStep, depth: Depth) -> Evidence:
-    """Run the unmanaged step twice from the same state, and once more if intermediates are requested."""
+    """Make the reference: run the unmanaged step twice from the same state, and once more if module outputs are requested.
+
+    If a loss curve is requested, its training steps are run too.
+    """
     loss = step.run()
     gradients, buffers = copies(step.gradients()), copies(step.buffers())
     step.run()
@@ -164,7 +181,7 @@ def collect_evidence(step: TrainingStep, depth: Depth) -> Evidence:
 
 
 def compare_with(evidence: Evidence, step: TrainingStep) -> Apart:
-    """Compare the gradients and buffers of the step's last run with the evidence."""
+    """Return how far the gradients and buffers of the step's last run are from the reference."""
     return Apart(
         mismatches(evidence.gradients, step.gradients(), evidence.spread),
         mismatches(evidence.buffers, step.buffers(), evidence.spread),
@@ -173,9 +190,9 @@ def compare_with(evidence: Evidence, step: TrainingStep) -> Apart:
 
 
 def compiled_rounding(step: TrainingStep, units: Sequence[Unit], gradients: Mapping[str, torch.Tensor | None]) -> float:
-    """The relative gradient error that is tolerated because torch.compile may fuse ops differently.
+    """Return the relative gradient error that is tolerated because torch.compile may fuse ops differently.
 
-    It is ten times the error of the compiled step, whose ``gradients`` are given, against the uncompiled step, but at least
+    It is ten times the error of the compiled step, whose ``gradients`` are given, against the uncompiled step. It is at least
     four times the machine epsilon and at most the square root of the epsilon. The upper bound applies where the compiled and
     the uncompiled step draw different random numbers.
     """
@@ -187,24 +204,24 @@ def compiled_rounding(step: TrainingStep, units: Sequence[Unit], gradients: Mapp
 
 @dataclass(frozen=True, slots=True)
 class KeptCasts:
-    """The gradient difference that remains when every op rounds its half-precision result.
+    """The gradient difference that remains when every op rounds its half-precision result, as data.
 
     Inductor computes half-precision values in 32 bits and rounds them only when it writes them to memory. So the place where
     the graph is cut, and the ops that are fused, decide whether a kernel reads a rounded value. For example, under autocast a
-    saved ``tanh`` is rounded and a recomputed ``tanh`` is not. With ``emulate_precision_casts`` every op rounds, so cuts and
-    fusions do not matter.
+    saved ``tanh`` is rounded and a recomputed ``tanh`` is not. With ``emulate_precision_casts`` every op rounds (its cast is
+    kept), so cuts and fusions do not matter.
     """
 
     error: float
-    """The relative error of the managed gradient against the unmanaged gradient, both with the casts kept."""
+    """The relative error of the managed gradient against the unmanaged gradient, if every op rounds its result in both."""
     tolerance: float
-    """The error that other fusions may still cause with the casts kept."""
+    """The relative gradient error that other fusions may still cause when every op rounds its result."""
     moved: float
-    """The relative change of the unmanaged gradient when the casts are kept."""
+    """The relative change of the unmanaged gradient, if every op rounds its result."""
 
     @property
     def note(self) -> str:
-        """The result and the tolerance that follows from it, as a note of the receipt."""
+        """Return a note for the receipt: the result, and the tolerance that follows from it."""
         apart = f"{self.error:.1e} apart" if self.error else "equal bit for bit"
         return (
             f"if each op rounds its output to 16 bits (emulate_precision_casts), both gradients are {apart}: they differ only "
@@ -214,16 +231,22 @@ class KeptCasts:
 
     @property
     def allowed(self) -> float:
-        """The gradient error to tolerate because kernels round at other places; 0 if rounding does not explain the error."""
+        """The relative gradient error to tolerate because kernels round at other places.
+
+        It is 0 if rounding does not explain the error.
+        """
         return _CASTS * self.moved if self.error <= self.tolerance else 0.0
 
 
 def keep_casts(
     step: TrainingStep, units: Sequence[Unit], managed: Callable[[], AbstractContextManager[object]]
 ) -> KeptCasts:
-    """Compile the unmanaged and the managed step again with their casts kept, and compare their gradients."""
+    """Compile the unmanaged and the managed step again so that every op rounds its half-precision result, and compare their
+    gradients.
+    """
 
     def kept(unit: Unit) -> Callable[..., Any]:
+        # With this option kernels round where eager ops do, so cuts and fusions do not matter (docs/compiled.md).
         call = dataclasses.replace(unit.call, options={**unit.call.options, "emulate_precision_casts": True})
         return functools.partial(call.compile(), unit.module)
 
@@ -242,10 +265,11 @@ def keep_casts(
 def torch_errs(
     step: TrainingStep, units: Sequence[Unit], managed: Callable[[], AbstractContextManager[object]]
 ) -> float:
-    """Return the gradient error of torch's own compiled step if that step is wrong and the managed step is right, else 0.
+    """Return the gradient error of torch's own compiled step, if that step is wrong and the managed step is right; else 0.
 
-    Both are compared with the uncompiled step; right means an error of at most half the digits. Backward of the compiled step
-    may read a buffer that forward has changed in the meantime. Backward of the uncompiled step reads the saved value.
+    Both are compared with the uncompiled step. A step is right if its error is at most the square root of the machine epsilon
+    (half of the digits). Backward of the compiled step may read a buffer that forward has changed in the meantime. Backward of
+    the uncompiled step reads the saved value.
     """
     with in_place(units, lambda _: None):
         step.run()
@@ -259,7 +283,10 @@ def torch_errs(
 
 
 def run_intermediates(step: TrainingStep, depth: Depth) -> Found:
-    """Run the step once and return the outputs of the named modules; without names, run nothing and return ``{}``."""
+    """Run the step once and return the outputs of the modules that ``depth`` names, with their gradients.
+
+    If it names none, run nothing and return ``{}``.
+    """
     if not depth.intermediates:
         return {}
     with collect_intermediates(step.model, depth.intermediates) as found:
@@ -268,7 +295,7 @@ def run_intermediates(step: TrainingStep, depth: Depth) -> Found:
 
 
 def managed_run(step: TrainingStep, handle: Pausable) -> Callable[[], None]:
-    """A function that runs the step with the plan resumed, and pauses the plan afterwards."""
+    """Return a function that resumes the plan, runs the step and pauses the plan."""
 
     def run() -> None:
         handle.resume()
@@ -281,7 +308,10 @@ def managed_run(step: TrainingStep, handle: Pausable) -> Callable[[], None]:
 
 
 def consecutive_losses(step: TrainingStep, count: int) -> tuple[float | None, ...]:
-    """The losses of consecutive runs. The random state is not reset in between, so each run draws other dropout masks."""
+    """Run the step ``count`` times and return the losses; a loss that is not finite is ``None``.
+
+    The random state is not reset in between, so each run draws other dropout masks.
+    """
     step.rewind()
     return tuple(finite(step.go_on()) for _ in range(count))
 
@@ -289,7 +319,7 @@ def consecutive_losses(step: TrainingStep, count: int) -> tuple[float | None, ..
 def time_both(
     step: TrainingStep, plain: Callable[[], AbstractContextManager[object]], rounds: int
 ) -> tuple[Timing, Timing]:
-    """Time the step under ``plain`` and the step without it, in interleaved pairs."""
+    """Time the step inside the context ``plain`` and outside it, in interleaved pairs. Return the two timings in this order."""
 
     def run_plain() -> None:
         with plain():
@@ -300,7 +330,7 @@ def time_both(
 
 
 def of_all_ranks(agreement: Agreement, what: str, mine: T) -> list[T]:
-    """Collect every rank's receipt or comparison, in the order of the ranks."""
+    """Collect each rank's receipt or comparison, and return a list in the order of the ranks."""
     texts = zip(agreement.all_of(what, to_json(mine), str), agreement.ranks, strict=True)
     return [cast("T", from_json(text, source=f"{what} of rank {rank}")) for text, rank in texts]
 
@@ -308,13 +338,13 @@ def of_all_ranks(agreement: Agreement, what: str, mine: T) -> list[T]:
 def make_receipt(
     step: TrainingStep, evidence: Evidence, seen: Observed, timings: tuple[Timing, Timing], **claims: Any
 ) -> Receipt:
-    """Make the receipt that compares the observed step with the evidence.
+    """Make the receipt that compares the observed step with the reference.
 
     Args:
         step: the step that was run.
-        evidence: of the unmanaged step.
-        seen: of the step that saves memory.
-        timings: of both, the unmanaged step first.
+        evidence: the reference: the unmanaged step.
+        seen: the measurements of the step that saves memory.
+        timings: of the unmanaged step and of the step that saves memory, in this order.
         claims: the receipt's other fields: what was verified, and what it claims.
     """
     baseline, ours = timings
@@ -343,7 +373,7 @@ def make_receipt(
 
 
 def half_the_digits(model: nn.Module) -> float:
-    """The square root of the least precise parameter's machine epsilon.
+    """Return the square root of the largest machine epsilon among the parameters' dtypes.
 
     It bounds the relative gradient error that recompiled kernels may cause by rounding.
     """
@@ -352,7 +382,7 @@ def half_the_digits(model: nn.Module) -> float:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and torch, the machine and the GPU, as a receipt names them."""
+    """Return, for a receipt, a mapping with the versions of Python and torch, the machine's architecture and the GPU's name."""
     found = {"python": platform.python_version(), "torch": str(torch.__version__), "machine": platform.machine()}
     if torch.cuda.is_available():
         found["device"] = torch.cuda.get_device_name()
@@ -360,7 +390,7 @@ def versions() -> dict[str, str]:
 
 
 def _merged(first: tuple[Mismatch, ...], second: tuple[Mismatch, ...]) -> tuple[Mismatch, ...]:
-    """Each tensor once, with its larger difference of the two runs."""
+    """Return each tensor that differs in either run once, with the larger of its two differences."""
     worst: dict[str, Mismatch] = {}
     for mismatch in (*first, *second):
         known = worst.get(mismatch.name)
@@ -370,16 +400,19 @@ def _merged(first: tuple[Mismatch, ...], second: tuple[Mismatch, ...]) -> tuple[
 
 
 def _distance(mismatch: Mismatch) -> float:
-    """The tensor's largest absolute difference; infinite if the tensor is missing or the difference is not finite."""
+    """Return the tensor's largest absolute difference.
+
+    It is infinite if the tensor is missing or the difference is not finite.
+    """
     return math.inf if mismatch.max_absolute_difference is None else mismatch.max_absolute_difference
 
 
 def run_curve(step: TrainingStep, depth: Depth) -> tuple[float | None, ...]:
-    """Losses of consecutive training steps on the step's batch; empty if no curve is requested.
+    """Return the losses of consecutive training steps on the step's batch. The result is empty if no curve is requested.
 
-    The curve begins at the step's random state and buffers. The random state is not reset between its steps. Without an
-    optimizer, plain gradient descent at a rate of 0.01 is used. Afterwards the parameters, the optimizer's other parameters
-    (a loss may have some), its state and its settings are restored bit for bit.
+    The curve begins at the step's random state and buffers. The random state is not reset between the curve's steps. Without an
+    optimizer, plain gradient descent at a rate of 0.01 is used. Afterwards the model's parameters, the optimizer's other
+    parameters (a loss may have some), the optimizer's state and its settings are restored bit for bit.
     """
     if depth.curve_steps <= 0:
         return ()
@@ -396,7 +429,7 @@ def run_curve(step: TrainingStep, depth: Depth) -> tuple[float | None, ...]:
 
 @contextlib.contextmanager
 def _restored(*things: Any) -> Iterator[None]:
-    """Restore tensors and the contents of containers bit for bit when the block ends."""
+    """Restore tensors, and the contents of containers such as dicts, bit for bit when the block ends."""
     kept = KeptContents(things)
     try:
         yield
@@ -406,11 +439,13 @@ def _restored(*things: Any) -> Iterator[None]:
 
 
 def measure_slope(step: TrainingStep, gradients: Mapping[str, torch.Tensor | None]) -> Slope | None:
-    """Measure the slope of the loss along the gradient; ``None`` if the gradient is zero, or anything is not finite.
+    """Measure how fast the loss grows along the gradient.
+
+    Return ``None`` if the gradient is zero, or if any number is not finite.
 
     Args:
-        step: run forward five times; its parameters are restored bit for bit.
-        gradients: by parameter name, each in its parameter's shape.
+        step: the training step. Its forward runs five times, and its parameters are restored bit for bit.
+        gradients: a mapping from parameter name to gradient, each in its parameter's shape.
     """
     norm = math.sqrt(sum(float(g.detach().double().square().sum()) for g in gradients.values() if g is not None))
     if not math.isfinite(norm) or norm == 0.0:
@@ -438,7 +473,7 @@ def _central_difference(
 
 @contextlib.contextmanager
 def _shifted(step: TrainingStep, gradients: Mapping[str, torch.Tensor | None], factor: float) -> Iterator[None]:
-    """Move the parameters along the gradient inside the block, and restore them bit for bit."""
+    """Add ``factor`` times the gradient to the parameters inside the block, and restore the parameters bit for bit."""
     named = step.model.named_parameters()
     moved = {parameter: found for name, parameter in named if (found := gradients.get(name)) is not None}
     with _restored(*moved):

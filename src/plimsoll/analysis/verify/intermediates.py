@@ -1,4 +1,6 @@
-"""Compares tensors of two runs: gradients and buffers by name, and outputs of named modules with their gradients."""
+"""Compares tensors of two runs: gradients and buffers by name, and the outputs of named modules with the gradients of these
+outputs.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,14 @@ from plimsoll.tracing.recorder.storages import same_contents
 from plimsoll.tracing.torch_internals import current_graph_task, without_torch_function
 
 Key = tuple[str, int, bool]
-"""Name of the module, number of its call, and whether the tensor is the gradient of the output."""
+"""The module's name, the number of its call, and whether the tensor is the gradient of the module's output (else the output
+itself).
+"""
 Found = dict[Key, torch.Tensor | None]
-"""Copies of the tensors; ``None`` for a gradient that cannot be observed because the module ran without autograd."""
+"""A mapping from key to a copy of the tensor.
+
+It is ``None`` for a gradient that cannot be observed because the module ran without autograd.
+"""
 
 
 def mismatches(
@@ -28,9 +35,10 @@ def mismatches(
     found: Mapping[str, torch.Tensor | None],
     spread: Mapping[str, float | None],
 ) -> tuple[Mismatch, ...]:
-    """List the tensors of ``found`` whose bits differ from ``expected``.
+    """List the tensors whose bits in ``found`` differ from ``expected``.
 
-    Each entry holds the difference, and the difference of the same tensor between two unmanaged runs (``spread``).
+    Each entry holds the difference. For comparison it also holds the difference of the same tensor between two unmanaged runs
+    (``spread``).
     """
     differing: list[Mismatch] = []
     for name, reference in expected.items():
@@ -52,7 +60,10 @@ def mismatches(
 
 
 def _difference(first: torch.Tensor | None, second: torch.Tensor | None) -> tuple[float | None, float | None]:
-    """Largest absolute difference, and its ratio to the largest magnitude; ``None`` where it is not a finite number."""
+    """Return the largest absolute difference, and its ratio to the largest magnitude in ``first``.
+
+    Either is ``None`` if it is not a finite number.
+    """
     if first is None or second is None or first.shape != second.shape:
         return None, None
     apart = (first.double() - second.double()).abs().max() if first.numel() else torch.tensor(0.0)
@@ -63,7 +74,7 @@ def _difference(first: torch.Tensor | None, second: torch.Tensor | None) -> tupl
 
 @contextlib.contextmanager
 def collect_intermediates(model: nn.Module, patterns: Sequence[str]) -> Iterator[Found]:
-    """Collect the outputs of named modules, and their gradients, while the block runs.
+    """Collect the first output of each call of the named modules, and its gradient, while the block runs.
 
     A recomputation in backward does not count as another call of the module.
 
@@ -111,9 +122,9 @@ def _copying_hook(name: str, found: Found) -> Callable[[nn.Module, Any, Any], No
 
 
 def compare_intermediates(expected: Found, found: Found) -> tuple[Intermediate, ...]:
-    """Compare the intermediates of two runs tensor by tensor, in the order of the first run.
+    """Compare the module outputs and gradients of two runs tensor by tensor, in the order of the first run.
 
-    A tensor that is missing in one run counts as different. A gradient that one run cannot observe is skipped.
+    A tensor that is missing in one run counts as different. A gradient that one of the runs cannot observe is skipped.
     """
     hidden = {key for seen in (expected, found) for key, tensor in seen.items() if tensor is None}
     rows = []

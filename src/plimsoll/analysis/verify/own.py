@@ -48,17 +48,23 @@ _MOST_FAULTS = 50
 
 @dataclass(frozen=True, slots=True)
 class CompilerBudget:
-    """The ``activation_memory_budget`` of torch.compile; a value below 1 is switched off for the reference step."""
+    """The setting ``activation_memory_budget`` of torch.compile, and how to switch it off.
+
+    A budget below 1 lets the compiler recompute.
+    """
 
     share: float
 
     @property
     def is_compiled(self) -> bool:
-        """Whether the compiler drops activations by itself."""
+        """Whether the budget is below 1, so that the compiler drops activations and recomputes them."""
         return self.share < 1.0
 
     def tolerance(self, model: nn.Module) -> float:
-        """The relative gradient error that recompiled kernels may cause by rounding; 0 without a budget below 1."""
+        """Return the relative gradient error that recompiled kernels may cause by rounding.
+
+        It is 0 if the budget is not below 1.
+        """
         return half_the_digits(model) if self.is_compiled else 0.0
 
     @contextlib.contextmanager
@@ -83,10 +89,11 @@ def verify_own(
 
     Args:
         step: the training step, without a plan.
-        signature: of the step, for the receipt.
+        signature: a text that says what decides the path of the step (shapes and dtypes of the call, training flags, loss), for
+            the receipt.
         max_error: the relative error of the gradient that the user accepts.
         steps: timed runs of each side. The losses of the same number of consecutive steps are compared.
-        depth: further comparisons.
+        depth: comparisons to make in addition to gradients, buffers, peak and seconds.
         report: called with the stage and the share done.
 
     Raises:
@@ -135,7 +142,7 @@ def verify_own(
 
 
 def _own_slope(step: TrainingStep, budget: CompilerBudget, evidence: Evidence) -> tuple[Slope | None, tuple[str, ...]]:
-    """Check the gradient against the loss's slope.
+    """Check the gradient against the slope of the loss.
 
     If the step with everything kept fails this check too, the check says nothing about checkpointing. Then return a note
     instead of the slope.
@@ -157,7 +164,10 @@ def _own_slope(step: TrainingStep, budget: CompilerBudget, evidence: Evidence) -
 def _observe(
     step: TrainingStep, budget: CompilerBudget, evidence: Evidence, steps: int, depth: Depth
 ) -> tuple[Observed, Counter[str]]:
-    """Run and measure the step with its own memory saving; also count how often it entered each kind of hooks."""
+    """Run and measure the step with its own way to save memory.
+
+    Also count how often the step entered each kind of saved-tensor hooks.
+    """
     watch = SavedTensorWatch(step.model)
     # Module hooks would change what torch.compile compiles. So for compiled models, faults do not name modules.
     with watched(watch.wrap) as used, contextlib.nullcontext() if budget.is_compiled else watch.watch_modules():
@@ -201,7 +211,10 @@ def _nothing_at_work(model: nn.Module) -> InvalidModel:
 
 
 def _broken(step: TrainingStep, error: Exception, faults: Sequence[Fault]) -> InvalidModel:
-    """Make the error for a step that runs with everything kept but fails with its own memory saving; name the first fault."""
+    """Make the error for a step that runs with everything kept, but fails with its own way to save memory.
+
+    The message names the first wrong tensor.
+    """
     found = _explained(step, faults)
     return InvalidModel(
         f"The step of {type(step.model).__name__} fails: {type(error).__name__}: {error}",
@@ -215,8 +228,8 @@ def _explained(step: TrainingStep, faults: Sequence[Fault]) -> tuple[Fault, ...]
     """Run the step once more and watch every op, which finds causes that saved tensors alone do not show.
 
     Returns:
-        The ops whose recomputation gave another result. If all ops agree, ``faults`` without the tensors whose memory no op
-        has written.
+        The ops whose recomputation gave another result. If no op differs, the result is ``faults`` without the tensors whose
+        memory no op has written.
     """
     stack = ModuleStack()
     ops = RepeatedOps(step.model, stack)
@@ -238,7 +251,10 @@ def _explained(step: TrainingStep, faults: Sequence[Fault]) -> tuple[Fault, ...]
 
 
 def _blame_randomness(step: TrainingStep, budget: CompilerBudget) -> tuple[Fault, ...]:
-    """Blame random numbers if the step draws some, and its gradients agree in evaluation mode; else return nothing."""
+    """Return a fault that blames random numbers, if the step draws some and its gradients agree in evaluation mode.
+
+    Else return nothing.
+    """
     if not step.draws_random_numbers():
         return ()
     random = [name for name, module in step.model.named_modules() if "dropout" in type(module).__name__.lower()]
@@ -277,7 +293,10 @@ def _describe(used: Counter[str], budget: CompilerBudget) -> str:
 
 
 def _time(step: TrainingStep, budget: CompilerBudget, rounds: int) -> tuple[Timing, Timing]:
-    """Time both steps in interleaved pairs, or one after the other if compiled code would recompile at every switch."""
+    """Time the unmanaged and the unchanged step in interleaved pairs.
+
+    If compiled code would recompile at every switch, time them one after the other instead.
+    """
     if not budget.is_compiled:
         return time_both(step, budget.plain, rounds)
     with budget.plain():

@@ -32,14 +32,14 @@ from plimsoll.tracing.recorder.storages import Geometry, content_fingerprint, is
 from plimsoll.tracing.torch_internals import below_autograd, current_graph_task, without_modes
 
 _UNSET = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
-"""Ops that return uninitialised memory."""
+"""Names of ops that return uninitialised memory."""
 _UNNOTED = {*_UNSET, "detach", "alias"}
-"""Ops that compute nothing. They are not recorded, because checkpointing runs some itself."""
+"""Names of ops that compute nothing. They are not recorded, because checkpointing itself runs some of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """One op that ran: its module, inputs, outputs, and the settings that it ran under."""
+    """The record of one op that ran: its module, its inputs, its outputs, and the settings under which it ran."""
 
     module: str
     name: str
@@ -47,12 +47,12 @@ class _Entry:
     constants: tuple[str, ...]
     inputs: tuple[int | None, ...]
     outputs: tuple[int | None, ...]
-    """Checksums of inputs and outputs; ``None`` for memory that no op has written."""
+    """Like ``inputs``: the checksum of each tensor, or ``None`` for memory that no op has written."""
     shapes: tuple[tuple[Any, ...], ...]
     setting: dict[str, object]
-    """Settings outside the arguments that affect the op, keyed by their name in a fault."""
+    """Settings outside the arguments that affect the op. The keys are the names that a fault shows."""
     sources: tuple[str, ...]
-    """For each input, the name of its parameter or buffer, or ``""``."""
+    """For each input, the name of the parameter or buffer that it is, or ``""`` for another tensor."""
 
     @property
     def place(self) -> tuple[str, str]:
@@ -60,7 +60,7 @@ class _Entry:
 
 
 class RepeatedOps(TorchDispatchMode):
-    """Records every op of a step, in forward and in recomputation.
+    """A dispatch mode that records each op of a step, in forward and in recomputation, and finds the first op that differs.
 
     Args:
         root: the model.
@@ -82,7 +82,7 @@ class RepeatedOps(TorchDispatchMode):
         self._proofs = 0
 
     def wrap(self, pack: Hook, unpack: Hook) -> tuple[Hook, Hook]:
-        """The same hooks, with ops that run during unpacking marked as recomputation."""
+        """Return the same pair of hooks, except that ops that run while a tensor is unpacked count as recomputation."""
 
         def watched_unpack(packed: Any) -> Any:
             self._unpacking += 1
@@ -125,7 +125,7 @@ class RepeatedOps(TorchDispatchMode):
         return tuple(None if self.is_unset(tensor) else content_fingerprint(tensor) for tensor in tensors)
 
     def _note_unset(self, func: Any, args: Any, kwargs: Any, out: Any, states: Sequence[torch.Tensor]) -> None:
-        """Update the record of memory that no op has written yet."""
+        """Update the record of storages that no op has written yet, after an op has run."""
         unset: Iterable[torch.Tensor] = ()
         if _name_of(func) in _UNSET:
             unset = (out,)
@@ -141,7 +141,8 @@ class RepeatedOps(TorchDispatchMode):
     def _left_unset(
         self, func: Any, args: Any, kwargs: Any, out: Any, states: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Find outputs that the op has not written, by running it again after filling free memory with another byte.
+        """Return the outputs that the op has not written. To find them, the op runs again after free memory was filled with
+        another byte.
 
         The second run reads copies of the inputs, because an op may write to its inputs without declaring it.
         """
@@ -189,7 +190,10 @@ class RepeatedOps(TorchDispatchMode):
         )
 
     def faults(self) -> Iterator[Fault]:
-        """Yield the first fault of each recomputation, if it has one."""
+        """Yield, for each recomputation, the first op whose result differs from forward, as a fault.
+
+        A recomputation without a difference yields nothing.
+        """
         for episode in self._again:
             fault = self._first_fault(episode)
             if fault is not None:
@@ -211,9 +215,10 @@ class RepeatedOps(TorchDispatchMode):
         return None
 
     def _start(self, episode: Sequence[_Entry]) -> int:
-        """Find the forward op where the recomputation begins.
+        """Return the position among the forward ops where the recomputation begins.
 
-        It is the start from which most of the following ops match with equal inputs, then from which most match at all.
+        It is the candidate whose following ops match most often with equal inputs. Among equal candidates, it is the candidate
+        with the most ops that match at all.
         """
         starts = [index for index, entry in enumerate(self._forward) if entry.place == episode[0].place]
 
@@ -229,7 +234,10 @@ class RepeatedOps(TorchDispatchMode):
         return max(starts, key=agreement, default=0)
 
     def _next(self, position: int, entry: _Entry) -> int | None:
-        """The next forward op that ``entry`` can repeat. Forward ops in between were not needed again."""
+        """Return the position of the next forward op that ``entry`` can repeat, or ``None``.
+
+        Forward ops before it were not needed again.
+        """
         for index in range(position, len(self._forward)):
             if self._forward[index].place == entry.place:
                 return index
@@ -242,7 +250,7 @@ def _name_of(func: Any) -> str:
 
 
 def _differ(first: int | None, again: int | None) -> bool:
-    """Whether two checksums differ. Memory that no op has written (``None``) equals everything."""
+    """Whether two checksums differ. ``None`` (memory that no op has written) equals every checksum."""
     return first != again and first is not None and again is not None
 
 
@@ -251,14 +259,14 @@ def _returns_views(func: Any) -> bool:
 
 
 def _copied(value: Any) -> Any:
-    """A tensor of the same geometry on a copy of its storage; other values unchanged."""
+    """Return a tensor of the same geometry on a copy of its storage. Return other values unchanged."""
     if not isinstance(value, torch.Tensor) or not is_plain(value):
         return value
     return Geometry.of(value).view_on(whole_storage(value, value.untyped_storage().clone()))
 
 
 def _why(first: _Entry, again: _Entry, skipped: _Entry | None) -> tuple[Cause, str]:
-    """The cause and its details. ``skipped`` is an earlier forward op that was not run again."""
+    """Return the cause of a difference and its details. ``skipped`` is an earlier forward op that was not run again."""
     if first.setting != again.setting:
         return Cause.CHANGED_CONTEXT, _describe_change(first.setting, again.setting)
     dtypes = [dtype for _, dtype in first.shapes], [dtype for _, dtype in again.shapes]

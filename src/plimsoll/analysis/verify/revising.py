@@ -28,13 +28,16 @@ from plimsoll.units import format_bytes
 
 
 def needs_confirmation(plan: Plan) -> bool:
-    """Whether a plan's costs come from a roofline, so that they were not measured on its device."""
+    """Whether the plan's costs were computed by a roofline model, so that they were not measured on a device."""
     return plan.cost_source is CostSource.ROOFLINE
 
 
 @dataclass(frozen=True, slots=True)
 class Reviser:
-    """Confirms and revises, on the device, a plan that was made elsewhere. ``verify`` makes the receipt of a revised plan."""
+    """Confirms on the device a plan that was made elsewhere, and revises it if its predictions are wrong.
+
+    ``verify`` is the function that makes the receipt of a revised plan.
+    """
 
     task: TrainingTask
     step: TrainingStep
@@ -43,7 +46,7 @@ class Reviser:
     verify: Callable[[Plan], Receipt]
 
     def confirm(self, plan: Plan, receipt: Receipt) -> Receipt:
-        """Add the confirmation to the receipt, and a revised plan if the given plan is off.
+        """Add to the receipt the comparison of predictions and measurements, and a revised plan if the predictions are wrong.
 
         Args:
             plan: the plan from elsewhere.
@@ -79,7 +82,7 @@ class Reviser:
         return msgspec.structs.replace(receipt, confirmation=found, revised_plan=revised)
 
     def _solve(self, plan: Plan, traced: Trace, costs: Costs) -> Plan:
-        """Solve the plan again with measured costs, and run it until it keeps to its budget."""
+        """Solve the plan again with measured costs, and run it until its measured peak is within the budget."""
         options = PlanOptions.read(strategies=plan.strategy, allow=plan.allow)
         planner = StepPlanner(traced, costs, options, plan.budget_bytes, self.agreement)
         planner.try_forms(lambda: self.step)
@@ -87,7 +90,7 @@ class Reviser:
         return planner.plan(plan.strategy, lambda: self.step, part_of(self.report, 0.5, 0.7))
 
     def _obstacle(self, plan: Plan) -> str:
-        """Why the plan cannot be solved again under the same conditions; empty if it can."""
+        """Say why the plan cannot be solved again under the same conditions; return ``""`` if it can."""
         state_bytes = plan.classes.get(Category.OPTIMIZER_STATE, 0)
         if state_bytes and self.task.optimizer is None:
             return (
@@ -98,9 +101,10 @@ class Reviser:
 
 
 def _roofline_optimizer_seconds(plan: Plan, traced: Trace) -> float:
-    """Seconds of the optimizer's step that the plan's roofline predicted; 0 if the plan was made without an optimizer.
+    """Return the seconds that the plan's roofline predicted for the optimizer's step.
 
-    Verification does not run the optimizer, so these seconds are subtracted before times are compared.
+    They are 0 if the plan was made without an optimizer. Verification does not run the optimizer, so these seconds are
+    subtracted before times are compared.
     """
     if not plan.classes.get(Category.OPTIMIZER_STATE, 0) and Phase.OPTIMIZER not in {p.phase for p in plan.timeline}:
         return 0.0

@@ -2,7 +2,7 @@
 
 ``torch.utils.checkpoint``, selective checkpointing, ``save_on_cpu`` and the offloading contexts of trainers all enter
 ``torch.autograd.graph.saved_tensors_hooks``. The re-entrant form of checkpointing is an autograd function instead. Both are
-patched while a block runs and restored at its end. Inside torch.compile hooks do not run, so nothing can be watched there.
+patched while a block runs and restored at its end. Hooks do not run inside torch.compile, so nothing can be watched there.
 
 A checksum of each tensor is taken when it is packed and compared when it is unpacked, so watching needs hardly any memory.
 """
@@ -39,7 +39,7 @@ REENTRANT = "torch.utils.checkpoint (re-entrant)"
 
 @contextlib.contextmanager
 def switched_off() -> Iterator[None]:
-    """Disable saved-tensor hooks and checkpointing inside the block: autograd keeps every tensor, as in the plain model."""
+    """Disable saved-tensor hooks and checkpointing inside the block, so that autograd keeps every tensor that it saves."""
 
     class Plain:
         @staticmethod
@@ -52,7 +52,10 @@ def switched_off() -> Iterator[None]:
 
 @contextlib.contextmanager
 def watched(wrap: Wrap) -> Iterator[Counter[str]]:
-    """Wrap every pair of hooks that is entered inside the block; the counter says what was entered how often."""
+    """Pass each pair of hooks that is entered inside the block through ``wrap``.
+
+    The yielded counter maps each kind of hooks to how often it was entered.
+    """
     found: Counter[str] = Counter()
     original = checkpointing.CheckpointFunction
 
@@ -97,7 +100,7 @@ def _patched(enter: Callable[..., None], leave: Callable[..., None], function: t
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """Place, shape, dtype, checksum and storage of one tensor when it was saved."""
+    """What is remembered of one tensor when it was saved: module, index, shape, dtype, checksum and storage."""
 
     module: str
     index: int
@@ -108,7 +111,7 @@ class _Note:
 
     @property
     def value(self) -> str:
-        """The tensor's name in a fault."""
+        """The name that a fault gives the tensor."""
         return f"saved tensor {self.index} of {self.shape}"
 
 
@@ -123,7 +126,10 @@ class SavedTensorWatch:
     def __init__(self, root: nn.Module, is_unset: Callable[[torch.Tensor], bool] = lambda tensor: False) -> None:
         self.faults: list[Fault] = []
         self.unset: set[tuple[str, str]] = set()
-        """Tensors whose memory no op has written, so that a difference says nothing; by region and value, as in faults."""
+        """Pairs of region and value, named as in faults, of tensors whose memory no op has written.
+
+        A difference of such a tensor does not say anything.
+        """
         self._is_unset = is_unset
         self.compared = 0
         self.stack = ModuleStack()
@@ -131,11 +137,11 @@ class SavedTensorWatch:
         self._counts: dict[str, int] = {}
 
     def watch_modules(self) -> Any:
-        """A context that tracks the running module."""
+        """Return a context that tracks which module is running."""
         return self.stack.watch(self._root)
 
     def wrap(self, pack: Hook, unpack: Hook) -> tuple[Hook, Hook]:
-        """The same pair of hooks, with a comparison around them."""
+        """Return a pair of hooks that call the given hooks and compare each unpacked tensor with the packed one."""
 
         def watching_pack(tensor: torch.Tensor) -> tuple[Any, _Note | None]:
             note = self._note(tensor)

@@ -1,4 +1,4 @@
-"""Checks a plan's claims by running the step: the verb ``verify``. It also checks a model's own checkpointing."""
+"""Checks a plan's claims by running the step: the verb ``verify``. It can also check a model's own checkpointing."""
 
 from __future__ import annotations
 
@@ -49,9 +49,11 @@ from plimsoll.tracing.recorder.untouched import untouched
 from plimsoll.units import check_count, format_bytes, format_seconds
 
 _STATE_NOISE = 0.01
-"""Optimizer state whose size differs from the plan's by less than this share counts as the planned state."""
+"""Optimizer state counts as planned if its bytes differ from the plan's by less than this share."""
 _SEVERITY = {verdict: index for index, verdict in enumerate(ReceiptVerdict)}
-"""Rank of each verdict, worst first: ``ReceiptVerdict`` lists them in the order that a receipt tests."""
+"""A mapping from each verdict to its rank, 0 for the worst: ``ReceiptVerdict`` lists verdicts in the order that a receipt
+tests.
+"""
 
 
 def verify(
@@ -98,17 +100,17 @@ def verify(
         steps: timed runs of each side, interleaved. The losses of the same number of consecutive steps are compared.
         intermediates: patterns of module names, such as ``model.layers.*.mlp``. The modules' outputs, and the gradients
             with respect to these outputs, are compared in both runs.
-        curve_steps: number of training steps whose losses are compared, on this batch, with ``optimizer`` or else plain
-            gradient descent.
-        context: without a plan: makes the context that a step runs in, such as ``torch.autograd.graph.save_on_cpu``; it is
-            called once per step.
-        max_error: without a plan: the relative error of the gradient that you accept (hooks that compress).
+        curve_steps: the number of training steps whose losses are compared, all on this batch. The steps use ``optimizer``, or
+            plain gradient descent if no optimizer is passed. 0 compares no curve.
+        context: only without a plan: a function that is called once per step and makes the context that the step runs in, such
+            as ``torch.autograd.graph.save_on_cpu``.
+        max_error: only without a plan: the relative error of the gradient that you accept, for hooks that compress.
         ranks: as for ``plimsoll.plan``.
         timeout_seconds: as for ``plimsoll.plan``.
-        progress: called with the stage and the share done.
+        progress: a function that is called with the name of the current stage and the share of the work that is done.
 
     Returns:
-        A receipt with a verdict and an exit code.
+        A receipt: the measurements next to the predictions, a verdict, and an exit code that is 0 if the verdict is a pass.
 
     Raises:
         PlanMismatch: the plan was made for another model, batch shape, dtype or mode, or for another kind of device.
@@ -173,7 +175,7 @@ def _on_this_rank(
     depth: Depth,
     report: Progress,
 ) -> Receipt:
-    """Make this rank's receipt. For a plan that was made without the device, add the confirmation on the device.
+    """Make this rank's receipt. If the plan was made without the device, add the confirmation on the device.
 
     If a compiled plan's gradient differs, two causes that do not blame the plan are tested one after the other: kernels that
     round at other places, then a wrong gradient of torch's own compiled step.
@@ -246,7 +248,7 @@ def _hold_plan(
     report: Progress,
     error_of_torch: float = 0.0,
 ) -> Receipt:
-    """Compare the managed step with the unmanaged step.
+    """Run the step with the plan and without it, and return the receipt that compares the two.
 
     Args:
         step: the training step, on the unmanaged model.
@@ -311,7 +313,10 @@ def _hold_plan(
 
 
 def _recording_and_steady(step: TrainingStep, evidence: Evidence, report: Progress) -> tuple[int, int, Apart]:
-    """Peaks of the recording step and of a steady step, and the larger of their distances from the evidence."""
+    """Measure the plan's first step (the engine records during it) and a later step, which is like all following steps.
+
+    Return the peak of each in bytes, and for each tensor the larger of its two differences from the unmanaged step.
+    """
     recording_peak_bytes = step.measure_peak().peak_bytes
     apart = compare_with(evidence, step)
     step.run()
@@ -321,7 +326,7 @@ def _recording_and_steady(step: TrainingStep, evidence: Evidence, report: Progre
 
 
 def _with_casts_kept(step: TrainingStep, model: nn.Module, plan: Plan, receipt: Receipt) -> Receipt:
-    """Raise the receipt's rounding tolerance if the places where kernels round explain the gradient difference.
+    """Return the receipt with a higher rounding tolerance, if the gradient differs only because kernels round at other places.
 
     Otherwise return the receipt unchanged.
     """
@@ -334,7 +339,7 @@ def _with_casts_kept(step: TrainingStep, model: nn.Module, plan: Plan, receipt: 
 
 
 def _claims(plan: Plan) -> dict[str, Any]:
-    """The plan's fields that its receipt repeats."""
+    """Return the plan's fields that its receipt repeats, as keyword arguments for ``make_receipt``."""
     return {
         "model": plan.model,
         "fingerprint": plan.fingerprint,

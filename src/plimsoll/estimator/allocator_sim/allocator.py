@@ -36,14 +36,15 @@ from plimsoll.estimator.allocator_sim.blocks import (
 
 _FIRST_ADDRESS = 1 << 32
 _ADDRESS_SPACE_BYTES = 1 << 44
-"""Distance between the address spaces of expandable segments: larger than the memory of any device."""
+"""The distance between the address spaces of expandable segments. It is larger than the memory of any device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorSettings:
     """Settings of ``PYTORCH_CUDA_ALLOC_CONF``, and the device memory available for this process's tensors.
 
-    Blocks of ``max_split_bytes`` or more are neither split nor used for smaller requests; ``None``: all blocks may be split.
+    ``limit_bytes`` is that memory; ``None`` means that it is unlimited. Blocks of ``max_split_bytes`` or more are neither split
+    nor used for smaller requests; ``None`` means that all blocks may be split.
     """
 
     limit_bytes: int | None = None
@@ -52,11 +53,13 @@ class AllocatorSettings:
 
 
 class DeviceFull(Exception):
-    """The device is out of memory, even after every segment that is entirely free was returned."""
+    """Raised if the device is out of memory, even after every segment that is entirely free was returned to it."""
 
 
 class CachingAllocator:
-    """The allocator of one device.
+    """The simulated allocator of one device.
+
+    It counts the bytes that are allocated and the bytes that are reserved from the device.
 
     Example:
         >>> allocator = CachingAllocator(AllocatorSettings())
@@ -77,7 +80,7 @@ class CachingAllocator:
         self.retries = 0
         self.pools: dict[tuple[int, bool], Pool] = {}
         self.next_address = _FIRST_ADDRESS
-        """Address of the next segment."""
+        """The address that the next segment gets."""
 
     def allocate(self, requested_bytes: int, *, stream: int) -> Block:
         """Allocate a block of at least ``requested_bytes`` (more than 0).
@@ -95,7 +98,7 @@ class CachingAllocator:
         return block
 
     def release(self, block: Block) -> None:
-        """Return a block to the cache and merge it with free neighbours."""
+        """Free a block: return it to the cache and merge it with free neighbours."""
         block.is_allocated = False
         self.allocated_bytes -= block.size
         block.absorb(block.before)
@@ -104,7 +107,10 @@ class CachingAllocator:
 
     @property
     def inactive_split_bytes(self) -> int:
-        """Free pieces of segments in use, which cannot be returned; 0 with expandable segments, which unmap free pages."""
+        """The bytes of free pieces in segments that are otherwise in use, which cannot be returned to the device.
+
+        It is 0 with expandable segments, which unmap free pages.
+        """
         if self.settings.is_expandable:
             return 0
         return sum(pool.free.split_bytes for pool in self.pools.values())
@@ -140,7 +146,10 @@ class CachingAllocator:
         return found
 
     def _best_fit(self, pool: Pool, size: int) -> Block | None:
-        """Find the smallest block that is large enough; with expandable segments, the one whose extended size is smallest."""
+        """Return the smallest free block that is large enough, or ``None``.
+
+        With expandable segments, return the block whose extended size is smallest.
+        """
         fitting = pool.free.from_size(size)
         found = next(fitting, None)
         if found is not None and self.settings.is_expandable:
@@ -183,7 +192,7 @@ class CachingAllocator:
         return block
 
     def _open(self, pool: Pool) -> None:
-        """Create an expandable segment: addresses that do not have memory yet."""
+        """Create an expandable segment: a range of addresses that do not have memory yet."""
         block = Block(self.next_address, _ADDRESS_SPACE_BYTES // pool.page_bytes * pool.page_bytes, pool)
         block.is_mapped = False
         self.next_address += _ADDRESS_SPACE_BYTES
@@ -197,7 +206,7 @@ class CachingAllocator:
     # Back to the device -----------------------------------------------------------------------------------------
 
     def give_back(self) -> None:
-        """Return free segments, or free pages of expandable segments, to the device, as ``torch.cuda.empty_cache`` does."""
+        """Give free segments, or free pages of expandable segments, back to the device, as ``torch.cuda.empty_cache`` does."""
         for pool in sorted(self.pools.values(), key=lambda pool: pool.is_small):
             for block in pool.free:
                 if self.settings.is_expandable:
@@ -206,7 +215,10 @@ class CachingAllocator:
                     self._free(block)
 
     def _give_back_oversize(self, pool: Pool, size: int) -> bool:
-        """Return blocks that are too large to be split: the smallest sufficient one, or the largest ones until they suffice."""
+        """Give free blocks that are too large to be split back to the device, and return whether that freed enough bytes.
+
+        The smallest sufficient block is given back, or else the largest blocks until they suffice.
+        """
         most = self.settings.max_split_bytes
         if most is None or self.settings.is_expandable:
             return False
@@ -245,8 +257,8 @@ def simulate_allocator(
 ) -> AllocatorUse:
     """Run a step's allocations through the caching allocator until its figures repeat.
 
-    Events are those of one step, in order. Default settings are torch's, on a device with unlimited memory. A request that
-    the device cannot satisfy ends the simulation and is named in the result. If every step requests device memory again, the
+    Events are those of one step, in order. Default settings are torch's, on a device with unlimited memory. A request that the
+    device cannot satisfy ends the simulation and is named in the result. If every step requests device memory again, the
     simulation ends after ``most_steps``.
 
     Example:
@@ -286,7 +298,7 @@ def simulate_allocator(
 
 
 def _first_step(events: Sequence[AllocationEvent]) -> list[AllocationEvent]:
-    """The first step: lasting blocks are allocated where this step makes them, and never freed."""
+    """Return the events of the first step. Blocks that last are allocated where this step makes them, and are never freed."""
     late = [event for event in events if event.lasts and event.bytes > 0 and event.made > event.instant]
     waiting = deque(sorted(late, key=lambda event: event.made))
     ordered: list[AllocationEvent] = []
@@ -302,7 +314,7 @@ def _first_step(events: Sequence[AllocationEvent]) -> list[AllocationEvent]:
 
 @dataclass(slots=True)
 class _Run:
-    """One allocator, its live blocks, and the peaks so far."""
+    """One run of the simulation: the allocator, the blocks that are allocated, and the peaks so far."""
 
     allocator: CachingAllocator
     requested_bytes: int = 0

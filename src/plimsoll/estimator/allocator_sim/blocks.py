@@ -14,18 +14,18 @@ from dataclasses import dataclass
 from plimsoll.units import MIB
 
 SMALLEST_BYTES = 512
-"""Every block's size is a multiple of this."""
+"""The size of every block is a multiple of this."""
 SMALL_BYTES = 1 * MIB
-"""Requests up to this size go to the small pool."""
+"""Requests up to this size are served from the small pool, larger requests from the large pool."""
 SMALL_SEGMENT_BYTES = 2 * MIB
 LARGE_SEGMENT_BYTES = 20 * MIB
 OWN_SEGMENT_BYTES = 10 * MIB
-"""Requests from this size on get a segment of their own size, rounded up."""
+"""Requests of at least this size get a segment of their own size, rounded up."""
 SEGMENT_ROUNDING_BYTES = 2 * MIB
 
 
 def round_up(size: int, multiple: int) -> int:
-    """Round up to the next multiple.
+    """Round ``size`` up to the next multiple of ``multiple``.
 
     Example:
         >>> round_up(1, 512), round_up(512, 512)
@@ -35,7 +35,7 @@ def round_up(size: int, multiple: int) -> int:
 
 
 def segment_bytes(size: int) -> int:
-    """Bytes to request from the device for a block of ``size`` bytes.
+    """Return the bytes that the allocator requests from the device for a block of ``size`` bytes.
 
     Example:
         >>> segment_bytes(512) // MIB, segment_bytes(3 * MIB) // MIB, segment_bytes(11 * MIB) // MIB
@@ -49,7 +49,10 @@ def segment_bytes(size: int) -> int:
 
 
 class Block:
-    """A piece of one segment. Unmapped pieces of expandable segments have addresses but do not have memory."""
+    """A piece of one segment, allocated or free.
+
+    Unmapped pieces of expandable segments have addresses but do not have memory.
+    """
 
     __slots__ = ("address", "after", "before", "is_allocated", "is_mapped", "pool", "size")
 
@@ -64,7 +67,7 @@ class Block:
 
     @property
     def is_split(self) -> bool:
-        """Whether it is only one of several pieces of its segment."""
+        """Whether the block is only one of several pieces of its segment."""
         return self.before is not None or self.after is not None
 
     def cut(self, size: int) -> Block:
@@ -79,7 +82,10 @@ class Block:
         return rest
 
     def absorb(self, other: Block | None) -> None:
-        """Merge with a neighbour if it is free and as mapped as this block; remove the neighbour from its pool."""
+        """Merge this block with a neighbour and remove the neighbour from its pool.
+
+        Nothing happens if the neighbour is allocated, or if only one of the two is mapped to memory.
+        """
         if other is None or other.is_allocated or other.is_mapped is not self.is_mapped:
             return
         if other.is_mapped:
@@ -99,7 +105,7 @@ class Block:
 
 
 class FreeBlocks:
-    """Free blocks, smallest first; equal sizes are ordered by address.
+    """An ordered list of free blocks, smallest first. Blocks of equal size are ordered by address.
 
     Free neighbours are merged at once, so ``is_split`` of a block does not change while it is in here.
     """
@@ -119,23 +125,23 @@ class FreeBlocks:
         self.split_bytes += block.size if block.is_split else 0
 
     def remove(self, block: Block) -> None:
-        """Remove a block."""
+        """Remove a block from the list."""
         del self._order[bisect_left(self._order, (block.size, block.address))]
         del self._blocks[block.address]
         self.split_bytes -= block.size if block.is_split else 0
 
     def from_size(self, size: int) -> Iterator[Block]:
-        """Blocks of at least ``size`` bytes, best fit first."""
+        """Yield the blocks of at least ``size`` bytes, the smallest first."""
         for position in range(bisect_left(self._order, (size, 0)), len(self._order)):
             yield self._blocks[self._order[position][1]]
 
     def largest(self) -> Block | None:
-        """The largest block; ``None`` if the list is empty."""
+        """Return the largest block, or ``None`` if the list is empty."""
         return self._blocks[self._order[-1][1]] if self._order else None
 
 
 class Pool:
-    """Cached memory of one stream for small or for large requests."""
+    """The cached memory of one stream, for small or for large requests."""
 
     __slots__ = ("free", "is_small", "unmapped")
 
@@ -146,13 +152,17 @@ class Pool:
 
     @property
     def page_bytes(self) -> int:
-        """The page size of an expandable segment."""
+        """The bytes of one page of an expandable segment in this pool."""
         return SMALL_SEGMENT_BYTES if self.is_small else LARGE_SEGMENT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """Result of extending a segment: a block outside the free list (``None``: out of memory), and what was mapped."""
+    """The result of extending a segment: a block that is not in the free list, the bytes that were mapped, and the number of
+    mappings.
+
+    ``block`` is ``None`` if the device is out of memory.
+    """
 
     block: Block | None
     bytes: int
@@ -183,7 +193,7 @@ def extend(pool: Pool, size: int, *, room_bytes: int) -> Mapped:
 
 
 def unmap(block: Block) -> int:
-    """Unmap all whole pages of a free block and return their bytes; the rest of the block stays free."""
+    """Unmap all whole pages of a free block, and return how many bytes that freed. The rest of the block stays free."""
     pool = block.pool
     page_bytes = pool.page_bytes
     origin = _origin(block)
@@ -206,7 +216,10 @@ def unmap(block: Block) -> int:
 
 
 def _candidate(pool: Pool, size: int) -> Block:
-    """Find the lowest address with ``size`` bytes free or unmapped: an unmapped block, or the free block right before it."""
+    """Find the lowest address with ``size`` bytes free or unmapped.
+
+    Return the unmapped block there, or the free block right before it.
+    """
     for block in pool.unmapped:
         before = block.before
         start = before if before is not None and not before.is_allocated else block

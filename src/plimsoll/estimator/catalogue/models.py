@@ -1,4 +1,4 @@
-"""Read the models that the command line knows by name from the TOML files of this package, without torch.
+"""Reads the models that the command line knows by name from the TOML files of this package, without torch.
 
 A file has one table per model: its class, the batch that it is planned for, the source of its sizes, and under ``config`` the
 fields of its configuration. ``base`` names an earlier model; fields that the table omits are taken from it. ``nulls`` lists
@@ -21,10 +21,10 @@ _FAMILIES = ("llama", "mixtures", "gpt", "encoders", "vision")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatalogueModel:
-    """One architecture with its sizes, and its default batch.
+    """One entry of the catalogue, as data: an architecture with its sizes, and its default batch.
 
-    ``batch`` is in samples. ``sequence`` is in text tokens per sample, ``None`` if samples are not text. ``source`` says
-    where the sizes come from. ``note`` says what a trace of the model does not show.
+    ``batch`` is in samples. ``sequence`` is in text tokens per sample, ``None`` if samples are not text. ``source`` says where
+    the sizes come from. ``note`` says what a trace of the model does not show.
     """
 
     name: str
@@ -38,7 +38,7 @@ class CatalogueModel:
 
 @functools.cache
 def known_models() -> Mapping[str, CatalogueModel]:
-    """Return every model by its name. Models have random weights, and are never downloaded.
+    """Return a read-only mapping from name to model. Models have random weights, and are never downloaded.
 
     Raises:
         ValueError: an entry's ``base`` does not come before it, or a field is missing or unknown.

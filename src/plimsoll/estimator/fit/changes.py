@@ -1,7 +1,7 @@
-"""Find changes that make a step fit when it does not fit under any plan: one change at a time, each evaluated.
+"""Finds changes that make a step fit when it does not fit under any plan. Each change is tried alone.
 
-Every change is applied to the smallest point of the search, which is then evaluated again: more memory, half the sequence,
-no accumulation, compression. An 8-bit optimizer and more ranks are evaluated by estimating such a job. Changes that cannot be
+Every change is applied to the smallest point of the search, which is then evaluated again: more memory, half the sequence, no
+accumulation, compression. An 8-bit optimizer and more ranks are evaluated by estimating such a job. Changes that cannot be
 evaluated are listed as unsupported, with the reason.
 """
 
@@ -23,13 +23,16 @@ from plimsoll.session.step_planner import StepPlanner
 from plimsoll.units import format_bytes_up
 
 _TOLERATED = "1%"
-"""The gradient error that the compression change allows."""
+"""The relative gradient error that the change to compression allows."""
 _RANKS = 8
-"""The number of ranks of the ZeRO change: one node for most accelerators."""
+"""The number of ranks that the change to ZeRO assumes: one node for most accelerators."""
 
 
 def find_changes(training: FitTraining, device: SingleDevice, smallest: FitPoint) -> tuple[FitChange, ...]:
-    """Return changes to the smallest point of a search that found nothing: those that make it fit first, then by throughput."""
+    """Return changes to the smallest point of a search, for a search that did not find a point that fits.
+
+    Changes that make the point fit come first, then changes with more throughput.
+    """
     finder = _Finder(training, device, smallest)
     found = list(finder.changes())
     rank = {True: 0, False: 1, None: 2}
@@ -46,11 +49,11 @@ class _Finder:
 
     @property
     def shape(self) -> Shape:
-        """The shape of the smallest point."""
+        """The size (examples and tokens) of the smallest point."""
         return Shape(self.smallest.micro_batch, self.smallest.sequence)
 
     def changes(self) -> Iterator[FitChange]:
-        """Yield every change that applies here."""
+        """Yield each change that applies to this model and batch."""
         yield self._more_memory()
         if self.training.batches.items_name == "tokens" and self.shape.sequence > 1:
             yield self._half_the_sequence()
@@ -89,7 +92,7 @@ class _Finder:
         return self._change(name, described(self.smallest, plan), note)
 
     def _estimated(self) -> Iterator[FitChange]:
-        """Yield changes of the optimizer and of the layout, each evaluated with ``estimate``."""
+        """Yield changes of the optimizer (8 bits) and of the layout (more ranks), each evaluated with ``estimate``."""
         optimizer = self._optimizer_name()
         if optimizer is not None and optimizer not in known_optimizers():
             note = f"estimates do not support the optimizer {optimizer}"
@@ -109,7 +112,11 @@ class _Finder:
         return None if optimizer is None else type(optimizer).__name__.lower()
 
     def _estimate(self, name: str, layout: str, optimizer: str) -> FitChange:
-        """Estimate the same micro-batch with one change; give seconds only if this fit's own are from a roofline too."""
+        """Estimate the same micro-batch with one change.
+
+        Give a speed only if this fit's own speeds come from a roofline model as well, because measured and modelled speeds
+        cannot be compared.
+        """
         training, count = self.training, self.device.accumulation.of(self.shape.batch)
         if training.options.regions is not None:
             return FitChange(
@@ -141,7 +148,7 @@ class _Finder:
         )
 
     def _with(self, *, budget_bytes: int | None = None, accumulation: Accumulation | None = None) -> SingleDevice:
-        """Return the same device with one thing changed; it shares the traces."""
+        """Return the same device with another budget or another accumulation; it shares the traces."""
         return dataclasses.replace(
             self.device,
             budget_bytes=self.device.budget_bytes if budget_bytes is None else budget_bytes,
@@ -161,6 +168,6 @@ class _Finder:
 
 
 def _name_here(training: FitTraining) -> str:
-    """The catalogue's name for the device that the model is on, if the catalogue has it."""
+    """Return the catalogue's name for the device that the model is on."""
     home = next(training.model.parameters()).device
     return torch.cuda.get_device_name(home) if home.type == "cuda" else home.type

@@ -47,7 +47,7 @@ OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch
 
 MOST_BATCH = 1024
 _MEASURED_ERROR = 0.1
-"""Usual error of a step's seconds when its ops were timed one by one, as a share."""
+"""The usual relative error of a step's predicted seconds, if the step's ops were timed one by one."""
 _ROUNDS = 5
 _SETTLINGS = 4
 
@@ -116,25 +116,26 @@ def fit(
 
     Args:
         model: as for ``plimsoll.plan``, or a target by name: a catalogue name, a ``config.json``, ``package.module:function``.
-        batch: a sample, whose examples are repeated or left out as needed, or a function from (examples, sequence) to a batch;
-            a target by name brings its own.
+        batch: a sample, whose examples are repeated or left out as needed; or a function from (examples, sequence) to a batch.
+            A target by name brings its own batch.
         budget: as for ``plimsoll.plan``; ``"auto"`` if the device's memory is known.
-        sequences: lengths to choose from, in tokens per example; by default the sample's own.
+        sequences: sequence lengths to choose from, in tokens per example; by default the sample's own length.
         global_batch: examples per optimizer step; micro-batches are then its divisors, and accumulation follows from them.
         accumulation: micro-batches per optimizer step, if ``global_batch`` is not given.
         most_batch: the largest micro-batch to consider.
         loss: as for ``plimsoll.plan``.
         optimizer: as for ``plimsoll.plan``, or its class; with ``layout`` a name (``"adamw"``, the default, or ``"none"``).
         regions: as for ``plimsoll.plan``.
-        device_profile: a device from the catalogue that is not here.
+        device_profile: plan for a device from the catalogue that is not in this machine.
         layout: for several devices: ``"ranks=64"``, plus any degrees that are fixed (``"ranks=64,tp=8,sp"``). Layout,
             micro-batch and plans are chosen together, for ``global_batch`` examples per step; needs a ``device_profile``.
-        most_solves: the most plans to solve, over all sequences.
-        progress: called with the stage and the share that is done.
+        most_solves: the largest number of plans that may be solved, over all sequences together.
+        progress: a function that is called with the name of the current stage and the share of the work that is done.
 
     Returns:
-        A fit: the best point with its plan, everything that was evaluated, and, if nothing fits, what would change that.
-        With ``layout``: the estimate of the fastest layout; its ``layouts`` are the runners-up, its stages have the plans.
+        A ``Fit``: the best point (micro-batch and sequence) with its plan, and all points that were evaluated. If nothing fits,
+        it says what would change that. With ``layout``, an ``Estimate`` of the fastest layout: its ``layouts`` are the
+        runners-up, and its stages have the plans.
 
     Raises:
         InvalidBudget: the budget is missing, or its unit is not clear.
@@ -189,7 +190,7 @@ def fit(
 
 
 class _LayoutFit(NamedTuple):
-    """A search over layouts, which ``estimate`` performs."""
+    """The arguments of a search over layouts, which ``estimate`` performs."""
 
     layout: str
     budget: int | str | None
@@ -198,7 +199,7 @@ class _LayoutFit(NamedTuple):
     optimizer: object
 
     def check(self, accumulation: int, regions: Sequence[str] | None) -> None:
-        """Refuse options without effect on layouts, and an optimizer's name without a layout."""
+        """Refuse options without effect on layouts, and an optimizer that is given by name without a layout."""
         if not self.layout:
             raise InvalidOption(
                 f"optimizer={self.optimizer!r} needs layout=.",
@@ -213,7 +214,10 @@ class _LayoutFit(NamedTuple):
             )
 
     def run(self, target: nn.Module | str, batch: Any, sequences: Sequence[int] | None, report: Progress) -> Estimate:
-        """Return the estimate of the fastest layout, for the sequence with the most tokens per second."""
+        """Search the layouts for each sequence length.
+
+        Return the estimate of the fastest layout for the length with the most tokens per second.
+        """
         if self.global_batch is None or self.device is None or not isinstance(self.optimizer, str):
             raise InvalidOption(
                 f"layout={self.layout!r} cannot be used with global_batch={self.global_batch}, device_profile={self.device}, "
@@ -239,7 +243,7 @@ class _LayoutFit(NamedTuple):
 
 
 class _Job:
-    """One search, and the final plan and measurement of its best point."""
+    """Runs one search for the best micro-batch, plans its best point and measures that plan."""
 
     def __init__(self, training: FitTraining, accumulation: Accumulation, report: Progress) -> None:
         self._training = training
@@ -248,7 +252,7 @@ class _Job:
         self._reported = 0
 
     def fit(self, budget: Budget, space: Space, most_solves: int) -> Fit:
-        """Search, settle the best point with a trace of its own, and measure it."""
+        """Search, trace the best point at its own size, and measure it if the device is available."""
         device = SingleDevice(self._training, self._accumulation, 0, self._stage)
         smallest = Shape(space.ladder()[0], space.sequences[0])
         first, costs = device.traced(smallest)
@@ -289,7 +293,10 @@ class _Job:
         )
 
     def _settled(self, search: Search, device: SingleDevice) -> FitPoint | None:
-        """Return the best point after tracing it at its own size; its figures may change, so another point may then be best."""
+        """Return the best point after tracing it at its own size.
+
+        Until then its figures are predictions. The trace may change them, and then another point may be best.
+        """
         for _ in range(_SETTLINGS):
             best = search.best()
             if best is None:
@@ -303,7 +310,9 @@ class _Job:
         return max(settled_points, key=lambda point: point.items_per_second, default=None)
 
     def _measured(self, device: SingleDevice, shape: Shape, plan: Plan) -> tuple[Plan, Claim]:
-        """Run the plan once, solve again if its peak exceeds the budget, and measure the result."""
+        """Run the plan once, solve it again if its peak exceeds the budget, and return the plan with its measured peak and
+        seconds.
+        """
         training = self._training
         accumulates = self._accumulation.of(shape.batch) > 1
         with gradients_as_if(training.model, are_there=True) if accumulates else contextlib.nullcontext():
@@ -343,7 +352,7 @@ class _Job:
 def _loaded(
     target: str, batch: Any, loss: Loss | None, sequences: tuple[int, ...] | None, *, is_meta: bool
 ) -> tuple[nn.Module, Any, Loss | None]:
-    """Load a target by name with its own batch and loss.
+    """Load a target that is given by name, and return its model, its batch and its loss.
 
     Raises:
         InvalidOption: a batch or a loss was given as well.
@@ -378,14 +387,19 @@ def _notes(device: SingleDevice, points: Sequence[FitPoint], measured: Claim | N
 
 
 def _seconds_error(measured: Claim | None, costs: Costs) -> float:
-    """Error of predicted seconds: as measured at the best point if it was run, otherwise the usual error."""
+    """Return the relative error of predicted seconds: the error at the best point if that was measured, otherwise the usual
+    error.
+    """
     if measured is None:
         return _MEASURED_ERROR if costs.source is CostSource.MEASURED else ROOFLINE_ERROR
     return max(abs(measured.seconds_error), measured.measured_spread_seconds / measured.measured_seconds)
 
 
 def _sequences(sequences: Sequence[int] | int | None) -> tuple[int, ...] | None:
-    """The sequence lengths to choose from: unique, ascending."""
+    """Return the sequence lengths to choose from, without duplicates and in ascending order.
+
+    ``None`` means the sample's own length.
+    """
     if sequences is None:
         return None
     given = (sequences,) if isinstance(sequences, int) else tuple(sequences)
@@ -403,7 +417,7 @@ def _sequences(sequences: Sequence[int] | int | None) -> tuple[int, ...] | None:
 def _space(
     training: FitTraining, global_batch: int | None, accumulation: int, most_batch: int
 ) -> tuple[Space, Accumulation]:
-    """The micro-batches and sequences that may be chosen, and how many micro-batches make a step."""
+    """Return the micro-batches and sequences that may be chosen, and the rule for how many micro-batches make a step."""
     check_count("most_batch", most_batch, least=1)
     check_count("accumulation", accumulation, least=1)
     if global_batch is None:

@@ -1,10 +1,10 @@
-"""Search the micro-batches of a fit for the fastest one that fits, with a limited number of solves.
+"""Searches the micro-batches of a fit for the fastest one that fits, while solving only a limited number of plans.
 
-A larger micro-batch needs more memory (every size grows with it), but is not always faster: fixed costs (launches, reading
-the weights, the optimizer's step) spread over more examples, while a plan has to recompute more. The search has three steps.
-It doubles the micro-batch until nothing fits. It finds the largest micro-batch that does not need a plan, by simulation
-without a solve. Then it halves the gaps on both sides of the best point as long as a point in between could be better: the
-step without a plan bounds every plan's speed, and does not cost a solve.
+A larger micro-batch needs more memory (every size grows with it), but is not always faster: fixed costs (launches, reading the
+weights, the optimizer's step) spread over more examples, while a plan has to recompute more. The search has three steps. It
+doubles the micro-batch until nothing fits. It finds the largest micro-batch that does not need a plan, by simulation without a
+solve. Then it halves the gaps on both sides of the best point as long as a point in between could be better: the step without a
+plan bounds every plan's speed, and does not cost a solve.
 
 Known weakness: throughput is assumed to be concave between neighbouring points; a second maximum there is not found.
 """
@@ -19,20 +19,23 @@ from plimsoll.artifacts.fit import FitPoint
 
 MOST_SOLVES = 16
 _WORTH = 1.002
-"""A point is solved only if it could be faster than the best by this factor."""
+"""A point is solved only if it could be faster than the best point so far by this factor."""
 _FINEST_SHARE = 0.03
-"""Gaps below this share of the micro-batch are not divided further."""
+"""Gaps between two micro-batches are not divided further if they are below this share of the smaller one."""
 
 
 class Shape(NamedTuple):
-    """One micro-batch: ``batch`` examples of ``sequence`` tokens (1 for models whose sequence cannot vary)."""
+    """The size of one micro-batch: ``batch`` examples of ``sequence`` tokens.
+
+    ``sequence`` is 1 for models whose sequence cannot vary.
+    """
 
     batch: int
     sequence: int
 
     @property
     def items(self) -> int:
-        """Tokens or examples in the micro-batch."""
+        """The number of tokens in the micro-batch, or of examples if the sequence cannot vary."""
         return self.batch * self.sequence
 
     def __str__(self) -> str:
@@ -41,19 +44,19 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What is known of a point before it is solved: its step without a plan."""
+    """What is known of a point before a plan is solved for it: the peak and the speed of its step without a plan."""
 
     unmanaged_peak_bytes: int
     most_items_per_second: float
-    """Throughput without a plan; every plan is slower."""
+    """Tokens (or examples) per second without a plan. Every plan is slower than this."""
 
 
 class Evaluate(Protocol):
-    """Evaluates points of one device; ``outlook`` is cheap, ``evaluate`` may solve."""
+    """What the search needs from a device. ``outlook`` is cheap; ``evaluate`` may solve a plan, which takes long."""
 
     @property
     def solves(self) -> int:
-        """How many plans were solved so far."""
+        """The number of plans that were solved so far."""
 
     def outlook(self, shape: Shape) -> Outlook: ...
 
@@ -62,14 +65,17 @@ class Evaluate(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Space:
-    """The shapes that may be chosen. ``allowed`` lists micro-batches, ascending; ``None``: any up to ``most_batch``."""
+    """The sizes of micro-batch that may be chosen, as data.
+
+    ``allowed`` lists the micro-batches in ascending order. ``None`` allows any number up to ``most_batch``.
+    """
 
     sequences: tuple[int, ...]
     most_batch: int
     allowed: tuple[int, ...] | None = None
 
     def ladder(self) -> tuple[int, ...]:
-        """Micro-batches to try first: each about twice the previous one."""
+        """Return the micro-batches to try first, in ascending order: each is about twice the previous one."""
         if self.allowed is None:
             doubled = (1 << power for power in range(self.most_batch.bit_length()))
             return tuple(dict.fromkeys([*doubled, self.most_batch]))
@@ -80,7 +86,7 @@ class Space:
         return tuple(rungs)
 
     def between(self, low: int, high: int) -> int | None:
-        """Return a micro-batch halfway between two, or ``None``."""
+        """Return an allowed micro-batch about halfway between two others, or ``None`` if nothing is allowed between them."""
         if self.allowed is None:
             return (low + high) // 2 if high - low > 1 else None
         inner = [batch for batch in self.allowed if low < batch < high]
@@ -89,7 +95,7 @@ class Space:
 
 @dataclass(slots=True)
 class Search:
-    """One search; ``found`` holds every evaluated point."""
+    """A search over micro-batches and sequence lengths. ``found`` has all points that were evaluated."""
 
     space: Space
     evaluator: Evaluate
@@ -98,23 +104,26 @@ class Search:
     found: dict[Shape, FitPoint] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Evaluate points for each sequence; every sequence gets an equal share of the solves."""
+        """Evaluate points for each sequence length. Each length may use an equal share of the solves."""
         sequences: Sequence[int] = self.space.sequences
         for place, sequence in enumerate(sequences):
             limit = self.most_solves * (place + 1) // len(sequences)
             _Climb(self, sequence, limit).run()
 
     def best(self) -> FitPoint | None:
-        """Return the point with the most throughput; among equals, the lowest peak."""
+        """Return the point with the most tokens per second among the points that fit.
+
+        Among equally fast points, return the point with the lowest peak.
+        """
         fitting = [point for point in self.found.values() if point.does_fit]
         return max(fitting, key=lambda p: (p.items_per_second, -p.predicted_peak_bytes), default=None)
 
     def points(self) -> tuple[FitPoint, ...]:
-        """Return every evaluated point, ordered by sequence and micro-batch."""
+        """Return all points that were evaluated, ordered by sequence length and micro-batch."""
         return tuple(self.found[shape] for shape in sorted(self.found, key=lambda s: (s.sequence, s.batch)))
 
     def know(self, shape: Shape) -> FitPoint:
-        """Return the point at a shape, evaluated at most once."""
+        """Return the point with this size of micro-batch. It is evaluated at the first request and then remembered."""
         if shape not in self.found:
             self.found[shape] = self.evaluator.evaluate(shape)
         return self.found[shape]
@@ -122,7 +131,7 @@ class Search:
 
 @dataclass(slots=True)
 class _Climb:
-    """The search for one sequence length."""
+    """The part of a search that is about one sequence length."""
 
     search: Search
     sequence: int
@@ -138,7 +147,7 @@ class _Climb:
         self._refine_best()
 
     def _climb(self) -> tuple[int | None, int | None]:
-        """Double the micro-batch; return the largest that fits, and the smallest that does not."""
+        """Double the micro-batch until it does not fit. Return the largest that fits, and the smallest that does not."""
         fitting = None
         for batch in self.search.space.ladder():
             if fitting is not None and self._is_spent():
@@ -149,7 +158,7 @@ class _Climb:
         return fitting, None
 
     def _refine_unmanaged(self) -> None:
-        """Find the largest micro-batch that fits without a plan."""
+        """Find the largest micro-batch that fits without a plan, and evaluate it."""
         low = max((batch for batch in self._batches() if self._know(batch).is_unmanaged), default=None)
         high = min((batch for batch in self._batches() if low is not None and batch > low), default=None)
         if low is None or high is None:
@@ -160,7 +169,7 @@ class _Climb:
         self._know(low)
 
     def _refine_largest(self, low: int, high: int) -> None:
-        """Bisect towards the largest micro-batch that fits, with a quarter of the remaining solves."""
+        """Bisect towards the largest micro-batch that fits, using a quarter of the remaining solves."""
         rounds = max(1, (self.solve_limit - self.search.evaluator.solves) // 4)
         for _ in range(rounds):
             middle = self.search.space.between(low, high)
@@ -169,7 +178,7 @@ class _Climb:
             low, high = (middle, high) if self._know(middle).does_fit else (low, middle)
 
     def _refine_best(self) -> None:
-        """Halve the gaps on both sides of the best point while a point in them could be better."""
+        """Halve the gaps on both sides of the best point, as long as a point in a gap could be better than the best point."""
         while not self._is_spent():
             middle = self._next_beside_best()
             if middle is None:
@@ -193,9 +202,10 @@ class _Climb:
         return None
 
     def _most_at(self, middle: int, best: int, far: int | None) -> float:
-        """Bound the speed between ``best`` and a neighbour by the step without a plan and the line from ``far`` to ``best``.
+        """Return an upper bound of the speed at ``middle``, between ``best`` and a neighbour.
 
-        The second bound holds because throughput is assumed to be concave; ``far`` is the neighbour on the other side.
+        One bound is the step without a plan. The other bound is the line from ``far``, the neighbour on the other side, through
+        ``best``; it holds because throughput is assumed to be concave.
         """
         most = self.search.evaluator.outlook(self._shape(middle)).most_items_per_second
         if far is None or not self._know(far).does_fit:

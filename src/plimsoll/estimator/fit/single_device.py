@@ -1,9 +1,9 @@
 """The training step of one model on one device at any micro-batch, and the best plan for it.
 
-The step is traced where it must be, and predicted from other traces where that is possible. If the device is not here, a
-trace takes seconds and does not allocate memory, and three sizes per structure determine all others. On the device itself,
-seconds are measured: the sizes that the search tries first are traced and timed, and sizes between two of them are predicted.
-If everything fits, the step is simulated without a plan; otherwise a plan is solved.
+The step is traced where it must be, and predicted from other traces where that is possible. If the device is not here, a trace
+takes seconds and does not allocate memory, and three sizes per structure determine all others. On the device itself, seconds
+are measured: the sizes that the search tries first are traced and timed, and sizes between two of them are predicted. If
+everything fits, the step is simulated without a plan; otherwise a plan is solved.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ MakeBatch = Callable[[int, int], Any]
 
 
 class MicroBatches:
-    """Makes batches of any shape. ``items_name`` is the unit of their size: ``tokens`` or ``examples``."""
+    """Makes batches of any number of examples and tokens.
+
+    ``items_name`` is the unit of their size: ``tokens`` or ``examples``.
+    """
 
     def __init__(self, batch: Any, sequences: tuple[int, ...] | None) -> None:
         self._make: MakeBatch | None = None
@@ -76,7 +79,7 @@ class MicroBatches:
         self.sequences = sequences or (self._positions or 1,)
 
     def of(self, shape: Shape) -> Any:
-        """Return a batch of this shape."""
+        """Return a batch with this number of examples and tokens."""
         if self._make is not None:
             return self._make(shape.batch, shape.sequence)
         return tree_map_only(torch.Tensor, lambda tensor: self._resized(tensor, shape), self._sample)
@@ -105,7 +108,7 @@ def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | Non
 
 @dataclass(frozen=True, slots=True)
 class FitTraining:
-    """The model to train, with its batches, loss, optimizer and options."""
+    """What is trained, as data: the model, its batches, the loss, the optimizer and the options."""
 
     model: nn.Module
     batches: MicroBatches
@@ -114,13 +117,15 @@ class FitTraining:
     options: PlanOptions
 
     def task(self, shape: Shape) -> TrainingTask:
-        """The training step at a shape."""
+        """Return the training step for micro-batches of this size."""
         batch = detached(self.batches.of(shape))
         return TrainingTask(model=self.model, batch=batch, loss=self.loss, optimizer=self.optimizer)
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether the step cannot run here: it is for another device, or parameters are on the meta device."""
+        """Whether the step cannot run here, because it is planned for another device or because parameters are on the meta
+        device.
+        """
         return self.options.device_profile is not None or any(
             parameter.is_meta for parameter in self.model.parameters()
         )
@@ -128,7 +133,10 @@ class FitTraining:
 
 @dataclass(slots=True)
 class StepFamily:
-    """The step of one model at any shape; with ``accumulates``, gradients exist before the step."""
+    """The step of one model at any size of micro-batch, traced or predicted.
+
+    With ``accumulates``, gradients exist before the step, as when several micro-batches are accumulated.
+    """
 
     training: FitTraining
     accumulates: bool
@@ -138,13 +146,16 @@ class StepFamily:
     _family: Family[Shape] | None = None
 
     def foreseen(self, shape: Shape) -> tuple[Trace, Costs] | None:
-        """Predict the step at an untraced shape; ``None`` if the traces so far do not determine it."""
+        """Predict the step at a size that was not traced.
+
+        Return ``None`` if the traces so far do not determine it, or if the size was traced.
+        """
         if shape in self.traces or not self.traces:
             return None
         return self._predicted(shape) if self.family.knows(shape) else None
 
     def at(self, shape: Shape, *, must_trace: bool = False) -> tuple[Trace, Costs]:
-        """Return the step at a shape with its costs; with ``must_trace`` it is traced, not predicted."""
+        """Return the step at this size, and its costs. With ``must_trace`` the step is traced, never predicted."""
         if shape not in self.traces and (must_trace or not self._is_predictable(shape)):
             self._trace(shape)
         if shape in self.traces:
@@ -153,7 +164,7 @@ class StepFamily:
 
     @property
     def family(self) -> Family[Shape]:
-        """What the traces so far have in common; predictions are made from it."""
+        """What the traces so far have in common. Steps at other sizes are predicted from it."""
         if self._family is None:
             self._family = Family(self.traces)
         return self._family
@@ -183,22 +194,22 @@ class StepFamily:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Accumulation:
-    """How many micro-batches make a step: ``count``, or the number that ``global_batch`` examples need."""
+    """The rule for how many micro-batches make a step: always ``count``, or as many as ``global_batch`` examples need."""
 
     count: int = 1
     global_batch: int | None = None
 
     def of(self, batch: int) -> int:
-        """Micro-batches per step, for micro-batches of ``batch`` examples."""
+        """Return the number of micro-batches per step, if each has ``batch`` examples."""
         return self.count if self.global_batch is None else self.global_batch // batch
 
 
 @dataclass(slots=True)
 class SingleDevice:
-    """Evaluates points on one device (see ``fit.search.Evaluate``).
+    """Evaluates sizes of micro-batch on one device (see ``fit.search.Evaluate``).
 
-    ``plans`` and ``unmanaged`` (the simulated steps without a plan) are valid only for this accumulation and budget; families
-    of traces may be shared with a device that has others.
+    ``plans`` and ``unmanaged`` (the simulated steps without a plan) are valid only for this accumulation and budget. The traces
+    (``_families``) may be shared with a device that has another budget or accumulation.
     """
 
     training: FitTraining
@@ -211,7 +222,7 @@ class SingleDevice:
     unmanaged: dict[Shape, Simulation] = field(default_factory=dict)
 
     def outlook(self, shape: Shape) -> Outlook:
-        """Simulate the step without a plan."""
+        """Simulate the step without a plan, and return its peak and its speed."""
         simulation = self._simulate(shape)
         optimizer = _step_seconds(simulation)
         count = self.accumulation.of(shape.batch)
@@ -219,7 +230,10 @@ class SingleDevice:
         return Outlook(simulation.peak_bytes, count * shape.items / seconds if seconds else 0.0)
 
     def evaluate(self, shape: Shape) -> FitPoint:
-        """Return the point at a shape under its best plan; if that does not fit, its peak is the floor."""
+        """Return the point at this size under its best plan.
+
+        If even that plan does not fit, the point's peak is the smallest peak that a plan reaches.
+        """
         unmanaged = self._simulate(shape)
         optimizer = _step_seconds(unmanaged)
         point = FitPoint(
@@ -239,7 +253,10 @@ class SingleDevice:
         return point if unmanaged.peak_bytes <= self.budget_bytes else self._solved(shape, point)
 
     def settle(self, shape: Shape) -> FitPoint:
-        """Return the point at a shape from a trace at that shape, never from a prediction; store its plan in ``plans``."""
+        """Return the point at this size, from a trace at this size and never from a prediction.
+
+        Its plan is stored in ``plans``.
+        """
         family = self._family(shape)
         if shape not in family.traces:
             family.at(shape, must_trace=True)
@@ -251,7 +268,7 @@ class SingleDevice:
         return point
 
     def resolve(self, shape: Shape, excess_bytes: int) -> Plan:
-        """Solve again at a settled shape, with ``excess_bytes`` taken off the budget.
+        """Solve a plan again at a size that was settled, with ``excess_bytes`` taken off the budget.
 
         Raises:
             BudgetBelowFloor: no plan fits the smaller budget.
@@ -262,23 +279,23 @@ class SingleDevice:
 
     @property
     def traces(self) -> int:
-        """How many steps have been traced."""
+        """The number of steps that have been traced."""
         return sum(len(family.traces) for family in self._families.values())
 
     def inexact_bytes(self, shape: Shape) -> int:
-        """Bytes of storages at a predicted shape whose sizes are not exact."""
+        """Return how many bytes of the step at a predicted size are in storages whose sizes are not known exactly."""
         return self._family(shape).family.inexact_bytes(shape)
 
     def strays(self) -> dict[Shape, str]:
-        """Traced shapes whose step has another structure than the others, each with the difference."""
+        """Return the traced sizes whose step has another structure than the other traces, each with the difference in words."""
         return {shape: why for family in self._families.values() for shape, why in family.family.strays.items()}
 
     def traced(self, shape: Shape) -> tuple[Trace, Costs]:
-        """Return the step at a shape and its costs, traced at that shape."""
+        """Return the step at this size and its costs, from a trace at this size."""
         return self._family(shape).at(shape, must_trace=True)
 
     def optimizer_seconds(self, shape: Shape) -> float:
-        """Predicted seconds of the optimizer's step."""
+        """Return the predicted seconds of the optimizer's step."""
         return _step_seconds(self._simulate(shape))
 
     def _solved(self, shape: Shape, point: FitPoint) -> FitPoint:
@@ -315,7 +332,7 @@ class SingleDevice:
 
 
 def described(point: FitPoint, plan: Plan) -> FitPoint:
-    """Return the point with the figures of a plan for it."""
+    """Return the point with the status, peak, seconds and recomputed bytes of this plan."""
     decisions = [decision for region in plan.regions for decision in region.decisions]
     return msgspec.structs.replace(
         point,
@@ -327,11 +344,11 @@ def described(point: FitPoint, plan: Plan) -> FitPoint:
 
 
 def _step_seconds(simulation: Simulation) -> float:
-    """Seconds of the optimizer within a simulated step."""
+    """Return the seconds that the optimizer takes in a simulated step."""
     return optimizer_seconds(simulation.index.trace, simulation.index.costs)
 
 
 def _decided_bytes(index: StepIndex) -> int:
-    """Bytes of all storages that a plan may decide about."""
+    """Return the bytes of all storages that a plan may drop, compress or offload."""
     storages = {view.graph.values[value].storage for view in index.views for value in view.decided}
     return sum(index.trace.storages[storage].bytes for storage in storages)

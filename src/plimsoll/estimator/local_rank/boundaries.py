@@ -1,12 +1,13 @@
-"""Hook the collectives of tensor and sequence parallelism around the groups of each block.
+"""Hooks the collectives of tensor and sequence parallelism around the groups of each block.
 
-Without sequence parallelism the residual stream is whole on every rank: f before the columns (sums the gradient), g after
-the row (sums the result). With it the residual stream is ``[batch, sequence / tp, hidden]``: split before the first block,
-gathered before the columns, reduced and scattered after the row. It is gathered again after the norm that follows the blocks,
-or after the last block if such a norm does not exist or the head is not vocabulary-parallel.
+A group is the column-parallel layers and the row-parallel layer of an attention or MLP. Without sequence parallelism the
+residual stream is whole on every rank: Megatron's f before the columns (sums the gradient), its g after the row (sums the
+result). With it the residual stream is ``[batch, sequence / tp, hidden]``: split before the first block, gathered before the
+columns, reduced and scattered after the row. It is gathered again after the norm that follows the blocks, or after the last
+block if such a norm does not exist or the head is not vocabulary-parallel.
 
-Autograd saves what torch's own sequence parallelism saves: the gathered input of a column-parallel layer.
-(Megatron-LM saves this rank's part of it and gathers again in backward; a planner may choose that too.)
+Autograd saves what torch's own sequence parallelism saves: the gathered input of a column-parallel layer. (Megatron-LM saves
+this rank's part of it and gathers again in backward; a planner may choose that too.)
 
 The sequence is always dimension 1.
 """
@@ -27,13 +28,16 @@ from plimsoll.estimator.local_rank.groups import DividedBlock, Group
 _GROUP = "tp"
 _SEQUENCE = 1
 _LATENT_FED = frozenset(["q_b_proj", "kv_b_proj"])
-"""Column-parallel layers whose input is a latent; the sum of its gradients is hooked after the latent's layer."""
+"""Names of the column-parallel layers whose input is a latent (compressed keys or queries).
+
+The sum of the latent's gradients is hooked after the layer that makes the latent.
+"""
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Boundaries:
-    """Puts collectives around layers of one tensor-parallel group of ``tp`` ranks."""
+    """Hooks collectives before and after the layers of a model, for one tensor-parallel group of ``tp`` ranks."""
 
     def __init__(self, modules: Mapping[str, nn.Module], tp: int, edits: Edits, *, sequence_parallel: bool) -> None:
         self._modules = modules
@@ -44,7 +48,7 @@ class Boundaries:
         edits.at_end(self._streams.clear)
 
     def around_block(self, block: DividedBlock) -> None:
-        """Hook every group of a block; a mixture of experts is one group with everything in its module."""
+        """Hook collectives around every group of a block. A mixture of experts is one group with everything in its module."""
         mixtures = sorted({path.rpartition(".")[0] for path in block.experts})
         for path in mixtures:
             if path == block.path:
@@ -60,9 +64,9 @@ class Boundaries:
                 self._around_group(group, block.path)
 
     def around_stream(self, blocks: Iterable[str], heads: Collection[str]) -> list[str]:
-        """Sequence parallelism: split before the first block of each stack, gather at the end.
+        """Hook collectives for sequence parallelism: split before the first block of each stack, gather at the end.
 
-        Returns the norms after the blocks, which work on the divided sequence.
+        Returns the paths of the norms after the blocks, which work on the divided sequence.
         """
         stacks: dict[str, list[str]] = {}
         for path in blocks:
@@ -70,6 +74,8 @@ class Boundaries:
         norms: list[str] = []
         for stack, members in stacks.items():
             self._before_inputs(members[0], self._split)
+            # Not right before the head: some models view the hidden states with the whole length of the sequence between norm
+            # and head, and would continue with half the logits (docs/lab-notes.md, "Where a divided sequence is gathered").
             norm = self._norm_after(stack)
             if heads and norm is not None:  # only a divided head reads it: each rank has a part of its gradient
                 self._after(norm, self._enter)
@@ -81,12 +87,14 @@ class Boundaries:
         return norms
 
     def around_heads(self, heads: Iterable[str]) -> None:
-        """Sum the gradient of a vocabulary-parallel head's input, which is whole on every rank."""
+        """Hook the sum of the gradient before each vocabulary-parallel head, whose input is whole on every rank."""
         for path in heads:
             self._before_inputs(path, self._sum_gradient)
 
     def _norm_after(self, stack: str) -> str | None:
-        """Find the norm after a stack of blocks: the first later sibling whose parameters are all vectors."""
+        """Return the path of the norm after a stack of blocks, or ``None``: the first later sibling whose parameters are all
+        vectors.
+        """
         if not stack:
             return None
         parent, _, name = stack.rpartition(".")
@@ -114,7 +122,7 @@ class Boundaries:
         self._after(group.row, self._leave)
 
     def _before_columns(self, group: Group) -> None:
-        """Hook each column-parallel layer; layers that read the same tensor share one collective."""
+        """Hook a collective before each column-parallel layer. Layers that read the same tensor share one collective."""
         memo = _Shared(self._enter)
         for path in group.columns:
             self._edits.hook(self._modules[path].register_forward_pre_hook(memo.first_argument))
@@ -142,7 +150,9 @@ class Boundaries:
         return split(self._checked(x, 1), _SEQUENCE, self._tp, _GROUP)
 
     def _checked(self, x: torch.Tensor, ranks: int) -> torch.Tensor:
-        """Return ``x`` if it has the residual stream's shape here; a model may have reshaped it with wrong assumptions."""
+        """Return ``x`` if it has the residual stream's shape; raise otherwise, because the model may have reshaped it with
+        wrong assumptions.
+        """
         if x.dim() != 3 or (x.shape[0], x.shape[1] * ranks) not in self._streams:
             expected = " or ".join(f"[{batch}, {size // ranks}, …]" for batch, size in sorted(self._streams))
             raise InvalidLayout(
@@ -168,7 +178,7 @@ class Boundaries:
 
 
 class _Shared:
-    """One collective for several layers that read the same tensor."""
+    """A collective that runs once for several layers that read the same tensor."""
 
     def __init__(self, change: Change) -> None:
         self._change = change
@@ -188,7 +198,10 @@ class _Shared:
 
 
 def _change_first(path: str, args: tuple[Any, ...], kwargs: dict[str, Any], change: Change) -> Any:
-    """Change the hidden states of a call: its first floating-point tensor, by position, then by keyword."""
+    """Return the positional and keyword arguments of a call, with ``change`` applied to its hidden states.
+
+    Hidden states are the first floating-point tensor, by position, then by keyword.
+    """
     if args and _is_hidden(args[0]):
         return (change(args[0]), *args[1:]), kwargs
     names = ["hidden_states", *kwargs]

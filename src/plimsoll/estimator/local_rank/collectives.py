@@ -21,7 +21,7 @@ from plimsoll.errors import InvalidLayout
 
 @torch.library.custom_op("plimsoll::all_gather", mutates_args=())
 def all_gather(x: torch.Tensor, dim: int, ranks: int, group: str) -> torch.Tensor:
-    """Concatenate every rank's part along ``dim``."""
+    """Return every rank's part concatenated along ``dim``. The stand-in repeats this rank's part."""
     return torch.cat([x] * ranks, dim)
 
 
@@ -32,7 +32,7 @@ def _(x: torch.Tensor, dim: int, ranks: int, group: str) -> torch.Tensor:
 
 @torch.library.custom_op("plimsoll::reduce_scatter", mutates_args=())
 def reduce_scatter(x: torch.Tensor, dim: int, ranks: int, group: str) -> torch.Tensor:
-    """Sum over ranks, and keep this rank's part along ``dim``."""
+    """Return this rank's part, along ``dim``, of the sum over ranks. The stand-in keeps the first part."""
     return _part(x, dim, ranks)
 
 
@@ -43,7 +43,7 @@ def _(x: torch.Tensor, dim: int, ranks: int, group: str) -> torch.Tensor:
 
 @torch.library.custom_op("plimsoll::all_to_all", mutates_args=())
 def all_to_all(x: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
-    """Exchange rows in equal shares: each rank receives as many as it sends."""
+    """Exchange rows between ranks in equal shares: each rank receives as many rows as it sends. The stand-in returns a copy."""
     return x.clone(memory_format=torch.contiguous_format)
 
 
@@ -54,7 +54,10 @@ def _(x: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
 
 @torch.library.custom_op("plimsoll::dispatch", mutates_args=())
 def dispatch(x: torch.Tensor, rows: int, copies: float, group: str) -> torch.Tensor:
-    """Send each row to ``copies`` ranks on average, never twice to one; ``rows`` arrive here. The inverse sums them at home."""
+    """Send each row to ``copies`` ranks on average, never twice to the same rank; ``rows`` rows arrive here.
+
+    The inverse call sums the rows of a token on its home rank.
+    """
     return x[torch.arange(rows, device=x.device) % max(len(x), 1)]
 
 
@@ -65,7 +68,7 @@ def _(x: torch.Tensor, rows: int, copies: float, group: str) -> torch.Tensor:
 
 @torch.library.custom_op("plimsoll::all_reduce_", mutates_args=("x",))
 def all_reduce_(x: torch.Tensor, ranks: int, group: str) -> None:
-    """Reduce ``x`` over ranks in place: their sum or maximum."""
+    """Reduce ``x`` over ranks in place, to their sum or maximum. The stand-in changes nothing."""
 
 
 @all_reduce_.register_fake
@@ -150,17 +153,20 @@ class _Unsplit(torch.autograd.Function):
 
 
 def enter(x: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
-    """Megatron's f: the identity in forward (the same memory); sums the gradient over ranks, in place."""
+    """Return ``x`` unchanged (the same memory); backward sums its gradient over ranks, in place. This is Megatron's f."""
     return _Enter.apply(x, ranks, group)  # type: ignore[no-any-return]
 
 
 def leave(x: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
-    """Megatron's g: sums over ranks, in place as most training code does; the identity in backward."""
+    """Return the sum of ``x`` over ranks, in place as most training code does; backward is the identity.
+
+    This is Megatron's g.
+    """
     return _Leave.apply(x, ranks, group)  # type: ignore[no-any-return]
 
 
 def split(x: torch.Tensor, dim: int, ranks: int, group: str) -> torch.Tensor:
-    """Keep this rank's part of a tensor that every rank has; forward sends nothing, backward gathers the gradient.
+    """Return this rank's part of a tensor that every rank has. Forward sends nothing; backward gathers the gradient.
 
     Raises:
         InvalidLayout: the size along ``dim`` is not a multiple of ``ranks``.
@@ -177,7 +183,10 @@ def split(x: torch.Tensor, dim: int, ranks: int, group: str) -> torch.Tensor:
 
 
 def unsplit(x: torch.Tensor, dim: int, ranks: int, group: str) -> torch.Tensor:
-    """Gather every rank's part for work that all ranks repeat: its gradient is whole, and each rank keeps its part."""
+    """Gather every rank's part, for work that all ranks repeat.
+
+    The gradient is whole on each rank, and each rank keeps its part.
+    """
     return _Unsplit.apply(x, dim, ranks, group)  # type: ignore[no-any-return]
 
 

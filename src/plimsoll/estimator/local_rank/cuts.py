@@ -1,8 +1,8 @@
-"""Cut the parameters of layers and experts to one rank's share, and undo every change to the model at the end.
+"""Cuts the parameters of layers and experts to one rank's share, and undoes every change to the model at the end.
 
 Expert parallelism: every rank sends each of its ``tokens · top_k`` rows to the rank that holds the row's expert, and gets as
-many rows for its own experts: routing is assumed to be balanced. The rows return after the experts. The weights of the
-router travel with the rows, so that each token's weighted sum is computed on its home rank.
+many rows for its own experts: routing is assumed to be balanced. The rows return after the experts. The weights of the router
+travel with the rows, so that each token's weighted sum is computed on its home rank.
 
 With DeepEP a token travels once to each rank that has any of its experts, and its rows are made there.
 
@@ -35,9 +35,11 @@ from plimsoll.estimator.local_rank.roles import is_conv1d
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """How one rank's share of a parameter is cut: along ``dim``, ``kept`` out of each of ``parts`` equal parts.
+    """How one rank's share of a parameter is cut, as data.
 
-    ``ranks`` is the size of the group that shares the parameter, ``group`` the group's dimension of the layout.
+    The parameter is divided along ``dim`` into ``parts`` equal parts, and ``kept`` indices of each part are kept. ``ranks`` is
+    the number of ranks that share the parameter. ``group`` names the layout's dimension that these ranks belong to (``tp``,
+    ``ep``).
     """
 
     dim: int
@@ -47,13 +49,13 @@ class Shard:
     parts: int = 1
 
     def cut(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the share of the first rank, in memory of its own."""
+        """Return the share of the first rank as a new tensor."""
         pieces = tensor.chunk(self.parts, self.dim) if self.parts > 1 else (tensor,)
         return torch.cat([piece.narrow(self.dim, 0, self.kept) for piece in pieces], self.dim)
 
 
 class Edits:
-    """Records changes to a model, and undoes them."""
+    """Records changes to a model, so that they can be undone."""
 
     def __init__(self) -> None:
         self._shards: dict[int, list[Shard]] = {}
@@ -62,40 +64,46 @@ class Edits:
         self._on_undo: list[Callable[[], None]] = []
 
     def shard(self, parameter: nn.Parameter | None, shard: Shard) -> None:
-        """Mark a parameter to be cut wherever the model uses it (once, if two modules share it)."""
+        """Mark a parameter to be cut wherever the model uses it. A parameter that two modules share is cut once."""
         if parameter is not None:
             shards = self._shards.setdefault(id(parameter), [])
             if shard not in shards:
                 shards.append(shard)
 
     def set(self, owner: object, name: str, value: Any) -> None:
-        """Set an attribute in the instance's own ``__dict__``."""
+        """Set an attribute in the instance's own ``__dict__``. The old value is restored at the end."""
         table = vars(owner)
         self._tables.append((table, name, table[name]))
         table[name] = value
 
     def scale(self, owner: object, names: Iterable[str], change: Callable[[int], int]) -> None:
-        """Change each of these attributes that ``owner`` has as an int in its own ``__dict__``."""
+        """Replace the value of each of these attributes by ``change`` of the value.
+
+        Only ints in the instance's own ``__dict__`` are changed.
+        """
         for name in names:
             value = vars(owner).get(name)
             if isinstance(value, int) and not isinstance(value, bool):
                 self.set(owner, name, change(value))
 
     def replace_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        """Replace the forward of ``module``; its hooks stay around it."""
+        """Replace the forward of ``module``. The module's hooks still run before and after it."""
         vars(module)["forward"] = forward
         self.at_end(lambda: vars(module).pop("forward"))
 
     def hook(self, handle: RemovableHandle) -> None:
-        """Register a hook to be removed at the end."""
+        """Remember a hook, which is removed at the end."""
         self._handles.append(handle)
 
     def at_end(self, call: Callable[[], None]) -> None:
-        """Register a call for the end, such as freeing what a hook holds."""
+        """Remember a function to call at the end, such as one that frees what a hook holds."""
         self._on_undo.append(call)
 
     def swap_parameters(self, model: nn.Module) -> dict[str, tuple[Shard, ...]]:
-        """Replace divided parameters by local ones; return by name how each was cut."""
+        """Replace the parameters that were marked by their local share.
+
+        Return a mapping from each parameter's name to how it was cut.
+        """
         cut = {name: tuple(self._shards[id(p)]) for name, p in model.named_parameters() if id(p) in self._shards}
         local: dict[int, nn.Parameter] = {}
         for module in model.modules():
@@ -110,7 +118,7 @@ class Edits:
         return cut
 
     def undo(self) -> None:
-        """Restore the model."""
+        """Restore the model: remove hooks, restore parameters and attributes, and call what was remembered for the end."""
         for handle in self._handles:
             handle.remove()
         for table, name, value in reversed(self._tables):
@@ -133,13 +141,13 @@ _HEAD_WIDTHS = ("all_head_size", "inner_dim", "split_size")
 _MLP_WIDTHS = ("intermediate_size", "intermediate_dim")
 _KEYS_AND_VALUES = frozenset(["k_proj", "v_proj", "wk", "wv"])
 _IN_PARTS = {"c_attn": (3, 2), "gate_up_proj": (2,)}
-"""Layers that combine several layers side by side, and the possible numbers of these; each one is divided."""
+"""For each layer that combines several layers side by side, the possible numbers of these. Each of them is divided."""
 
 
 def divide_group(group: Group, holder: nn.Module, tp: int, edits: Edits) -> tuple[str, ...]:
-    """Cut the parameters of a group, and set the attributes that its forward derives shapes from.
+    """Cut the parameters of a group (an attention or an MLP), and set the attributes that its forward derives shapes from.
 
-    ``holder`` holds the columns. Returns notes for the user.
+    ``holder`` is the module that holds the columns. Returns notes for the user.
 
     Raises:
         InvalidLayout: ``tp`` does not divide the heads or widths.
@@ -201,7 +209,9 @@ def _localise_attention(holder: nn.Module, heads: Heads, tp: int, edits: Edits) 
 
 
 def _column_share(path: str, module: nn.Module, heads: Heads | None, tp: int) -> tuple[int, int]:
-    """Return a layer's number of parts, and how many outputs of each part one rank keeps."""
+    """Return two numbers: how many layers this layer combines side by side, and how many outputs of each of them one rank
+    keeps.
+    """
     name = path.rpartition(".")[2]
     outputs = widths(module)[1]
     if name in _KEYS_AND_VALUES and heads is not None:
@@ -237,12 +247,14 @@ def _check_width(path: str, width: int, tp: int) -> None:
 
 
 def _degrees_of(size: int) -> str:
-    """List the divisors of a size, up to 128."""
+    """List the divisors of a size up to 128, as text."""
     return ", ".join(str(degree) for degree in range(1, min(size, 128) + 1) if size % degree == 0)
 
 
 def divide_head_biases(biases: Mapping[str, nn.Module], tp: int, edits: Edits) -> None:
-    """Cut embeddings that have one column per head (T5's relative positions)."""
+    """Cut embeddings that have one column per attention head (T5's relative positions), so that each rank has its heads'
+    columns.
+    """
     for path, module in biases.items():
         weight = module._parameters["weight"]
         assert weight is not None
@@ -257,7 +269,7 @@ _UP = ("gate_up_proj", "up_proj", "gate_proj", "gate_up_proj_bias", "up_proj_bia
 
 
 def divide_widths(experts: Mapping[str, nn.Module], tp: int, edits: Edits) -> None:
-    """Apply tensor parallelism within each expert.
+    """Apply tensor parallelism within each expert: cut the width of its feed-forward layer.
 
     Raises:
         InvalidLayout: ``tp`` does not divide the experts' width.
@@ -284,7 +296,9 @@ def _width_dim(name: str, *, is_transposed: bool) -> int:
 
 
 def divide_experts(experts: Mapping[str, nn.Module], ep: int, edits: Edits, kernels: str = "") -> None:
-    """Apply expert parallelism: keep a part of the experts, and exchange tokens with the named kernels.
+    """Apply expert parallelism: keep a part of the experts, and exchange tokens between ranks.
+
+    ``kernels`` names the kernels of the exchange: ``deepep``, or another text for the plain exchange.
 
     Raises:
         InvalidLayout: the number of experts is not a multiple of ``ep``.
@@ -307,7 +321,7 @@ def divide_experts(experts: Mapping[str, nn.Module], ep: int, edits: Edits, kern
 
 
 class _Exchange:
-    """Sends tokens to the ranks of their experts, and back."""
+    """The exchange of tokens between expert-parallel ranks: to the ranks of their experts, and back."""
 
     def __init__(self, ep: int, local_experts: int) -> None:
         self._ep = ep
@@ -315,7 +329,9 @@ class _Exchange:
         self._top_k = 1
 
     def dispatch(self, module: nn.Module, args: Any) -> Any:
-        """Turn ``[tokens, hidden]``, ``top_k`` experts each, into ``[tokens · top_k, hidden]``, one local expert each."""
+        """Turn ``[tokens, hidden]``, with ``top_k`` experts per token, into ``[tokens · top_k, hidden]`` with one local expert
+        per row.
+        """
         hidden, index, weights = args
         self._top_k = index.shape[-1]
         rows = torch.arange(index.numel(), device=index.device)
@@ -325,13 +341,13 @@ class _Exchange:
         return received, (rows % self._local_experts).unsqueeze(-1), received_weights
 
     def combine(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Return the rows to their home ranks, and sum them over each token's experts."""
+        """Return the rows to their home ranks, and sum the rows of each token over its experts."""
         returned = all_to_all(output, self._ep, _GROUP)
         return returned.view(-1, self._top_k, returned.shape[-1]).sum(dim=1)
 
 
 class _DeepExchange:
-    """Sends tokens to the ranks of their experts, once to each rank, and back."""
+    """DeepEP's exchange of tokens: a token is sent only once to each rank that has any of its experts, and back."""
 
     def __init__(self, ep: int, experts: int) -> None:
         self._ep = ep
@@ -340,19 +356,22 @@ class _DeepExchange:
         self._copies = 0.0
 
     def dispatch(self, module: nn.Module, args: Any) -> Any:
-        """Turn ``[tokens, hidden]`` into the tokens that this rank receives; the number of token-expert pairs is unchanged."""
+        """Turn ``[tokens, hidden]`` into the tokens that this rank receives.
+
+        The number of token-expert pairs does not change.
+        """
         hidden, index, weights = args
         self._tokens, self._copies = hidden.shape[0], expected_ranks(self._ep, self._experts, index.shape[-1])
         received = dispatch(hidden, math.ceil(self._tokens * self._copies), self._copies, _GROUP)
         return received, index.reshape(-1, 1), all_to_all(weights.reshape(-1, 1), self._ep, _GROUP)
 
     def combine(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Return each token's sum over a rank's experts to its home rank, and add these up there."""
+        """Return to each token's home rank the token's sums, one from each rank, and add them up there."""
         return dispatch(output, self._tokens, self._copies, _GROUP)
 
 
 def expected_ranks(ep: int, experts: int, top_k: int) -> float:
-    """Expected number of ``ep`` ranks that one token is sent to, if its ``top_k`` experts are drawn uniformly.
+    """Return how many of the ``ep`` ranks one token is sent to on average, if its ``top_k`` experts are drawn uniformly.
 
     Example:
         >>> round(expected_ranks(8, 256, 8), 2), expected_ranks(8, 8, 2)
@@ -364,7 +383,10 @@ def expected_ranks(ep: int, experts: int, top_k: int) -> float:
 
 @torch.library.custom_op("plimsoll_moe::row_map", mutates_args=())
 def row_map(x: torch.Tensor, experts: int) -> torch.Tensor:
-    """The map from tokens to rows, as 32-bit integers."""
+    """Return the map between tokens and rows in the order of experts, as 32-bit integers.
+
+    Only its shape is real; its values are zeros.
+    """
     return torch.zeros(x.shape[0], 2 * experts + 1, dtype=torch.int32, device=x.device)
 
 
@@ -375,7 +397,7 @@ def _(x: torch.Tensor, experts: int) -> torch.Tensor:
 
 @torch.library.custom_op("plimsoll_moe::permute", mutates_args=())
 def permute(x: torch.Tensor, places: torch.Tensor, rows: int) -> torch.Tensor:
-    """Copy rows in the order of experts, or, if ``rows`` is smaller than the input, sum each token's rows."""
+    """Copy rows in the order of experts. If ``rows`` is smaller than the input, sum the rows of each token instead."""
     if rows < len(x):
         return x.new_zeros(rows, x.shape[1]).index_add_(0, torch.arange(len(x), device=x.device) % rows, x)
     return x[torch.arange(rows, device=x.device) % max(len(x), 1)]
@@ -388,7 +410,7 @@ def _(x: torch.Tensor, places: torch.Tensor, rows: int) -> torch.Tensor:
 
 @torch.library.custom_op("plimsoll_moe::activate", mutates_args=())
 def activate(x: torch.Tensor, weights: torch.Tensor, width: int) -> torch.Tensor:
-    """Apply activation, gate and the router's weight of every row in one kernel."""
+    """Apply the activation, the gate and the router's weight to every row, in one kernel."""
     gate, rest = x[:, :width], x[:, width:]
     out = torch.nn.functional.silu(gate.float()) * (rest.float() if rest.shape[1] else 1)
     return (out * weights[:, None].float()).to(x.dtype)
@@ -403,7 +425,10 @@ def _(x: torch.Tensor, weights: torch.Tensor, width: int) -> torch.Tensor:
 def activate_backward(
     gradient: torch.Tensor, x: torch.Tensor, weights: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of the activation's input and of the router's weights."""
+    """Return the gradients of the activation's input and of the router's weights.
+
+    Only their shapes are real; their values are zeros.
+    """
     return torch.zeros_like(x), torch.zeros_like(weights)
 
 
@@ -434,7 +459,7 @@ activate.register_autograd(_activated_gradient, setup_context=_keep_inputs)
 
 
 def fuse_experts(experts: Mapping[str, nn.Module], edits: Edits) -> None:
-    """Run experts in Megatron-Core's fused kernels: one moves the rows, one activates them and applies their weights.
+    """Run experts in Megatron-Core's fused kernels: one moves the rows, another activates them and applies their weights.
 
     Raises:
         InvalidLayout: the experts have biases, or a norm after each expert.
@@ -452,12 +477,15 @@ def fuse_experts(experts: Mapping[str, nn.Module], edits: Edits) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _FusedExperts:
-    """The forward of a stack of experts in fused kernels."""
+    """The forward of a stack of experts, computed in fused kernels."""
 
     module: nn.Module
 
     def __call__(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Run ``[tokens, hidden]`` through the experts of ``index``; the activation applies their ``weights``."""
+        """Run ``[tokens, hidden]`` through the experts that ``index`` names per token.
+
+        The activation multiplies by their ``weights``.
+        """
         stacks, rows = self.module._parameters, index.numel()
         up, down = stacks.get("gate_up_proj", stacks.get("up_proj")), stacks["down_proj"]
         assert up is not None, "experts have a product before the activation"

@@ -1,4 +1,4 @@
-"""Find layers that compute together under tensor parallelism: column-parallel layers and the row-parallel layer after them.
+"""Finds layers that compute together under tensor parallelism: column-parallel layers and the row-parallel layer after them.
 
 A group is an attention or an MLP. Between its columns and its row every rank works on its own share; collectives run at both
 ends. Attention is divided by whole heads: their number follows from the head size and the width of the row.
@@ -20,27 +20,34 @@ _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Query heads and key-value heads of an attention, and the size of a value head."""
+    """The number of query heads and of key-value heads of an attention, and the size of a value head."""
 
     queries: int
     keys: int
     size: int
 
     def local_queries(self, tp: int) -> int:
-        """Query heads on one rank."""
+        """Return the number of query heads on one rank."""
         return self.queries // tp
 
     def local_keys(self, tp: int) -> int:
-        """Key-value heads on one rank. With fewer heads than ranks, several ranks hold the same head (as in Megatron)."""
+        """Return the number of key-value heads on one rank.
+
+        With fewer heads than ranks, several ranks hold the same head (as in Megatron).
+        """
         return max(1, self.keys // tp)
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Column-parallel layers by path, their row-parallel layer, replicated layers in between, and the heads of attention."""
+    """The layers of one attention or MLP, as data.
+
+    They are the column-parallel layers by path, their row-parallel layer, replicated layers in between (``latents``), and the
+    heads of an attention.
+    """
 
     parent: str
-    """The module that holds the columns."""
+    """The path of the module that holds the column-parallel layers."""
     columns: Mapping[str, nn.Module]
     row: str
     row_module: nn.Module
@@ -50,17 +57,19 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class DividedBlock:
-    """One repeated block: its groups, and its stacks of experts."""
+    """One repeated block, as data: its groups of layers that compute together, and its stacks of experts."""
 
     path: str
     groups: tuple[Group, ...]
     experts: Mapping[str, nn.Module]
     biases: Mapping[str, nn.Module]
-    """Embeddings with one column per head."""
+    """Embeddings with one column per attention head, by path."""
 
 
 def read_block(path: str, block: nn.Module, book: RoleBook) -> DividedBlock:
-    """Find the groups of one block; ``groups`` is empty if the block is not a transformer block.
+    """Find the groups of layers in one block that compute together.
+
+    ``groups`` is empty if the block is not a transformer block.
 
     Raises:
         InvalidLayout: a weight whose name is unknown, or a column-parallel layer without its row-parallel layer.
@@ -146,7 +155,7 @@ def _heads(
 
 
 def widths(module: nn.Module) -> tuple[int, int]:
-    """Input and output width of a linear layer."""
+    """Return the input width and the output width of a linear layer."""
     weight = module._parameters["weight"]
     assert weight is not None
     outputs, inputs = weight.shape

@@ -1,8 +1,9 @@
-"""Temporarily turn a model into one rank's part of it; afterwards the model is restored exactly.
+"""Temporarily turns a model into one rank's part of it; afterwards the model is restored exactly.
 
 The result is the first rank of every group. Parameters are replaced by local ones, attributes that forward derives shapes from
 (numbers of heads, widths, vocabulary sizes) are set to local values, and stand-in collectives are hooked in where ranks of a
-real run would communicate. Inside ``with``, the step is an ordinary step of an ordinary model, so the usual tracer works.
+real run would communicate. A stand-in collective is an op whose result has the real collective's shape but sends nothing.
+Inside ``with``, the step is an ordinary step of an ordinary model, so the usual tracer works.
 
 Source: the layers of Shoeybi et al. 2019 (tensor parallelism), Korthikanti et al. 2022 (sequence parallelism) and Lepikhin et
 al. 2021 (expert parallelism).
@@ -35,11 +36,11 @@ from plimsoll.units import format_bytes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalModel:
-    """How a model was divided.
+    """The record of how a model was divided.
 
     ``shards`` says by name how each divided parameter was cut (parameters that every rank holds whole are left out).
-    ``summed_gradients`` names parameters that every rank holds whole while its gradient is only partial: these gradients
-    are summed over the tensor-parallel group once a step, before the optimizer. ``notes`` are for the user.
+    ``summed_gradients`` names parameters that every rank holds whole while its gradient is only partial: these gradients are
+    summed over the tensor-parallel group once a step, before the optimizer. ``notes`` are for the user.
     """
 
     shards: Mapping[str, tuple[Shard, ...]]
@@ -109,7 +110,7 @@ def localised(
 
 
 class _Division:
-    """One model while it is being divided."""
+    """Divides one model: finds its blocks, cuts their parameters and hooks collectives around them."""
 
     def __init__(self, model: nn.Module, edits: Edits) -> None:
         self._model = model
@@ -120,7 +121,10 @@ class _Division:
         self.notes: list[str] = []
 
     def divide_tensors(self, tp: int, roles: Mapping[str, str] | None, *, sequence_parallel: bool) -> int:
-        """Divide every block, embeddings and heads; return the local classes of the divided head, 0 without one."""
+        """Apply tensor parallelism to every block, to embeddings and to heads.
+
+        Return the number of classes in the divided head, 0 without such a head.
+        """
         model, edits = self._model, self._edits
         book = RoleBook(model, roles)
         blocks = blocks_of(model)
@@ -152,7 +156,7 @@ class _Division:
         return local if heads else 0
 
     def divide_experts(self, ep: int, kernels: str) -> None:
-        """Divide every stack of experts among ranks, and set the kernels that experts run in."""
+        """Divide every stack of experts among ranks, and install the kernels that experts run with."""
         experts = {path: module for path, module in self._modules.items() if is_experts(module)}
         if not experts:
             raise InvalidLayout(
@@ -167,7 +171,7 @@ class _Division:
             fuse_experts(experts, self._edits)
 
     def partial_gradients(self, shards: Mapping[str, object], *, sequence_parallel: bool) -> tuple[str, ...]:
-        """Parameters that are whole on every rank while their gradient is only partial."""
+        """Return the names of parameters that every rank holds whole while its gradient is only partial."""
         inside = tuple(f"{scope}." for scope in self._scopes(sequence_parallel=sequence_parallel))
         groups = [group for block in self._blocks for group in block.groups]
         whole = tuple(f"{group.row}.bias" for group in groups)
@@ -179,7 +183,9 @@ class _Division:
         )
 
     def _scopes(self, *, sequence_parallel: bool) -> Iterator[str]:
-        """Modules where ranks work on different data: whole blocks, or only the part between columns and row."""
+        """Yield the modules where ranks work on different data: whole blocks under sequence parallelism, else the part between
+        columns and row.
+        """
         yield from self._norms
         for block in self._blocks:
             if sequence_parallel:
@@ -192,7 +198,7 @@ class _Division:
 
 
 def _note_on_sums(model: nn.Module, names: Collection[str], tp: int) -> list[str]:
-    """Note on the sum of these gradients once a step, which a trace of one micro-batch does not show."""
+    """Return a note that these gradients are summed once a step, which a trace of one micro-batch does not show."""
     if not names:
         return []
     size = sum(p.numel() * p.element_size() for name, p in model.named_parameters() if name in names)

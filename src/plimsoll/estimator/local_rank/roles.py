@@ -1,4 +1,4 @@
-"""Determine how the ranks of a tensor-parallel group share each weight matrix of a model.
+"""Determines how the ranks of a tensor-parallel group share each weight matrix of a model.
 
 The caller's ``roles=`` comes first, then the model's own plan (transformers' ``base_model_tp_plan`` and ``_tp_plan``), then
 common names. A matrix in a block that none of these covers is an error, not a guess: a block divided by half would compute
@@ -24,7 +24,7 @@ from plimsoll.errors import InvalidLayout
 QUERY_KEY_VALUE = re.compile(
     r"[qkv]_proj|query|key|value|[qkv]|w[qkv]|[qkv]_lin|c_attn|q_attn|query_key_value|q_b_proj|kv_b_proj"
 )
-"""Column-parallel layers that are divided by whole heads."""
+"""Names of the column-parallel layers that are divided by whole attention heads."""
 _COLUMNS = (
     rf"{QUERY_KEY_VALUE.pattern}|gate_proj|up_proj|gate_up_proj|c_fc|fc1|fc_in|lin1|wi|wi_0|wi_1|w1|w3|dense_h_to_4h|"
     r"intermediate\.dense"
@@ -65,17 +65,17 @@ _STYLES = {
     "moe_tp_experts": Role.EXPERTS,
     "replicated_with_grad_allreduce": Role.REPLICATE,
 }
-"""Styles of transformers' plans, for modules within blocks."""
+"""For each style in transformers' own plans, the role of a module within a block."""
 _NAMED = {
     Role.COLUMN: re.compile(rf"(.*\.)?({_COLUMNS})"),
     Role.ROW: re.compile(rf"(.*\.)?({_ROWS})"),
     Role.LATENT: re.compile(r"(.*\.)?(q_a_proj|kv_a_proj_with_mqa)"),
 }
-"""Roles of matrices by name; they are tried in this order."""
+"""For each role, a pattern for the names of matrices that have it. The roles are tried in this order."""
 
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the repeated blocks by path: members of the model's outermost module lists."""
+    """Return a mapping from path to module of the repeated blocks: the members of the model's outermost module lists."""
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         inside = any(path.startswith(f"{block}.") for block in found)
@@ -86,23 +86,26 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear layer: torch's, or transformers' ``Conv1D`` (weight ``[in, out]``)."""
+    """Whether a module is a linear layer: torch's, or transformers' ``Conv1D``, whose weight is ``[in, out]``."""
     return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether a module is GPT-2's linear layer, whose weight is transposed."""
+    """Whether a module is GPT-2's linear layer ``Conv1D``, whose weight is transposed."""
     return type(module).__name__ == "Conv1D" and module._parameters.keys() == {"weight", "bias"}
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether a module holds all experts' matrices in stacks, ``[experts, …, …]``."""
+    """Whether a module holds the matrices of all experts in stacks, tensors of shape ``[experts, …, …]``."""
     stacks = [parameter for parameter in module._parameters.values() if parameter is not None and parameter.dim() == 3]
     return len(stacks) > 1 and "down_proj" in module._parameters
 
 
 class RoleBook:
-    """Finds the role of a module by its path; records which of the caller's patterns matched."""
+    """Finds the role of a module by its path: how tensor-parallel ranks share its weight.
+
+    It records which of the caller's patterns matched a module.
+    """
 
     def __init__(self, model: nn.Module, overrides: Mapping[str, str] | None) -> None:
         self._plan = _own_plan(model)
@@ -112,7 +115,7 @@ class RoleBook:
         self._matched: set[re.Pattern[str]] = set()
 
     def role(self, path: str, module: nn.Module) -> Role | None:
-        """Return the role of a module inside a block; ``None`` if it is unknown."""
+        """Return the role of a module inside a block, or ``None`` if the role is unknown."""
         found = self.override(path)
         if found is not None:
             _check_kind(found, path, module)
@@ -134,7 +137,7 @@ class RoleBook:
         return _by_name(path, is_matrix=is_linear(module))
 
     def override(self, path: str) -> Role | None:
-        """Return the caller's role for a path, or ``None``."""
+        """Return the role that the caller gave for a path, or ``None``."""
         for pattern, role in self._overrides.items():
             if pattern.fullmatch(path):
                 self._matched.add(pattern)
@@ -142,7 +145,7 @@ class RoleBook:
         return None
 
     def check_all_matched(self, model: nn.Module) -> None:
-        """Refuse patterns that did not match any module."""
+        """Refuse patterns of the caller that did not match any module."""
         for pattern in self._overrides.keys() - self._matched:
             raise InvalidLayout(
                 f"The pattern {pattern.pattern!r} in roles= does not match any weight of {type(model).__name__}.",
@@ -168,7 +171,7 @@ def _by_name(path: str, *, is_matrix: bool) -> Role | None:
 
 
 def words_of(model: nn.Module, blocks: Mapping[str, nn.Module], book: RoleBook) -> dict[str, nn.Module]:
-    """Return word embeddings, and heads over the same words, by path."""
+    """Return a mapping from path to module of the word embeddings, and of the heads over the same words."""
     outside = {
         path: module for path, module in model.named_modules() if not any(_is_inside(path, block) for block in blocks)
     }
@@ -194,7 +197,7 @@ def _is_inside(path: str, block: str) -> bool:
 
 
 def matrices_of(block: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield modules of a block that hold a weight of two or more dimensions themselves."""
+    """Yield path and module for each module of a block that holds a weight of two or more dimensions itself."""
     for name, module in block.named_modules():
         parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
         if any(parameter.dim() > 1 for parameter in parameters):

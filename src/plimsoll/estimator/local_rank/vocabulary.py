@@ -1,11 +1,11 @@
-"""Divide word embeddings and heads by vocabulary, with the cross entropy over a part of the words.
+"""Divides word embeddings and heads by vocabulary, with the cross entropy over a part of the words.
 
 Each rank holds a range of the words. Embedding: words of other ranks give zeros, and the results are summed. Head: logits
 ``[tokens, vocabulary / tp]``. Loss: the largest logit, the sum of exponentials and the label's logit are each reduced over
 ranks, one number per token, so no rank ever holds all logits.
 
-A vocabulary that ``tp`` does not divide is divided unevenly, as by ``torch.chunk``; the rank described here is the first,
-which holds the most.
+A vocabulary that ``tp`` does not divide is divided unevenly, as by ``torch.chunk``; the rank described here is the first, which
+holds the most.
 
 Source: Shoeybi et al. 2019, section 3 ("parallel cross entropy"); buffers as in torch's
 ``torch.distributed.tensor.parallel.loss_parallel``, which saves the log-probabilities (Megatron-LM saves the exponentials in
@@ -31,12 +31,15 @@ _COUNTS = ("vocab_size", "num_embeddings", "out_features")
 
 
 def local_words(words: int, tp: int) -> int:
-    """Number of words that the first rank holds."""
+    """Return the number of words that the first rank holds."""
     return -(-words // tp)
 
 
 def divide_words(modules: Mapping[str, nn.Module], model: nn.Module, tp: int, edits: Edits) -> int:
-    """Cut embeddings and heads, and set the sizes that losses use; return the local size, 0 without embeddings or heads."""
+    """Cut embeddings and heads, and set the sizes that losses use.
+
+    Return the number of local words, 0 without embeddings or heads.
+    """
     sizes = {_words(module) for module in modules.values()}
     if not sizes:
         return 0
@@ -69,7 +72,7 @@ def _words(module: nn.Module) -> int:
 
 
 def _localise_counts(model: nn.Module, modules: Iterable[nn.Module], words: int, local: int, edits: Edits) -> None:
-    """Set vocabulary sizes in modules and their configurations to the local size; models reshape logits to them."""
+    """Set vocabulary sizes in modules and their configurations to the local size: models reshape logits to these sizes."""
     owners: dict[int, object] = {id(module): module for module in model.modules()}
     owners.update({id(config): config for config in _configs(model)})
     divided = {id(module) for module in modules}
@@ -87,7 +90,7 @@ def _configs(model: nn.Module) -> Iterable[object]:
 
 
 class _Table:
-    """This rank's words of an embedding: other words are looked up as word 0 and set to zero."""
+    """The lookup in one rank's part of an embedding: words of other ranks are looked up as word 0 and set to zero."""
 
     def __init__(self, local: int, tp: int) -> None:
         self._local = local
@@ -110,7 +113,7 @@ class _Table:
 
 
 class VocabularyLoss(TorchFunctionMode):
-    """While active, ``cross_entropy`` over ``local`` classes computes the loss over all ranks' words."""
+    """A mode that, while active, makes ``cross_entropy`` over ``local`` classes compute the loss over all ranks' words."""
 
     def __init__(self, local: int, tp: int) -> None:
         super().__init__()
@@ -156,7 +159,10 @@ class VocabularyLoss(TorchFunctionMode):
 
 
 class VocabularyParallelCrossEntropy(torch.autograd.Function):
-    """Minus the log-probability of every target: ``[tokens]``. Saves the log-probabilities of this rank's words."""
+    """An autograd function that returns minus the log-probability of every target, ``[tokens]``.
+
+    It saves the log-probabilities of this rank's words.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, ignored: int, tp: int) -> torch.Tensor:

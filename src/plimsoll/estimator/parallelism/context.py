@@ -1,4 +1,4 @@
-"""Turn the trace of a step at one rank's share of the sequence into the trace of a context-parallel rank, without torch.
+"""Turns the trace of a step at one rank's share of the sequence into the trace of a context-parallel rank, without torch.
 
 Every rank holds ``sequence / cp`` positions of everything; only attention reads other positions. In ring attention the keys
 and values of every rank travel through all other ranks, while each rank computes its own queries against the keys and values
@@ -34,8 +34,10 @@ RELATIVE_ERROR = 0.5
 
 _ATTENTION = re.compile(r"_scaled_dot_product_(flash|efficient|cudnn|fused)\w*")
 _MASKS = {"efficient": (3, 4), "cudnn": (3, 8)}
-"""Positions of the mask among a kernel's arguments in forward and backward. Flash does not take a mask; a CPU's kernel takes it
-by name."""
+"""For each kernel, the positions of the mask among its arguments in forward and backward.
+
+Flash does not take a mask; a CPU's kernel takes it by name.
+"""
 _EXCHANGE = "plimsoll.ring_exchange"
 _TENSOR = re.compile(r"(\w+)\[([\dx]+)\]")
 _ELEMENT_BYTES = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2}
@@ -44,7 +46,10 @@ _BUFFERS = 2
 
 @dataclass(frozen=True, slots=True)
 class _Ring:
-    """The exchange before one kind of attention op, and that op's new key and spec."""
+    """What changes at one kind of attention op, as data.
+
+    It has the exchange of keys and values before the op, and the op's new key and spec (its FLOPs and bytes).
+    """
 
     key: str
     spec: OpSpec
@@ -54,7 +59,7 @@ class _Ring:
 
 
 def with_context_parallel(trace: Trace, cp: int) -> Trace:
-    """Return the step with the sequence divided among ``cp`` ranks.
+    """Return the step of one rank with the sequence divided among ``cp`` ranks.
 
     The sequence of ``trace`` must be the local one, ``sequence / cp``; with ``cp=1`` the result is ``trace`` itself.
 
@@ -179,7 +184,10 @@ def _region(
 def _with_exchanges(
     graph: RegionGraph, buffers: Sequence[Storage], rings: Mapping[str, _Ring], clock: TickClock
 ) -> RegionGraph:
-    """Insert an exchange before each attention op: it reads the keys and values, and the attention op reads its result too."""
+    """Insert an exchange of keys and values before each attention op.
+
+    The exchange reads the keys and values, and the attention op reads its result too.
+    """
     ops: list[RegionOp] = []
     values: list[Value] = []
     moved: dict[int, int] = {}

@@ -1,7 +1,7 @@
-"""Insert ops into a trace, and add or change storages, with all ticks shifted accordingly, without torch.
+"""Inserts ops into a trace, and adds or changes storages, with all ticks shifted accordingly, without torch.
 
-Ops are inserted *before* a tick of the original trace; ops inserted at one tick keep their order. A storage that dies at that
-tick dies before them; what starts or is first read at that tick comes after them.
+A tick is the position of an op in the trace. Ops are inserted *before* a tick of the original trace; ops inserted at one tick
+keep their order. A storage that dies at that tick dies before them; what starts or is first read at that tick comes after them.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from plimsoll.artifacts.trace import Category, OpSpec, Phase, RegionCall, Storag
 from plimsoll.planning.costing.host import HOST
 
 GROUP = "shards"
-"""The group of ranks over which ZeRO shards and data parallelism reduces: the dp and cp ranks together."""
+"""The name of the group of ranks over which ZeRO shards and data parallelism reduces: the dp and cp ranks together."""
 REPLICAS = "replicas"
 REPLICAS_REDUCE = "hsdp.all_reduce"
-"""HSDP's group, and its reduction between replicas of shards that were reduced within each replica."""
+"""The name of HSDP's reduction over the group ``REPLICAS``: it adds up shards that were reduced within each replica."""
 BESIDE = (GROUP, REPLICAS, HOST)
-"""Groups of ops that overlap with compute."""
+"""The groups whose ops overlap with compute."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inserted:
-    """The moment of an inserted op: while it runs, or with ``is_after`` when it has ended."""
+    """A moment of the edited trace: while an inserted op runs, or with ``is_after`` when it has ended."""
 
     number: int
     is_after: bool = False
@@ -40,12 +40,12 @@ class Inserted:
 
 
 Moment = int | Inserted | None
-"""A tick of the original trace, an inserted op, or ``None`` for the end of the step."""
+"""A tick (position of an op) of the original trace, an inserted op, or ``None`` for the end of the step."""
 
 
 @dataclass(slots=True)
 class Edit:
-    """Collects changes to a trace; ``finish`` applies them."""
+    """Collects changes to a trace: inserted ops, added storages and changed storages. ``finish`` applies them."""
 
     trace: Trace
     _positions: list[int] = field(default_factory=list)
@@ -56,32 +56,35 @@ class Edit:
 
     @property
     def last_tick(self) -> int:
-        """The tick after the last op of the original trace."""
+        """The tick (position) after the last op of the original trace."""
         return len(self.trace.ops)
 
     def collective(
         self, tick: int, kind: str, unit: str, whole_bytes: int, dtype: str, phase: Phase | None = None
     ) -> Inserted:
-        """Insert a collective over the data-parallel ranks; ``whole_bytes`` is the whole tensor's size on one rank."""
+        """Insert a collective over the data-parallel ranks.
+
+        ``whole_bytes`` is the size of the whole tensor, before it is divided.
+        """
         spec = OpSpec(name=kind, flops=0, moved_bytes=whole_bytes, dtype=dtype, group=GROUP)
         return self.op(tick, unit, f"{kind}({GROUP};{dtype};{whole_bytes})", spec, phase)
 
     def host_op(self, tick: int, name: str, unit: str, moved_bytes: int, phase: Phase | None = None) -> Inserted:
-        """Insert a copy between device and host, or work of the host itself."""
+        """Insert a copy between device and host, or work that the host itself does."""
         spec = OpSpec(name=name, flops=0, moved_bytes=moved_bytes, dtype="f32", group=HOST)
         return self.op(tick, unit, f"{name}({moved_bytes})", spec, phase)
 
     def copy(self, tick: int, name: str, unit: str, moved_bytes: int, dtype: str) -> Inserted:
-        """Insert an op that moves bytes on the device."""
+        """Insert an op that moves ``moved_bytes`` within the device's memory."""
         spec = OpSpec(name=name, flops=0, moved_bytes=moved_bytes, dtype=dtype)
         return self.op(tick, unit, f"{name}({dtype};{moved_bytes})", spec)
 
     def op(
         self, tick: int, module: str, cost_key: str, spec: OpSpec, phase: Phase | None = None, *, region: int = -1
     ) -> Inserted:
-        """Insert an op before a tick, inside a region or outside all; its default phase is the phase of the op at the tick.
+        """Insert an op before a tick. ``region`` is the index of the region that contains the op, or -1 outside all regions.
 
-        At the end of the trace, the default phase is backward.
+        Without ``phase``, the op has the phase of the op at the tick. At the end of the trace, that phase is backward.
         """
         if phase is None:
             phase = self.trace.ops[tick].phase if tick < len(self.trace.ops) else Phase.BACKWARD
@@ -91,19 +94,19 @@ class Edit:
         return Inserted(len(self._ops) - 1)
 
     def add(self, size: int, category: Category, label: str, born: Moment, dies: Moment) -> int:
-        """Add a storage and return its id."""
+        """Add a storage, and return the storage's id."""
         number = len(self.trace.storages) + len(self._added)
         self._added.append((Storage(id=number, bytes=size, category=category, label=label, born=0, dies=0), born, dies))
         return number
 
     def end(self, added: int, dies: Moment) -> None:
-        """Set when an added storage dies."""
+        """Set the moment when an added storage dies."""
         place = added - len(self.trace.storages)
         storage, born, _ = self._added[place]
         self._added[place] = (storage, born, dies)
 
     def change(self, storage: int, born: Moment, dies: Moment, **fields: Any) -> None:
-        """Change the lifetime of a storage of the trace, and optionally other fields."""
+        """Change the lifetime of a storage of the original trace, and optionally other fields of it."""
         self._changed[storage] = (fields, born, dies)
 
     def finish(self, *, parameters: Sequence[TraceParameter], notes: Sequence[str]) -> Trace:
@@ -138,7 +141,9 @@ class Edit:
 
 
 class TickClock:
-    """Converts ticks of the original trace, and inserted ops, to ticks after ops were inserted before ``positions``."""
+    """Converts ticks (positions of ops) of the original trace, and inserted ops, to ticks of the trace after ops were inserted
+    before ``positions``.
+    """
 
     def __init__(self, positions: Sequence[int], ticks: int) -> None:
         order = sorted(range(len(positions)), key=lambda number: (positions[number], number))
@@ -147,19 +152,19 @@ class TickClock:
         self.ticks = ticks + len(positions)
 
     def before(self, tick: int) -> int:
-        """The new tick of a moment just before the ops inserted at ``tick``."""
+        """Return the new tick (position among the ops) of the moment just before the ops that are inserted at ``tick``."""
         return tick + bisect.bisect_left(self._sorted, tick) if tick >= 0 else tick
 
     def of_op(self, tick: int) -> int:
-        """The new tick of an original op, after the ops inserted there."""
+        """Return the new tick (position) of an op of the original trace. It comes after the ops that are inserted there."""
         return tick + bisect.bisect_right(self._sorted, tick) if tick >= 0 else tick
 
     def birth(self, moment: Moment) -> int:
-        """The tick of the op that makes a storage; -1 for storages that exist before the step."""
+        """Return the new tick (position) of the op that makes a storage; -1 for storages that exist before the step."""
         return self.of_op(moment) if isinstance(moment, int) else self.of(moment)
 
     def of(self, moment: Moment) -> int:
-        """The tick at which a storage ends."""
+        """Return the new tick (position among the ops) when a storage's life ends."""
         if moment is None:
             return self.ticks
         if isinstance(moment, Inserted):
@@ -186,5 +191,5 @@ def _region(call: RegionCall, clock: TickClock) -> RegionCall:
 
 
 def moved_slot(slot: Slot, at: Callable[[int], int]) -> Slot:
-    """Return the slot with the same mapping applied to all of its ticks."""
+    """Return the slot (the place where autograd keeps a saved tensor) with each of its ticks converted by ``at``."""
     return replace(slot, packed=at(slot.packed), unpacked=at(slot.unpacked), released=at(slot.released))

@@ -1,4 +1,4 @@
-"""Parse a layout such as ``dp=8,tp=8,sp,pp=16``, and refuse one that contradicts itself or the model, without torch.
+"""Parses a layout such as ``dp=8,tp=8,sp,pp=16``, and refuses one that contradicts itself or the model, without torch.
 
 A vocabulary may be divided unevenly: the first rank has the largest part, and the estimate uses it for all ranks.
 """
@@ -27,7 +27,7 @@ _FIELDS = {
     "virtual": "virtual_stages",
     "micro-batches": "micro_batches",
 }
-"""Keys whose values are whole numbers, and the fields that they set."""
+"""A mapping from each key whose value is a whole number to the field of ``Layout`` that the key sets."""
 _KEYS = (*_FIELDS, "schedule", "stages", "sp")
 _SPELLINGS = {
     "micro_batches": "micro-batches",
@@ -36,18 +36,18 @@ _SPELLINGS = {
     "hsdp": "replicas",
     "zero-stage": "zero",
 }
-"""Other common spellings, suggested in the error."""
+"""A mapping from other common spellings of a key to the key, which the error suggests."""
 _HIGHEST_ZERO = 3
 _MOST = 10**9
 _Name = TypeVar("_Name", PipelineSchedule, StageRule)
 
 
 def read_layout(layout: str | Layout) -> Layout:
-    """Parse a layout from text; a ``Layout`` is only checked.
+    """Parse a layout from text. A ``Layout`` is only checked and returned.
 
     Keys with a number: ``dp``, ``tp``, ``cp``, ``pp``, ``ep``, ``zero``, ``replicas``, ``virtual``, ``micro-batches``.
-    ``schedule`` takes a name, ``stages`` a rule or the blocks of every stage (``stages=9,8,8,7``), ``sp`` no value. Keys may be
-    in any order, separated by commas. Omitted keys are 1 (``zero``: 0).
+    ``schedule`` takes a name, ``stages`` a rule or the blocks of every stage (``stages=9,8,8,7``). ``sp`` does not take a
+    value. Keys may be in any order, separated by commas. Omitted keys are 1 (``zero``: 0).
 
     Raises:
         InvalidLayout: an unknown key, a value that is not a degree, or parts that contradict each other.
@@ -83,7 +83,7 @@ def read_layout(layout: str | Layout) -> Layout:
 
 
 def layout_notes(layout: Layout) -> tuple[str, ...]:
-    """Notes on effects of a valid layout that the user may not want."""
+    """Return notes about effects of a valid layout that the user may not want."""
     notes = []
     if layout.zero and layout.shards == 1:
         notes.append(
@@ -102,7 +102,7 @@ def layout_notes(layout: Layout) -> tuple[str, ...]:
 
 
 def layout_entries(text: str, also: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
-    """Yield keys and values of a layout in text; keys in ``also`` are allowed too.
+    """Yield each key of a layout's text with its value. Keys in ``also`` are allowed in addition to a layout's own keys.
 
     Raises:
         InvalidLayout: an unknown key, or a key given twice.
@@ -249,7 +249,7 @@ _MOST_DEGREES = 8
 
 
 def check_layout(layout: Layout, facts: ModelFacts) -> None:
-    """Refuse a layout that the model's sizes rule out, before the model is traced.
+    """Raise if the model's sizes rule out the layout. This happens before the model is traced.
 
     ``facts`` describe the whole model and sequence; sizes that are ``None`` are not checked.
 
@@ -299,7 +299,10 @@ def check_layout(layout: Layout, facts: ModelFacts) -> None:
 
 
 def _check_key_heads(layout: Layout, facts: ModelFacts) -> None:
-    """Require that ranks divide the key heads, or key heads divide the ranks: the heads are then replicated."""
+    """Require that the ranks divide the key-value heads, or that the ranks are a multiple of these heads.
+
+    In the second case, each head is copied to several ranks.
+    """
     heads = facts.kv_heads
     if heads is None or heads % layout.tp == 0 or layout.tp % heads == 0:
         return
@@ -321,7 +324,7 @@ def _check_divides(size: int | None, degree: int, given: str, what: str, name: s
 
 
 def _degrees(size: int) -> str:
-    """List the divisors of a size above 1, smallest first."""
+    """List the divisors of a size above 1 as text, smallest first."""
     found = [str(each) for each in range(2, min(size, 4096) + 1) if size % each == 0]
     shown = ", ".join(found[:_MOST_DEGREES]) or "1 alone"
     return f"{shown}, …" if len(found) > _MOST_DEGREES else shown

@@ -1,4 +1,4 @@
-"""Find the pipeline stage of every op, parameter and storage, and what crosses stage boundaries, without torch."""
+"""Finds the pipeline stage of every op, parameter and storage, and what crosses stage boundaries, without torch."""
 
 from __future__ import annotations
 
@@ -17,30 +17,33 @@ from plimsoll.errors import InvalidLayout
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """Assignment of ops, regions and storages to stages. ``op_stages`` is by tick, ``starts`` has each stage's first region."""
+    """The assignment of ops, regions and storages to pipeline stages, as data.
+
+    ``op_stages`` has the stage of each op. ``starts`` has the index of each stage's first region.
+    """
 
     starts: tuple[int, ...]
     stage_of: tuple[int, ...]
-    """The stage of every region call."""
+    """The stage of each region call, in the order of the calls."""
     op_stages: tuple[int, ...]
     static_stages: dict[int, frozenset[int]]
-    """The stages that hold each storage that existed before the step."""
+    """A mapping from each storage that existed before the step to the stages that hold it."""
     parameter_stages: tuple[frozenset[int], ...]
-    """The stages that hold each parameter, in the order of the trace's parameters."""
+    """For each parameter, in the order of the trace's parameters, the stages that hold it."""
 
     @property
     def stages(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
         return len(self.starts)
 
 
 def assign(trace: Trace, counts: Sequence[int]) -> Membership:
-    """Assign every op and every static storage to stages.
+    """Assign to pipeline stages every op, and every storage that existed before the step.
 
     Forward is cut where the first region call of a stage starts: ops between the regions of two stages belong to the earlier
-    stage. In backward the order is reversed: an op outside all regions belongs to the stage of the next region, since it
-    makes what that region's backward reads. ``counts`` is the number of region calls of each stage; the trace must not
-    contain an optimizer step.
+    stage. In backward the order is reversed: an op outside all regions belongs to the stage of the next region, since it makes
+    what that region's backward reads. ``counts`` is the number of region calls of each stage; the trace must not contain an
+    optimizer step.
     """
     assert sum(counts) == len(trace.regions), "every region call belongs to one stage"
     assert all(op.phase is not Phase.OPTIMIZER for op in trace.ops), (
@@ -70,7 +73,9 @@ def assign(trace: Trace, counts: Sequence[int]) -> Membership:
 
 
 def even_counts(regions: int, stages: int) -> tuple[int, ...]:
-    """Divide region calls among stages as evenly as possible; the first and the last stage get the smaller numbers.
+    """Return the number of region calls of each stage, as even as possible.
+
+    The first and the last stage get the smaller numbers.
 
     Example:
         >>> even_counts(32, 4), even_counts(126, 16)
@@ -83,16 +88,15 @@ def even_counts(regions: int, stages: int) -> tuple[int, ...]:
 
 
 def stage_counts(trace: Trace, layout: Layout, facts: ModelFacts, costs: Callable[[], Costs]) -> tuple[int, ...]:
-    """Return how many region calls each stage gets, by the layout's own numbers or its rule.
+    """Return the number of region calls of each stage, by the layout's own numbers or its rule.
 
     Args:
         trace: the whole step.
         layout: its stages, and the rule that cuts them.
         facts: sizes of the model, which nanotron's rule uses as weights.
-        costs: returns the seconds of the ops; called only if stages are cut by cost.
+        costs: a function that returns the seconds of the ops; it is called only if stages are cut by cost.
 
     Raises:
-        InvalidLayout: the rule cannot cut the model.
         InvalidLayout: the rule cannot cut the model.
 
     Source: nanotron's ``build_model`` and ``get_block_compute_costs``; Megatron-Core's ``get_num_layers_to_build``;
@@ -114,9 +118,10 @@ def stage_counts(trace: Trace, layout: Layout, facts: ModelFacts, costs: Callabl
 
 
 def _as_layers(blocks: int, stages: int, rule: StageRule) -> tuple[int, ...]:
-    """Divide blocks evenly, counting embedding and head as one block each, or not at all (Megatron).
+    """Divide blocks evenly among the stages, and return the number of each stage.
 
-    A remainder goes to the first stages for torchtitan, and is refused for Megatron.
+    Embedding and head count as one block each, except for Megatron's rule. A remainder goes to the first stages for
+    torchtitan's rule, and is refused for the other rules.
     """
     weight = 0 if rule is StageRule.MEGATRON else 1
     least, more = divmod(blocks + 2 * weight, stages)
@@ -134,7 +139,11 @@ def _as_layers(blocks: int, stages: int, rule: StageRule) -> tuple[int, ...]:
 
 
 def _as_nanotron(blocks: int, stages: int, facts: ModelFacts) -> tuple[int, ...]:
-    """Fill each stage with blocks until its multiplied parameters exceed its share; the head counts with its own parameters."""
+    """Return the blocks of each stage as nanotron divides them.
+
+    A stage is filled with blocks until their multiplied parameters exceed the stage's share. The head counts with its own
+    parameters.
+    """
     hidden, wide, words = facts.hidden, facts.intermediate, facts.vocabulary
     if hidden is None or wide is None or words is None:
         raise InvalidLayout(
@@ -156,7 +165,10 @@ def _as_nanotron(blocks: int, stages: int, facts: ModelFacts) -> tuple[int, ...]
 
 
 def _block_seconds(trace: Trace, costs: Costs) -> list[float]:
-    """Seconds of every block; the first includes what precedes all blocks, the last the head and the loss."""
+    """Return the seconds of each block.
+
+    The first block includes what precedes all blocks, the last includes the head and the loss.
+    """
     seconds = [0.0] * len(trace.regions)
     for op, block in zip(trace.ops, assign(trace, [1] * len(trace.regions)).op_stages, strict=True):
         seconds[block] += costs.seconds_of(op.cost_key)
@@ -164,7 +176,10 @@ def _block_seconds(trace: Trace, costs: Costs) -> list[float]:
 
 
 def _by_cost(seconds: Sequence[float], stages: int) -> tuple[int, ...]:
-    """Divide blocks into consecutive runs such that the slowest run is as fast as possible."""
+    """Divide blocks into consecutive runs such that the slowest run is as fast as possible.
+
+    Return the number of blocks of each run.
+    """
     ends = [0.0, *itertools.accumulate(seconds)]
     # For the first n blocks divided into `stage` runs: the slowest run's seconds, and the counts.
     best: list[tuple[float, tuple[int, ...]]] = [(end, (n,)) for n, end in enumerate(ends)]
@@ -181,7 +196,7 @@ def _by_cost(seconds: Sequence[float], stages: int) -> tuple[int, ...]:
 
 
 def _users(trace: Trace, op_stages: Sequence[int]) -> dict[str, set[int]]:
-    """The stages that run forward ops of each module."""
+    """Return a mapping from each module to the stages that run forward ops of it."""
     users: dict[str, set[int]] = {}
     for tick, op in enumerate(trace.ops):
         if op.phase is Phase.FORWARD:
@@ -190,7 +205,10 @@ def _users(trace: Trace, op_stages: Sequence[int]) -> dict[str, set[int]]:
 
 
 def readers_of(trace: Trace, stage_of: Sequence[int]) -> dict[int, set[int]]:
-    """The stages whose regions read or save each storage; merely passing it through a region does not count."""
+    """Return a mapping from each storage to the stages whose regions read or save it.
+
+    Merely passing it through a region does not count.
+    """
     readers: dict[int, set[int]] = {}
     for call in trace.regions:
         graph = call.graph
@@ -220,7 +238,7 @@ def _parameter_stages(
 
 
 def region_of(name: str, regions: Container[str]) -> str | None:
-    """Return the region that contains a parameter or buffer, by its name."""
+    """Return the region that contains a parameter or buffer, by its name; ``None`` if it is outside all regions."""
     parts = name.split(".")
     prefixes = (".".join(parts[:depth]) for depth in range(len(parts)))
     return next((prefix for prefix in prefixes if prefix in regions), None)
@@ -258,10 +276,11 @@ def tied_parameters(trace: Trace, members: Membership) -> tuple[TraceParameter, 
 
 @dataclass(frozen=True, slots=True)
 class Crossings:
-    """Storages that cross stage boundaries, by stage.
+    """The storages that cross stage boundaries, as data.
 
-    ``received``: made by an earlier stage, needed by this stage or a later one. ``gradients``: pairs of a sent storage and its
-    gradient, which a later stage made. ``made_anew``: by storage, the later stages that compute it again from the batch.
+    ``received`` has, for each stage, the storages that an earlier stage made and this stage or a later one needs. ``gradients``
+    has, for each stage, pairs of a storage that it sent and the gradient of that storage, which a later stage made.
+    ``made_anew`` maps a storage to the later stages that compute it again from the batch.
     """
 
     received: tuple[frozenset[int], ...]
@@ -270,7 +289,7 @@ class Crossings:
 
 
 def find_crossings(trace: Trace, members: Membership) -> Crossings:
-    """Find what every boundary carries; ``members`` has the stage of every op."""
+    """Find the storages that cross each boundary between stages. ``members`` has the stage of every op."""
     readers = readers_of(trace, members.stage_of)
     received: list[set[int]] = [set() for _ in range(members.stages)]
     made_anew: dict[int, frozenset[int]] = {}
@@ -295,7 +314,10 @@ def find_crossings(trace: Trace, members: Membership) -> Crossings:
 
 
 def _later_readers(trace: Trace, members: Membership, storage: Storage, readers: set[int]) -> set[int]:
-    """Stages after the maker of a forward storage that read it; a storage that dies while the head runs is read by the head."""
+    """Return the stages after the maker of a forward storage that read the storage.
+
+    A storage that dies while the head runs is read by the head.
+    """
     if storage.born < 0 or trace.ops[storage.born].phase is not Phase.FORWARD:
         return set()
     home, last = members.op_stages[storage.born], members.stages - 1
@@ -308,7 +330,10 @@ def _later_readers(trace: Trace, members: Membership, storage: Storage, readers:
 
 
 def _gradients(trace: Trace, members: Membership, stage: int, sent: set[int]) -> tuple[tuple[int, int], ...]:
-    """Pair each storage that a stage sent with its gradient: alive when the stage's backward begins, and of equal size."""
+    """Pair each storage that a stage sent with its gradient.
+
+    The gradient is a storage of equal size that is alive when the stage's backward begins.
+    """
     begins = next(
         (t for t, op in enumerate(trace.ops) if op.phase is Phase.BACKWARD and members.op_stages[t] == stage), -1
     )

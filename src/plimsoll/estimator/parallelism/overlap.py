@@ -1,4 +1,4 @@
-"""Add up the seconds of one rank's micro-batch, with data-parallel collectives overlapping its ops, without torch.
+"""Adds up the seconds of one rank's micro-batch, with data-parallel collectives overlapping its ops, without torch.
 
 There are two streams. One computes, and runs the collectives of tensor, context and expert parallelism, which its ops wait for.
 The other runs the data-parallel collectives, one after the other.
@@ -34,7 +34,7 @@ _REDUCE_SCATTER = "reduce_scatter"
 
 @dataclass(frozen=True, slots=True)
 class OverlappedSeconds:
-    """One rank's seconds: forward and backward of one micro-batch, and the additional time per step.
+    """One rank's seconds, as data: forward and backward of one micro-batch, and the additional time per step.
 
     ``reduction_seconds`` is what the all-reduce of replicated gradients adds to the last micro-batch's backward,
     ``optimizer_seconds`` is the optimizer's step and the gather that follows it. Data-parallel collectives of forward and
@@ -50,12 +50,17 @@ class OverlappedSeconds:
 
     @property
     def hidden_share(self) -> float:
-        """Hidden share of the data-parallel collectives' time in forward and backward; 1 without such collectives."""
+        """The share of the data-parallel collectives' time in forward and backward that compute hides.
+
+        It is 1 without such collectives.
+        """
         return 1.0 - self.exposed_seconds / self.communication_seconds if self.communication_seconds else 1.0
 
 
 def overlapped_seconds(trace: Trace, costs: Costs, *, gathers_late: bool = False) -> OverlappedSeconds:
-    """Seconds of one rank with overlapping data-parallel collectives; ``gathers_late`` overlaps the optimizer's gather too.
+    """Return the seconds of one rank whose data-parallel collectives overlap with compute.
+
+    With ``gathers_late``, the gather after the optimizer's step overlaps with the next forward.
 
     Example:
         >>> seconds = overlapped_seconds(trace, roofline_costs(trace, device, layout))  # doctest: +SKIP
@@ -90,7 +95,7 @@ def _is_shared(trace: Trace, cost_key: str) -> bool:
 
 
 class _Streams:
-    """Walks through a trace with a clock per stream. ``ends`` is the time at which each phase ends."""
+    """Walks through a trace with one clock for compute and one for collectives. ``ends`` is the time when each phase ends."""
 
     def __init__(self, trace: Trace, costs: Costs, *, reduces: bool, gathers_late: bool) -> None:
         self.now = 0.0
@@ -145,7 +150,7 @@ class _Streams:
             self.reduced = end
 
     def _leave(self, phase: Phase) -> None:
-        """End a phase; the end of backward waits for its reductions."""
+        """Note the time when a phase ends. The end of backward waits for its reductions."""
         if phase is Phase.BACKWARD:
             self.now = max(self.now, self.scattered, self.reduced)
         self.ends[phase] = self.now
@@ -156,11 +161,11 @@ _DATA_PARALLEL = ("dp", *BESIDE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSeconds:
-    """Seconds of one micro-batch, without recomputation, data-parallel collectives and the optimizer's step.
+    """The seconds of one micro-batch, without recomputation, data-parallel collectives and the optimizer's step.
 
-    ``weight_gradient_seconds`` is the part of backward that makes gradients of parameters, ``communication_seconds`` the
-    part of forward and backward in collectives. ``model_flops`` counts the arithmetic of both phases, ``product_seconds`` the
-    time of matrix products, convolutions and attention.
+    ``weight_gradient_seconds`` is the part of backward that makes gradients of parameters, ``communication_seconds`` the part
+    of forward and backward in collectives. ``model_flops`` counts the arithmetic of both phases, ``product_seconds`` the time
+    of matrix products, convolutions and attention.
     """
 
     forward_seconds: float
@@ -172,7 +177,7 @@ class RankSeconds:
 
 
 def measure_rank(trace: Trace, costs: Costs) -> RankSeconds:
-    """Add up the seconds of a rank's ops by phase."""
+    """Add up the seconds of a rank's ops by phase and kind."""
     makers = {storage.born for storage in trace.storages if storage.category is Category.GRADIENT and storage.born >= 0}
     seconds = dict.fromkeys(Phase, 0.0)
     weight_gradient = communication = products = 0.0

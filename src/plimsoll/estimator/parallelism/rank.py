@@ -1,4 +1,4 @@
-"""Turn a stage's trace into one rank's: memory and ops of ZeRO, data parallelism and the optimizer, without torch.
+"""Turns a stage's trace into one rank's trace: adds memory and ops of ZeRO, data parallelism and optimizer, without torch.
 
 Added to the trace are ZeRO's shards and gathered copies, collectives as ops with their buffers, gradients that last over
 micro-batches, optimizer state, master weights, and the optimizer's step as one op at the end. The trace stays that of one
@@ -54,11 +54,14 @@ from plimsoll.units import MIB
 _FIRST_BUCKET_BYTES = MIB
 _BUCKET_BYTES = 25 * MIB
 _TICKS_TO_ACCUMULATE = 2
-"""How long a new gradient lives: while it is made, and while it is added to the accumulated one."""
+"""How many ops a new gradient lives for: while it is made, and while it is added to the accumulated gradient."""
 
 
 def accumulate(edit: Edit, gradients: Sequence[Gradients], held: HeldTypes) -> None:
-    """Make gradients exist from the start; new ones live only until they are added."""
+    """Change the trace so that gradients exist from the start, as when micro-batches accumulate.
+
+    New gradients live only until they are added to these.
+    """
     for each in gradients:
         times = each.unit.times(is_wide=held.gradients)
         for storage in each.storages:
@@ -67,7 +70,9 @@ def accumulate(edit: Edit, gradients: Sequence[Gradients], held: HeldTypes) -> N
 
 
 def step_early(edit: Edit, gradients: Sequence[Gradients], optimizer: OptimizerUse) -> None:
-    """Free every gradient right after its parameter is updated; add what one such step allocates."""
+    """Change the trace so that every gradient is freed right after its parameter is updated, and add the memory that one such
+    update allocates.
+    """
     spec = OpSpec(name="early_step", flops=0, moved_bytes=0, dtype="f32")  # the whole step's op carries the seconds
     makers = {storage.born for each in gradients for storage in each.storages}
     for each in gradients:
@@ -83,7 +88,9 @@ def step_early(edit: Edit, gradients: Sequence[Gradients], optimizer: OptimizerU
 
 
 def reduce_in_buckets(edit: Edit, gradients: Sequence[Gradients], held: HeldTypes) -> None:
-    """Keep gradients in buckets, and all-reduce each bucket when it is full."""
+    """Change the trace so that gradients are kept in buckets, as DDP does, and add an all-reduce for each bucket when it is
+    full.
+    """
     for is_expert in (False, True):
         mine = [each for each in gradients if each.unit.is_expert is is_expert]
         storages = [storage for each in mine for storage in each.storages]
@@ -101,7 +108,10 @@ def reduce_in_buckets(edit: Edit, gradients: Sequence[Gradients], held: HeldType
 
 
 def _make_passing(edit: Edit, storage: Storage, held: HeldTypes) -> None:
-    """End a new gradient's life when it is added to the accumulated one; a chunked loss makes its gradients in forward."""
+    """End a new gradient's life when it is added to the accumulated gradient.
+
+    A chunked loss makes its gradients in forward; they are added when backward starts.
+    """
     if held.own_gradients:
         edit.add(storage.bytes, Category.GRADIENT, f"own type of {storage.label}", -1, None)
     ops = edit.trace.ops
@@ -112,7 +122,7 @@ def _make_passing(edit: Edit, storage: Storage, held: HeldTypes) -> None:
 
 
 def _buckets(storages: Sequence[Storage]) -> list[list[Storage]]:
-    """Split gradients into consecutive buckets; the gradient that fills a bucket is its last."""
+    """Split gradients into consecutive buckets. The gradient that fills a bucket is the bucket's last."""
     found: list[list[Storage]] = []
     room = 0
     for storage in storages:
@@ -126,7 +136,7 @@ def _buckets(storages: Sequence[Storage]) -> list[list[Storage]]:
 
 @dataclass(slots=True)
 class Sharding:
-    """Inserts the collectives and buffers of ZeRO-2 and -3 into an edit, in order of execution."""
+    """Inserts the collectives and buffers of ZeRO-2 and ZeRO-3 into a trace, in order of execution."""
 
     edit: Edit
     layout: Layout
@@ -134,13 +144,13 @@ class Sharding:
     held: HeldTypes = AS_COMPUTED
     is_stepping_early: bool = False
     _waiting: list[int] = field(default_factory=list)
-    """Gather buffers that the next gather in forward will free."""
+    """The gather buffers that the next gather in forward will free."""
     _prefetched: dict[str, list[tuple[ShardedUnit, int]]] = field(default_factory=dict)
     _last_input: int = -1
-    """The input buffer of the latest reduce-scatter."""
+    """The id of the input buffer of the latest reduce-scatter; -1 before the first."""
 
     def shard_parameters(self) -> tuple[TraceParameter, ...]:
-        """Add every parameter's shard as a storage; return the parameters as the rank holds them."""
+        """Add the shard of each parameter to the trace as a storage. Return the parameters as the rank holds them."""
         ranks = {p.name: unit.ranks for unit in self.units for p in unit.parameters}
         found = []
         for parameter in self.edit.trace.parameters:
@@ -155,7 +165,10 @@ class Sharding:
         return tuple(found)
 
     def gather_in_forward(self) -> None:
-        """Gather the root first, for the whole step; then each block before it runs."""
+        """Insert the gathers of ZeRO-3 in forward.
+
+        The root is gathered first, for the whole step; then each block before it runs.
+        """
         sharded = [unit for unit in self.units if unit.ranks > 1]
         roots = [unit for unit in sharded if not unit.calls]
         self._copy_out_in_forward(0, [(unit, self._gather(0, unit)) for unit in roots])
@@ -206,7 +219,10 @@ class Sharding:
                 self.edit.add(size, Category.PARAMETER, _unsharded(parameter), born, dies)
 
     def run_backward(self, gradients: Sequence[Gradients], *, is_gathering: bool) -> None:
-        """Insert gathers (ZeRO-3) and reductions from the last block to the first; the root's gradients come at the end."""
+        """Insert gathers (ZeRO-3) and reductions in backward, from the last block to the first.
+
+        The root's gradients are reduced at the end.
+        """
         trace = self.edit.trace
         calls = sorted((call for call in trace.regions if call.backward[0] >= 0), key=lambda call: call.backward[0])
         pending = list(gradients)
@@ -231,7 +247,10 @@ class Sharding:
         self._prefetched[call.name] = [(unit, self._gather(tick, unit)) for unit in mine]
 
     def _reduce(self, gradients: Gradients) -> None:
-        """Copy gradients into a buffer, free them and reduce-scatter; with several micro-batches add to existing shards."""
+        """Copy gradients into a buffer, free them and reduce-scatter the buffer.
+
+        With several micro-batches, the result is added to existing shards.
+        """
         unit, tick, edit = gradients.unit, gradients.whole, self.edit
         own_bytes, times = unit.padded_gradient_bytes, unit.times(is_wide=self.held.reduced)
         whole_bytes, dtype = times * own_bytes, "f32" if times > 1 else unit.dtype
@@ -252,7 +271,10 @@ class Sharding:
         self._keep_shard(unit, reduced, tick, (whole_bytes // unit.ranks, kept // unit.ranks))
 
     def _keep_shard(self, unit: ShardedUnit, reduced: Inserted, tick: int, sizes: tuple[int, int]) -> None:
-        """Keep the reduced shard; ``sizes`` are its bytes as reduced and as kept, which may differ in dtype."""
+        """Keep the reduced shard of a unit's gradients.
+
+        ``sizes`` are the shard's bytes as reduced and as kept, which may differ in dtype.
+        """
         edit, label = self.edit, f"gradient shards of {unit.label}"
         size, kept = sizes
         is_adding = self.layout.micro_batches > 1
@@ -269,7 +291,10 @@ class Sharding:
             edit.add(kept, Category.GRADIENT, label, reduced, reduced.done if self.is_stepping_early else None)
 
     def gather_after_step(self) -> None:
-        """ZeRO-1 and -2: gather the updated parts of all ranks, in place."""
+        """Insert, for ZeRO-1 and ZeRO-2, the gather of the parts that the ranks updated.
+
+        It happens in place, after the optimizer's step.
+        """
         for unit in self.units:
             if unit.ranks > 1:
                 whole_bytes = sum(p.bytes for p in unit.parameters if p.is_trainable)
@@ -283,7 +308,7 @@ def _unsharded(parameter: TraceParameter) -> str:
 
 PARTLY_SHARDED = 2
 _PARAMETER_SHARDS = 3
-"""The first stages of ZeRO that shard gradients and parameters."""
+"""The first stage of ZeRO that shards parameters. ``PARTLY_SHARDED`` is the first stage that shards gradients."""
 
 
 def rank_trace(
@@ -294,12 +319,12 @@ def rank_trace(
     *,
     is_stepping_early: bool = False,
 ) -> Trace:
-    """Return the step of one rank of a stage.
+    """Return the trace of the step that one rank of a stage runs.
 
     The stage's trace is one micro-batch without an optimizer step. ``optimizer`` must be made for
-    ``rank_parameters(stage_trace, layout)``; ``None``: no state and no step. ``held`` says what is float32 although the model
-    is not. With ``is_stepping_early`` the optimizer updates each parameter once its gradient exists. The effects of ``tp``
-    and ``sp`` are already in the trace.
+    ``rank_parameters(stage_trace, layout)``; ``None`` means that there is neither state nor a step. ``held`` says what is
+    float32 although the model is not. With ``is_stepping_early`` the optimizer updates each parameter once its gradient exists.
+    The effects of ``tp`` and ``sp`` are already in the trace.
 
     The result describes a rank with full shards. Its collectives over the data-parallel ranks are ops of the group ``shards``,
     their buffers have the category COMMUNICATION, and its parameters are those that the rank updates.
@@ -342,7 +367,9 @@ def rank_trace(
 
 
 def _step(edit: Edit, optimizer: OptimizerUse) -> None:
-    """Add state and master weights from the start, and the step as one op with the temporaries of its peak."""
+    """Add the optimizer to the trace: state and master weights from the start, and the step as one op with the temporaries of
+    its peak.
+    """
     for name, size in optimizer.state_bytes.items():
         edit.add(size, Category.OPTIMIZER_STATE, f"optimizer state:{name}", -1, None)
     for name, size in optimizer.master_bytes.items():
@@ -358,7 +385,7 @@ def _step(edit: Edit, optimizer: OptimizerUse) -> None:
 
 
 def sharding_notes(layout: Layout) -> tuple[str, ...]:
-    """Notes on how ZeRO and expert parallelism are assumed to run where there is a choice."""
+    """Return notes on how ZeRO and expert parallelism are assumed to run where there is a choice."""
     notes = []
     if layout.zero == _PARAMETER_SHARDS and layout.shards > 1:
         notes.append(

@@ -1,14 +1,14 @@
-"""Cut a traced step into the stages of a pipeline, each with a trace of its own, without torch.
+"""Cuts a traced step into the stages of a pipeline, each with a trace of its own, without torch.
 
-The region calls are cut into consecutive runs, as even as possible: if they do not divide, the first and the last stage get
-the smaller runs, since they also hold embedding and head. Ops before the regions belong to the first stage, ops after them to
-the last, ops between the regions of two stages to the earlier one.
+The region calls are cut into consecutive runs, as even as possible: if they do not divide, the first and the last stage get the
+smaller runs, since they also hold embedding and head. Ops before the regions belong to the first stage, ops after them to the
+last, ops between the regions of two stages to the earlier one.
 
-At a boundary there is one new tensor on each side. A tensor that the previous stage made and this stage reads is *received*:
-it lives from this stage's first op to the end of its backward. The previous stage holds what it *sent* to the end of its
-backward too, and then also the gradient that it receives: the caller of backward has both (Megatron can free the sent data).
-Tensors that forward computes before the first region (positions, masks, rotary tables) are not sent: every stage that
-reads one computes it again.
+At a boundary there is one new tensor on each side. A tensor that the previous stage made and this stage reads is *received*: it
+lives from this stage's first op to the end of its backward. The previous stage holds what it *sent* to the end of its backward
+too, and then also the gradient that it receives: the caller of backward has both (Megatron can free the sent data). Tensors
+that forward computes before the first region (positions, masks, rotary tables) are not sent: every stage that reads one
+computes it again.
 
 torch.distributed.pipelining allocates receive buffers for all micro-batches in advance and never frees them; that is not
 modelled here.
@@ -41,7 +41,7 @@ from plimsoll.estimator.parallelism.members import (
 
 @dataclass(frozen=True, slots=True)
 class StageTrace:
-    """One stage of a pipeline: its own step as a trace, and what it exchanges with its neighbours per micro-batch.
+    """One stage of a pipeline, as data: its own step as a trace, and what it exchanges with its neighbours per micro-batch.
 
     ``regions`` are indices of the whole trace's region calls. ``received_bytes`` come from the previous stage in forward; in
     backward, as many bytes go back for tensors that have a gradient.
@@ -56,7 +56,7 @@ class StageTrace:
 def split_stages(
     trace: Trace, layout: Layout, *, counts: Sequence[int] | None = None, keeps_sent: bool = True
 ) -> tuple[StageTrace, ...]:
-    """Return the step of one micro-batch, stage by stage.
+    """Cut the step of one micro-batch into stages, and return the trace of each stage.
 
     The trace must not contain an optimizer step. ``counts`` are region calls per stage, by default as even as possible. Stages
     are in the order of the model, and each op is in one of them; a single stage has the trace unchanged. ``keeps_sent`` says
@@ -94,7 +94,7 @@ def split_stages(
 
 
 def _storages_of_stages(trace: Trace, members: Membership, crossings: Crossings) -> list[list[Storage]]:
-    """Per stage, the storages that it makes, holds from the start or receives, in the order of the trace."""
+    """Return, for each stage, the storages that it makes, holds from the start or receives, in the order of the trace."""
     brought: dict[int, set[int]] = {}
     for index, received in enumerate(crossings.received):
         for number in received:
@@ -127,7 +127,7 @@ def _checked(trace: Trace, layout: Layout, counts: Sequence[int] | None) -> tupl
 
 
 class _Stage:
-    """Builds one stage's trace: renumbers its ticks, storages and regions."""
+    """Builds the trace of one stage. Its ticks (positions of ops), storages and regions are numbered anew."""
 
     def __init__(
         self, trace: Trace, members: Membership, crossings: Crossings, index: int, *, keeps_sent: bool
@@ -147,11 +147,11 @@ class _Stage:
         self.storages: list[Storage] = []
 
     def tick(self, tick: int) -> int:
-        """Convert a tick of the whole step to the stage's own; -1 stays -1."""
+        """Convert a tick (the position of an op) of the whole step to a tick of the stage. -1 stays -1."""
         return tick if tick < 0 else self.before[min(tick, len(self.trace.ops))]
 
     def build(self, storages: Sequence[Storage]) -> Trace:
-        """Return the stage's own trace with these storages."""
+        """Return the stage's own trace, with these storages of the whole trace."""
         for storage in storages:
             self._add(storage)
         self._add_received_gradients()
@@ -212,7 +212,7 @@ class _Stage:
             )
 
     def _complete_gradients(self) -> None:
-        """Give a tied parameter a gradient in every stage that holds it; the whole step adds them up in one."""
+        """Give a tied parameter a gradient in every stage that holds it, because the whole step adds them up in one stage."""
         tied = [p for p in tied_parameters(self.trace, self.members) if p.is_trainable and p.storage in self.ids]
         mine = [p for p, s in zip(self.trace.parameters, self.members.parameter_stages, strict=True) if self.index in s]
         wanted = Counter(p.bytes for p in mine if p.is_trainable)

@@ -1,8 +1,8 @@
-"""Group the parameters of one stage into units, which are gathered and reduced together, without torch.
+"""Groups the parameters of one stage into units, which are gathered and reduced together, without torch.
 
 A unit is what ``fully_shard`` would be called on: every block (region) with its parameters, and the rest as the root. Under
-expert parallelism a block's experts are a separate unit: expert-parallel ranks hold different experts, so only
-``dp * cp / ep`` ranks hold the same ones.
+expert parallelism a block's experts are a separate unit: expert-parallel ranks hold different experts, so only ``dp * cp / ep``
+ranks hold the same ones.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ ROOT = ""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldTypes:
-    """What a rank holds in float32 although the model computes in 16 bits: shards, reduced gradients, lasting gradients.
+    """What a rank holds in float32 although the model computes in 16 bits, as data.
 
-    ``on_host``: shards and their gradients are on the host (FSDP2's ``CPUOffloadPolicy``, ZeRO-Infinity). ``own_gradients``:
-    gradients in the model's dtype last as well (DeepSpeed's ``BF16_Optimizer`` zeroes them and keeps them).
+    ``shards`` are the shards of parameters. ``reduced`` are gradients while they are reduced. ``gradients`` are gradients that
+    last until the step. ``on_host``: shards and their gradients are on the host (FSDP2's ``CPUOffloadPolicy``, ZeRO-Infinity).
+    ``own_gradients``: gradients in the model's dtype last as well (DeepSpeed's ``BF16_Optimizer`` zeroes them and keeps them).
     """
 
     shards: bool = False
@@ -38,13 +39,13 @@ class HeldTypes:
 
 
 AS_COMPUTED = HeldTypes()
-"""Everything is held in the dtypes of the trace."""
+"""Everything is held in the dtype that the model computes in."""
 _WIDE_BYTES = 4
 _NARROW = ("bf16", "f16")
 
 
 def in_f32(parameter: TraceParameter) -> TraceParameter:
-    """Return a 16-bit parameter with its float32 dtype and size; others are unchanged."""
+    """Return the parameter with dtype and size in float32 if it has 16 bits. Other parameters are unchanged."""
     if parameter.dtype not in _NARROW:
         return parameter
     return replace(parameter, dtype="f32", bytes=math.prod(parameter.shape) * _WIDE_BYTES)
@@ -52,7 +53,11 @@ def in_f32(parameter: TraceParameter) -> TraceParameter:
 
 @dataclass(frozen=True, slots=True)
 class ShardedUnit:
-    """Parameters that are sharded over ``ranks`` ranks and move together; ``calls`` are the calls of their block."""
+    """The parameters of one block, of its experts, or of the rest of the model: they are sharded over ``ranks`` ranks and
+    gathered together.
+
+    ``calls`` are the calls of the block.
+    """
 
     name: str
     is_expert: bool
@@ -62,31 +67,34 @@ class ShardedUnit:
 
     @property
     def label(self) -> str:
-        """The unit's name in messages."""
+        """The name that messages give the unit."""
         return (self.name or "the rest of the model") + (" experts" if self.is_expert else "")
 
     @property
     def dtype(self) -> str:
-        """The dtype of its parameters."""
+        """The dtype of the unit's parameters."""
         return self.parameters[0].dtype
 
     def times(self, *, is_wide: bool) -> int:
-        """Factor from its own bytes to its bytes in float32 (``is_wide``) or in its own dtype."""
+        """Return the factor from the unit's own bytes to its bytes in float32 (``is_wide``) or in its own dtype: 1 or 2."""
         return 2 if is_wide and self.dtype in _NARROW else 1
 
     @property
     def padded_bytes(self) -> int:
-        """Bytes of all its parameters unsharded, each padded to a multiple of the ranks."""
+        """The bytes of all the unit's parameters before sharding, each padded to a multiple of the ranks."""
         return sum(self.ranks * shard_bytes(p, self.ranks) for p in self.parameters)
 
     @property
     def padded_gradient_bytes(self) -> int:
-        """Like ``padded_bytes``, for trainable parameters only."""
+        """The bytes of the unit's trainable parameters before sharding, each padded to a multiple of the ranks."""
         return sum(self.ranks * shard_bytes(p, self.ranks) for p in self.parameters if p.is_trainable)
 
 
 def find_units(trace: Trace, layout: Layout) -> tuple[ShardedUnit, ...]:
-    """Return the units of one stage, the root last."""
+    """Return the units of one stage: groups of parameters that are sharded and gathered together.
+
+    Each block is a unit. The root, with the parameters outside blocks, is last.
+    """
     names = dict.fromkeys(call.name for call in trace.regions)
     members: dict[tuple[str, bool], list[TraceParameter]] = {}
     for parameter in trace.parameters:
@@ -107,7 +115,8 @@ def find_units(trace: Trace, layout: Layout) -> tuple[ShardedUnit, ...]:
 
 
 def rank_parameters(trace: Trace, layout: Layout, held: HeldTypes = AS_COMPUTED) -> tuple[TraceParameter, ...]:
-    """Return the parameters that one rank updates: with ZeRO its share of each, cut along the first dimension.
+    """Return the parameters that one rank updates. With ZeRO they are its share of each parameter, cut along the first
+    dimension.
 
     The optimizer's memory follows from these. They describe a rank with full shards: the last ranks may have less.
 
@@ -123,7 +132,7 @@ def rank_parameters(trace: Trace, layout: Layout, held: HeldTypes = AS_COMPUTED)
 
 
 def shard_bytes(parameter: TraceParameter, ranks: int) -> int:
-    """Bytes of one rank's shard, with padding: FSDP2 pads the first dimension to a multiple of the ranks.
+    """Return the bytes of one rank's shard, with padding: FSDP2 pads the first dimension to a multiple of the ranks.
 
     Example:
         >>> shard_bytes(TraceParameter(name="w", shape=(10, 3), dtype="f32", bytes=120, storage=0), 4)
@@ -133,12 +142,12 @@ def shard_bytes(parameter: TraceParameter, ranks: int) -> int:
 
 
 def is_expert(name: str) -> bool:
-    """Whether a parameter belongs to routed experts (shared experts, which see all tokens, do not count)."""
+    """Whether a parameter belongs to routed experts. Shared experts, which see all tokens, do not count."""
     return "experts" in name.split(".")
 
 
 def shard_of(parameter: TraceParameter, ranks: int) -> TraceParameter:
-    """Return the padded shard that one rank holds; a parameter without dimensions cannot be cut."""
+    """Return the padded shard that one rank holds. A parameter without dimensions cannot be cut and is returned unchanged."""
     if not parameter.shape or not parameter.bytes:
         return parameter
     first, *others = parameter.shape
@@ -149,7 +158,10 @@ def shard_of(parameter: TraceParameter, ranks: int) -> TraceParameter:
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """The gradients that backward makes for one unit; all of them exist before tick ``whole``."""
+    """The gradients that backward makes for one unit, as data.
+
+    All of them exist before the tick (position among the ops) ``whole``.
+    """
 
     unit: ShardedUnit
     storages: tuple[Storage, ...]
@@ -157,7 +169,7 @@ class Gradients:
 
 
 def gradients_of(trace: Trace, units: Sequence[ShardedUnit]) -> tuple[Gradients, ...]:
-    """Return every unit's gradients, in the order that backward completes them.
+    """Return the gradients of each unit, in the order of their completion in backward.
 
     A block's gradients are complete when its backward ends, the root's when the whole backward ends. Gradients of a block's
     experts are distinguished from the others by their sizes.
@@ -177,7 +189,7 @@ def gradients_of(trace: Trace, units: Sequence[ShardedUnit]) -> tuple[Gradients,
 
 
 def _take(pool: list[Storage], unit: ShardedUnit) -> list[Storage]:
-    """Remove from a block's gradients those that have the sizes of the unit's parameters, and return them."""
+    """Remove from a block's gradients (``pool``) those with the sizes of the unit's parameters, and return them."""
     left = Counter(parameter.bytes for parameter in unit.parameters if parameter.is_trainable)
     mine = []
     for storage in tuple(pool):

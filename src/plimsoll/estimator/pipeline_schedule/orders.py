@@ -24,7 +24,7 @@ from plimsoll.errors import InvalidLayout
 
 
 class ActionKind(enum.StrEnum):
-    """The computation of an action."""
+    """The kind of an action: a forward, a whole backward, or one of the two halves of a split backward."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -33,7 +33,7 @@ class ActionKind(enum.StrEnum):
 
 
 class Action(NamedTuple):
-    """One stage's work on one micro-batch; ``str`` is PyTorch's notation: ``3F0`` is stage, work, micro-batch."""
+    """One stage's work on one micro-batch. ``str`` gives PyTorch's notation: ``3F0`` is stage, work, micro-batch."""
 
     stage: int
     work: ActionKind
@@ -44,14 +44,13 @@ class Action(NamedTuple):
 
 
 Orders = tuple[tuple[Action, ...], ...]
-"""The actions of every rank, in order of execution."""
+"""For each rank, its actions in order of execution."""
 
 
 def pipeline_orders(layout: Layout) -> Orders:
-    """Return the actions of every rank of a layout's pipeline.
+    """Return, for each rank of a layout's pipeline, its actions in order of execution.
 
-    The result has one tuple per rank. Every stage runs F and B (or I and W) once for every micro-batch; a single stage counts
-    as a pipeline too.
+    Every stage runs F and B (or I and W) once for every micro-batch; a single stage counts as a pipeline too.
 
     Raises:
         InvalidLayout: interleaved while ranks do not divide the micro-batches, or several stages per rank without interleaving.
@@ -77,7 +76,9 @@ def pipeline_orders(layout: Layout) -> Orders:
 
 
 def check_rounds(layout: Layout) -> None:
-    """Refuse several stages per rank without interleaving, and interleaving if ranks do not divide the micro-batches."""
+    """Raise if a rank has several stages without interleaving, or if the ranks of an interleaved schedule do not divide the
+    micro-batches.
+    """
     is_interleaved = layout.schedule is PipelineSchedule.INTERLEAVED
     if layout.virtual_stages > 1 and not is_interleaved:
         raise InvalidLayout(
@@ -101,7 +102,10 @@ def _gpipe(rank: int, micro_batches: int) -> Iterator[Action]:
 
 
 def _one_f_one_b(rank: int, ranks: int, micro_batches: int, *, is_halved: bool = False) -> Iterator[Action]:
-    """1F1B; with backward split in two it is ZB-H1, where each weight gradient runs ``rank`` input gradients later."""
+    """Yield one rank's actions under 1F1B, or under ZB-H1 if backward is split in two.
+
+    In ZB-H1 each weight gradient runs ``rank`` input gradients later.
+    """
     ahead = min(ranks - 1 - rank, micro_batches)
     yield from (Action(rank, ActionKind.FORWARD, m) for m in range(ahead))
     for m in range(micro_batches):
@@ -115,7 +119,10 @@ def _one_f_one_b(rank: int, ranks: int, micro_batches: int, *, is_halved: bool =
 
 
 def _interleaved(rank: int, ranks: int, virtual: int, micro_batches: int) -> Iterator[Action]:
-    """Rounds of ``ranks`` micro-batches per stage; each earlier rank runs two more forwards ahead than the next."""
+    """Yield one rank's actions under interleaved 1F1B: rounds of ``ranks`` micro-batches per stage.
+
+    Each earlier rank runs two more forwards ahead than the next rank.
+    """
     total = virtual * micro_batches
     ahead = min((virtual - 1) * ranks + 2 * (ranks - 1 - rank), total)
     forwards: dict[int, int] = defaultdict(int)
@@ -138,13 +145,18 @@ def _interleaved(rank: int, ranks: int, virtual: int, micro_batches: int) -> Ite
 
 
 def in_flight(orders: Orders, stages: int) -> tuple[int, ...]:
-    """By stage: the most micro-batches between their forward and last backward action, which the order alone determines."""
+    """Return, for each stage, the most micro-batches that are between their forward and their last backward action at one time.
+
+    The order alone determines this.
+    """
     most = {stage: count for actions in orders for stage, count in most_in_flight(actions).items()}
     return tuple(most.get(stage, 0) for stage in range(stages))
 
 
 def most_in_flight(actions: Sequence[Action]) -> dict[int, int]:
-    """By stage of one rank: the most micro-batches that are between their forward and last backward action.
+    """Return the most micro-batches that are between forward and last backward action at one time, for each stage of one rank.
+
+    The result is a mapping from the stage's number to the number of micro-batches.
 
     Example:
         >>> most_in_flight(pipeline_orders(Layout(pp=4, micro_batches=8))[1])
@@ -159,7 +171,7 @@ def most_in_flight(actions: Sequence[Action]) -> dict[int, int]:
 
 
 def held_bytes(orders: Orders, bytes_by_stage: Sequence[int]) -> tuple[int, ...]:
-    """By rank: the most bytes that its stages hold together for micro-batches between forward and backward.
+    """Return, for each rank, the most bytes that its stages hold together for micro-batches between forward and backward.
 
     ``bytes_by_stage`` is what one micro-batch holds in each stage.
 
@@ -172,7 +184,10 @@ def held_bytes(orders: Orders, bytes_by_stage: Sequence[int]) -> tuple[int, ...]
 
 
 def _holding(actions: Sequence[Action]) -> Iterator[tuple[int, int]]:
-    """Yield stage and change: +1 when forward starts to hold a micro-batch, -1 at the last action of its backward."""
+    """Yield, for each action that changes what is held, the stage and +1 or -1.
+
+    +1 means that forward starts to hold a micro-batch, -1 that the last action of its backward frees it.
+    """
     for stage, work, _ in actions:
         if work is ActionKind.FORWARD:
             yield stage, 1
@@ -181,7 +196,7 @@ def _holding(actions: Sequence[Action]) -> Iterator[tuple[int, int]]:
 
 
 def check_orders(orders: Orders, stages: int) -> None:
-    """Refuse orders that do not form one step of a pipeline.
+    """Refuse orders that are not one step of a pipeline.
 
     Raises:
         InvalidLayout: an action is missing, runs twice, has an invalid stage, or runs on another rank than its stage.

@@ -1,8 +1,8 @@
-"""Find the peak memory of one rank of a pipeline, and the action during which it occurs, without torch.
+"""Finds the peak memory of one rank of a pipeline, and the action during which it occurs, without torch.
 
-Between actions a rank holds its stages' lasting bytes, the bytes of every micro-batch in flight, and what finished
-micro-batches leave until the step ends (returned outputs, sent tensors that were not freed). The peak occurs during an action:
-the action's own bytes are added to the bytes held meanwhile.
+An action is one stage's forward or backward of one micro-batch. Between actions a rank holds its stages' lasting bytes, the
+bytes of every micro-batch in flight, and what finished micro-batches leave until the step ends (returned outputs, sent tensors
+that were not freed). The peak occurs during an action: the action's own bytes are added to the bytes held meanwhile.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from plimsoll.estimator.pipeline_schedule.orders import Action, ActionKind
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageMemory:
-    """Bytes of one stage under one plan.
+    """The memory of one stage under one plan, as data, in bytes.
 
     ``lasting_bytes`` are held all the time: parameters, gradients, buffers. One micro-batch takes ``forward_bytes`` while its
     forward runs, ``held_bytes`` between forward and backward, and ``backward_bytes`` while backward runs. If backward is split
@@ -36,14 +36,17 @@ class StageMemory:
 
 @dataclass(frozen=True, slots=True)
 class RankPeak:
-    """The most that a rank holds, and during which action; ``None``: when outputs are merged at the end."""
+    """The most bytes that a rank holds, and the action during which it holds them.
+
+    ``action`` is ``None`` if the peak is at the end, when outputs are merged.
+    """
 
     peak_bytes: int
     action: Action | None
 
     @property
     def moment(self) -> str:
-        """The action in words."""
+        """The action of the peak in words."""
         if self.action is None:
             return "merging the outputs"
         return f"{_NAMES[self.action.work]} of micro-batch {self.action.micro_batch} in stage {self.action.stage}"
@@ -60,7 +63,8 @@ _NAMES = {
 def rank_peak(actions: Sequence[Action], stages: Mapping[int, StageMemory], *, beside_bytes: int = 0) -> RankPeak:
     """Return the peak of one rank over one step.
 
-    ``beside_bytes`` are additional bytes held all the time: receive buffers, optimizer state.
+    ``actions`` are the rank's actions in order, ``stages`` maps the rank's stages to their memory. ``beside_bytes`` are
+    additional bytes held all the time: receive buffers, optimizer state.
 
     Example:
         >>> from plimsoll.artifacts.job import Layout
@@ -83,7 +87,7 @@ def rank_peak(actions: Sequence[Action], stages: Mapping[int, StageMemory], *, b
 
 
 def _effect(work: ActionKind, stage: StageMemory) -> tuple[int, int, int]:
-    """Bytes of an action's micro-batch: held before the action, used while it runs, and held after it."""
+    """Return the bytes of an action's micro-batch: held before the action, used while it runs, and held after it."""
     match work:
         case ActionKind.FORWARD:
             return 0, stage.forward_bytes, stage.held_bytes

@@ -1,4 +1,5 @@
-"""Simulate one step of a pipeline: when each action runs, and where ranks idle, without torch.
+"""Simulates one step of a pipeline: when each action (forward or backward of a micro-batch in a stage) runs, and where ranks
+idle, without torch.
 
 The simulation is event-driven, linear in the number of actions. A rank runs its actions in order, one at a time; an action
 starts when the rank is free and its inputs have arrived:
@@ -37,7 +38,7 @@ from plimsoll.estimator.pipeline_schedule.orders import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActionSeconds:
-    """Seconds of one micro-batch in one stage.
+    """The seconds of one micro-batch in one stage, as data.
 
     ``transfer_seconds`` is the transfer of its input from the previous stage, and of that input's gradient back.
     ``recompute_seconds`` is recomputation for backward; if backward is split, it runs before the first half.
@@ -50,7 +51,7 @@ class ActionSeconds:
     transfer_seconds: float = 0.0
 
     def of(self, work: ActionKind) -> float:
-        """Seconds of one action, without recomputation."""
+        """Return the seconds of one kind of action (forward, backward or a half of backward), without recomputation."""
         match work:
             case ActionKind.FORWARD:
                 return self.forward_seconds
@@ -64,7 +65,10 @@ class ActionSeconds:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One action as it ran. Recomputation that did not run ahead takes the ``rebuild_seconds`` right before ``start``."""
+    """One action as it ran: its rank, its start and its end.
+
+    Recomputation that did not run ahead takes the ``rebuild_seconds`` right before ``start_seconds``.
+    """
 
     rank: int
     action: Action
@@ -75,42 +79,43 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class PipelineTimeline:
-    """One step of a pipeline.
+    """One simulated step of a pipeline, as data.
 
-    ``in_flight`` is by stage: the most micro-batches between the start of their forward and the end of their last backward
-    action. ``rebuilt_ahead`` is by rank: the most micro-batches whose values were rebuilt before their gradient arrived
-    (0 without running ahead). ``hidden_seconds``: recomputation that ran while the rank would idle.
+    ``in_flight`` has, for each stage, the most micro-batches between the start of their forward and the end of their last
+    backward action. ``rebuilt_ahead`` has, for each rank, the most micro-batches whose values were rebuilt before their
+    gradient arrived (0 without running ahead). ``hidden_seconds`` has, for each rank, the recomputation that ran while the rank
+    would idle.
     """
 
     events: tuple[Event, ...]
     step_seconds: float
     busy_seconds: tuple[float, ...]
-    """By rank: compute time, including recomputation."""
+    """For each rank, the seconds that it computes, including recomputation."""
     in_flight: tuple[int, ...]
     hidden_seconds: tuple[float, ...]
     rebuilt_ahead: tuple[int, ...]
 
     @property
     def idle_seconds(self) -> tuple[float, ...]:
-        """By rank: the rest of the step, when it does not compute."""
+        """For each rank, the seconds of the step when it does not compute."""
         return tuple(self.step_seconds - busy for busy in self.busy_seconds)
 
     @property
     def bubble_shares(self) -> tuple[float, ...]:
-        """By rank: idle seconds as a share of the step; (p - 1) / (m + p - 1) for 1F1B with equal stages."""
+        """For each rank, its idle seconds as a share of the step. For 1F1B with equal stages it is (p - 1) / (m + p - 1)."""
         return tuple(idle / self.step_seconds if self.step_seconds else 0.0 for idle in self.idle_seconds)
 
     @property
     def bubble_share(self) -> float:
-        """The mean of ``bubble_shares`` over ranks."""
+        """The mean of ``bubble_shares`` over the ranks."""
         return sum(self.bubble_shares) / len(self.bubble_shares)
 
 
 def simulate_pipeline(orders: Orders, stages: Sequence[ActionSeconds], *, ahead: int = 0) -> PipelineTimeline:
-    """Simulate one step of a pipeline.
+    """Simulate one step of a pipeline, and return when each action ran and where ranks idle.
 
-    ``ahead`` is how many micro-batches a rank may rebuild before their gradient arrives, while it would idle.
-    Events are sorted by start.
+    ``orders`` are the actions of each rank, ``stages`` the seconds of each stage. ``ahead`` is how many micro-batches a rank
+    may rebuild before their gradient arrives, while it would idle. Events are sorted by start.
 
     Raises:
         InvalidLayout: actions are missing, run twice or on two ranks, or ranks wait for each other forever.
@@ -143,13 +148,13 @@ def simulate_pipeline(orders: Orders, stages: Sequence[ActionSeconds], *, ahead:
 class _Rank:
     actions: tuple[Action, ...]
     backwards: deque[Action]
-    """Backwards that still need recomputation, in order of execution."""
+    """The backward actions that still need recomputation, in order of execution."""
     at: int = 0
     free_seconds: float = 0.0
     busy_seconds: float = 0.0
     hidden_seconds: float = 0.0
     rebuilt: dict[Action, float] = field(default_factory=dict)
-    """Seconds of recomputation done ahead, by the backward that needs it."""
+    """A mapping from a backward action to the seconds of its recomputation that were done ahead."""
     most_rebuilt: int = 0
 
 
@@ -165,7 +170,10 @@ class _Machine:
         self.ranks = [_Rank(actions, deque(filter(self._rebuilds, actions))) for actions in orders]
 
     def run(self) -> None:
-        """Run every rank as far as possible; a waiting rank is resumed when the action that it waits for ends."""
+        """Run the actions of every rank as far as possible.
+
+        A rank that waits is resumed when the action that it waits for ends.
+        """
         ready = deque(range(len(self.ranks)))
         while ready:
             rank = ready.popleft()
@@ -189,16 +197,19 @@ class _Machine:
             )
 
     def _rebuilds(self, action: Action) -> bool:
-        """Whether recomputation runs before an action: before a whole backward, or before its first half."""
+        """Whether recomputation runs before an action.
+
+        It runs before a whole backward, or before the first half of a split backward.
+        """
         is_first = action.work in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)
         return is_first and self.stages[action.stage].recompute_seconds != 0
 
     def _missing(self, action: Action) -> Action | None:
-        """The first required action that has not ended."""
+        """Return the first action that must end before this action and has not ended, or ``None``."""
         return next((need for need, _ in self._needs(action) if need not in self.ends), None)
 
     def _needs(self, action: Action) -> list[tuple[Action, float]]:
-        """Actions that must end first, each with the transfer time of its result."""
+        """Return the actions that must end before this action, each with the seconds that the transfer of its result takes."""
         stage, work, micro_batch = action
         if work is ActionKind.FORWARD:
             before = Action(stage - 1, work, micro_batch)
@@ -229,7 +240,7 @@ class _Machine:
         self.events.append(Event(rank, action, start, start + seconds, rebuild))
 
     def _rebuild_ahead(self, state: _Rank, until: float) -> None:
-        """Fill the time until then with recomputation for later backwards whose forwards are done."""
+        """Fill the time until ``until`` with recomputation for later backward actions whose forwards are done."""
         while state.backwards and state.free_seconds < until:
             following = state.backwards[0]
             is_new = following not in state.rebuilt
@@ -251,7 +262,9 @@ class _Machine:
 
 @dataclass(frozen=True, slots=True)
 class BubbleGrowth:
-    """Timelines of one pipeline: without recomputation, with it inside backward, and with it run ahead."""
+    """Three timelines of one pipeline: without recomputation, with recomputation inside backward, and with recomputation run
+    ahead.
+    """
 
     without: PipelineTimeline
     inside: PipelineTimeline
@@ -259,19 +272,19 @@ class BubbleGrowth:
 
     @property
     def added_seconds(self) -> float:
-        """Seconds that recomputation inside backward adds to the step."""
+        """The seconds that recomputation inside backward adds to the step."""
         return self.inside.step_seconds - self.without.step_seconds
 
     @property
     def regained_seconds(self) -> float:
-        """Seconds that running recomputation ahead saves."""
+        """The seconds of the step that running recomputation ahead saves, compared with recomputation inside backward."""
         return self.inside.step_seconds - self.ahead.step_seconds
 
 
 def bubble_growth(orders: Orders, stages: Sequence[ActionSeconds], *, ahead: int = 1) -> BubbleGrowth:
     """Simulate how the stages' recomputation lengthens a pipeline's step.
 
-    Three timelines say for every rank how long it idles and how much it rebuilds ahead: at most ``ahead`` micro-batches
+    The three timelines say for every rank how long it idles and how much it rebuilds ahead: at most ``ahead`` micro-batches
     before their gradient arrives.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Temporarily fine-tune a model with adapters: its own weights are frozen, added small matrices are trained.
+"""Temporarily fine-tunes a model with adapters: its own weights are frozen, added small matrices are trained.
 
 LoRA (Hu et al. 2022) adds ``B A x`` to linear layers. QLoRA (Dettmers et al. 2023) also holds their weights in 4 bits, and
 dequantizes them for each product, once in forward and again in backward. Bottleneck adapters (Houlsby et al. 2019) follow the
@@ -28,7 +28,7 @@ _LAYERS = {
     "attention": re.compile(r"attn|attention", re.IGNORECASE),
     "all": re.compile(""),
 }
-"""By the value of ``lora-on``: which linear layers within blocks get adapters."""
+"""For each value of ``lora-on``, a pattern for the names of the linear layers within blocks that get adapters."""
 _AFTER = re.compile(r"\.\d+\.(\w*attn|\w*attention|mlp|ffn|feed_forward)$", re.IGNORECASE)
 _BLOCK_ELEMENTS = 64
 _NESTED_ELEMENTS = 256
@@ -36,7 +36,7 @@ _NESTED_ELEMENTS = 256
 
 @contextlib.contextmanager
 def adapted(model: nn.Module, how: Techniques) -> Iterator[tuple[str, ...]]:
-    """Make ``model`` train only adapters inside the ``with`` statement; yields notes about the change.
+    """Make ``model`` train only adapters inside the ``with`` statement. It yields notes about the change for the user.
 
     Raises:
         InvalidOption: the model does not have a layer for adapters.
@@ -114,7 +114,7 @@ def _swap(parent: nn.Module, name: str, child: nn.Module, undo: list[Callable[[]
 
 
 class _LowRank(nn.Module):
-    """A linear layer with a low-rank product ``B A`` added to its result."""
+    """A module that adds a low-rank product ``B A x`` to the result of a linear layer (LoRA)."""
 
     def __init__(self, base: nn.Module, shape: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class _LowRank(nn.Module):
 
 
 class _Bottleneck(nn.Module):
-    """A module followed by a narrow feed-forward network with a residual connection."""
+    """A module that runs another module and then a narrow feed-forward network with a residual connection."""
 
     def __init__(self, base: nn.Module, features: int, width: int, like: torch.Tensor) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class _Bottleneck(nn.Module):
 
 
 class _FourBitLinear(nn.Module):
-    """A frozen 4-bit linear layer, with an 8-bit scale per 64 elements and a 32-bit scale per 256 of these scales."""
+    """A frozen linear layer in 4 bits, with an 8-bit scale per 64 elements, and a 32-bit scale per 256 of these scales."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
@@ -168,7 +168,10 @@ class _FourBitLinear(nn.Module):
 
 
 class _FourBitProduct(torch.autograd.Function):
-    """``x W^T`` with a weight that is dequantized for the product and freed after it; backward dequantizes it again."""
+    """The product ``x W^T`` with a 4-bit weight.
+
+    The weight is dequantized for the product and freed after it; backward dequantizes it again.
+    """
 
     @staticmethod
     def forward(
@@ -185,7 +188,10 @@ class _FourBitProduct(torch.autograd.Function):
 
 
 def _whole(packed: torch.Tensor, scales: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Read, allocate and free as many bytes as bitsandbytes' dequantization: scales in float32, then the weight."""
+    """Return the dequantized weight.
+
+    It reads, allocates and frees as many bytes as bitsandbytes' dequantization: scales in float32, then the weight.
+    """
     wide = scales.float()
     whole = packed.unsqueeze(1).expand(-1, 2).to(dtype).view(-1)[: shape.numel()].view(shape)
     del wide

@@ -1,4 +1,4 @@
-"""Build models of transformers, diffusers and timm with random weights, and random batches to train them.
+"""Builds models of transformers, diffusers and timm with random weights, and random batches to train them.
 
 Models are never downloaded. Batches are text, images, both, sound, or latents. Integer tensors always have values, even for a
 model on the meta device, so that masks and positions computed from them are correct. All other tensors of such a batch are on
@@ -37,7 +37,10 @@ _AUTO_CLASSES = (
     "AutoModelForZeroShotImageClassification",
     "AutoModelForImageClassification",
 )
-"""If a configuration does not name a class: the first of these that knows its type; each has a loss."""
+"""The classes to try if a configuration does not name one.
+
+The first that knows the configuration's type is used; each has a loss.
+"""
 _DENOISERS = {
     "UNet2DModel": 0,
     "DiTTransformer2DModel": 0,
@@ -46,13 +49,13 @@ _DENOISERS = {
     "SD3Transformer2DModel": 77 + 256,
     "FluxTransformer2DModel": 512,
 }
-"""Classes of diffusers with known batches, and the number of prompt tokens that their pipelines use."""
+"""The classes of diffusers that batches can be made for, each with the number of prompt tokens that its pipeline uses."""
 
 
 def build_model(recipe: Recipe, dtype: torch.dtype | None) -> torch.nn.Module:
-    """Build the model on the current default device.
+    """Build a model of transformers on the current default device.
 
-    ``dtype`` is the parameters' dtype; ``None``: the configuration's own.
+    ``dtype`` is the parameters' dtype; ``None`` means the configuration's own.
 
     Raises:
         InvalidTarget: transformers is missing, does not know the architecture, or refuses the configuration.
@@ -131,7 +134,8 @@ def quiet_transformers() -> None:
 
 
 class NoisePrediction(nn.Module):
-    """A denoiser with its loss: the mean squared error of the predicted noise (Ho et al. 2020, equation 14).
+    """A module that wraps a denoiser together with its loss: the mean squared error of the predicted noise (Ho et al. 2020,
+    equation 14).
 
     The latents of a batch are assumed to be noised already.
     """
@@ -154,7 +158,7 @@ class NoisePrediction(nn.Module):
 
 
 class Classification(nn.Module):
-    """An image classifier with its loss: the cross-entropy of its logits."""
+    """A module that wraps an image classifier together with its loss: the cross-entropy of its logits."""
 
     def __init__(self, classifier: nn.Module) -> None:
         super().__init__()
@@ -171,7 +175,7 @@ class Classification(nn.Module):
 
 
 def build_classifier(recipe: Recipe, dtype: torch.dtype | None) -> Classification:
-    """Build a timm model on the current default device.
+    """Build a timm model with its loss on the current default device.
 
     Raises:
         InvalidTarget: timm is missing, does not know the name, or the model does not have classes.
@@ -200,7 +204,7 @@ def build_classifier(recipe: Recipe, dtype: torch.dtype | None) -> Classificatio
 
 
 def build_denoiser(recipe: Recipe, dtype: torch.dtype | None) -> NoisePrediction:
-    """Build a denoiser on the current default device.
+    """Build a denoiser of diffusers with its loss on the current default device.
 
     Raises:
         InvalidTarget: diffusers is missing or refuses the configuration, or no batch is known for the class.
@@ -243,26 +247,28 @@ def _import(library: str, package: str) -> Any:
 
 
 BUILDERS = {"transformers": build_model, "diffusers": build_denoiser, "timm": build_classifier}
-"""The function that builds a recipe, by library."""
+"""For each library, the function that builds a model from a recipe."""
 
 _SEED = 0
 _TIMESTEPS = 1000
 _TIMES = 6
-"""Original size, crop and target size: conditions of Stable Diffusion XL in addition to the prompt."""
+"""The number of additional conditions of Stable Diffusion XL: original size, crop and target size, two numbers each."""
 _LATENT_SIDE = 64
 _PICTURE_SIDE, _PIXELS_PER_TOKEN = 1024, 16
 _HOST = "cpu"
-"""Device on which integers are drawn, even for a model on the meta device."""
+"""The device that integers are drawn on, even for a model on the meta device."""
 _FRAMES_PER_POSITION = 2
-"""Whisper's second convolution halves the number of spectrogram frames."""
+"""The number of spectrogram frames per position: Whisper's second convolution halves their number."""
 _LEARNED_POSITIONS = re.compile(r"(^|\.)(wpe|position_embeddings?|embed_positions)\.weight$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSize:
-    """Samples, text tokens per sample (``None``: the model's default, if samples are text), and the device of a batch.
+    """How large a batch is and where its tensors are, as data.
 
-    With ``is_asked`` the user gave the sequence length, so a batch without a sequence must refuse it.
+    ``samples`` is the number of samples. ``sequence`` is the number of text tokens per sample; ``None`` means the model's
+    default, if samples are text. With ``is_asked`` the user gave the sequence length, so a batch without a sequence must refuse
+    it.
     """
 
     samples: int
@@ -288,7 +294,7 @@ def refuse_too_large(what: str, needed_bytes: int, device: str) -> None:
 
 
 def make_batch(model: nn.Module, size: BatchSize) -> dict[str, Any]:
-    """Return a random batch with labels, as keyword arguments of ``model``.
+    """Return a random batch with labels: a dict of keyword arguments for a call of ``model``.
 
     Raises:
         InvalidTarget: no batch is known for the model, or it cannot take the sequence length.
@@ -317,7 +323,7 @@ def make_batch(model: nn.Module, size: BatchSize) -> dict[str, Any]:
 
 
 class _Maker:
-    """Makes the tensors of one batch, with a fixed seed."""
+    """Makes the tensors of one random batch, with a fixed seed. It has one method per kind of batch."""
 
     def __init__(self, model: nn.Module, size: BatchSize) -> None:
         self._model = model
@@ -360,7 +366,7 @@ class _Maker:
         return {"pixel_values": pixels, "labels": self._integers(classifier.num_classes)}
 
     def latents(self, denoiser: nn.Module) -> dict[str, Any]:
-        """Latents of the size in the denoiser's configuration, or of Stable Diffusion's size."""
+        """Return a batch of latents with the size in the denoiser's configuration, or with Stable Diffusion's size."""
         self._refuse_sequence("its batch is latents, and the configuration sets their size")
         known: Any = denoiser.config
         if "axes_dims_rope" in known:
@@ -389,7 +395,7 @@ class _Maker:
         return batch | {"hidden_states" if "patch_size" in known else "sample": latents}
 
     def _packed_latents(self, known: Any) -> dict[str, Any]:
-        """Flux's inputs: 2 × 2 latents as one token, for an image of 1024 pixels, together with the tokens of a prompt."""
+        """Return Flux's inputs for an image of 1024 pixels: 2 × 2 latents as one token, and the tokens of a prompt."""
         tokens = (_PICTURE_SIDE // _PIXELS_PER_TOKEN) ** 2
         shape, words = (tokens, known["in_channels"]), _DENOISERS["FluxTransformer2DModel"]
         batch = {
@@ -424,7 +430,7 @@ class _Maker:
         return drawn.to(self._size.device)
 
     def _sequence(self, longest: int | None) -> int:
-        """Tokens per sample: the requested number, or the default limited to the model's longest."""
+        """Return the tokens per sample: the requested number, or the default limited to the model's longest sequence."""
         sequence = self._size.sequence or longest or 1
         if not self._size.is_asked:
             return min(sequence, longest or sequence)

@@ -1,4 +1,4 @@
-"""Find the configuration for a name or a ``config.json``, and read the model's sizes from it, without torch.
+"""Finds the configuration for a name or a ``config.json``, and reads the model's sizes from it, without torch.
 
 Libraries name the same size differently (``n_embd``, ``d_model``, ``hidden_size``): the tables below list equivalent names.
 """
@@ -28,17 +28,20 @@ _POSITIONS = ("max_position_embeddings", "n_positions")
 _FORMS = "package.module:function, a Hugging Face config.json, timm/NAME, diffusers/CLASS, or a name from the catalogue"
 _LIMITS = ReadLimits(most_bytes=16 * MIB, most_items=1_000_000)
 _IMPLEMENTATIONS = (None, "eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
-"""Implementations of attention and experts within torch and transformers; others are downloaded as kernels."""
+"""Implementations of attention and experts that torch and transformers contain.
+
+Other implementations are downloaded as kernels.
+"""
 _COUNT = re.compile(r"^(n|num|number)_.*(layers?|blocks?|stages?)$|^(depths?|n_layer)$|(?<!window)_layers$")
 _MOST_LAYERS = 4096
 _DIFFUSERS_CLASS = "_class_name"
 _OWN_NAMES = ("timm", "diffusers")
-"""Libraries whose own model names are targets."""
+"""The libraries whose own model names can be targets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """A model that is not built yet: its class, the fields of its configuration, and its default batch.
+    """A model that is not built yet, as data: its class, the fields of its configuration, and its default batch.
 
     ``sequence`` is ``None`` if samples are not text. ``library`` is the library that has the class.
     """
@@ -53,7 +56,9 @@ class Recipe:
 
 
 def find_recipe(text: str) -> Recipe | None:
-    """Return the configuration that ``text`` names; ``None`` if it names a function (``package.module:function``).
+    """Return the recipe (class and configuration) that ``text`` names.
+
+    Return ``None`` if it names a function (``package.module:function``).
 
     Raises:
         InvalidTarget: the name is unknown, the file cannot be read, or it does not hold a model's configuration.
@@ -203,7 +208,7 @@ def _from_file(path: Path) -> Recipe:
 
 
 def _harmless(node: Any, path: str, notes: list[str], place: str = "") -> Any:
-    """Copy the fields without those that make a library download or run something that is not in the file.
+    """Copy the fields of a configuration, without fields that make a library download or run something that is not in the file.
 
     Raises:
         InvalidTarget: the number of layers is larger than in any model; each would be built.
@@ -246,7 +251,7 @@ def _refuse_too_many(key: str, value: object, named: str, path: str) -> None:
 
 
 _LAYERS = (("num_hidden_layers",), ("n_layer",), ("encoder_layers", "decoder_layers"), ("num_layers",))
-"""Groups of fields whose sum is the number of blocks; the first group with all fields present counts."""
+"""Groups of configuration fields whose sum is the number of blocks. The first group with all its fields present is used."""
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _HEADS = ("num_attention_heads", "n_head", "encoder_attention_heads", "num_heads")
 _KV_HEADS = ("num_key_value_heads",)
@@ -256,11 +261,11 @@ _EXPERTS_PER_TOKEN = ("num_experts_per_tok",)
 _TOWERS = ("text_config", "vision_config")
 _NO_ATTENTION = ("mamba", "mamba2")
 _GPT_WIDENING = 4
-"""Default of ``n_inner`` for models like GPT-2, as a multiple of the width."""
+"""The default of ``n_inner`` for models like GPT-2, as a multiple of the model's width."""
 
 
 def facts_of(recipe: Recipe, *, batch: int | None = None, sequence: int | None = None) -> ModelFacts:
-    """Return the sizes that the recipe's fields give; ``None`` for those that they do not give.
+    """Return the model's sizes that the recipe's fields give. A size that they do not give is ``None``.
 
     ``batch`` and ``sequence`` override the recipe's own.
 

@@ -1,4 +1,4 @@
-"""Load a model with its batch and loss from text: a function to call, a configuration, or a catalogue name."""
+"""Loads a model with its batch and loss from text: a function to call, a configuration, or a catalogue name."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _SEED = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetOptions:
-    """How to build a target from a configuration; a function decides for itself.
+    """Options for building a target from a configuration. A target that is a function decides these itself.
 
-    With ``is_meta`` the model is on the meta device: enough to plan for a device that is not here. ``precision`` is
-    ``None`` for the configuration's own dtypes.
+    With ``is_meta`` the model is on the meta device: enough to plan for a device that is not here. ``precision`` is ``None``
+    for the configuration's own dtypes.
     """
 
     batch: int | None = None
@@ -39,10 +39,11 @@ class TargetOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A loaded target: a model with its batch. ``batches`` is the stream that starts with ``batch``, if there is a stream.
+    """A loaded target, as data: a model with its batch, and optionally a loss.
 
-    With ``is_configured`` the model was built from a configuration, and ``batch`` is random. ``precision`` chooses the
-    autocast of its step; ``notes`` say what the target does not show.
+    ``batches`` is the stream that starts with ``batch``, if there is a stream. With ``is_configured`` the model was built from
+    a configuration, and ``batch`` is random. ``precision`` chooses the autocast of its step; ``notes`` say what the target does
+    not show.
     """
 
     model: torch.nn.Module
@@ -86,7 +87,7 @@ def load_target(text: str, options: TargetOptions) -> Target:
 
 
 def _refuse_sizes(text: str, options: TargetOptions) -> None:
-    """Refuse options that a function would ignore: it chooses its own batch and device."""
+    """Raise if options are given that a target function would ignore, because it chooses its own batch and device."""
     ignored = [
         name
         for name, is_given in (
@@ -152,7 +153,10 @@ def _unpack(text: str, made: object) -> Target:
 
 
 def _with_stream(text: str, model: torch.nn.Module, batch: Any, loss: Callable[[Any], torch.Tensor] | None) -> Target:
-    """Make a target of a batch, or of a stream (loader, list, iterator); other commands use the stream's first batch."""
+    """Make a target from a batch, or from a stream of batches (loader, list, iterator).
+
+    Commands that need one batch use the stream's first.
+    """
     import torch
 
     if isinstance(batch, torch.Tensor | tuple | Mapping) or not isinstance(batch, Iterable):
@@ -227,7 +231,7 @@ def build(recipe: Recipe, options: TargetOptions) -> Target:
 
 
 def _refuse_absent(device: str) -> None:
-    """Refuse a device that torch cannot allocate on here."""
+    """Raise if torch cannot allocate on the device here."""
     import torch
 
     try:

@@ -1,4 +1,4 @@
-"""Trace one rank's step of a target with fake tensors, or take an earlier trace from the cache.
+"""Traces one rank's step of a target with fake tensors, or takes an earlier trace from the cache.
 
 An answer from the cache does not import torch or transformers.
 """
@@ -30,16 +30,19 @@ _BALANCED = (
 
 
 _ANY_GPU = "GPU"
-"""One trace serves all GPUs. Its attention is FlashAttention, as in the published runs that estimates are compared with. A
-technique may change that (Transformer Engine uses cuDNN's)."""
+"""The device name for traces of all GPUs, because one trace serves them all.
+
+Its attention is FlashAttention, as in the published runs that estimates are compared with. A technique may change that
+(Transformer Engine uses cuDNN's).
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceRequest:
-    """A request to trace one rank's step.
+    """What to trace of one rank's step, as data.
 
     ``target`` is text as on the command line, or a loaded ``Target``: a model and its batch. ``batch`` is in samples,
-    ``sequence`` in tokens per sample as one rank sees it; ``None`` for the target's own. ``device_name`` chooses GPU or CPU
+    ``sequence`` in tokens per sample as one rank sees it; ``None`` means the target's own. ``device_name`` chooses GPU or CPU
     kernels. ``tp``, ``ep`` and ``sequence_parallel`` say which part of the model the rank has.
     """
 
@@ -52,11 +55,13 @@ class TraceRequest:
     ep: int = 1
     sequence_parallel: bool = False
     how: Techniques = field(default_factory=Techniques)
-    """Techniques; only those that change the model itself matter here: adapters, kernels of experts."""
+    """The techniques of the job. Only techniques that change the model itself matter here: adapters, kernels of experts."""
 
 
 def target_facts(request: TraceRequest) -> ModelFacts | None:
-    """Return what a configuration says about the request, before a model is built; ``None`` if the target is a function.
+    """Return the model's sizes as its configuration tells them, before a model is built.
+
+    Return ``None`` if the target is a function.
 
     Raises:
         InvalidTarget: the target's name is unknown.
@@ -90,7 +95,7 @@ def trace_target(
 
 
 def _question(request: TraceRequest, recipe: Recipe) -> dict[str, Any]:
-    """Everything but versions that the answer depends on."""
+    """Return everything that the trace depends on, except versions, as the key of the cache."""
     return {
         "name": recipe.name,
         "library": recipe.library,
@@ -138,7 +143,7 @@ def _load(request: TraceRequest, progress: Progress) -> Target:
 
 
 def _adapted(model: torch.nn.Module, request: TraceRequest) -> contextlib.AbstractContextManager[tuple[str, ...]]:
-    """Add the requested adapters to the model while the context is active."""
+    """Return a context that adds the requested adapters to the model while it is active."""
     if not request.how.is_adapting:
         return contextlib.nullcontext(())
     from plimsoll.estimator.targets.adapters import adapted
@@ -148,7 +153,10 @@ def _adapted(model: torch.nn.Module, request: TraceRequest) -> contextlib.Abstra
 
 @contextlib.contextmanager
 def _one_rank_of(model: torch.nn.Module, request: TraceRequest) -> Iterator[tuple[str, ...]]:
-    """Reduce the model to one rank's part inside the ``with`` statement; yields notes about the division."""
+    """Reduce the model to one rank's part of it inside the ``with`` statement.
+
+    It yields notes about the division for the user.
+    """
     if request.tp == 1 and request.ep == 1 and not request.sequence_parallel and not request.how.moe:
         yield ()
         return
@@ -161,7 +169,7 @@ def _one_rank_of(model: torch.nn.Module, request: TraceRequest) -> Iterator[tupl
 
 
 def _facts(request: TraceRequest, recipe: Recipe | None, target: Target) -> ModelFacts:
-    """The configuration's facts, completed with the built model's number of parameters."""
+    """Return the configuration's facts (sizes of the model), completed with the built model's number of parameters."""
     if recipe is None:
         facts = described(target)
     else:
@@ -171,10 +179,10 @@ def _facts(request: TraceRequest, recipe: Recipe | None, target: Target) -> Mode
 
 
 def count_parameters(model: torch.nn.Module, facts: ModelFacts) -> tuple[int, int | None]:
-    """Count all parameters, and those that one token passes through.
+    """Return two numbers: of all parameters, and of the parameters that one token passes through.
 
-    The second count is ``None`` if the model has experts but does not say how many a token uses. Stacked experts are
-    recognised by their first dimension, which equals the number of experts. Tied parameters count once.
+    The second count is ``None`` if the model has experts but does not say how many a token uses. Stacked experts are recognised
+    by their first dimension, which equals the number of experts. Tied parameters count once.
     """
     total = active = 0
     for name, parameter in model.named_parameters():
@@ -188,7 +196,10 @@ def count_parameters(model: torch.nn.Module, facts: ModelFacts) -> tuple[int, in
 
 
 def described(target: Target) -> ModelFacts:
-    """Facts of a model that a function built: from its configuration if it has one, otherwise from its batch."""
+    """Return the sizes of a model that a function built.
+
+    They come from the model's configuration if it has one, otherwise from its batch.
+    """
     model = target.model
     name = type(model).__name__
     config: Any = getattr(model, "config", None)
@@ -201,7 +212,7 @@ def described(target: Target) -> ModelFacts:
 
 
 def _sizes(batch: Any) -> tuple[int | None, int | None]:
-    """Samples, and text tokens per sample, as far as the batch shows them."""
+    """Return the number of samples and the number of text tokens per sample. Each is ``None`` if the batch does not show it."""
     import torch
 
     if isinstance(batch, Mapping):
