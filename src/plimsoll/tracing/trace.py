@@ -369,7 +369,7 @@ def _most_alive_bytes(trace: Trace) -> int:
 def merged_timings(runs: Sequence[_Timings]) -> dict[str, tuple[float, ...]]:
     """Return all samples of each key, as a mapping from key to samples.
 
-    The untimed run came first, so that no sample comes from a cold cache.
+    The untimed run came first, so that none of the samples is cold.
     """
     keys = dict.fromkeys(key for run in runs for key in run)
     return {key: tuple(sample for run in runs for sample in run.get(key, ())) for key in keys}

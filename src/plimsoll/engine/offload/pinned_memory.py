@@ -109,7 +109,7 @@ class Buffer:
         self.size_bytes = memory.nbytes
         self.memory: torch.Tensor | None = memory
         self.busy_until: DeviceEvent | None = None
-        """The event at the end of the last copy from or to this buffer; ``None`` if the copy is known to have ended."""
+        """The event at the end of the last copy from or to this buffer, or ``None`` if the buffer is known to be idle."""
         self.companions: tuple[torch.Tensor, ...] = ()
         """Tensors in device memory that this copy uses and that no other object holds."""
 

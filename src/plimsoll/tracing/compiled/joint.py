@@ -44,7 +44,7 @@ from plimsoll.tracing.recorder.opkey import value_stem
 OUTSIDE = "outside"
 """The value of ``region`` in kernels outside of all regions."""
 _SMALL = 8
-"""The factor that decides whether a reduction is saved. Its input must be at least 8 times larger than its output.
+"""The factor that decides whether a reduction is saved: its input must be at least 8 times as large as its output.
 
 Otherwise the reduction is recomputed within a kernel of backward.
 """
@@ -140,8 +140,9 @@ class JointGraph:
         return node.op in ("placeholder", "get_attr") or node in self._buffers
 
     def inputs(self, node: fx.Node) -> list[fx.Node]:
-        """Return the nodes that a node reads. In place of a view, return the node that it views; for a ``getitem``, return the
-        op.
+        """Return the nodes that a node reads. In place of a view, return the node whose memory the view uses.
+
+        If the node is a ``getitem``, the op whose output it takes is returned.
         """
         return [self.base(each) for each in node.all_input_nodes if is_tensor(each)]
 
