@@ -88,6 +88,7 @@ class Recordings:
         watched[recording.stream] = recording
         if len(watched) > MOST_RECORDINGS:
             del watched[next(iter(watched))]
+        # Such regions are recorded at each size: the torch calls of unseen code do not show whether it acts differently there.
         if recording.region.layouts or recording.is_self_compiling or recording.has_unseen_callers:
             return
         skeleton, sizes = _split(signature)

@@ -93,6 +93,7 @@ def choose(
     obstacles = {graph.values[v].name: not_rebuildable[v] for v in sorted(wanted) if v in not_rebuildable}
     dropped = {v for v in wanted if v not in not_rebuildable}
     while True:
+        # Results of ops that autograd does not save cannot be held: that would cost a hook per submodule in every call.
         stored = always | (slot_values - dropped - packed.keys())
         failed: set[int] = set()
         for value in sorted(dropped):

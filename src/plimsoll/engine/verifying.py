@@ -105,6 +105,7 @@ class VerifyingRecorder(OpRecorder):
         self._refuse_undefined_reads(op, written)
         device = _device(args, kwargs)
         state = self.points.before(op, device) if op.is_random else None
+        # Checksums of the inputs, not copies: copies of a weight and an activation per product would raise the peak.
         prints = self._fingerprints(args, kwargs, written)
         bases = {storage: self._base(storage, tensor) for storage, tensor in written.items()}
         earlier = self.points.state(device)

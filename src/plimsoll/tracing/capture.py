@@ -101,6 +101,7 @@ class SlotBook:
         self.records.append(SlotRecord(value=value, storage=storage, packed=tracer.tick))
         self.is_parameter_slot.append(is_parameter)
         with tracer.unseen():
+            # Zeros cannot replace integers and booleans: backward formulas index with them.
             can_stand_in = tensor.dtype.is_floating_point and is_plain(tensor) and not is_parameter
             can_stand_in = can_stand_in and not self._keeps_values
             held = None if can_stand_in else tensor if is_gathered else tensor.detach()

@@ -49,6 +49,7 @@ class IntegerCodec(Codec):
     elements.
     """
 
+    # Half a bit per element for smaller blocks would reduce the error less than half a bit per code (docs/lab-notes.md).
     block: int = number(64, least=32, most=WIDEST)
     mode: str = word("symmetric", "affine")
     basis: str = word("rotated", "unrotated")
@@ -203,6 +204,7 @@ class Int8(IntegerCodec):
 class Int4(IntegerCodec):
     """A codec with half a byte per element. Its default parameters are the best that were measured (docs/lab-notes.md)."""
 
+    # A symmetric block uses only 15 of the 16 codes, which matters with so few (docs/lab-notes.md).
     mode: str = word("affine", "symmetric")
 
     family: ClassVar[str] = "int4"

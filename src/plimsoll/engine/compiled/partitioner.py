@@ -96,6 +96,7 @@ class PlannedPartitioner(Partitioner):
         found = JointGraph(graph, options["num_fwd_outputs"], tuple(self._dropped))
         read = found.read_by_backward()
         region_of = {node: kernel.region for kernel in found.kernels for node in kernel.writes}
+        # Each forward node gets a mark: between marked nodes, torch's min cut would save whatever it considers cheap.
         for node in found.nodes:
             if node.op == "call_function" and not found.is_backward(node):
                 node.meta["recompute"] = (
@@ -337,9 +338,10 @@ class GraphOrder(_Pass):
     may still run later, with its reader. A result that no other kernel reads, such as the sum for a bias's gradient, would be
     fused with a later kernel and hold its inputs until then. So the next op that is not fused waits for this result.
 
-    inductor deep-copies its configuration; this object is stateless, so its copy is the object itself. Private, seen in torch
-    2.13 to 2.15: ``_pre_fusion_custom_pass`` and ``CustomSchedulerPass``, ``add_fake_dep``, ``WeakDep``, ``compute_ancestors``,
-    ``OutputNode``.
+    inductor deep-copies its configuration; this object is stateless, so its copy is the object itself.
+
+    Private, seen in torch 2.13 to 2.15: ``_pre_fusion_custom_pass`` and ``CustomSchedulerPass``, ``add_fake_dep``, ``WeakDep``,
+    ``compute_ancestors``, ``OutputNode``.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphOrder:

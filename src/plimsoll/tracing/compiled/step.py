@@ -387,6 +387,7 @@ class _Piece:
             if node in last.reads
             else False
         )
+        # The buffer exists until that kernel runs, together with tensors that are recomputed for the kernel.
         is_overwritten = takes_over and not rival and node not in self._lasting
         return self.ticks[last] + (not is_overwritten), is_overwritten
 

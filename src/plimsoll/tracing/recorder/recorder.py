@@ -213,6 +213,7 @@ class OpRecorder(TorchDispatchMode):
         signature = self._signatures.get(func)
         if signature is None:
             signature = self._signatures[func] = read_schema(func)
+        # Views are not logged: recipes make the view that an op reads with one as_strided.
         if signature.is_view:
             for tensor in flat_tensors(args):
                 self.known(tensor)
