@@ -79,7 +79,10 @@ class Recordings:
         self._families.clear()
 
     def add(self, signature: tuple[Any, ...], recording: Recording) -> None:
-        """Add the recording of a call with this signature."""
+        """Store the recording of a call with this signature.
+
+        If the recording may serve other sizes, add it to its family too.
+        """
         if not self._is_trusted:
             return
         if len(self._watched) >= self._most and signature not in self._watched:

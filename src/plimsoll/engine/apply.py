@@ -270,7 +270,7 @@ class Handle(RemovedAtEnd):
 
     @property
     def faults(self) -> tuple[Fault, ...]:
-        """The faults that inspected calls have found so far."""
+        """The faults (rebuilt tensors that differ from forward's) that inspected calls have found so far."""
         return tuple(self._shared.inspector.faults)
 
     @property

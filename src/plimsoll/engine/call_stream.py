@@ -78,7 +78,7 @@ class Junction:
     after: Junction | None = None
 
     def add(self, stream: Stream, program: Any) -> None:
-        """Add a stream and its program to the tree."""
+        """Add a stream (the torch calls of a region) and its program to the tree."""
         place = self
         for call, matches in zip(stream, compile_stream(stream), strict=True):
             following = next((after for known, _, after in place.branches if known == call), None)
@@ -130,7 +130,9 @@ class Alarm:
         self._is_raised = False
 
     def sound(self) -> None:
-        """Note that a region was surprised. Several surprises in one step count as one."""
+        """Note that a region was surprised: it made an unknown stream of torch calls. Several surprises in one step count as
+        one.
+        """
         self.count += not self._is_raised
         self._is_raised = True
 

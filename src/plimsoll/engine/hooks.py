@@ -248,8 +248,9 @@ def restore(cell: Cell) -> torch.Tensor:
 
 
 def modified_in_place(what: str, expected: int, found: int) -> SavedTensorModified:
-    """Return the error for a tensor that was modified in place. Autograd raises for the unmanaged model too; the words are
-    ours.
+    """Return the error for a saved tensor that was modified in place.
+
+    Autograd raises such an error for the unmanaged model too. The text of this error is Plimsoll's.
     """
     return SavedTensorModified(
         f"Backward needs {what}, but an in-place operation has modified it.",

@@ -56,7 +56,7 @@ class Inspector:
         self._is_thorough = False
 
     def watch(self, regions: Sequence[str]) -> None:
-        """Set the names of the managed regions, in the order of inspection."""
+        """Set the names of the managed regions. They are inspected in this order."""
         self._regions = regions
         self._opaque = [name for name in self._opaque if name in regions]
 

@@ -200,5 +200,5 @@ class Service:
 
     @property
     def watch_length(self) -> int:
-        """The number of calls to watch after the surprises so far; 0 before the first surprise."""
+        """The number of calls to watch after the surprises so far. It is 0 before the first surprise."""
         return int(FIRST_WATCH * 4 ** (self._alarm.count - 1)) if self._alarm.count else 0

@@ -70,7 +70,10 @@ def _compiled(source: str) -> CodeType:
 
 
 class _Writer:
-    """Writes the functions of one stream. Nothing from the user reaches the source: values are bound as constants."""
+    """Writes the functions that recognise the calls of one stream. Nothing from the user reaches the source.
+
+    Values of the user are bound as constants.
+    """
 
     def __init__(self) -> None:
         self.lines: list[str] = []

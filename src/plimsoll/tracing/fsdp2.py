@@ -117,7 +117,10 @@ def splits_activations(model: nn.Module) -> bool:
 
 
 def waiting_gradients(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the gradients that wait for a later reduction (``set_requires_gradient_sync(False)``), each with a name."""
+    """Yield the gradients that wait for a later reduction (``set_requires_gradient_sync(False)``).
+
+    Each comes with the name of its parameter or, if it belongs to a whole group of parameters, of its module.
+    """
     for name, holder, attribute in _waiting_places(model):
         gradient = getattr(holder, attribute)
         if gradient is not None:

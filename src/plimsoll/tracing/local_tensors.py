@@ -94,7 +94,7 @@ def _tensors_in(name: str, holder: dict[str, Any], depth: int) -> Iterator[tuple
 
 
 def densified(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor itself, or a dense copy of a sparse one."""
+    """Return the tensor itself if it is dense, else a dense copy of it."""
     return tensor if tensor.layout is torch.strided else tensor.to_dense()
 
 
@@ -146,7 +146,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def settled(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this process's tensor after its contents have arrived."""
+    """Wait until the tensor's contents have arrived, and return this process's tensor behind it."""
     if type(tensor) in _PLAIN:
         return tensor
     inner: Any = tensor
@@ -191,7 +191,7 @@ class Shell:
 
     @property
     def version(self) -> int:
-        """The number of writes to the DTensor so far; 0 after `let_go`."""
+        """The number of writes to the DTensor so far. After `let_go` it is 0."""
         return 0 if self.outer is None else self.outer._version
 
     def keep(self) -> None:

@@ -30,7 +30,7 @@ from plimsoll.tracing.torch_internals import current_autograd_node, is_storage_g
 from plimsoll.tracing.zero import shape_of
 
 BUFFER = "buffer of "
-"""The prefix of the names of storages that only carry other tensors through a collective."""
+"""The prefix of the names of storages that only carry data of other tensors through a collective."""
 _NODES_PER_REPORT = 64
 
 
@@ -136,7 +136,7 @@ class StepTracer(OpRecorder):
                 parameter.copy_(copy)
 
     def _note_writes(self, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature) -> None:
-        """Copy a guarded parameter before the first write to it."""
+        """Copy each guarded parameter (see `guard`) before the op writes to it for the first time."""
         written = [args[at] for at in signature.written_positions if at < len(args)]
         for tensor in flat_tensors([written, [kwargs.get(name) for name in signature.written_names]]):
             storage = self.table.find(tensor) if is_plain(tensor) else -1
@@ -160,7 +160,7 @@ class StepTracer(OpRecorder):
         return out
 
     def first_value(self, storage: int) -> RecordedValue:
-        """Return the value that a storage had when the tracer first saw it."""
+        """Return the value (a version of the contents) that a storage had when the tracer first saw it."""
         return self.values[self._first[storage]]
 
     def note_deaths(self) -> None:

@@ -1,4 +1,4 @@
-"""``linear_cross_entropy``: the loss of a linear head that never holds all logits at once."""
+"""``linear_cross_entropy``: the cross-entropy of a linear head. It never holds all logits at the same time."""
 
 from __future__ import annotations
 

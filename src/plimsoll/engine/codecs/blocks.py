@@ -179,7 +179,7 @@ class StochasticRounding:
         return 8 * -(-most // 4) + 4 * most + 8192
 
     def round_(self, values: torch.Tensor) -> torch.Tensor:
-        """Round a contiguous float32 tensor in place."""
+        """Round a contiguous float32 tensor at random, up or down, in place."""
         bits = self._bits[: -(-values.numel() // 4)]
         bits.random_(-(2**63), None, generator=self._generator)
         noise = self._noise[: values.numel()].copy_(bits.view(torch.int16)[: values.numel()])

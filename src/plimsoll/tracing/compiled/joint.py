@@ -161,7 +161,9 @@ class JointGraph:
         return _module_path([*stack.values()][-1][0]) if stack else ""
 
     def region_of(self, node: fx.Node) -> str:
-        """Return the region of a node. A node without a module has the region of its latest input."""
+        """Return the path of the region that a node belongs to. A node without a module belongs to the region of its latest
+        input.
+        """
         return self._region_of.get(node, OUTSIDE)
 
     def _find_region(self, node: fx.Node) -> str:

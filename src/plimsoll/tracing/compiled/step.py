@@ -134,7 +134,7 @@ class _Weaver:
         return old if old < 0 else self._new[min(old, len(self._new) - 1)]
 
     def moment(self, old: int) -> int:
-        """Return the new tick of the moment before an op of the eager step."""
+        """Return the new tick of the moment before an op of the eager step. A tick is a position among the step's ops."""
         return self._moments.get(old, self.new_tick(old))
 
     def _moved(self, call: RegionCall, kept: Mapping[int, int]) -> RegionCall:

@@ -124,7 +124,7 @@ class PeakMeter:
         return self
 
     def mark(self, name: str) -> None:
-        """Begin a window called ``name`` here."""
+        """Begin a window (an interval with its own peak) called ``name`` at this moment. The window before it ends."""
         self._meter.mark(name)
 
     def __exit__(

@@ -68,7 +68,8 @@ def check_context(context: object) -> None:
 
 
 def scalar_loss(output: Any, loss: Loss | None) -> torch.Tensor:
-    """Return the scalar to call backward on: ``loss(output)``, else ``output.loss``, else the output itself.
+    """Return the scalar to call backward on. It is ``loss(output)`` if there is a loss function, else ``output.loss`` if the
+    output has a loss, else the output itself.
 
     Raises:
         InvalidLoss: the loss is not a scalar, or does not depend on parameters.

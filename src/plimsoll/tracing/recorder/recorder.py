@@ -178,7 +178,7 @@ class OpRecorder(TorchDispatchMode):
         return self._new_value(storage, local, origin, name, producer=-1)
 
     def value_of(self, tensor: torch.Tensor) -> int:
-        """Return the id of the tensor's current value, or ``-1`` if its storage is unknown."""
+        """Return the id of the value that the tensor shows now, or ``-1`` if its storage is unknown."""
         local = local_of(tensor)
         return self.current.get(self.table.find(local), -1) if is_plain(local) else -1
 
@@ -295,7 +295,7 @@ class OpRecorder(TorchDispatchMode):
     def _written(
         self, op: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature
     ) -> list[torch.Tensor]:
-        """Return the arguments whose contents the op changes."""
+        """Return the tensors among an op's arguments whose contents the op changes."""
         written: list[Any] = [args[i] for i in signature.written_positions if i < len(args)]
         written += [kwargs[name] for name in signature.written_names if name in kwargs]
         if signature.is_collective:
