@@ -45,7 +45,9 @@ from plimsoll.tracing.compiled.units import Unit, install_alone
 from plimsoll.tracing.meters.memory import storage_of
 
 Stretch = tuple[Phase, int]
-"""A part of a unit's forward or backward: the phase, and how many eager regions inside the unit come before this part."""
+"""A part of a unit's forward or backward: the phase, and how many eager regions inside the unit come before it in forward's
+order.
+"""
 
 
 @dataclass(frozen=True, slots=True)
