@@ -3,12 +3,13 @@
 Recordings of one region at several sizes differ in numbers alone: sizes, strides, offsets, bounds of slices, bytes. If each
 number is constant or an expression of the region's input sizes (see ``planning.expressions``), the recording of any other size
 can be written down without watching a call. Three recordings are needed: two suggest an expression, and the third must confirm
-it, op by op and bit for bit. If several expressions or none fit a number, the call is recorded. A call with a size of 0 or 1 is
-recorded too, because such sizes select other kernels. At one size, constants that differ from call to call become inputs of the
-recipe if the call's own arguments contain them (see ``open_numbers``).
+it, op by op and bit for bit. If no expression or more than one expression fits a number, the call is recorded. A call with a
+size of 0 or 1 is recorded too, because such sizes select other kernels. At one size, constants that differ from call to call
+become inputs of the recipe if the call's own arguments contain them (see ``open_numbers``).
 
 A derived recipe is never trusted blindly: before anything is dropped, the call's torch calls are compared with the derived
-stream, and what it saves with the derived sizes. Samples and inspections check it like any other recipe.
+stream, and the tensors that the call saves are compared with the derived sizes. Samples and inspections check a derived recipe
+like any other recipe.
 """
 
 from __future__ import annotations
@@ -34,10 +35,13 @@ from plimsoll.tracing.recorder.recorder import RecordedOp, RecordedValue, Ref
 # An offset and a factor fit any two numbers, so only a third recording can confirm an expression.
 LEAST_RECORDINGS = 3
 MOST_RECORDINGS = 8
-"""A family with more different recordings is not worth deriving: its region is recorded at every size."""
+"""The largest number of different recordings in a family. A family has recordings that differ in numbers only.
+
+With more recordings, it is not worth the effort to derive other sizes: the region is recorded at each size.
+"""
 
 Change = Callable[[Any], Any]
-"""Maps one number of a recording to another."""
+"""A function that maps one number of a recording to another number."""
 
 _FROM_WHOLE: tuple[tuple[Callable[[int], float], Callable[[float], float]], ...] = (
     (float, lambda value: value),
@@ -45,12 +49,19 @@ _FROM_WHOLE: tuple[tuple[Callable[[int], float], Callable[[float], float]], ...]
     (lambda whole: whole**-0.5, lambda value: value**-2),
     (math.sqrt, lambda value: value**2),
 )
-"""How Python code derives numbers from sizes (scales of means and of attention), with the inverse of each function."""
+"""Pairs of functions. The first is one that Python code applies to sizes (scales of means and of attention), the second its
+inverse.
+"""
 _WHOLE: tuple[tuple[Callable[[int], int], Callable[[int], int]], ...] = ((int, int),)
 
 
 class Recordings:
-    """All recordings of one region: by signature, and in families that serve to derive other sizes."""
+    """All recordings of one region. They are stored by signature, and in families.
+
+    A family has recordings that differ in numbers only. Recordings for other sizes are derived from a family.
+
+    ``most`` is the largest number of signatures that are stored.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -59,13 +70,19 @@ class Recordings:
         self._is_trusted = True
 
     def distrust(self) -> None:
-        """A recipe has made something else than forward did: from now on, record every signature, and derive nothing."""
+        """Note that a recipe has made another tensor than forward did.
+
+        From now on, record each signature and derive nothing.
+        """
         self._is_trusted = False
         self._watched.clear()
         self._families.clear()
 
     def add(self, signature: tuple[Any, ...], recording: Recording) -> None:
-        """Add the recording of a call with this signature."""
+        """Store the recording of a call with this signature.
+
+        If the recording may serve other sizes, add it to its family too.
+        """
         if not self._is_trusted:
             return
         if len(self._watched) >= self._most and signature not in self._watched:
@@ -74,6 +91,7 @@ class Recordings:
         watched[recording.stream] = recording
         if len(watched) > MOST_RECORDINGS:
             del watched[next(iter(watched))]
+        # Such regions are recorded at each size: the torch calls of unseen code do not show whether it acts differently there.
         if recording.region.layouts or recording.is_self_compiling or recording.has_unseen_callers:
             return
         skeleton, sizes = _split(signature)
@@ -87,14 +105,18 @@ class Recordings:
         family.add(sizes, tuple(numbers), recording)
 
     def opened(self, signature: tuple[Any, ...]) -> list[Opened]:
-        """Recordings with open numbers, for calls of this signature that differ from recorded calls only in numbers that they
-        are given.
+        """Return recordings with open numbers, which serve calls of this signature.
+
+        The calls may differ from recorded calls only in numbers that they are given as arguments.
         """
         skeleton, sizes = _split(signature)
         return [opened for family in self._families.get(skeleton, ()) for opened in family.opened(sizes)]
 
     def at(self, signature: tuple[Any, ...]) -> tuple[Recording | Resized, ...]:
-        """Recordings for the streams of calls with this signature: its own, or else recordings derived from other sizes."""
+        """Return recordings for the streams (sequences of torch calls) of calls with this signature.
+
+        They are the recordings of this signature. If this signature was not recorded, they are derived from other sizes.
+        """
         watched = self._watched.get(signature)
         if watched is not None:
             return tuple(watched.values())
@@ -104,7 +126,7 @@ class Recordings:
 
 
 class _Family:
-    """Recordings that differ in numbers alone."""
+    """Recordings that differ in numbers only. ``bare`` is the recording that they share, with 0 in place of each number."""
 
     def __init__(self, bare: Recording, first: Recording) -> None:
         self.bare = bare
@@ -116,7 +138,10 @@ class _Family:
         self._alike: dict[Sizes, list[_AlikeRecordings]] = {}
 
     def add(self, sizes: Sizes, numbers: tuple[Number, ...], recording: Recording) -> None:
-        """Add a recording. If numbers differ at the same sizes, they depend on data, and other sizes cannot be derived."""
+        """Add a recording. If an earlier recording at the same sizes has other numbers, numbers depend on data.
+
+        Then recordings for other sizes cannot be derived.
+        """
         self._follows_sizes &= self._points.setdefault(sizes, numbers) == numbers
         self._not_rebuildable.update(recording.not_rebuildable)
         self._open = None
@@ -129,12 +154,12 @@ class _Family:
             group.add(numbers)
 
     def opened(self, sizes: Sizes) -> list[Opened]:
-        """Recordings with open numbers, for calls at a recorded size with other numbers."""
+        """Return recordings with open numbers, which serve calls at this recorded size with other numbers."""
         found = (group.opened(self._not_rebuildable) for group in self._alike.get(sizes, ()))
         return [opened for opened in found if opened is not None]
 
     def at(self, sizes: Sizes) -> Resized | None:
-        """The recording at other sizes; ``None`` if it cannot be derived."""
+        """Return the recording for other sizes, or ``None`` if it cannot be derived."""
         if not self._follows_sizes or not LEAST_RECORDINGS <= len(self._points) <= MOST_RECORDINGS:
             return None
         if self._open is None:
@@ -146,7 +171,7 @@ class _Family:
 
 
 class _AlikeRecordings:
-    """Recordings of one size that differ in numbers alone, and whose torch calls returned tensors of the same sizes.
+    """Recordings of one size that differ in numbers only, and whose torch calls returned tensors of the same sizes.
 
     A number may determine a size inside of torch, as in ``torch.arange``. One recipe cannot serve all values of such a number.
     """
@@ -158,17 +183,17 @@ class _AlikeRecordings:
         self._is_settled = False
 
     def fits(self, recording: Recording) -> bool:
-        """Whether another recording's calls returned the same sizes."""
+        """Return whether the torch calls of another recording returned the same sizes as in the recordings of this group."""
         return [call.results for call in recording.stream] == [call.results for call in self._first.stream]
 
     def add(self, numbers: tuple[Number, ...]) -> None:
-        """Add a recording's numbers."""
+        """Add the numbers of a recording."""
         if len(self._numbers) < MOST_RECORDINGS and numbers not in self._numbers:
             self._numbers.append(numbers)
             self._is_settled = False
 
     def opened(self, not_rebuildable: Mapping[int, str]) -> Opened | None:
-        """The recording for calls with other numbers; ``None`` if their numbers cannot be derived."""
+        """Return the recording for calls with other numbers, or ``None`` if the numbers of such calls cannot be derived."""
         known = self._numbers
         if not self._is_settled and len(known) >= LEAST_RECORDINGS:
             first = replace(self._first, not_rebuildable=not_rebuildable)
@@ -181,9 +206,10 @@ class _AlikeRecordings:
 
 
 class _OpenRecording:
-    """A recording whose numbers are left open, and the programs that plans have made from it.
+    """A recording whose changing numbers are left open, and the programs that plans have made from it.
 
-    ``points`` are the numbers of several recordings. ``unknowns`` has the values of each open number in these recordings.
+    ``points`` has the numbers of several recordings. ``unknowns`` has, for each open number, its value in each of these
+    recordings.
     """
 
     def __init__(self, first: Recording, points: Sequence[tuple[Number, ...]]) -> None:
@@ -196,15 +222,17 @@ class _OpenRecording:
         self._programs: dict[tuple[int, bool], Program] = {}
 
     def stream(self, fill: Change) -> Stream:
-        """The stream with its numbers filled in."""
+        """Return the stream of torch calls, with ``fill`` applied to each open number."""
         calls = list(self.recording.stream)
         for at in self._calls:
             calls[at] = _call(calls[at], fill)
         return tuple(calls)
 
     def program(self, plan: RegionPlan, shared: Shared, numbers: tuple[Number, ...], *, is_linked: bool) -> Program:
-        """The program for calls with these numbers under a plan. It inherits what the program for other numbers has learned
-        (``like``).
+        """Return the program that serves calls with these numbers under a plan.
+
+        It inherits what the program for other numbers has learned about backward (``like``). ``is_linked`` is as in
+        `Recording.program`.
         """
         key = (id(plan), is_linked)
         if key not in self._plans:
@@ -215,8 +243,10 @@ class _OpenRecording:
         return program
 
     def _fill(self, plan: ReplayPlan, numbers: tuple[Number, ...]) -> ReplayPlan:
-        """Fill in only the numbers that every call is compared with. Recipes are written once and get their numbers when they
-        are bound; the plan computes other bytes and geometries on request.
+        """Return the plan with only those numbers filled in that each call is compared with.
+
+        Recipes are written once and get their numbers when they are bound. The plan computes other bytes and geometries on
+        request.
         """
         fill = _filling(numbers)
         region = self.recording.region
@@ -226,7 +256,7 @@ class _OpenRecording:
         )
 
     def _described(self, values: tuple[Number, ...]) -> Number | Unknown:
-        """One number if all recordings have the same value, else an unknown."""
+        """Return the number if all recordings have the same value, else an unknown."""
         name = tuple(map(repr, values))  # distinguishes 1 from 1.0
         if len(set(name)) == 1:
             return values[0]
@@ -237,7 +267,7 @@ class _OpenRecording:
 
 
 class _SizeRules:
-    """Derives open numbers from sizes."""
+    """Derives open numbers from the sizes of the inputs, with an expression for each number."""
 
     def __init__(self, sizes: tuple[Sizes, ...], unknowns: Sequence[tuple[Number, ...]]) -> None:
         self._dimensions = Dimensions(sizes)
@@ -245,7 +275,7 @@ class _SizeRules:
         self._rules = [self._rule(values) for values in unknowns]
 
     def numbers_at(self, sizes: Sizes) -> tuple[Number, ...] | None:
-        """The open numbers at other sizes; ``None`` if one of them cannot be derived there."""
+        """Return all open numbers at other sizes, or ``None`` if one of them cannot be derived there."""
         if not self._dimensions.can_tell(sizes):
             return None
         dimensions = self._dimensions.of(sizes)
@@ -261,10 +291,10 @@ class _SizeRules:
 
 
 class Opened:
-    """A region's behaviour in calls at one size that differ in numbers alone.
+    """What a region does in calls at one size that differ in numbers only. It makes the program for such calls.
 
-    ``is_told``: every number can be derived from the numbers that a call is given. ``special`` are the indices of recordings
-    with a number that may select other operations, such as 0: calls with these numbers need their own recipes.
+    ``is_told`` says whether every number can be derived from the numbers that a call is given. ``special`` has the indices of
+    recordings with a number that may select other operations, such as 0: calls with these numbers need their own recipes.
     """
 
     def __init__(self, first: Recording, points: Sequence[tuple[Number, ...]]) -> None:
@@ -284,22 +314,24 @@ class Opened:
 
     @property
     def stream(self) -> Stream:
-        """Its torch calls, with these numbers open."""
+        """The torch calls of the region. Numbers that change from call to call are open."""
         return self._open.recording.stream
 
     def numbers(self, given: Given) -> tuple[Number, ...] | None:
-        """All open numbers of a call; ``None`` if one of them cannot be derived."""
+        """Return all open numbers of a call, or ``None`` if one of them cannot be derived from the numbers that the call is
+        given.
+        """
         numbers = tuple([rule.number(given) for rule in self._rules])
         return None if None in numbers else numbers  # type: ignore[return-value]
 
     def program(self, plan: RegionPlan, shared: Shared, *, is_linked: bool) -> OpenProgram:
-        """The program that serves such calls under a plan."""
+        """Return the program that serves such calls under a plan. ``is_linked`` is as in `Recording.program`."""
         make = functools.partial(self._open.program, plan, shared, is_linked=is_linked)
         return OpenProgram(self.numbers, make, self._example)
 
 
 class Resized:
-    """A region's behaviour at a size that was never recorded."""
+    """What a region does at a size that was never recorded, derived from recordings at other sizes."""
 
     def __init__(self, recording: _OpenRecording, numbers: tuple[Number, ...]) -> None:
         self._open = recording
@@ -307,16 +339,16 @@ class Resized:
 
     @property
     def stream(self) -> Stream:
-        """Its torch calls."""
+        """The torch calls of the region at this size."""
         return self._open.stream(_filling(self._numbers))
 
     def program(self, plan: RegionPlan, shared: Shared, *, is_linked: bool) -> Program:
-        """The program at this size; see `Recording.program`."""
+        """Return the program that serves calls of this size under a plan. See `Recording.program`."""
         return self._open.program(plan, shared, self._numbers, is_linked=is_linked)
 
 
 def _nearest_whole(value: Number, unmake: Callable[[Any], Number]) -> int:
-    """The nearest whole number; 0 if it does not exist (overflow, division by zero)."""
+    """Return the whole number nearest to ``unmake(value)``, or 0 if it does not exist (overflow, division by zero)."""
     try:
         return round(unmake(value))
     except (OverflowError, ZeroDivisionError):
@@ -324,14 +356,17 @@ def _nearest_whole(value: Number, unmake: Callable[[Any], Number]) -> int:
 
 
 def _exact(expression: Expression, make: Callable[[int], Number], dimensions: Sizes) -> Number | None:
-    """The value; ``None`` if the expression is a guess, or does not give a whole number."""
+    """Return ``make`` of the expression's value, or ``None`` if the expression is only a guess or its value is not a whole
+    number.
+    """
     value = expression.exactly_at(dimensions)
     return make(value.numerator) if expression.is_known and value.denominator == 1 else None
 
 
 def _split(signature: tuple[Any, ...]) -> tuple[Any, Sizes]:
-    """A signature without the sizes of its inputs, and these sizes. Sizes 0 and 1 stay in the signature: they select other
-    kernels.
+    """Split a signature into a signature without the sizes of its inputs, and a tuple of these sizes.
+
+    The sizes 0 and 1 stay in the signature, because they select other kernels.
     """
     generation, described, *rest = signature
     sizes: list[int] = []
@@ -347,7 +382,7 @@ def _split(signature: tuple[Any, ...]) -> tuple[Any, Sizes]:
 
 
 def _noting(numbers: list[Number]) -> Change:
-    """A change that stores each number in ``numbers`` and puts 0 in its place."""
+    """Return a change that appends each number to ``numbers`` and puts 0 in its place."""
 
     def note(number: Any) -> int:
         numbers.append(number)
@@ -357,12 +392,12 @@ def _noting(numbers: list[Number]) -> Change:
 
 
 def _filling(numbers: tuple[Number, ...]) -> Change:
-    """A change that fills in unknown numbers."""
+    """Return a change that replaces each unknown number by the number with its index."""
     return lambda number: numbers[number.index] if type(number) is Unknown else number
 
 
 def _with_numbers(recording: Recording, change: Change) -> Recording:
-    """A recording with every number changed, always in the same order."""
+    """Return a copy of a recording with each of its numbers changed. The order of the numbers is the same in every call."""
     region = recording.region
     return replace(
         recording,
@@ -379,7 +414,10 @@ def _with_numbers(recording: Recording, change: Change) -> Recording:
 
 
 def _graph(graph: RegionGraph, change: Change) -> RegionGraph:
-    """A graph with its numbers changed. Cost keys contain sizes; they are cleared, because the engine does not use them."""
+    """Return a copy of a graph with its numbers changed.
+
+    Cost keys contain sizes. They are cleared, because the engine does not use them.
+    """
     return msgspec.structs.replace(
         graph,
         values=tuple([msgspec.structs.replace(value, bytes=change(value.bytes)) for value in graph.values]),
@@ -420,21 +458,24 @@ def _ref(ref: Ref, change: Change) -> Ref:
 
 
 def _call(call: TorchCall, change: Change) -> TorchCall:
-    """A torch call with its numbers changed. Bare integers among its arguments are indices of tensors and stay."""
+    """Return a copy of a torch call with its numbers changed.
+
+    Bare integers among the arguments are indices of tensors, and are not changed.
+    """
     made = call.made if isinstance(call.made, int) else tuple([_looks(looks, change) for looks in call.made])
     kwargs = tuple([(name, _described(value, change)) for name, value in call.kwargs])
     return TorchCall(call.func, tuple([_described(value, change) for value in call.args]), kwargs, made, call.results)
 
 
 def _is_open(call: TorchCall) -> bool:
-    """Whether some number of a call is unknown."""
+    """Return whether any number of a torch call is unknown."""
     numbers: list[Any] = []
     _call(call, _noting(numbers))
     return any(type(number) is Unknown for number in numbers)
 
 
 def _described(value: Any, change: Change) -> Any:
-    """An argument with its numbers changed. Floats are held as text."""
+    """Return an argument of a torch call with its numbers changed. Floats are stored as text."""
     if isinstance(value, Constant):
         held = value.value
         if value.kind is float and type(held) is str:

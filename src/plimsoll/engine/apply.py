@@ -40,19 +40,19 @@ T = TypeVar("T")
 
 
 class Removable(Protocol):
-    """Something that was put on a model and can be removed again."""
+    """An object that was put on a model, such as a hook, and that can be removed again."""
 
     def remove(self) -> None:
-        """Undo it."""
+        """Remove this object, and restore what the model had before."""
         ...
 
 
 class RemovedAtEnd(abc.ABC):
-    """A context manager that calls `remove` when its block ends."""
+    """Base class of context managers that call `remove` when their block ends."""
 
     @abc.abstractmethod
     def remove(self) -> None:
-        """Undo it."""
+        """Undo what this object has done to the model."""
 
     def __enter__(self) -> Self:
         return self
@@ -62,7 +62,8 @@ class RemovedAtEnd(abc.ABC):
 
 
 class Handle(RemovedAtEnd):
-    """A plan that is applied to a model. Use it as a context manager, or call ``remove`` when done.
+    """The handle of a plan that is applied to a model; ``plimsoll.apply`` returns it. Use it as a context manager, or call
+    ``remove`` to take the plan off the model.
 
     Example:
         >>> import torch, plimsoll
@@ -83,13 +84,15 @@ class Handle(RemovedAtEnd):
     ) -> None:
         self.model = model
         self._original = model if original is None else original
-        """The user's model, including a wrapper of torch.compile."""
+        """The user's model. If the user passed a wrapper of torch.compile, this is the wrapper, and ``model`` is the module
+        inside.
+        """
         self._compiled = frozenset(compiled)
-        """Regions that the user compiles with torch.compile. They are not wrapped."""
+        """Names of the regions that the user compiles with torch.compile. The handle does not wrap these regions."""
         self._units: CompiledUnits | None = None
         self.regions: dict[str, ManagedRegion] = {}
         self._known: dict[str, ManagedRegion] = {}
-        """All regions wrapped so far, under the current plan or an earlier plan (see `switch`)."""
+        """All regions that were wrapped so far, by name, under the current plan or under an earlier plan (see `switch`)."""
         self._shared = shared
         self._retry: Callable[..., Any] | None = None
         self._root_hooks: list[Any] = []
@@ -97,7 +100,7 @@ class Handle(RemovedAtEnd):
         self._begin(plan)
 
     def remove(self) -> None:
-        """Undo everything: the model is what it was before ``apply``. A second call does nothing."""
+        """Undo everything that ``apply`` did: afterwards the model is what it was before. A second call does nothing."""
         self.pause()
         for hook in (*self._root_hooks, *self._others):
             hook.remove()
@@ -108,7 +111,8 @@ class Handle(RemovedAtEnd):
     def switch(self, plan: Plan) -> None:
         """Replace the plan by another plan for this model, from the model's next call on.
 
-        Regions keep their recordings. A call that was recorded before, under any plan, is served by recipes at once.
+        Regions (the modules that a plan manages) keep their recordings. If a call was recorded before under any plan, recipes
+        (recorded ops that rebuild dropped tensors) serve it at once.
 
         Raises:
             PlanMismatch: the plan was made for another model, or its link or its permission to repeat collectives differs from
@@ -131,12 +135,14 @@ class Handle(RemovedAtEnd):
         self._begin(plan)
 
     def has_moved(self) -> bool:
-        """Whether some region's path in the model now leads to another module."""
+        """Return whether the name of any managed region now leads to another module in the model than when the plan was
+        applied.
+        """
         modules = dict(self.model.named_modules())
         return any(modules.get(name) is not region.module for name, region in self.regions.items())
 
     def _begin(self, plan: Plan) -> None:
-        """Create or reuse the wrappers of the regions that the plan manages, and install them."""
+        """Create or reuse the wrappers of the regions that this plan manages, and install them."""
         shared, model = self._shared, self.model
         calls = _managed_regions(plan) if shared.sensor is None else _regions(plan)
         modules = dict(model.named_modules())
@@ -172,31 +178,33 @@ class Handle(RemovedAtEnd):
         self.resume()
 
     def remove_with_me(self, hook: Removable) -> None:
-        """Remove this hook, which belongs to the plan, when the plan is removed."""
+        """Register a hook that belongs to the plan, so that `remove` removes the hook together with the plan."""
         self._others.append(hook)
 
     def pause(self) -> None:
-        """Remove the wrappers temporarily; recordings stay."""
+        """Remove the wrappers of all regions for a while. Recordings stay, and `resume` installs the wrappers again."""
         for region in self.regions.values():
             region.remove()
         if self._units is not None:
             self._units.pause()
 
     def resume(self) -> None:
-        """Install the wrappers again after ``pause``."""
+        """Install the wrappers of all regions again after `pause`."""
         for region in self.regions.values():
             region.install()
         if self._units is not None:
             self._units.resume()
 
     def forget(self) -> None:
-        """Discard all recordings, so that every region records its next calls. Compiled units stay compiled."""
+        """Discard all recordings, so that each region records its next calls. Compiled units (parts under torch.compile) stay
+        compiled.
+        """
         for region in self.regions.values():
             region.forget()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Run the model without the plan inside the block."""
+        """Return a context manager. Inside its block, the model runs without the plan."""
         self.pause()
         try:
             yield
@@ -204,12 +212,13 @@ class Handle(RemovedAtEnd):
             self.resume()
 
     def step(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run one training step, ``function(*args, **kwargs)``. If it runs out of memory, retry it with a plan that needs less.
+        """Run one training step, ``function(*args, **kwargs)``. If the step runs out of memory, retry it with a plan that needs
+        less memory.
 
         On ``torch.OutOfMemoryError`` the state from before the step is restored (parameters, optimizers, gradient scalers,
         gradients, buffers, attributes, random states), a plan with a lower peak is applied, and the step runs again. So the
-        function must be the whole step and nothing else: make the batch before it, and log its result after it. Several ranks
-        (over gloo) must all call it: if one rank runs out of memory, all ranks run the step again.
+        function must be the whole step and nothing else: make the batch before it, and log its result after it. With several
+        ranks (over gloo), all ranks must call this method: if one rank runs out of memory, all ranks run the step again.
 
         Returns:
             The function's result.
@@ -233,20 +242,22 @@ class Handle(RemovedAtEnd):
         return function(*args, **kwargs) if retry is None else retry(function, *args, **kwargs)
 
     def retry_with(self, retry: Callable[..., Any]) -> None:
-        """Run steps through ``retry`` from now on."""
+        """Run steps through the function ``retry`` from now on. `step` calls it with the step's function and arguments."""
         self._retry = retry
 
     def on_larger_calls(self, listener: Listener) -> None:
-        """Call the listener before a region runs with larger inputs than ever before, or in another order than before."""
+        """Call the listener before a region runs with larger inputs than in any earlier call, or in another order than in
+        earlier steps.
+        """
         self._shared.larger.listener = listener
 
     @property
     def plan(self) -> Plan:
-        """The current plan."""
+        """The plan that is applied now."""
         return self._plan
 
     def outcomes(self) -> tuple[RegionOutcome, ...]:
-        """How each region of the plan has been served so far."""
+        """Return, for each region of the plan, how its calls have been served so far (see `RegionOutcome`)."""
         in_units = _in_units(self._plan)
         untouched = [
             _compiled_outcome(region, None if self._units is None else self._units.packing.get(region.name))
@@ -259,25 +270,30 @@ class Handle(RemovedAtEnd):
 
     @property
     def faults(self) -> tuple[Fault, ...]:
-        """The faults that inspected calls have found so far."""
+        """The faults (rebuilt tensors that differ from forward's) that inspected calls have found so far."""
         return tuple(self._shared.inspector.faults)
 
     @property
     def inspected_calls(self) -> int:
-        """The number of inspected calls of regions so far."""
+        """The number of region calls that have been inspected so far. An inspected call compares rebuilt tensors in full."""
         return self._shared.inspector.inspected_calls
 
     @property
     def inspected_tensors(self) -> int:
-        """The number of rebuilt tensors that were compared with forward's saved tensors."""
+        """The number of rebuilt tensors that inspected calls have compared with the tensors that forward saved."""
         return self._shared.inspector.inspected_tensors
 
     def inspecting(self) -> contextlib.AbstractContextManager[None]:
-        """Inspect every call of every region inside the block."""
+        """Return a context manager. Inside its block, each call of each region is inspected: rebuilt tensors are compared in
+        full.
+        """
         return self._shared.inspector.everywhere()
 
     def obstacles(self) -> dict[str, dict[str, str]]:
-        """By region: values that the plan wants to drop but that are kept, each with the reason."""
+        """Return the values that the plan wants to drop but that are kept.
+
+        The result maps the region's name to a mapping from the value's name to the reason why the value is kept.
+        """
         found: dict[str, dict[str, str]] = {}
         for name, region in self.regions.items():
             for service in region.services.values():
@@ -291,7 +307,9 @@ class Handle(RemovedAtEnd):
         self._shared.unmet.say(self._plan)
 
     def begin_step(self) -> None:
-        """Start a new call of the model: reset the call counters of its regions."""
+        """Prepare for a new call of the model: clear what belonged to the previous call, and set the regions' call counters to
+        0.
+        """
         self._shared.links.clear()
         self._shared.transfers.clear()
         self._shared.alarm.begin_step()
@@ -315,12 +333,13 @@ def apply_plan(
 ) -> Handle:
     """Manage the model's regions as the plan says. A region that keeps everything is not touched at all.
 
-    ``sentinel_every`` and ``verify_every`` are those of `plimsoll.apply`. Offloaded values go over ``link``, whatever its name;
-    by default the plan's own link is opened. If there is a sensor, it watches the first call of every region.
-    ``agree_on_service`` is called when recipes repeat collectives, with the region's name, the ranks that it communicates with
-    and a description of what serves it on this rank. It raises if the ranks' descriptions differ; `plimsoll.session.manage`
-    supplies one for real ranks. ``splits_backward``: keep tensors that both halves of a zero-bubble schedule's backward read,
-    from the first half to the second.
+    ``sentinel_every`` and ``verify_every`` mean the same as in `plimsoll.apply`. Offloaded values go over ``link`` (the way to
+    host memory or disk), even if the plan names another link. Without ``link``, the link that the plan names is opened. A
+    ``sensor`` watches the first call of each region and measures what it saves. If recipes repeat collectives,
+    ``agree_on_service`` is called with the region's name, the ranks that the region communicates with, and a description of
+    what serves the region on this rank. The function raises if the ranks' descriptions differ. `plimsoll.session.manage` passes
+    such a function for real ranks. If ``splits_backward``, backward runs in two halves (a zero-bubble schedule): a tensor that
+    both halves read is kept from the first half to the second.
 
     Raises:
         PlanNotUsable: the plan's status says that it holds no decisions.
@@ -363,7 +382,10 @@ def apply_plan(
 
 
 def _compiled_outcome(region: RegionPlan, packing: PackingCall | None) -> RegionOutcome:
-    """The outcome of a region inside a compiled unit. Its bytes are the plan's, not measured."""
+    """Return the outcome of a region inside a compiled unit.
+
+    The bytes in the outcome come from the plan and are not measured.
+    """
     return RegionOutcome(
         name=region.name,
         call=region.call,
@@ -374,7 +396,9 @@ def _compiled_outcome(region: RegionPlan, packing: PackingCall | None) -> Region
 
 
 def _region_class(plan: Plan, name: str) -> type[ManagedRegion]:
-    """The class for a region that runs eagerly: an ordinary region, or one inside a compiled unit."""
+    """Return the class that wraps this region, which runs eagerly. Regions inside a compiled unit need another class than
+    others.
+    """
     if not any(name.startswith(unit.path + ".") for unit in plan.compiled):
         return ManagedRegion
     from plimsoll.engine.compiled.units import RegionInCompiled  # import inductor only if something is compiled
@@ -383,12 +407,12 @@ def _region_class(plan: Plan, name: str) -> type[ManagedRegion]:
 
 
 def _in_units(plan: Plan) -> frozenset[str]:
-    """Names of the regions that torch.compile compiles."""
+    """Return the names of the regions that torch.compile compiles under this plan."""
     return frozenset(name for unit in plan.compiled for name in unit.regions)
 
 
 def _regions(plan: Plan) -> dict[str, tuple[RegionPlan, ...]]:
-    """All calls of each region that runs eagerly, by region name."""
+    """Return the regions that run eagerly, as a mapping from the region's name to the plans for its calls."""
     grouped: dict[str, list[RegionPlan]] = {}
     in_units = _in_units(plan)
     for region in plan.regions:
@@ -398,8 +422,9 @@ def _regions(plan: Plan) -> dict[str, tuple[RegionPlan, ...]]:
 
 
 def _managed_regions(plan: Plan) -> dict[str, tuple[RegionPlan, ...]]:
-    """The regions that get a wrapper: regions that do not keep everything, regions that hide transfers, and the first region.
+    """Return the regions that get a wrapper, as a mapping from the region's name to the plans for its calls.
 
+    These are the regions that do not keep everything, the regions that run while offloads are under way, and the first region.
     The first region is wrapped because its inputs show how large a call of the model will be.
     """
     hides = hiding(plan.regions)
@@ -412,7 +437,7 @@ def _managed_regions(plan: Plan) -> dict[str, tuple[RegionPlan, ...]]:
 
 
 def _check_module(model: nn.Module, modules: Mapping[str, nn.Module], name: str, *, is_managed: bool) -> None:
-    """Raise if the model does not have the region, or if another plan manages it already."""
+    """Raise ``PlanMismatch`` if the model does not have the region, or if another plan manages the region already."""
     if name not in modules:
         raise PlanMismatch(
             f"The plan decides about {name!r}, which {type(model).__name__} does not have.",

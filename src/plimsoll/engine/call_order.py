@@ -1,7 +1,7 @@
 """Notices when the regions of a model run in a new order.
 
-A plan holds most in the regions whose backward begins first. If the same modules run in another order, each call looks as
-before and forward adds as many bytes, and yet the peak of backward may be higher.
+A plan keeps the most bytes in the regions whose backward begins first. If the same modules run in another order, each call
+looks the same and forward saves as many bytes as before. But the peak of memory in backward may be higher.
 """
 
 from __future__ import annotations
@@ -10,31 +10,36 @@ from plimsoll.engine.larger_calls import LargerCalls
 from plimsoll.tracing.torch_internals import sequence_number
 
 _MOVED = 1.25
-"""A region has moved if the autograd nodes that forward made before it exceed the most so far by this factor, or fall short of
-the fewest by it. A plan manages only modules that it decides about, so if other modules move, only this count shows it.
+"""The factor that decides whether a region has moved within the forward of the model.
+
+Autograd nodes made before the region are counted. The region has moved if their number is above the largest earlier number, or
+below the smallest, by more than this factor. A plan manages only modules that it decides about, so if other modules move, only
+this count shows it.
 """
 _FEW_NODES = 4
 
 
 class CallOrder:
-    """Which region has run directly after which other region, and how many autograd nodes forward had made by then."""
+    """Notes which region has run directly after which other region, and how many autograd nodes forward had made by then."""
 
     def __init__(self) -> None:
         self._previous = ""
         self._first_node = 0
         self._known: set[tuple[str, str]] = set()
         self._ranks: dict[str, int] = {"": -1}
-        """The position of each region in the order of their first calls."""
+        """A mapping from region name to the region's position in the order of first calls."""
         self._nodes: dict[str, tuple[int, int]] = {}
-        """The fewest and the most nodes before each region."""
+        """A mapping from region name to the smallest and the largest number of autograd nodes that forward made before the
+        region.
+        """
 
     def begin_step(self) -> None:
-        """Start a forward: the region that runs next is its first one."""
+        """Start a forward of the model. The region that runs next is the first region of this forward."""
         self._previous = ""
         self._first_node = sequence_number()
 
     def called(self, name: str, larger: LargerCalls) -> None:
-        """Note that a region is about to run. Inform ``larger`` if it has never run at this place."""
+        """Note that a region is about to run. Inform ``larger`` if the region has never run at this place."""
         pair = (self._previous, name)
         self._previous = name
         nodes = sequence_number() - self._first_node

@@ -2,8 +2,9 @@
 
 Recipes contain the decisions of forward's Python code: constants, slices, which weight is used, whether a layer is skipped. All
 of these reach torch as arguments of its functions. So a `TorchFunctionMode` compares every torch call in a region with the
-recorded *stream* of calls: the function, its host arguments, and for each tensor which earlier call made it, or which parameter
-or input it is. If the state of the host has changed, a call differs, and the region keeps everything.
+recorded *stream* of calls: the function, its host arguments, and for each tensor which earlier call made the tensor, or which
+parameter or input the tensor is. If Python state has changed since the recording, some torch call differs, and the region keeps
+everything.
 
 Host arguments are compared by type and value, never by hash alone (``1 == 1.0 == True``). Tensors are compared by identity
 through weak references, because strong ones would raise forward's peak. A tensor from outside that is neither parameter nor
@@ -43,38 +44,41 @@ from plimsoll.engine.torch_calls import (
 from plimsoll.tracing.recorder.calling import flat_tensors
 
 _NOT_THE_USERS = ("<", f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
-"""Prefixes of file names that contain torch's code, our code or generated code."""
+"""Prefixes of the names of files with torch's code, our code or generated code."""
 
 _ANSWERS = frozenset({bool, int, float, complex, str, torch.Size, torch.dtype, torch.device, torch.layout})
-"""Types of results that are not tensors: calls that return them only query something and are not part of the stream."""
+"""Types of results that are not tensors. A call that returns one of them only queries something, so it is not part of the
+stream.
+"""
 _MARKS = frozenset(
     {torch.ops.profiler._record_function_exit._RecordFunction, torch.ops.profiler._record_function_exit.default}
 )
-"""The ends of ``record_function``: they name the code between them in a profile, and do not touch tensors."""
+"""Functions that end a ``record_function`` block. They name the code between in a profile, and do not touch tensors."""
 
 
 def _never(args: object, kwargs: object, result: object, known: object) -> bool:
-    """Match no call."""
+    """Match no call: return False."""
     return False
 
 
 @dataclass(slots=True)
 class Junction:
-    """A node in the tree of known streams: the calls that may come next, and the program of a call that ends here.
+    """A node in the tree of known streams. It has the torch calls that may come next, and the program of a stream that ends
+    here.
 
     Nearly every node has one next call. That call's function, its matcher and the node after it are separate fields, because
-    this look-up is on the path of every torch call.
+    this look-up happens in every torch call.
     """
 
     branches: list[tuple[TorchCall, Matches, Junction]] = field(default_factory=list)
     program: Any = None
     func: Any = None
-    """The function of the only next call; ``None`` if there are several next calls or none."""
+    """The function of the only next call. It is ``None`` if there are several next calls or none."""
     matches: Matches = _never
     after: Junction | None = None
 
     def add(self, stream: Stream, program: Any) -> None:
-        """Add a stream and its program to the tree."""
+        """Add a stream (the torch calls of a region) and its program to the tree."""
         place = self
         for call, matches in zip(stream, compile_stream(stream), strict=True):
             following = next((after for known, _, after in place.branches if known == call), None)
@@ -89,12 +93,12 @@ class Junction:
 
 
 def called(func: Any) -> str:
-    """The name of a torch function, for messages."""
+    """Return the name of a torch function, for messages."""
     return f"{resolve_name(func) or getattr(func, '__name__', func)}"
 
 
 def _line_of_user() -> str:
-    """File and line of the innermost frame that is neither torch's nor ours."""
+    """Return file and line of the innermost frame with code of the user, or "" without such a frame."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         frame = frame.f_back
@@ -102,48 +106,59 @@ def _line_of_user() -> str:
 
 
 def references(tensors: Iterable[torch.Tensor | None]) -> References:
-    """Numbers for tensors that are known before the call: their places in this list."""
+    """Return weak references to the tensors that are known before the call. A tensor's number is its index in this list."""
     return References([_nothing if tensor is None else weakref.ref(tensor) for tensor in tensors])
 
 
 class Alarm:
-    """Informs all regions of a model when a region was surprised: a change there will soon affect its neighbours too."""
+    """Tells all regions of a model that a region was surprised (its call made an unknown stream of torch calls).
+
+    The reason: a change in one region will soon affect its neighbours too.
+    """
 
     def __init__(self) -> None:
         self.count = 0
-        """The number of steps with a surprise in some region."""
+        """The number of steps that had a surprise in at least one region."""
         self.has_wrong_number = False
-        """Whether a recipe with an open number has made something else than forward did."""
+        """Whether a recipe with an open number has made another tensor than forward did.
+
+        Open numbers change from call to call.
+        """
         self._is_raised = False
 
     def begin_step(self) -> None:
         self._is_raised = False
 
     def sound(self) -> None:
-        """Note that a region was surprised. Several surprises in one step count as one."""
+        """Note that a region was surprised: it made an unknown stream of torch calls. Several surprises in one step count as
+        one.
+        """
         self.count += not self._is_raised
         self._is_raised = True
 
 
 class StreamGuard(LowestMode):
-    """Follows a steady call through the tree of known streams. ``known`` are the tensors that exist before the call."""
+    """A function mode that follows a steady call through the tree of known streams.
+
+    ``root`` is the start of the tree. ``known`` are the tensors that exist before the call.
+    """
 
     def __init__(self, root: Junction, known: References) -> None:
         self._known = known
         self._place: Junction | None = root
         self.stranger: Any = None
-        """The function whose call is in none of the streams."""
+        """The torch function whose call is in none of the known streams. ``None`` while the call follows a known stream."""
         self.where = ""
-        """The line of the user's code that called it."""
+        """File and line of the user's code that called the ``stranger``."""
 
     @property
     def program(self) -> Any:
-        """The program that serves this call; ``None`` if its stream is new."""
+        """The program that serves this call, or ``None`` if the call's stream is new."""
         return None if self._place is None else self._place.program
 
     @property
     def numbers(self) -> dict[int, Number]:
-        """The call's numbers at the places that its stream leaves open."""
+        """The numbers that this call has where its stream leaves a number open, by the index of the open number."""
         return self._known.numbers
 
     def __torch_function__(
@@ -168,7 +183,7 @@ class StreamGuard(LowestMode):
     def _follow(
         self, place: Junction, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, result: Any
     ) -> None:
-        """Try all branches of a node. If none matches, the stream is new from here on."""
+        """Try all next calls of a node of the tree. If none matches, the stream is new from here on."""
         for call, matches, following in place.branches:
             if (func is call.func or func == call.func) and matches(args, kwargs, result, self._known):
                 self._place = following
@@ -178,7 +193,7 @@ class StreamGuard(LowestMode):
 
 
 class StreamRecorder(LowestMode):
-    """Records the stream of a call."""
+    """A function mode that records the stream of a call: all torch calls that a region makes."""
 
     def __init__(self, known: References) -> None:
         super().__init__()
@@ -186,13 +201,13 @@ class StreamRecorder(LowestMode):
         self._numbers = {id(tensor): number for number, ref in enumerate(known) if (tensor := ref()) is not None}
         self._calls: list[TorchCall] = []
         self.is_within = False
-        """Whether a torch call is running. Operations outside of torch calls come from code that we cannot see (TorchScript,
+        """Whether a torch call is running. If an op runs outside of a torch call, code ran it that we cannot see (TorchScript,
         extensions).
         """
 
     @property
     def stream(self) -> Stream:
-        """The calls so far."""
+        """The torch calls that were recorded so far."""
         return tuple(self._calls)
 
     def __torch_function__(
@@ -237,8 +252,9 @@ class StreamRecorder(LowestMode):
 
 
 def _leaves_a_trace(func: Any, result: Any) -> bool:
-    """Whether a call may have made or changed a tensor: it returned a tensor or None. Calls that only mark a profile return
-    None too, but do not count.
+    """Return whether a torch call may have made or changed a tensor: it returned a tensor or ``None``.
+
+    Calls that only mark a profile return ``None`` too, but do not count.
     """
     if isinstance(result, torch.Tensor):
         return True
@@ -248,4 +264,4 @@ def _leaves_a_trace(func: Any, result: Any) -> bool:
 
 
 def _nothing() -> None:
-    """The reference of a parameter that is missing."""
+    """Return ``None``. This function takes the place of the weak reference of a parameter that is missing."""

@@ -15,20 +15,20 @@ import torch
 from plimsoll.errors import CaptureRefused
 
 _CAPTURED = frozenset({"cuda"})
-"""Types of devices with graphs."""
+"""Types of devices that have graphs to capture."""
 WARM_UP = "run three training steps with the same shapes before the capture (torch also asks for warm-up steps)"
 
 
 def is_capturing(device_type: str) -> bool:
-    """Whether a CUDA graph is being captured on the current stream. Does not query CUDA if the device is a CPU."""
+    """Return whether a CUDA graph is being captured on the current stream. If the device is a CPU, CUDA is not queried."""
     return device_type in _CAPTURED and torch.cuda.is_current_stream_capturing()
 
 
 def refuse_capture(device_type: str, what: str, *, why: str, next: str) -> None:  # noqa: A002 - as in every error
-    """Raise if a graph is being captured.
+    """Raise an error if a CUDA graph is being captured.
 
     Raises:
-        CaptureRefused: with ``what`` as the subject of its first sentence.
+        CaptureRefused: a graph is being captured. ``what`` is the subject of the error's first sentence.
     """
     if is_capturing(device_type):
         raise CaptureRefused(f"{what} cannot be captured in a CUDA graph.", why=why, next=next)

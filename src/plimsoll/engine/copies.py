@@ -1,8 +1,8 @@
 """Tell a managed module from its copies, so that a copy runs with its own weights.
 
 Our replacement of ``forward`` is in the module's instance dictionary, and a shallow copy of the module (``copy.copy``, the
-replicas of ``nn.DataParallel``) copies that dictionary. Both modules then have the same replacement object. So it looks up
-which module it was called for: ``nn.Module.__call__`` has that module as ``self``.
+replicas of ``nn.DataParallel``) copies that dictionary. Both modules then have the same replacement object. So the replacement
+looks up which module it was called for: ``nn.Module.__call__`` has that module as ``self``.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ _CALLS = frozenset(
     }
 )
 _WRAPPED = nn.Module._wrapped_call_impl.__code__
-"""The caller of ``_call_impl`` if the module has no hooks."""
+"""The code object of the function that calls ``_call_impl`` if the module has no hooks."""
 
 
 def calling_module(stand_in: object) -> nn.Module | None:
-    """The module whose call led to our caller, which is its forward. ``None`` if forward was called directly, not through
+    """Return the module whose call led to our caller, or ``None`` if forward was called directly, not through
     ``nn.Module.__call__``.
+
+    Our caller is ``stand_in``, the object that replaces the forward of that module.
     """
     try:
         frame = sys._getframe(3)
@@ -53,7 +55,7 @@ def calling_module(stand_in: object) -> nn.Module | None:
 class CopiedForward:
     """Replaces our ``forward`` in a deep copy or an unpickled module, and runs the plain forward of its class.
 
-    It removes itself at its first call, so that copies of the copy do not contain it.
+    The object removes itself from the module at its first call, so that copies of the copy do not contain it.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -76,8 +78,8 @@ class CopiedForward:
 class ModelHook:
     """A hook that runs a function when the model is called to compute, but not when it is traced.
 
-    Deep copies and pickles of the model get a hook that does nothing. Shallow copies share the hook; it runs for copies that
-    also share the submodules.
+    Deep copies and pickles of the model get a hook that does nothing. Shallow copies share the hook, which runs only for copies
+    that also share the submodules.
     """
 
     def __init__(self, model: nn.Module | None = None, run: Callable[..., None] | None = None) -> None:
@@ -94,13 +96,14 @@ class ModelHook:
 
     @property
     def runner(self) -> object:
-        """The object whose method it runs, if it is a method."""
+        """The object whose method this hook runs; ``None`` if the hook runs a plain function."""
         return self._run.__self__ if isinstance(self._run, types.MethodType) else None
 
     @property
     def __name__(self) -> str:
-        """Raise our error for torch.jit.script, which reads this attribute before it looks for the hook's source (it has
-        none).
+        """Raise our error for torch.jit.script.
+
+        torch.jit.script reads this attribute before it looks for the source of the hook, which has none.
         """
         raise refused_script()
 

@@ -1,4 +1,4 @@
-"""Reports calls of a region that keep everything because recipes cannot serve them: warnings, and on several ranks errors."""
+"""Report calls of a region that keep everything because recipes cannot serve them: warn, and with several ranks make errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from plimsoll.errors import RanksDiffer
 
 
 class Fallback:
-    """Reports calls of one region that recipes cannot serve.
+    """Reports the calls of one region that recipes (recorded ops) cannot serve.
 
     A call that matches no recorded call, or that cannot be recorded, keeps everything. A region is never run a second time:
     forward may count, draw from its own generator or append tensors to a list, and data that it read may have changed before
@@ -22,11 +22,13 @@ class Fallback:
         self._name = name
 
     def say_keeps(self, reason: str) -> None:
-        """Warn that calls of the region keep everything from now on."""
+        """Warn that all calls of the region keep everything from now on, and say why."""
         warnings.warn(f"plimsoll: region {self._name!r} keeps all its activations from now on: {reason}", stacklevel=5)
 
     def say_surprise(self, guard: StreamGuard, calls: int) -> None:
-        """Warn that a call kept everything because it matches no recorded call."""
+        """Warn that a call kept everything because it matches no recorded call. ``calls`` is how many of the next calls are
+        recorded.
+        """
         found = "fewer torch calls than every recorded call"
         if guard.stranger is not None:
             found = f"torch calls that were never recorded, first {called(guard.stranger)} at {guard.where}"
@@ -38,8 +40,9 @@ class Fallback:
         )
 
     def refusal(self, reason: str) -> RanksDiffer:
-        """The error for a call on this rank that cannot follow its recipes while other ranks wait for the recipes'
-        collectives.
+        """Return the error for a call on this rank that cannot follow its recipes.
+
+        It is an error because other ranks wait for the collectives in the recipes.
         """
         rank = torch.distributed.get_rank()
         return RanksDiffer(

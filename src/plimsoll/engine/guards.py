@@ -2,9 +2,9 @@
 
 There are three checks, in this order:
 
-1. Before the call: are its saved tensors ours to manage? See `is_somebody_elses_call`; `compiled_part` is checked once.
-2. Before forward: does the call look like a recorded call? `SignatureReader.read` makes a key of its inputs and state.
-3. After forward, while every saved tensor is still held: did the call do the same as the recorded call? The torch calls must
+1. Before the call: may the plan manage its saved tensors? See `is_somebody_elses_call`; `compiled_part` is checked once. 2.
+Before forward: does the call look like a recorded call? `SignatureReader.read` makes a key of its inputs and state. 3. After
+forward, while every saved tensor is still held: did the call do the same as the recorded call? The torch calls must
    match (see ``call_stream``), and `Guard.holds` compares the saved tensors. If either check fails, the call keeps everything,
    so its gradients are correct by construction.
 
@@ -34,14 +34,16 @@ from plimsoll.tracing.torch_internals import (
 )
 
 NO_OFFSET = -1
-"""The offset of saved tensors without one storage (sparse tensors)."""
+"""The offset that is noted for saved tensors that do not have one storage (sparse tensors)."""
 _SCALARS = (bool, int, float, complex, str)
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 
 def is_somebody_elses_call() -> bool:
-    """Whether we must not manage saved tensors: other hooks are active or hooks are forbidden, or a functorch transform,
-    forward-mode AD or a tracer is active.
+    """Return whether the plan must not manage the saved tensors of the call that begins now.
+
+    This is so if other saved-tensor hooks are active, if such hooks are forbidden, or if a functorch transform, forward-mode AD
+    or a tracer is active.
     """
     return (
         top_saved_hooks(True) is not None
@@ -53,11 +55,11 @@ def is_somebody_elses_call() -> bool:
 
 
 Places = list[tuple[dict[str, torch.Tensor | None], str]]
-"""How to find parameters and buffers: the dictionary of their module, and the name in it."""
+"""A list that says where parameters and buffers are. Each item is a dictionary of a module and the name in this dictionary."""
 
 
 class Entry(NamedTuple):
-    """Everything that is known about a call before forward runs.
+    """Data: everything that is known about a call of a region before forward runs.
 
     ``signature`` determines which recipes may serve the call. ``sources`` are the region's current parameters and buffers, in
     the order of `SignatureReader.places`. ``inputs`` are the tensors among the arguments, ``flags`` are torch's flags, and
@@ -71,13 +73,15 @@ class Entry(NamedTuple):
     modes: Modes | None
 
     def memory(self, places: Iterable[int]) -> dict[int, torch.UntypedStorage]:
-        """The storages of the parameters and buffers at these places."""
+        """Return the storages of the parameters and buffers at these places (indices in ``sources``), as a mapping from place
+        to storage.
+        """
         found = ((place, self.sources[place]) for place in places)
         return {place: local_of(source).untyped_storage() for place, source in found if source is not None}
 
 
 class SignatureReader:
-    """Reads the state before a call: its inputs, the parameters and buffers, the scalar attributes, the active modes."""
+    """Reads the state of a region before a call: inputs, parameters, buffers, scalar attributes, and active modes."""
 
     def __init__(self, module: nn.Module, device_type: str) -> None:
         self._module = module
@@ -86,8 +90,10 @@ class SignatureReader:
         self._scan()
 
     def _scan(self) -> None:
-        """Find what every call must read. Repeat this when submodules were replaced or tensors moved; that starts a new
-        generation, which is part of the signature.
+        """Find what must be read in each call.
+
+        This is repeated when submodules were replaced or tensors moved. Each scan starts a new generation, whose number is part
+        of the signature.
         """
         module = self._module
         self._generation += 1
@@ -101,7 +107,7 @@ class SignatureReader:
             if isinstance(value, _SCALARS)
         ]
         self.places: Places = []
-        """Places of the parameters, then of the buffers, then of the extra tensors that frozen (quantized) weights hold."""
+        """Where the parameters are, then the buffers, then the extra tensors that belong to frozen (quantized) weights."""
         for kind in ("_parameters", "_buffers"):
             for inner in module.modules():
                 holder = getattr(inner, kind)
@@ -117,20 +123,20 @@ class SignatureReader:
                 self._ties.append((twin, index))
 
     def scalars(self) -> tuple[Any, ...]:
-        """The current scalar attributes of the region's modules."""
+        """Return the current values of the scalar attributes of the region's modules."""
         return tuple([holder.get(name) for holder, name in self._scalars])
 
     def _sources(self) -> tuple[list[torch.Tensor | None], tuple[bool, ...]]:
-        """The current parameters and buffers, and for each whether it requires a gradient.
+        """Return the current parameters and buffers, and a tuple that says for each whether it requires a gradient.
 
         Raises:
-            AttributeError: a place has become empty.
+            AttributeError: a parameter or buffer no longer exists.
         """
         sources: list[Any] = [holder.get(name) for holder, name in self.places]
         return sources, tuple([source.requires_grad for source in sources])
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
-        """Read everything that is visible before a call. The user's function modes do not see these reads."""
+        """Read everything that is visible before a call, and return it. The user's function modes do not see these reads."""
         modes = modes_around()
         if modes is None:
             return self._read(args, kwargs, None)
@@ -168,7 +174,10 @@ class SignatureReader:
 
 
 def _has_memory(tensor: torch.Tensor | None) -> bool:
-    """Whether recipes may read a parameter or buffer: no op that reads a sparse one is repeated."""
+    """Return whether recipes may read a parameter or buffer.
+
+    They may not read a sparse one: ops that read it are not repeated.
+    """
     return tensor is not None and local_of(tensor).layout is torch.strided
 
 
@@ -179,9 +188,10 @@ def _share_memory(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 
 def describe(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """A hashable description of an argument: a tensor's geometry, dtype and device, a scalar's value, an object's type.
+    """Return a hashable description of an argument.
 
-    Tensors in the argument are appended to ``tensors``.
+    It contains a tensor's geometry, dtype and device, the value of a scalar, or the type of another object. Tensors in the
+    argument are appended to ``tensors``.
     """
     kind = type(value)
     # the fast path for everything but DTensors and similar subclasses
@@ -210,9 +220,11 @@ def _lies(value: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _shared_bases(tensors: list[torch.Tensor]) -> tuple[int, ...] | None:
-    """Which of these tensors share memory, or ``None`` if none do. This decides what a recipe may start from.
+    """Return which of these tensors share memory, or ``None`` if none do.
 
-    All tensors are alive, so equal addresses mean the same storage. A tensor without an address is treated as unshared.
+    The result has, for each tensor, the index of the first tensor with the same memory. This decides what a recipe may start
+    from. All tensors are alive, so equal addresses mean the same storage. A tensor without an address is treated as if it
+    shared with none.
     """
     bases = []
     for tensor in tensors:
@@ -225,9 +237,9 @@ def _shared_bases(tensors: list[torch.Tensor]) -> tuple[int, ...] | None:
 
 
 class Guard:
-    """Checks whether a call that has just returned saved the same as the recorded call.
+    """A check whether a call that has just returned saved the same tensors as the recorded call.
 
-    ``node_counts`` is the range of autograd nodes that such a call may create.
+    ``node_counts`` is the range for the number of autograd nodes that such a call may create.
     """
 
     def __init__(self, plan: ReplayPlan, node_counts: range) -> None:
@@ -243,9 +255,10 @@ class Guard:
         self._offsets = tuple((source.place, plan.geometry_of(value).offset) for value, source in held)
 
     def holds(self, call: OpenCall, node_count: int) -> bool:
-        """Whether this call saved the same tensors as the recorded call and created an expected number of autograd nodes.
+        """Return whether this call saved the same tensors as the recorded call and created an expected number of autograd
+        nodes.
 
-        This is the last check before tensors are dropped. It runs in every steady call and reads host-side metadata only.
+        This is the last check before tensors are dropped. It runs in every steady call and reads metadata on the host only.
         """
         tensors = call.tensors
         if len(tensors) != len(self._slots) or node_count not in self._node_counts:
@@ -280,6 +293,8 @@ class Guard:
         return True
 
     def _lies_alike(self, call: OpenCall) -> bool:
-        """Whether the same slots are DTensors, each with the same mesh, placements and global shape."""
+        """Return whether the same slots are DTensors, each with the same mesh, placements and global shape as in the recorded
+        call.
+        """
         shells = ((call.cells[index].shell, layout) for index, layout in self._layouts.items())
         return all(shell is not None and shell.layout == layout for shell, layout in shells)

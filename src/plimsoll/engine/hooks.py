@@ -3,11 +3,11 @@
 While the region runs, its cells hold everything that autograd saves: only after the region has returned is it known whether the
 call matches the recorded one. Then each cell is *kept* or *dropped*, and the `OpenCall` is done. Tensors that autograd frees
 during forward, such as the graph of a detached tensor, are freed at once. The exception is a node that has saved its own
-output: output and node form a cycle, which is broken when the region returns.
+output: the two form a reference cycle, which is broken when the region returns.
 
-Cells own memory by plain references, so reference counting frees what is no longer needed, and a table of live tensors is not
-needed. A dropped cell owns the kept cells that its recipe reads (directly or through other ops), and nothing else. When
-autograd frees the dropped cell, they are freed too.
+Cells own memory by plain references, so reference counting frees memory in time, without a table of live tensors. A dropped
+cell owns the kept cells that its recipe reads (directly or through other ops), and nothing else. When autograd frees the
+dropped cell, they are freed too.
 """
 
 from __future__ import annotations
@@ -27,24 +27,27 @@ from plimsoll.tracing.local_tensors import Shell, unwrapped, version_of
 
 
 class Readable(Protocol):
-    """Something that a recipe can start from."""
+    """An object with a tensor to read that recipes can start from, such as a cell with a kept tensor or a codec's payload."""
 
     def read(self) -> torch.Tensor: ...
 
 
 class Restorer(Protocol):
-    """Rebuilds or returns the tensor of a cell: the open call, or the replay that rebuilds it or reads it."""
+    """Returns the tensor of a cell: it is the open call (forward still runs) or the replay (which rebuilds or reads the
+    tensor).
+    """
 
     def restore(self, cell: Cell) -> torch.Tensor: ...
 
 
 class Cell:
-    """One saved tensor of one call of a region.
+    """The object that autograd holds in place of one saved tensor, for one call of a region.
 
     A cell is *open* while the region runs (``tensor`` is what autograd has saved), then *kept* (``tensor`` and ``version`` are
-    set) or *dropped* (``leaves`` and ``sample`` are set). ``between`` is the state that `split_backward` attaches to a dropped
-    cell. For a DTensor, the cell holds the local shard and ``shell`` holds the rest of the DTensor (``None`` for other
-    tensors); the shell's version counts too.
+    set) or *dropped* (``leaves`` are the inputs of its recipe, and ``sample`` has some of its elements). ``between`` is the
+    state that `split_backward` attaches to a dropped cell. For a DTensor, the cell holds the local shard and ``shell`` holds
+    the rest of the DTensor (``None`` for other tensors). The version of a DTensor is the sum of the shard's version and the
+    shell's version.
     """
 
     __slots__ = ("__weakref__", "between", "index", "leaves", "restorer", "sample", "shell", "tensor", "version")
@@ -75,13 +78,13 @@ class Cell:
 
     @classmethod
     def kept(cls, tensor: torch.Tensor) -> Cell:
-        """A cell that holds a tensor from the start, outside of an open call."""
+        """Return a cell that holds a tensor from the start, outside of an open call."""
         cell = cls(None, 0, tensor._version)
         cell.keep(tensor)
         return cell
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """Hold the tensor. ``version`` remains the version at which autograd saved it."""
+        """Hold the tensor. ``version`` stays the version counter at which autograd saved the tensor."""
         # Hold an alias: the tensor may be the output of the node that holds this cell, and that cycle would never be freed.
         self.tensor = tensor if tensor.is_leaf else tensor.detach()
         self.restorer = None
@@ -89,12 +92,14 @@ class Cell:
             self.shell.keep()
 
     def alias(self) -> Cell:
-        """A kept cell on the tensor's current memory: a leaf may get other memory before backward."""
+        """Return another kept cell that holds the tensor's current memory. The tensor is a leaf, which may get other memory
+        later.
+        """
         assert self.tensor is not None, "only kept cells are read"
         return Cell(None, self.index, self.version, self.shell, self.tensor.detach())
 
     def drop(self, leaves: tuple[Readable, ...], restorer: Restorer) -> None:
-        """Hold only the inputs of the recipe, and the object that runs it."""
+        """Stop holding the tensor. Hold only the inputs of its recipe, and the object that runs the recipe."""
         self.leaves = leaves
         self.restorer = restorer
         self.sample = None
@@ -103,18 +108,25 @@ class Cell:
             self.shell.let_go()
 
     def version_now(self, tensor: torch.Tensor) -> int:
-        """The current version of a saved tensor that is still held (for a DTensor: local shard plus shell)."""
+        """Return the current version counter of a saved tensor that is still held.
+
+        For a DTensor, add the version of its shell.
+        """
         return tensor._version if self.shell is None else tensor._version + self.shell.version
 
     def show(self, value: torch.Tensor) -> torch.Tensor:
-        """The tensor that autograd gets: a DTensor if it saved a DTensor."""
+        """Return what autograd gets for this value: a DTensor if autograd saved a DTensor, else the value."""
         shell = self.shell
         if shell is None:
             return value
         return shell.around(value) if shell.outer is None else shell.outer
 
     def read(self) -> torch.Tensor:
-        """The kept tensor. Raises ``SavedTensorModified`` if it was written to in place after it was saved."""
+        """Return the kept tensor.
+
+        Raises:
+            SavedTensorModified: the tensor was written to in place after it was saved.
+        """
         tensor = self.tensor
         assert tensor is not None, "only kept cells are read"
         found = tensor._version if self.shell is None else self.version_now(tensor)
@@ -124,13 +136,13 @@ class Cell:
 
 
 NOTHING = torch.empty(0)
-"""Placeholder for a saved tensor that was freed."""
+"""An empty tensor in place of a saved tensor that was freed."""
 GONE = Cell.kept(NOTHING)
-"""Placeholder for a cell that autograd has freed."""
+"""A cell in place of a cell that autograd has freed."""
 
 
 class OpenCall:
-    """One call of a region while it runs: the saved tensors in the order of saving; for DTensors the local shards.
+    """One call of a region while it runs. It holds the saved tensors in the order of saving (for DTensors, the local shards).
 
     Only autograd owns cells until the region has returned. After ``end``, ``cells`` has the cells that are still alive (`GONE`
     for the others), and ``tensors`` has their tensors.
@@ -145,22 +157,27 @@ class OpenCall:
         storages: Mapping[int, torch.UntypedStorage] = MappingProxyType({}),
     ) -> None:
         self.sources = sources
-        """The region's parameters and buffers at the start of the call."""
+        """The region's parameters and buffers at the start of the call. ``None`` means one that is not set."""
         self.storages = storages
-        """Their storages at the start of the call, by place, for the parameters and buffers that recipes read."""
+        """The storages of the parameters and buffers that recipes read at the start of the call.
+
+        The key is the index in ``sources``.
+        """
         self.cells: list[Cell] = []
         self.tensors: list[torch.Tensor] = []
         self.sharded = 0
-        """How many of the saved tensors are shards of DTensors."""
+        """The number of saved tensors that are shards of DTensors."""
         self.states: dict[tuple[int, int], torch.Generator] = {}
-        """Generator states by generator and point, for random ops that will run again."""
+        """States of random generators, for random ops that will run again. The key is a pair of generator index and point in
+        forward.
+        """
         self.references: list[weakref.ref[Cell]] = []
-        """Weak references to all cells, by slot."""
+        """Weak references to all cells. The index is the slot: the number of the saved tensor in the order of saving."""
         self._points = points
         take_states(points, ENTRY, self.states)
 
     def pack(self, tensor: torch.Tensor) -> Cell:
-        """The pack hook: hold the tensor until the region returns."""
+        """The pack hook: hold the tensor until the region returns, and give autograd a cell."""
         opened = self.references
         if (
             type(tensor) is torch.Tensor or type(tensor) is nn.Parameter
@@ -175,16 +192,18 @@ class OpenCall:
         return cell
 
     def pack_random(self, tensor: torch.Tensor) -> Cell:
-        """The pack hook of a region that will repeat random ops: also record the generator's state where a random op starts."""
+        """The pack hook of a region whose recipes repeat random ops. It also records the generator's state where a random op
+        starts.
+        """
         take_states(self._points, len(self.references), self.states)
         return self.pack(tensor)
 
     def restore(self, cell: Cell) -> torch.Tensor:
-        """A tensor that is read while the region still runs (a backward inside of forward)."""
+        """Return a tensor that is read while the region still runs, because a backward runs inside of forward."""
         return self.tensors[cell.index] if cell.tensor is None else cell.tensor
 
     def end(self) -> None:
-        """Collect the live cells and their tensors after the region has returned."""
+        """Collect the cells that are still alive, and their tensors. Call this after the region has returned."""
         cells, tensors = self.cells, self.tensors
         for reference in self.references:
             cell = reference()
@@ -198,7 +217,7 @@ class OpenCall:
             self.sharded = sum(cell.shell is not None for cell in self.cells)
 
     def keep_all(self) -> None:
-        """Keep the tensor of every cell, as if the region were not managed."""
+        """Keep the tensor of each cell, as if the region were not managed."""
         if len(self.cells) < len(self.references):
             self.end()
         for cell, tensor in zip(self.cells, self.tensors, strict=True):
@@ -206,8 +225,10 @@ class OpenCall:
         self.close()
 
     def close(self) -> None:
-        """Release the tensors. Until then cells, tensors, graph and this call form a reference cycle, and Python's garbage
-        collector cannot see the part of it that runs through autograd.
+        """Release the tensors of this call.
+
+        Until then, cells, tensors, graph and this call form a reference cycle, and Python's garbage collector cannot see the
+        part of the cycle that runs through autograd.
         """
         self.cells = []
         self.tensors = []
@@ -215,19 +236,22 @@ class OpenCall:
 
 
 def unpack(cell: Cell) -> torch.Tensor:
-    """The unpack hook: return the kept tensor, or rebuild it with its recipe."""
+    """The unpack hook: return the tensor that a cell keeps, or rebuild it with the cell's recipe."""
     restorer = cell.restorer
     value = cell.read() if restorer is None else restorer.restore(cell)
     return value if cell.shell is None else cell.show(value)
 
 
 def restore(cell: Cell) -> torch.Tensor:
-    """The saved tensor; of a DTensor the local shard."""
+    """Return the saved tensor of a cell. For a DTensor, return the local shard."""
     return cell.read() if cell.restorer is None else cell.restorer.restore(cell)
 
 
 def modified_in_place(what: str, expected: int, found: int) -> SavedTensorModified:
-    """The error that autograd raises for the unmanaged model, in our words."""
+    """Return the error for a saved tensor that was modified in place.
+
+    Autograd raises such an error for the unmanaged model too. The text of this error is Plimsoll's.
+    """
     return SavedTensorModified(
         f"Backward needs {what}, but an in-place operation has modified it.",
         why=f"it is now at version {found}, but forward used version {expected}; gradients would be wrong even without a plan",

@@ -1,10 +1,10 @@
-"""In some calls, compare all tensors that a region's recipes rebuild with the saved tensors, bit for bit.
+"""Inspections: in some calls, compare all tensors that a region's recipes rebuild with the saved tensors, bit for bit.
 
 One region is inspected in training calls 2, 4, 8, 16 … of the model and then in every n-th call, each time another region.
 Regions that run code without visible torch calls are inspected ten times as often. The tensors that the region drops are
 offloaded over a link, and in backward each rebuilt tensor is compared with its copy. If they differ, backward gets the
 offloaded tensor, so the gradients of the step are correct. The fault is stored and a warning is raised, and from the next call
-on the region is served without recipes. Values from a lossy form always differ and are not compared.
+on the region is served without recipes. Values that depend on a lossy codec always differ and are not compared.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ from plimsoll.tracing.recorder.storages import as_integers, same_contents
 from plimsoll.units import MIB
 
 OFTEN = 10
-"""How much more often a region is inspected if it runs code whose torch calls are not seen."""
+"""A region that runs code whose torch calls are not seen is inspected this many times as often as others."""
 
 
 class Inspector:
-    """Chooses the region calls to inspect and collects the faults. It inspects one region in every ``every``-th training call
-    and in some early calls; 0 inspects none.
+    """Chooses the region calls to inspect, and collects the faults that inspections find.
+
+    It inspects one region in every ``every``-th training call of the model, and in some early calls. If ``every`` is 0, it
+    inspects none.
     """
 
     def __init__(self, every: int, device: torch.device) -> None:
@@ -54,17 +56,17 @@ class Inspector:
         self._is_thorough = False
 
     def watch(self, regions: Sequence[str]) -> None:
-        """Set the names of the managed regions, in the order of inspection."""
+        """Set the names of the managed regions. They are inspected in this order."""
         self._regions = regions
         self._opaque = [name for name in self._opaque if name in regions]
 
     def suspect(self, region: str) -> None:
-        """Inspect this region ten times as often: it runs code whose torch calls are not seen."""
+        """Inspect this region ten times as often, because it runs code whose torch calls are not seen."""
         if region not in self._opaque:
             self._opaque.append(region)
 
     def begin_step(self) -> None:
-        """Start a training call of the model: choose the next region if an inspection is due."""
+        """Start a training call of the model. If an inspection is due, choose the region to inspect."""
         self._step += 1
         self._chosen = ""
         if not self._every:
@@ -81,7 +83,7 @@ class Inspector:
 
     @contextlib.contextmanager
     def everywhere(self) -> Iterator[None]:
-        """Inspect every call of every region until the block ends."""
+        """Return a context manager. Inside its block, each call of each region is inspected."""
         self._is_thorough = True
         try:
             yield
@@ -89,10 +91,10 @@ class Inspector:
             self._is_thorough = False
 
     def inspect(self, plan: ReplayPlan, tensors: Sequence[torch.Tensor]) -> Inspection | None:
-        """Copy what a call is about to drop, if the call is to be inspected.
+        """If a call is to be inspected, copy the tensors that it is about to drop. Return the inspection, or ``None``.
 
         Regions whose recipes have collectives are not inspected: finding the cause of a fault runs recipes again on this rank
-        alone.
+        only, and the collectives would wait for the other ranks.
 
         If the link is full, the call is not inspected and a warning is raised; training continues. While a CUDA graph is
         captured no call is inspected: the copies would go over the link.
@@ -121,7 +123,7 @@ class Inspector:
 
 
 class Inspection:
-    """One inspected call of one region: copies of its dropped slots."""
+    """One inspected call of one region. It holds copies of the tensors that the call dropped."""
 
     __slots__ = ("_copies", "_has_reported", "_inspector", "_step")
 
@@ -132,7 +134,7 @@ class Inspection:
         self._has_reported = False
 
     def examine(self, replay: CallReplay, cell: Cell, value: torch.Tensor) -> torch.Tensor:
-        """The rebuilt tensor of a slot, or forward's tensor if they differ."""
+        """Return the rebuilt tensor of a slot (saved tensor), or forward's tensor if the two differ."""
         copy = self._copies.get(cell.index)
         if copy is None:
             return value
@@ -147,8 +149,10 @@ class Inspection:
         return copy.bring_back()
 
     def _fault(self, replay: CallReplay, slot: int, difference: Difference) -> Fault:
-        """Describe the fault at its origin. Backward reads the last wrong value first, so search the region from its start for
-        the earliest wrong value.
+        """Return a description of the fault at the place where it began.
+
+        Backward reads the last wrong value first. So the search begins at the start of the region and ends at the earliest
+        wrong value.
         """
         plan = replay.recipes.plan
         graph = plan.graph
@@ -173,7 +177,7 @@ class Inspection:
         )
 
     def _cause(self, replay: CallReplay, slot: int, difference: Difference) -> Cause:
-        """Find out why a slot came back differently: look at the call, then run the slot's recipe twice more."""
+        """Return the cause why a slot came back differently. Look at the call first, then run the slot's recipe twice more."""
         plan = replay.recipes.plan
         if not difference.differing_elements:
             return Cause.CHANGED_LAYOUT
@@ -189,26 +193,37 @@ class Inspection:
         return Cause.UNKNOWN
 
     def _has_changed_leaf(self, replay: CallReplay, slot: int) -> bool:
-        """Whether a kept tensor was written behind autograd's back (``.data``, numpy)."""
+        """Return whether a kept tensor that the recipe starts from was written in a way that autograd does not see (``.data``,
+        numpy).
+        """
         leaves = replay.leaves_of(slot) or ()
         kept = (leaf for leaf in leaves if isinstance(leaf, Cell) and leaf.index in self._copies)
         return any(self._copies[leaf.index].compare(leaf.read()) is not None for leaf in kept)
 
 
 PIECE_BYTES = 4 * MIB
-"""The least bytes of a piece."""
+"""The least size in bytes of one piece of a copy. Copies go over the link piece by piece."""
 _MOST_PIECES = 64
-"""The most pieces of one region, because each piece is waited for. At 4 MiB a region of 1.5 GiB would have 375 pieces."""
+"""The most pieces for one region, because each piece is waited for.
+
+With pieces of 4 MiB, a region of 1.5 GiB would have 375.
+"""
 
 
 def piece_bytes(total_bytes: int) -> int:
-    """Bytes of one piece: a small share of a region's dropped tensors, so that the step stays within its budget."""
+    """Return the size of a piece in bytes for a region that drops ``total_bytes``.
+
+    A piece is a small share of the dropped tensors, so that the step stays within its budget.
+    """
     return max(PIECE_BYTES, -(-total_bytes // _MOST_PIECES))
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How a tensor differs from the expected tensor. Zero differing elements mean that the layout differs."""
+    """Data: how a tensor differs from the expected tensor. If ``differing_elements`` is 0, the layout differs.
+
+    ``max_absolute`` is the largest absolute difference of two elements, or ``None`` if it is not finite or not known.
+    """
 
     differing_elements: int
     elements: int
@@ -216,8 +231,9 @@ class Difference:
 
 
 class ReferenceCopy:
-    """A copy of one saved tensor (strided). It goes over the link in pieces, so that inspected steps also stay within the
-    budget.
+    """A copy of one saved tensor (strided) at the other end of a link. It is the reference for the rebuilt tensor.
+
+    The copy goes over the link in pieces, so that inspected steps stay within the budget too.
 
     Raises:
         OffloadFailed: the link is full.
@@ -234,7 +250,7 @@ class ReferenceCopy:
             self._tickets.append(ticket)
 
     def compare(self, value: torch.Tensor) -> Difference | None:
-        """How ``value`` differs in its bits; ``None`` if it does not. NaN equals NaN."""
+        """Return how ``value`` differs from the copy in its bits, or ``None`` if it does not differ. NaN equals NaN."""
         like, elements = self._like, self._like.numel()
         if value.shape != like.shape or value.dtype is not like.dtype or value.stride() != like.stride():
             return Difference(0, elements, None)
@@ -252,7 +268,7 @@ class ReferenceCopy:
         return Difference(differing, elements, furthest if math.isfinite(furthest) else None) if differing else None
 
     def bring_back(self) -> torch.Tensor:
-        """The tensor that forward saved."""
+        """Return the tensor that forward saved, brought back from the other end of the link."""
         like = self._like
         overlaps = any(stride == 0 and size > 1 for size, stride in zip(like.shape, like.stride(), strict=True))
         stride = torch.empty(like.shape, device="meta").stride() if overlaps else like.stride()
@@ -263,7 +279,9 @@ class ReferenceCopy:
 
 
 def pieces(tensor: torch.Tensor, most_bytes: int = PIECE_BYTES) -> Iterator[torch.Tensor]:
-    """Views that make up the tensor, cut along its largest dimension, each of at most about ``most_bytes``."""
+    """Yield views that make up the tensor. It is cut along its largest dimension, and a view has at most about ``most_bytes``
+    bytes.
+    """
     count = -(-tensor.numel() * tensor.element_size() // most_bytes)
     if count <= 1 or tensor.dim() == 0:
         yield tensor

@@ -1,4 +1,4 @@
-"""Notice, before it runs, a call of a region that is larger than all calls before it.
+"""Notice a call of a region that is larger than all calls before it. This happens before the region runs.
 
 Sizes inside a model may depend on the data: a model drops padding before its blocks, draws more samples, prunes tokens. The
 shapes of the batch do not show that, but the inputs of the regions do.
@@ -16,33 +16,42 @@ from plimsoll.tracing.torch_internals import without_torch_function
 
 
 class Listener(Protocol):
-    """Is called when a region notices a larger call or a new order."""
+    """A function that is called when a region notices a larger call, or another order of regions."""
 
     def __call__(self, text: str, /, *, is_reordered: bool) -> None:
-        """``text`` is a sentence for a warning; ``is_reordered``: regions run in another order than before."""
+        """Take notice of a larger call or another order.
+
+        ``text`` is a sentence for a warning. ``is_reordered`` says whether regions run in another order than before.
+        """
 
 
 class LargerCalls:
-    """Passes the regions' notices on to the listener."""
+    """Passes what regions have noticed on to the listener of the model, if there is a listener."""
 
     def __init__(self) -> None:
         self.listener: Listener | None = None
 
     def say(self, text: str, *, is_reordered: bool = False) -> None:
-        """Call the listener, if one is set."""
+        """Call the listener with a sentence, if there is a listener."""
         if self.listener is not None:
             self.listener(text, is_reordered=is_reordered)
 
 
 class LargestCall:
-    """The largest call of one region in bytes of its inputs, for each state of its modules and parameters."""
+    """The size of the largest call of one region: the bytes of its inputs.
+
+    There is one number for each state of the region's modules and parameters.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._bytes: dict[object, int] = {}
 
     def note(self, state: object, inputs: Iterable[torch.Tensor], larger: LargerCalls) -> None:
-        """Note the inputs of a call that differs from those before it, and report it if it may save more than any of them."""
+        """Note the inputs of a call. Report the call if it may save more than all calls before it.
+
+        ``state`` is hashable and identifies the state of the region's modules and parameters.
+        """
         with without_torch_function():  # the user's function modes do not see that sizes are read
             received_bytes = sum(local_of(each).numel() * each.element_size() for each in inputs)
         most_bytes = self._bytes.get(state, -1)

@@ -1,11 +1,12 @@
-"""Torch's modes that are active around a region: which they are, and how our mode sees the calls that they make.
+"""The modes of torch that are active around a region: which they are, and how our mode sees the calls that they make.
 
-A ``TorchFunctionMode`` may turn a call into others. Modes form a stack: torch asks the last mode first, and that mode's calls
-go to the mode below. So `LowestMode` enters below all others and sees the calls that they make. (``torch.set_default_device``
-enters its mode in the same way.)
+A ``TorchFunctionMode`` may replace a call by other calls. Modes form a stack: torch asks the last mode first, and that mode's
+calls go to the mode below. So `LowestMode` enters below all others and sees the calls that they make.
+(``torch.set_default_device`` enters its mode in the same way.)
 
-A ``TorchDispatchMode`` may turn an operation into others. A recording shows this: recipes do not repeat an operation that gives
-other bits without the mode (see ``verifying``). Steady calls do not show it: if a mode changes later, only samples find it.
+A ``TorchDispatchMode`` may replace an operation by others. A recording shows this: recipes do not repeat an operation that
+gives other bits without the mode (see ``verifying``). Steady calls do not show it: if a mode changes after the recording, only
+samples find the difference.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from plimsoll.tracing.torch_internals import (
 )
 
 _OBSERVERS = ("torch", "plimsoll")
-"""Packages whose dispatch modes do not change numbers: they count, log and record."""
+"""Names of packages whose dispatch modes do not change numbers: such modes count, log and record."""
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 
@@ -37,8 +38,9 @@ Modes = tuple[type, ...]
 
 
 def modes_around() -> Modes | None:
-    """The types of all active function modes, and of the active dispatch modes from outside of torch; ``None`` if none is
-    active. Recipes serve only calls under the modes of their recording.
+    """Return the types of all active function modes, and of the active dispatch modes from outside of torch.
+
+    Return ``None`` if none of them is active. Recipes serve only calls under the modes of their recording.
     """
     if not (count_function_modes() or count_dispatch_modes()):
         return None
@@ -52,18 +54,20 @@ def _foreign_dispatch_modes() -> list[type]:
 
 
 def may_change_numbers() -> bool:
-    """Whether a dispatch mode is active that may turn operations into others."""
+    """Return whether a dispatch mode is active that may replace operations by others."""
     return bool(count_dispatch_modes()) and bool(_foreign_dispatch_modes())
 
 
 class LowestMode(TorchFunctionMode):
-    """A function mode that enters below all others. It sees the calls that they make, and the calls that tensor subclasses of
-    the user make.
+    """A function mode that enters below all others.
+
+    It sees the torch calls that the other modes make, and the calls that tensor subclasses of the user make.
     """
 
     def call(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
-        """Call a function for the mode. If one of ``types`` overrides it, the mode also sees the calls that the override
-        makes.
+        """Call a function on behalf of this mode, and return its result.
+
+        If one of ``types`` overrides the function, the mode also sees the calls that the override makes.
         """
         kinds = (
             [kind for kind in types if kind not in _PLAIN] if types else ()

@@ -1,9 +1,9 @@
 """Numbers that a recording leaves open: constants that Python code passes to torch and that change from call to call.
 
-A recipe contains the constants of forward. If one changes in every call (a schedule, a count), every call would be recorded
-again. So if recordings of equal calls differ only in numbers, the number that a torch call gets becomes an input of the recipe.
-Two recordings suggest it and a third confirms it, for every number in the recorded operations. Later calls take the number from
-their own arguments.
+A recipe contains the constants of forward. If a constant changes in each call (a schedule, a count), each call would have to be
+recorded again. So if recordings of equal calls differ only in numbers, the number that a torch call gets becomes an input of
+the recipe. Each number in the recorded operations needs three recordings: two suggest where the number comes from, and the
+third confirms it. Later calls take the number from their own arguments.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from plimsoll.engine.torch_calls import Constant, Number, Outsider, Several, Stream, TorchCall, Unknown
 
 Given = Mapping[int, Number]
-"""The open numbers of one call, by their index."""
+"""The open numbers that one call is given (numbers that change from call to call). The key is the index of the open number."""
 
 _DERIVED: tuple[Callable[[Number], Number], ...] = (
     float,
@@ -27,12 +27,16 @@ _DERIVED: tuple[Callable[[Number], Number], ...] = (
     lambda number: number**-0.5,
     lambda number: number**0.5,
 )
-"""How torch changes a number before an operation gets it: dropout keeps with probability 1 - p, and divides by that."""
+"""Functions that torch applies to a number before an operation gets it.
+
+Dropout, for example, keeps with probability 1 - p, and divides by 1 - p.
+"""
 
 
 def may_stand(number: Any, kind: Any, *, is_positive: bool) -> bool:
-    """Whether a call with this number runs the same operations as the recorded calls: 0, 1 and another sign may select
-    others.
+    """Return whether a call with this number runs the same operations as the recorded calls.
+
+    The numbers 0 and 1, and numbers of another sign, may select other operations.
     """
     return type(number) is kind and math.isfinite(number) and number not in (0, 1) and bool(number > 0) is is_positive
 
@@ -40,8 +44,9 @@ def may_stand(number: Any, kind: Any, *, is_positive: bool) -> bool:
 class Derivation:
     """All ways to derive a number from the numbers that a call is given, found in several recordings.
 
-    Two given numbers may be related in all recordings (a share, and one minus it) and not in a later call. The recordings do
-    not show which of the two an operation got. So a later call is served only if all ways lead to the same number.
+    Two given numbers may be related in all recordings (a share, and one minus this share), but not in a later call. The
+    recordings do not show which of the two an operation got. So a later call is served only if all ways lead to the same
+    number.
     """
 
     def __init__(self, values: tuple[Number, ...], given: Mapping[int, tuple[Number, ...]]) -> None:
@@ -53,11 +58,14 @@ class Derivation:
         ]
 
     def __bool__(self) -> bool:
-        """Whether at least one way was found."""
+        """Return whether at least one way to derive the number was found."""
         return bool(self._ways)
 
     def number(self, given: Given) -> Number | None:
-        """The number in a call; ``None`` if the ways disagree."""
+        """Return the number in a call, derived from the numbers that the call is given.
+
+        Return ``None`` if the ways disagree.
+        """
         first, *others = [_value(change, given[index]) for index, change in self._ways]
         return first if first is not None and all(_same(other, first) for other in others) else None
 
@@ -78,7 +86,10 @@ def _same(one: Any, other: Number) -> bool:
 
 
 def given_by(stream: Stream) -> set[int] | None:
-    """Indices of the open numbers that calls of a stream are given; ``None`` if sizes of tensors from outside are open too."""
+    """Return the indices of the open numbers that the calls of a stream are given.
+
+    Return ``None`` if sizes of tensors from outside are open too, because these cannot be derived.
+    """
     found: set[int] = set()
 
     def note(value: Any) -> bool:
@@ -102,7 +113,10 @@ def _has_unknown(value: Any) -> bool:
 
 
 def numbers_in(stream: Stream, pattern: Stream) -> dict[int, Number] | None:
-    """The values of a pattern's open numbers in a recorded stream; ``None`` if the stream does not match the pattern."""
+    """Return the values that a pattern's open numbers have in a recorded stream.
+
+    Return ``None`` if the stream does not match.
+    """
     found: dict[int, Number] = {}
     if len(stream) != len(pattern):
         return None

@@ -1,4 +1,7 @@
-"""Drop or pack what a steady call of a region saved, and replace it by a replay."""
+"""Programs: each drops or packs what a steady call of a region saved, so that backward rebuilds it with recorded ops.
+
+A steady call is a call that makes the same torch calls as a recorded call.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +38,12 @@ from plimsoll.tracing.torch_internals import below_autograd
 class Shared:
     """State that all regions of one managed model share.
 
-    It holds the ``links`` between regions, the ``inputs`` that they hold, the objects that pack, move, check and inspect
-    values, the surprises so far (``alarm``), and the ``sensor`` (``None`` if no step is measured).
+    ``links`` are the connections between regions that rebuild each other's inputs. ``inputs`` are the inputs that regions hold.
+    ``packer``, ``transfers``, ``policy`` and ``inspector`` encode values, move values over the link, sample values, and compare
+    values. ``alarm`` counts the surprises so far. ``sensor`` measures a step, or is ``None``.
 
-    ``splits_backward``: gradients of inputs and of weights are computed one after the other, from one graph (see
-    ``split_backward``).
+    ``splits_backward`` says whether backward first computes the gradients of inputs and later the gradients of weights, from
+    one graph (see ``split_backward``).
     """
 
     links: LinkTable
@@ -52,24 +56,28 @@ class Shared:
     alarm: Alarm = field(default_factory=Alarm)
     sensor: Sensor | None = None
     repeats_collectives: bool = False
-    """Whether recipes may communicate with other ranks, as the plan allows."""
+    """Whether the plan allows recipes to communicate with other ranks."""
     agree_on_service: Callable[[str, tuple[int, ...], str], None] | None = None
-    """Compares with other ranks how a region that repeats collectives is served: region, ranks, service."""
+    """A function that compares with other ranks how a region is served whose recipes repeat collectives. It raises if they
+    differ.
+
+    Its arguments are the region's name, the ranks, and a description of the service.
+    """
     splits_backward: bool = False
     unmet: UnmetNames = field(default_factory=UnmetNames)
-    """Names in the plan that calls do not make."""
+    """Collects names of values that the plan decides about but that the region's calls never make."""
     larger: LargerCalls = field(default_factory=LargerCalls)
     order: CallOrder = field(default_factory=CallOrder)
     recording: threading.Lock = field(default_factory=threading.Lock)
-    """Held by the thread that records a region. Calls in other threads keep everything meanwhile."""
+    """A lock that a thread holds while it records a region. Meanwhile, calls in other threads keep everything."""
 
 
 class Program:
-    """Serves calls of one region under one signature: its replay plan, guard, sampler, packer and recipes.
+    """Drops what calls of one region under one signature save. It holds their replay plan, guard, sampler, packer and recipes.
 
-    ``node_counts`` is the number of autograd nodes that such a call may make. ``shares`` is the payload size that the plan
-    assumed, as a share of the value's bytes, by value name. ``is_self_compiling``: the region calls operators that take
-    functions. ``like`` is the program of calls that differ only in numbers.
+    ``node_counts`` is the range for the number of autograd nodes that such a call may make. ``shares`` maps the name of a
+    packed value to the payload size that the plan assumed, as a share of the value's bytes. ``is_self_compiling`` says whether
+    the region calls operators that take functions. ``like`` is the program of calls that differ from these only in numbers.
     """
 
     def __init__(
@@ -95,11 +103,11 @@ class Program:
 
     @property
     def latest(self) -> Program:
-        """The program itself: it serves all of its calls."""
+        """This program. The property exists because an `OpenProgram` has one program for each set of numbers."""
         return self
 
     def with_numbers(self, given: Given) -> Program | None:
-        """The program itself: its numbers are fixed."""
+        """Return this program, because its numbers are fixed. `OpenProgram` has a method of the same name."""
         return self
 
     def drop(
@@ -111,15 +119,18 @@ class Program:
         link: LinkedInput | None,
         examiner: Examiner | None = None,
     ) -> bool:
-        """Turn the open cells of a call that the guard has accepted into kept and dropped cells.
+        """Drop, pack or keep each tensor that a call saved, as the plan says. The guard has already accepted the call.
 
         ``inputs`` are the tensors that the region was called with (used only if the plan ``needs_inputs``), and ``versions``
-        their versions at that time. ``link`` rebuilds the input that is not held.
+        are their version counters at that time. ``link`` rebuilds the input that is not held, from the region before. An
+        ``examiner`` compares all rebuilt tensors of this call.
 
-        Returns False, with nothing done, if an input that recipes need was modified since the region was entered.
+        Returns:
+            Whether it was done. False (and nothing was done) if an input that recipes need was modified since the region was
+            entered.
 
         Raises:
-            OffloadFailed: the link is full; nothing is done.
+            OffloadFailed: the link is full. Nothing was done.
         """
         plan = self.plan
         copies = self._hold_inputs(inputs, versions)
@@ -162,7 +173,11 @@ class Program:
         return True
 
     def _hold_inputs(self, inputs: Sequence[torch.Tensor], versions: Sequence[int]) -> dict[int, Readable] | None:
-        """Hold or copy the inputs that recipes need and that autograd did not save; ``None`` if one of them was modified."""
+        """Hold or copy the inputs that recipes need and that autograd did not save.
+
+        Return a mapping from value id to the held tensor, or ``None`` if one of the inputs was modified since the region was
+        entered.
+        """
         copies: dict[int, Readable] = {}
         for value, position in self.plan.unsaved_inputs:
             if version_of(inputs[position]) != versions[position]:
@@ -175,7 +190,10 @@ class Program:
 
 
 class OpenProgram:
-    """Serves calls that differ in numbers: it makes a program for the numbers of each call."""
+    """Serves calls that differ only in numbers. It makes a program for the numbers of each call.
+
+    ``numbers`` derives the numbers in the recipes from the numbers that a call is given. ``make`` makes a program for them.
+    """
 
     def __init__(
         self,
@@ -188,10 +206,12 @@ class OpenProgram:
         assert latest is not None, "the numbers of recorded calls follow"
         self._latest_numbers = latest
         self.latest = make(latest)
-        """The program of the most recent call."""
+        """The program that was made last, for the numbers of the most recent call."""
 
     def with_numbers(self, given: Given) -> Program | None:
-        """The program for a call; ``None`` if a number cannot be derived."""
+        """Return the program for a call with these given numbers, or ``None`` if a number of the recipes cannot be derived from
+        them.
+        """
         numbers = self._numbers(given)
         if numbers is None:
             return None

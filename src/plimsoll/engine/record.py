@@ -1,4 +1,4 @@
-"""Watch a call of a region, and make the program that serves later calls like it."""
+"""Record a call of a region, and make the program that serves later calls like it."""
 
 from __future__ import annotations
 
@@ -37,12 +37,13 @@ from plimsoll.tracing.zero import is_gathered_by_zero
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """What was recorded of one call of a region: its torch calls, its graph, and the ops that can rebuild its values.
+    """The result of recording one call of a region: its torch calls, its graph, and the ops that can rebuild its values.
 
-    ``sources`` has the parameters and buffers by graph value. ``unsaved`` are the sources that autograd did not save and that
-    recipes must therefore read from a copy; ``scratched`` are buffers that the region itself writes. ``first_input`` is the
-    graph value of the first argument. ``nodes`` is the number of autograd nodes made, ``casts`` the number of them made by
-    casts, which autocast caches.
+    A graph value is the content of one storage; its id is an integer. ``sources`` maps a graph value to the parameter or buffer
+    that has this content. ``unsaved`` are the sources that autograd did not save, so that recipes must read a copy.
+    ``scratched`` are the buffers that the region itself writes. ``not_rebuildable`` maps a value to the reason why recipes
+    cannot rebuild it. ``first_input`` is the graph value of the first argument. ``nodes`` is the number of autograd nodes that
+    the call made. ``casts`` is how many of these nodes came from casts, which autocast caches.
     """
 
     name: str
@@ -60,21 +61,29 @@ class Recording:
     casts: int
     is_self_compiling: bool
     has_unseen_callers: bool
-    """Whether ops were run by code whose torch calls are not seen (TorchScript, extensions). At another size it may run other
-    ops.
+    """Whether ops were run by code whose torch calls are not seen (TorchScript, extensions).
+
+    At another input size, such code may run other ops.
     """
     is_opaque: bool
-    """Whether anything ran that may behave differently under the same torch calls: unseen code, operators from outside of
-    torch, or the user's modes.
+    """Whether code ran that may behave differently although the torch calls are the same.
+
+    Such code is: unseen code, operators from outside of torch, and the user's modes.
     """
 
     def program(self, plan: RegionPlan, shared: Shared, *, is_linked: bool) -> Program:
-        """The program that serves such calls under a plan. ``is_linked``: the region before can rebuild the first argument."""
+        """Return the program that serves calls like this one under a plan.
+
+        ``is_linked`` says whether the region before this one can rebuild the first argument.
+        """
         shared.unmet.note(plan, self.graph)
         return self.serve(self.replay_plan(plan, shared, is_linked=is_linked), plan, shared)
 
     def replay_plan(self, plan: RegionPlan, shared: Shared, *, is_linked: bool) -> ReplayPlan:
-        """What happens to every value under a plan."""
+        """Return the replay plan: what happens to each value of the region under this plan.
+
+        ``is_linked`` is as in `program`.
+        """
         links = frozenset[int]()
         if plan.is_boundary_dropped and is_linked and self.first_input is not None:
             links = frozenset({self.first_input})
@@ -95,8 +104,9 @@ class Recording:
         )
 
     def serve(self, made: ReplayPlan, plan: RegionPlan, shared: Shared, like: Program | None = None) -> Program:
-        """The program of a replay plan. ``like``: the program of calls of other sizes, which may already know backward's
-        order.
+        """Return the program that carries out a replay plan.
+
+        ``like`` is the program of calls of other sizes, which may already know the order of reads in backward.
         """
         shares = {d.value: d.held_bytes / d.bytes for d in plan.decisions if d.is_packed and d.bytes}
         # Autocast caches casts of parameters, so a later call may make fewer nodes than the recorded call.
@@ -106,8 +116,10 @@ class Recording:
         return Program(made, node_counts, shares, shared, is_self_compiling=self.is_self_compiling, like=like)
 
     def _parameters(self, choice: DropChoice, shared: Shared) -> tuple[tuple[int, ParameterSource], ...]:
-        """The parameters and buffers that recipes read. If the region itself writes a buffer, replays use a scratch copy with
-        whatever contents the buffer has then.
+        """Return the parameters and buffers that recipes read, each as a pair of graph value and source.
+
+        If the region itself writes a buffer, replays write to a scratch copy, which starts with the buffer's contents at that
+        time.
         """
         read = self.sources.keys() if shared.links.is_used else _read_by_recipes(self.graph, choice)
         copied = self.unsaved & read
@@ -128,14 +140,17 @@ def _read_by_recipes(graph: RegionGraph, choice: DropChoice) -> frozenset[int]:
 
 
 SMALL_BUFFER_BYTES = 1 << 20
-"""Buffers up to this size are copied per call. Larger buffers are held and must not change before backward."""
+"""The largest buffer in bytes that is copied in each call.
+
+Larger buffers are held instead and must not change before backward.
+"""
 SMALL_PARAMETER_BYTES = 1 << 16
-"""The same limit for parameter vectors that autograd did not save, such as biases."""
+"""The largest parameter vector in bytes that is copied in each call, if autograd did not save it (a bias, for example)."""
 
 
 @dataclass(frozen=True, slots=True)
 class RegionForward:
-    """The recorded module, and its own forward."""
+    """Data about the module to record: its name, the module, its own forward without our wrapper, and its device type."""
 
     name: str
     module: nn.Module
@@ -145,21 +160,21 @@ class RegionForward:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """The result of a recording: a program, or the obstacle that prevents a program."""
+    """The result of recording a call: a program, or the obstacle that prevented a program."""
 
     program: Program | None
     recording: Recording | None = None
-    """What was recorded; ``None`` if the program was known before."""
+    """The facts that were recorded; ``None`` if the program was known before."""
     obstacle: str = ""
     peers: tuple[int, ...] = ()
-    """Global ranks that the region's collectives communicate with."""
+    """The global ranks that the region's collectives communicate with."""
     stream: Stream = ()
     is_misfit: bool = False
-    """Whether the stream was known, but the call saved other tensors than the recorded call."""
+    """Whether the stream of torch calls was known, but the call saved other tensors than the call that was recorded before."""
 
 
 class _RecordedCall(OpenCall):
-    """An open call that also notes which value each saved tensor shows, and the generators' states."""
+    """An `OpenCall` that also notes the states of generators, and for each saved tensor the recorded value that it shows."""
 
     __slots__ = ("geometries", "recorder", "records")
 
@@ -192,8 +207,10 @@ class _RecordedCall(OpenCall):
         return cell
 
     def _has_own_memory(self, parameter: nn.Parameter, value: int) -> bool:
-        """Whether a parameter was saved with the memory that it had before the region. If not, it may get that memory back
-        before backward. Backward would then read that memory, while recipes would rebuild the other contents.
+        """Return whether a parameter was saved with the memory that it had before the region began.
+
+        If not, the parameter may get its earlier memory back before backward. Backward would then read that memory, while
+        recipes would rebuild other contents.
         """
         origin = self.recorder.values[value].origin
         if any(parameter is source for source in self.sources):
@@ -201,7 +218,10 @@ class _RecordedCall(OpenCall):
         return origin is not Origin.OP
 
     def end(self) -> None:
-        """After the region has returned: mark saved tensors that autograd has already freed as unmanaged."""
+        """Collect the saved tensors after the region has returned.
+
+        Mark tensors that autograd has already freed as unmanaged.
+        """
         super().end()
         for index, (cell, tensor) in enumerate(zip(self.cells, self.tensors, strict=True)):
             if cell is GONE:
@@ -215,23 +235,23 @@ _UNMANAGED = SlotRecord(value=-1)
 
 @dataclass(frozen=True, slots=True)
 class _Watched:
-    """One recorded call: its inputs, its output, and what the recorder saw."""
+    """Data of one recorded call: its inputs, its output, and what the recorder saw."""
 
     recorder: VerifyingRecorder
     saved: _RecordedCall
     sources: dict[int, ParameterSource]
     inputs: list[torch.Tensor]
     input_values: list[tuple[int, int]]
-    """Position and value of every input that is a plain tensor, or a DTensor of a plain tensor."""
+    """Position and value id of each input that is a plain tensor, or a DTensor around a plain tensor."""
     versions: list[int]
     output: Any
     first_node: int
-    """Sequence number of the first autograd node."""
+    """The sequence number that autograd gave to the first node of this call."""
     nodes: int
     stream: StreamRecorder
     flags: Flags
     has_modes: bool
-    """Whether modes of the user were active."""
+    """Whether the user had function modes or dispatch modes active during the call."""
 
 
 def record_call(
@@ -243,10 +263,11 @@ def record_call(
     kwargs: dict[str, Any],
     shared: Shared,
 ) -> tuple[Any, Recorded]:
-    """Run the region once, verify every op, and drop already in this call what the plan drops.
+    """Run the region once, run every op twice to verify it, and drop already in this call what the plan drops.
 
-    If the service knows the call's stream of torch calls, and the call saved the same tensors as before, the known program is
-    used. A sensor sees the region's saved values while all of them are still held.
+    Return the region's output and the result of the recording. If the service knows the call's stream of torch calls, and the
+    call saved the same tensors as before, the known program is used. If there is a sensor, it sees the region's saved values
+    while all of them are still held.
 
     Raises:
         CaptureRefused: a CUDA graph is being captured.
@@ -264,7 +285,7 @@ def record_call(
 
 
 def _settle(call: _Watched, subject: RegionForward, service: Service, shared: Shared) -> Recorded:
-    """Find or make the program of a recorded call, and drop what it drops."""
+    """Find or make the program of a recorded call, and let it drop what the plan drops."""
     plan, sensor = service.plan, shared.sensor
     try:
         shared.transfers.leave(call.output)
@@ -358,7 +379,7 @@ def _watch(
 
 
 def _obstacle(call: _Watched) -> str:
-    """Why recipes must not repeat this call; empty if they may."""
+    """Return the reason why recipes must not repeat this call, or "" if they may."""
     recorder = call.recorder
     recorder.notice([*call.saved.tensors, *map(local_of, output_tensors(call.output))])
     if recorder.has_hidden_writes:
@@ -369,7 +390,10 @@ def _obstacle(call: _Watched) -> str:
 
 
 def _register(recorder: VerifyingRecorder, module: nn.Module, reader: SignatureReader) -> dict[int, ParameterSource]:
-    """Register the region's parameters and buffers with the recorder. Returns where a call finds each of them, by value id."""
+    """Register the region's parameters and buffers with the recorder.
+
+    Return a mapping from value id to the source: where later calls find this parameter or buffer.
+    """
     sources: dict[int, ParameterSource] = {}
     places = {(id(holder), key): place for place, (holder, key) in enumerate(reader.places)}
     for path, inner in module.named_modules():
@@ -396,7 +420,7 @@ def _register(recorder: VerifyingRecorder, module: nn.Module, reader: SignatureR
 
 
 def _recording(call: _Watched, subject: RegionForward) -> Recording:
-    """The facts of the call, without its tensors."""
+    """Return the facts about the call that later calls need. The result does not hold the call's tensors."""
     recorder, sources = call.recorder, call.sources
     scratched = _refuse_readers_of_scratch(recorder)
     outputs = [_reference(recorder, tensor) for tensor in output_tensors(call.output)]
@@ -440,14 +464,14 @@ def _recording(call: _Watched, subject: RegionForward) -> Recording:
 
 
 def _is_from_outside(op: RecordedOp) -> bool:
-    """Whether an operator is neither torch's own nor one of its collectives."""
+    """Return whether an operator is neither one of torch's own nor one of torch's collectives."""
     return op.func.namespace != "aten" and not is_collective(op.func)
 
 
 def _unsaved_parameters(call: _Watched) -> set[int]:
-    """Parameter vectors (such as the bias of a linear layer) that require a gradient and that autograd did not save.
+    """Return the value ids of parameter vectors (such as biases) that require a gradient and that autograd did not save.
 
-    Without a plan they may be written between forward and backward, so recipes read a copy.
+    An unmanaged model allows that they are written between forward and backward, so recipes read a copy.
     """
     saved = {record.value for record in call.saved.records}
     values, tensors = call.recorder.values, call.saved.sources
@@ -477,20 +501,24 @@ def _recorded_region(call: _Watched, ids: LocalIds, outputs: list[Ref | None]) -
 
 
 def _slot_geometry(tensor: torch.Tensor) -> Geometry:
-    """The geometry of a saved tensor; sparse tensors have neither strides nor an offset."""
+    """Return the geometry of a saved tensor: size, strides, offset and dtype.
+
+    For sparse tensors, strides and offset are empty.
+    """
     return Geometry.of(tensor) if is_plain(tensor) else Geometry(tuple(tensor.shape), (), NO_OFFSET, tensor.dtype)
 
 
 def _reference(recorder: VerifyingRecorder, tensor: torch.Tensor) -> Ref | None:
-    """The output as a view of a value; ``None`` if no recipe can rebuild it."""
+    """Return which value the output is a view of, and its geometry. Return ``None`` if no recipe can rebuild the output."""
     local = local_of(tensor)
     value = -1 if has_lazy_bits(local) else recorder.value_of(local)
     return Ref(value, Geometry.of(local)) if value >= 0 else None
 
 
 def _refuse_readers_of_scratch(recorder: VerifyingRecorder) -> set[int]:
-    """Refuse to repeat ops that read a buffer which another op writes without declaring it. Returns the storages written that
-    way.
+    """Mark ops as not repeatable if they read a buffer that another op writes without declaring it.
+
+    Return the ids of the storages that are written in that way.
     """
     scratched = {storage for op in recorder.ops for storage in op.scratch}
     for op in recorder.ops:
@@ -500,8 +528,9 @@ def _refuse_readers_of_scratch(recorder: VerifyingRecorder) -> set[int]:
 
 
 def _managed_value(recorder: VerifyingRecorder, record: SlotRecord, sources: dict[int, ParameterSource]) -> int:
-    """The slot's value if a plan may decide about it, else -1. Parameters and values written after they were saved are
-    excluded.
+    """Return the id of the value that a saved tensor shows, or -1 if a plan must not decide about it.
+
+    A plan must not decide about parameters, or about values that were written after they were saved.
     """
     if record.value < 0 or record.value in sources or recorder.current.get(record.storage) != record.value:
         return -1

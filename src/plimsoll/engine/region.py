@@ -1,8 +1,8 @@
-"""One managed module: runs its forward and treats the saved tensors as the plan says.
+"""One managed module (region): its forward runs as before, and its saved tensors are treated as the plan says.
 
-The first call of a signature is *recorded* (and already drops what the plan drops). Later calls are *steady*: two hooks and a
-guard, without a dispatch mode. If a steady call differs from every recorded call, it keeps everything and the next calls are
-recorded again (see ``service``). Calls that cannot be recorded keep everything too (see ``fallback``).
+The first call of a signature is *recorded*, and already drops what the plan drops. Later calls are *steady*: they cost two
+hooks and a guard, without a dispatch mode. If a steady call differs from all recorded calls, it keeps everything, and the next
+calls are recorded again (see ``service``). Calls that cannot be recorded keep everything too (see ``fallback``).
 """
 
 from __future__ import annotations
@@ -41,11 +41,15 @@ from plimsoll.tracing.torch_internals import sequence_number, without_torch_func
 T = TypeVar("T")
 
 MAX_SIGNATURES = 64
-"""At most this many signatures of one region have recipes; the least recently used is discarded first."""
+"""The most signatures of one region that have recipes. When there are more, the least recently used signature is discarded."""
 
 
 class ManagedRegion:
-    """Replaces a module's ``forward``. ``install`` and ``remove`` put it in place and take it out again."""
+    """The wrapper that replaces a module's ``forward`` while a plan is applied. ``install`` puts it in place, ``remove`` takes
+    it out.
+
+    ``plans`` has one plan for each call of the region in a step.
+    """
 
     def __init__(
         self,
@@ -74,11 +78,12 @@ class ManagedRegion:
         self._largest = LargestCall(name)
         self._is_removed = self._is_in_place = False
         self.obstacle = compiled_part(module)
-        """Name of the part that torch.compile or TorchScript compiles; empty if no part is compiled."""
+        """The name of the part of this module that torch.compile or TorchScript compiles, or "" if no part is compiled."""
 
     def _is_compiled(self) -> bool:
-        """Whether the region contains compiled code. If so, stop managing it: hooks around compiled code would unpack
-        everything at once.
+        """Return whether the region contains compiled code. If so, stop managing the region.
+
+        The reason: saved-tensor hooks around compiled code would unpack all saved tensors at once.
         """
         self.obstacle = compiled_part(self.module)
         if self.obstacle:
@@ -89,8 +94,9 @@ class ManagedRegion:
         return bool(self.obstacle)
 
     def use(self, plans: tuple[RegionPlan, ...]) -> None:
-        """Use these decisions from the next call on. Recordings stay, and so do programs for decisions that were used
-        before.
+        """Use the decisions of these plans from the next call on.
+
+        Recordings stay. Programs for decisions that were in use before stay too.
         """
         # If a later region may rebuild from this region's outputs, programs hold copies of more parameters.
         effects = [(plan.effect, self._shared.links.is_used) for plan in plans]
@@ -103,25 +109,29 @@ class ManagedRegion:
         self._untouched = {id(plan) for plan in self._plans if plan.is_untouched}
 
     def forget(self) -> None:
-        """Discard all recordings, so that calls are recorded again."""
+        """Discard all recordings, so that the next calls are recorded again."""
         self.services.clear()
         self._recordings = Recordings(MAX_SIGNATURES)
 
     def install(self) -> None:
-        """Replace the module's forward. A wrapper that the user put around ours stays in place and calls ours."""
+        """Replace the module's forward by this wrapper. If the user has put a wrapper around ours, the user's stays and calls
+        ours.
+        """
         if not (self._is_in_place and "forward" in self.module.__dict__):
             self.module.forward = self
         self._is_removed, self._is_in_place = False, True
 
     def remove(self) -> None:
-        """Restore the module's own forward. If the user has wrapped ours, only pass calls through."""
+        """Restore the module's own forward. If the user has put a wrapper around ours, ours stays but only passes calls
+        through.
+        """
         self._is_removed = True
         if self.module.__dict__.get("forward") is self:
             self._leave(self.module)
             self._is_in_place = False
 
     def _leave(self, module: nn.Module) -> None:
-        """Restore the original forward of the module, or of a copy of it."""
+        """Restore the original forward of this module, which is the managed module or a copy of it."""
         if self._had_own:
             module.forward = self._original
         else:
@@ -143,7 +153,10 @@ class ManagedRegion:
         return self._managed(plan, args, kwargs)
 
     def _managed(self, plan: RegionPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run under the plan. Offloads of the previous region are completed when this region's forward has returned."""
+        """Run the region's forward under the plan, and return its output.
+
+        When forward has returned, wait for the offloads that the previous region started.
+        """
         if id(plan) in self._untouched and self._shared.sensor is None:
             self._largest.note((), call_tensors(args, kwargs), self._shared.larger)
             output = self._original(*args, **kwargs)
@@ -178,7 +191,9 @@ class ManagedRegion:
             self._shared.recording.release()
 
     def outcomes(self) -> tuple[RegionOutcome, ...]:
-        """One entry per call of a step and signature: what serves it, and how much was dropped and could be dropped."""
+        """Return one outcome for each signature and each call of a step: what serves it, and the bytes that were and could be
+        dropped.
+        """
         found = []
         for service in self.services.values():
             if not any(service.plan is plan for plan in self._plans):
@@ -199,13 +214,13 @@ class ManagedRegion:
         return tuple(found)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Give a copy of the module its plain forward: copies are not managed."""
+        """Give a copied module its plain forward, because copies of a module are not managed."""
         if self._had_own:
             return copy.deepcopy(self._original, memo)
         return CopiedForward(memo.get(id(self.module), self.module))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the plain forward: a pickled module is not managed either."""
+        """Pickle the plain forward, because a pickled module is not managed."""
         return (CopiedForward, (self.module,))
 
     def _is_fake(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -213,8 +228,10 @@ class ManagedRegion:
         return any(isinstance(x, FakeTensor | Proxy) or (isinstance(x, torch.Tensor) and x.is_meta) for x in leaves)
 
     def _admit(self, key: tuple[Any, ...], plan: RegionPlan, entry: Entry) -> Service:
-        """Make the service of a signature that is new, was discarded, or was not met under this plan. If earlier recordings
-        show what such calls do, recipes serve it at once.
+        """Make and return the service (see `Service`) for this signature under this plan.
+
+        The signature is new, was discarded, or has not been met under this plan. If earlier recordings show what such calls do,
+        recipes serve the call at once.
         """
         modules, _, _, trained, *_ = entry.signature
         self._largest.note((modules, trained), entry.inputs, self._shared.larger)
@@ -234,7 +251,9 @@ class ManagedRegion:
         return service
 
     def _watched(self, service: Service, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record a call. It already drops what the plan drops, even if it differs from earlier calls."""
+        """Record a call and return the region's output. The call already drops what the plan drops, even if it differs from
+        earlier calls.
+        """
         shared = self._shared
         output, recorded = record_call(self._subject, service, entry, self._reader, args, kwargs, shared)
         program = recorded.program
@@ -257,7 +276,7 @@ class ManagedRegion:
         return output
 
     def _open_numbers(self, service: Service, entry: Entry) -> None:
-        """If recorded calls of this signature differed only in numbers, serve all other calls that do so as well."""
+        """If recorded calls of this signature differ only in numbers, serve other calls that differ only in these numbers."""
         if self._shared.alarm.has_wrong_number:
             return  # such calls are recorded from now on
         is_linked = self._shared.links.has_made_first(entry.inputs)
@@ -266,14 +285,15 @@ class ManagedRegion:
                 service.open(opened.stream, opened.program(service.plan, self._shared, is_linked=is_linked))
 
     def _keeping(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the region and keep everything that it saves."""
+        """Run the region, keep everything that the call saves, and return the region's output."""
         output = self._original(*args, **kwargs)
         self._shared.transfers.leave(output)
         return output
 
     def _give_up(self, service: Service, reason: str) -> None:
-        """Serve these calls without recipes, and warn once. Raise if the recipes contain collectives that other ranks wait
-        for.
+        """Stop using recipes for the calls of this service, and warn the user once.
+
+        If the recipes contain collectives that other ranks wait for, raise instead.
         """
         program = service.program
         if program is not None and program.plan.collectives:
@@ -283,7 +303,9 @@ class ManagedRegion:
             self._fallback.say_keeps(reason)
 
     def _steady(self, service: Service, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call that looks like a recorded one: hold what it saves, check the guards, then drop."""
+        """Run a call that looks like a recorded call: hold what it saves, check the guards, then drop. Return the region's
+        output.
+        """
         opened = _unseen(entry.modes, self._open, service, entry, args, kwargs)
         call, guard = opened.call, opened.guard
         pack = call.pack_random if service.points else call.pack
@@ -298,14 +320,18 @@ class ManagedRegion:
         return output
 
     def _open(self, service: Service, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Opened:
-        """Before forward: create the open call and its guard, and note the versions of the inputs."""
+        """Prepare a steady call before its forward: create its `OpenCall` and its guard, and note the version counters of the
+        inputs.
+        """
         call = OpenCall(service.points, entry.sources, entry.memory(service.held))
         inputs = call_tensors(args, kwargs) if service.needs_inputs else []
         versions = [version_of(tensor) for tensor in inputs]
         return _Opened(call, inputs, versions, StreamGuard(service.known, references((*entry.sources, *entry.inputs))))
 
     def _close(self, service: Service, opened: _Opened, output: Any, nodes: int) -> None:
-        """After forward, which created ``nodes`` autograd nodes: drop, or keep everything."""
+        """Finish a steady call after its forward, which created ``nodes`` autograd nodes: drop what the plan drops, or keep
+        everything.
+        """
         shared, call, guard, inputs = self._shared, opened.call, opened.guard, opened.inputs
         try:
             call.end()
@@ -332,14 +358,18 @@ class ManagedRegion:
             self._misfit(service)
 
     def _misfit(self, service: Service) -> None:
-        """Handle a call of a known stream that saved other tensors than the recorded call: its shapes depend on data."""
+        """Handle a call that made a known stream of torch calls but saved other tensors than the recorded call.
+
+        Its shapes depend on data. The next calls are watched, unless the region turns out to be compiled.
+        """
         if self._is_compiled():  # it may have been compiled after it was recorded
             return
         service.misfit()
 
     def _surprise(self, service: Service, guard: StreamGuard) -> None:
-        """Handle a call that differs from every recorded call. It kept everything, so it is correct by construction. But if the
-        recipes contain collectives, other ranks wait for them, so raise.
+        """Handle a call that differs from all recorded calls. The call kept everything, so it is correct by construction.
+
+        But if the recipes contain collectives, other ranks wait for them, so raise.
         """
         program = service.program
         if program is not None and program.plan.collectives:
@@ -351,7 +381,7 @@ class ManagedRegion:
 
 
 class _Opened(NamedTuple):
-    """A steady call in progress: its saved tensors, its inputs with their versions at the start, and its guard."""
+    """Data of a steady call in progress: its saved tensors, its inputs with their versions at the start, and its guard."""
 
     call: OpenCall
     inputs: list[torch.Tensor]
@@ -360,7 +390,7 @@ class _Opened(NamedTuple):
 
 
 def _unseen(modes: Modes | None, function: Callable[..., T], *args: Any) -> T:
-    """Call a function of ours without showing its torch calls to the user's function modes."""
+    """Call one of our functions in such a way that the user's function modes do not see its torch calls. Return its result."""
     if modes is None:
         return function(*args)
     with without_torch_function():
@@ -373,8 +403,9 @@ def _first_obstacle(program: Program) -> str:
 
 
 def first_refusal(refused: Mapping[tuple[str, str], int]) -> str:
-    """A sentence about the first value that a codec could not represent. ``refused`` counts failures by value name and
-    codec.
+    """Return a sentence about the first value that a codec could not represent, or "" if all values could be represented.
+
+    ``refused`` maps the value's name and the codec's name to the number of failures.
     """
     for (name, form), times in refused.items():
         return f"{name} is kept: the codec {form} could not represent its data ({times} times)"

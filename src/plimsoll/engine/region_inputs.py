@@ -1,14 +1,14 @@
 """Inputs of a region that recipes need and that autograd has not saved.
 
-*Held*: autograd does not check such a tensor, and its other holders may write to it before backward. An input that forward has
-made and does not write to again is held without a copy; after forward it is copied if anything else still holds it. Every other
-input is copied at once.
+*Held*: autograd does not check such a tensor, and other code that holds it may write to it before backward. If forward has made
+an input and does not write to it again, the input is held without a copy. After forward, it is copied if other code still holds
+it. All other inputs are copied at once.
 
-*Linked*: if a region's input is the output of the region before, the plan may hold neither. The next region then starts its
-recipes from a `LinkedInput`, which makes the region before rebuild its outputs. (These links have nothing to do with the links
-to host memory or disk in ``offload``.)
+*Linked*: if a region's input is the output of the region before, the plan may hold neither the output nor the input. The next
+region then starts its recipes from a `LinkedInput`, which makes the region before rebuild its outputs. (These links have
+nothing to do with the links to host memory or disk in ``offload``.)
 
-An input is recognised as that output by its storage (a weak reference proves that it is still alive), offset, sizes, strides,
+The input is recognised as that output by its storage (a weak reference proves that it is still alive), offset, sizes, strides,
 dtype and version. The tensor object may change on the way (FSDP wraps it), but the storage does not.
 """
 
@@ -35,7 +35,7 @@ from plimsoll.tracing.torch_internals import count_holders
 
 
 class HeldInput:
-    """An input of a region, or its copy."""
+    """An input of a region that is held for recipes, or a copy of the input."""
 
     __slots__ = ("__weakref__", "_version", "tensor")
 
@@ -43,12 +43,12 @@ class HeldInput:
         self.take(tensor)
 
     def take(self, tensor: torch.Tensor) -> None:
-        """Hold this tensor from now on."""
+        """Hold this tensor from now on, instead of the tensor before."""
         self.tensor, self._version = tensor, tensor._version
 
     @property
     def is_as_it_was(self) -> bool:
-        """Whether it was not written to since it is held."""
+        """Whether the tensor is unchanged: nothing has written to it since it is held."""
         return self.tensor._version == self._version
 
     def read(self) -> torch.Tensor:
@@ -65,8 +65,9 @@ class HeldInput:
 
 
 class HeldInputs:
-    """The inputs that regions hold without a copy while forward runs. After forward has written to one of them, all are
-    copied.
+    """The inputs that regions hold without a copy while forward runs.
+
+    After forward has once written to such an input, all inputs are copied from then on.
     """
 
     def __init__(self) -> None:
@@ -74,12 +75,15 @@ class HeldInputs:
         self._is_open = self._is_written_to = False
 
     def begin(self) -> None:
-        """Start a forward of the model."""
+        """Start a forward of the model: from now on, inputs may be held without a copy."""
         self.settle()
         self._is_open = True
 
     def hold(self, tensor: torch.Tensor, *, is_steady: bool) -> HeldInput:
-        """Hold an input for a recipe. It is copied unless it ``is_steady`` and forward is running."""
+        """Hold an input for a recipe, and return the holder.
+
+        The input is copied, unless ``is_steady`` (forward made it and does not write to it again) and forward is running.
+        """
         if not (is_steady and self._is_open) or self._is_written_to:
             return HeldInput(copy_storage(tensor))
         held = HeldInput(tensor)
@@ -87,7 +91,7 @@ class HeldInputs:
         return held
 
     def settle(self) -> None:
-        """After forward: copy inputs that anything else still holds, once for all regions that hold them."""
+        """After forward, copy the inputs that other code still holds. Regions that hold the same input share one copy."""
         shared: dict[int, list[HeldInput]] = {}
         for each in self._held:
             held = each()
@@ -109,7 +113,7 @@ class HeldInputs:
 
 
 class LinkedInput:
-    """The input of a region whose boundary was dropped: the region before rebuilds it."""
+    """The input of a region that holds neither this input nor a copy. To read it, the region before rebuilds its output."""
 
     __slots__ = ("_leaves", "_position", "_replay")
 
@@ -136,9 +140,10 @@ class _Offer:
 
 
 class LinkTable:
-    """The outputs of the latest managed call, for the region that comes next.
+    """The outputs of the managed call that returned last. They are offered to the region that comes next.
 
-    ``silent`` regions offer none: their parameters may be freed before backward (a sharded model frees what it gathered).
+    Regions in ``silent`` do not offer outputs: their parameters may be freed before backward (a sharded model frees what it
+    gathered).
     """
 
     def __init__(self) -> None:
@@ -147,7 +152,9 @@ class LinkTable:
         self._offers: list[_Offer] = []
 
     def serve(self, silent: Collection[str], *, is_used: bool) -> None:
-        """Begin a plan. ``is_used``: it drops boundaries."""
+        """Begin to serve a plan. ``is_used`` says whether the plan drops boundaries (inputs that are outputs of the region
+        before).
+        """
         self._silent, self.is_used = frozenset(silent), is_used
 
     def offer(
@@ -158,7 +165,7 @@ class LinkTable:
         link: LinkedInput | None,
         output: Any,
     ) -> None:
-        """Offer the outputs of a region that has returned to the next region."""
+        """Offer the outputs of a region that has returned to the region that comes next."""
         if not self.is_used:
             return
         plan = replay.recipes.plan
@@ -174,15 +181,18 @@ class LinkTable:
                 self._offers.append(offer)
 
     def find(self, plan: ReplayPlan, inputs: Sequence[torch.Tensor]) -> LinkedInput | None:
-        """A link to the input that the plan does not hold, or ``None`` if the region before did not make it."""
+        """Return a link to the input that the plan does not hold.
+
+        Return ``None`` if the plan holds all inputs, or if the region before did not make this input.
+        """
         return None if plan.choice.link is None else self.link_to(inputs[plan.link_position])
 
     def has_made_first(self, inputs: Sequence[torch.Tensor]) -> bool:
-        """Whether the region before can rebuild the first of these arguments."""
+        """Return whether the region before can rebuild the first of these arguments."""
         return bool(self._offers and inputs) and is_plain(local_of(inputs[0])) and self.link_to(inputs[0]) is not None
 
     def link_to(self, tensor: torch.Tensor) -> LinkedInput | None:
-        """A link to a tensor, or ``None`` if the region before did not make it."""
+        """Return a link that rebuilds this tensor, or ``None`` if the region before did not make it."""
         local = local_of(tensor)
         storage = local.untyped_storage()._cdata
         for offer in self._offers:
@@ -196,5 +206,5 @@ class LinkTable:
         return None
 
     def clear(self) -> None:
-        """Start a new step: withdraw all offers."""
+        """Withdraw all offers, because a new step begins."""
         self._offers = []

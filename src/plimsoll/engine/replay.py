@@ -1,7 +1,8 @@
-"""Rebuild dropped tensors in backward: run a region's recipes, each op at most once per backward pass.
+"""Rebuild dropped tensors in backward: run the recipes (recorded ops) of a region. Each op runs at most once per backward pass.
 
-A `CallReplay` belongs to one call. It does not own saved tensors; cells do. It holds what else recipes need: the parameter
-objects that forward used and their memory, the generator states, and rebuilt values that later slots of the same backward read.
+A `CallReplay` belongs to one call. It does not own saved tensors: cells, the objects that autograd holds instead of tensors,
+own them. The replay holds the other things that recipes need: the parameter objects that forward used and their memory, the
+generator states, and rebuilt values that later reads of the same backward need.
 """
 
 from __future__ import annotations
@@ -37,18 +38,19 @@ from plimsoll.tracing.torch_internals import (
 
 
 class Examiner(Protocol):
-    """Looks at every rebuilt tensor of an inspected call."""
+    """Checks each rebuilt tensor of an inspected call."""
 
     def examine(self, replay: CallReplay, cell: Cell, value: torch.Tensor) -> torch.Tensor:
-        """Return the tensor that backward shall get."""
+        """Check a rebuilt tensor, and return the tensor that backward shall get."""
         ...
 
 
 class Recipes:
-    """The compiled recipes of one region under one signature, for each order of reading that backward has shown.
+    """The compiled recipes of one region under one signature. There is code for each order of reads that backward has shown.
 
-    ``halves`` holds tensors between the halves of a split backward; ``None`` if backward is not split. ``like`` are the recipes
-    of calls with other numbers, whose backward reads in the same order.
+    A slot is one saved tensor, numbered in the order of saving. ``halves`` holds tensors between the halves of a split
+    backward, or is ``None`` if backward is not split. ``like`` are the recipes of calls with other numbers, whose backward
+    reads in the same order.
     """
 
     def __init__(self, plan: ReplayPlan, sampler: Sampler, halves: Halves | None, like: Recipes | None = None) -> None:
@@ -59,18 +61,20 @@ class Recipes:
         self.is_learning: bool = like is None or like.is_learning
         self.code: Code = plan.compile(None if like is None or like.is_learning else like.code.order)
         self._failures: list[int] = [] if like is None else like._failures
-        """Slots that came out different from forward, in these recipes or in ``like``."""
+        """The slots whose rebuilt tensor differed from forward's, here or in ``like`` (the two share this list)."""
         self.given_away: set[int] = set() if like is None else set(like.given_away)
-        """Slots that custom autograd functions read. They get a copy (see `CallReplay._given`)."""
+        """The slots that custom autograd functions read. Such a function gets a copy (see `CallReplay._given`)."""
         self._boundary = self.code
         self._watched: tuple[list[int], Mapping[int, weakref.ref[Cell]]] = [], {}
-        """The slots that the last watched backward read, and the cells that it could have read."""
+        """The slots that the last watched backward has read, and by slot a weak reference to each cell that it could read."""
         self._solo: dict[int, SegmentFunction] = {}
         self._sources = tuple((source.place, source.is_copied) for _, source in plan.parameters)
 
     def bind(self, sources: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """The parameters of this call, or copies of their contents: before backward the model may get other parameters under
-        the same names. Called below autograd.
+        """Return the parameters and buffers that recipes of this call will read. Some of them are copies.
+
+        They are taken now because the model may get other parameters under the same names before backward. Autograd must be
+        off.
         """
         bound = []
         for place, is_copied in self._sources:
@@ -82,15 +86,15 @@ class Recipes:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a recipe made something else than forward did. The region is then no longer served by recipes."""
+        """Whether a recipe has made another tensor than forward did. Recipes then no longer serve the region."""
         return bool(self._failures)
 
     def distrust(self, slot: int) -> None:
-        """Note that a slot was rebuilt differently from forward."""
+        """Note that the tensor of this slot was rebuilt differently from forward's."""
         self._failures.append(slot)
 
     def use_order(self, order: tuple[int, ...]) -> None:
-        """Compile the recipes for the order that backward has just shown; later calls use them."""
+        """Compile the recipes for the order of reads that backward has just shown. Later calls use this code."""
         self.is_learning = False
         expected = self.code.order
         if order != expected and set(order) <= set(expected):
@@ -99,8 +103,10 @@ class Recipes:
                 self.sampler.expect(order)
 
     def learn_from(self, seen: list[int], waiting: Mapping[int, weakref.ref[Cell]]) -> None:
-        """Begin to watch the backward of a new call. If the previous backward has ended without reading every dropped slot
-        (some were saved for a detached part), expect its order: the slots that it did not read are not rebuilt.
+        """Begin to watch the order of reads in the backward of a new call.
+
+        The previous backward may have ended without reading all dropped slots, because some were saved for a detached part.
+        Then later calls expect its order, and the slots that it did not read are not rebuilt in advance.
         """
         before, cells = self._watched
         if before and all(reference() is None for reference in cells.values()):
@@ -108,20 +114,24 @@ class Recipes:
         self._watched = seen, waiting
 
     def boundary_code(self) -> Code:
-        """The code for a backward that asks for this region's outputs (for a later region) before its slots."""
+        """Return the code for a backward that asks for this region's outputs before its slots. A later region asks if it
+        dropped its input.
+        """
         if self._boundary is self.code:
             self._boundary = self.plan.compile((BOUNDARY, *self.code.order))
         return self._boundary
 
     def alone(self, slot: int) -> SegmentFunction:
-        """The code that rebuilds one slot from stored tensors alone, whatever has run before."""
+        """Return the code that rebuilds one slot from stored tensors only, whatever has run before in this backward."""
         if slot not in self._solo:
             self._solo[slot] = self.plan.compile((slot,)).segments[0]
         return self._solo[slot]
 
     def fail(self, slot: int) -> NoReturn:
-        """Report that a rebuilt slot differs from forward's tensor: raise ``ReplayMismatch``, and serve the region without
-        recipes from now on.
+        """Report that a rebuilt slot differs from forward's tensor. From now on, recipes no longer serve the region.
+
+        Raises:
+            ReplayMismatch: always. The message says which op or which codec is the likely cause.
         """
         self.distrust(slot)
         graph, packed, region = self.plan.graph, self.plan.choice.packed, self.plan.name
@@ -146,9 +156,10 @@ class Recipes:
 
 
 class CallReplay:
-    """Rebuilds what one call has dropped.
+    """Rebuilds, in backward, the tensors that one call has dropped.
 
-    ``waiting`` has the dropped cells by slot. References are weak: a tensor that autograd has freed need not be rebuilt.
+    ``waiting`` maps each dropped slot to a weak reference to its cell. If autograd has freed the cell, its tensor need not be
+    rebuilt.
     """
 
     __slots__ = (
@@ -191,10 +202,12 @@ class CallReplay:
         self._task = -2  # no graph task has this number: the first read begins a backward
         self._position = 0
         self._is_special = False
-        """Whether backward runs under a profiler, under function modes, or under other flags of torch than forward."""
+        """Whether backward runs under a profiler, under function modes, or under other torch flags than forward did."""
 
     def restore(self, cell: Cell) -> torch.Tensor:
-        """The tensor of a cell (of a DTensor the local shard), checked if a sample of it was taken."""
+        """Return the tensor of a cell. If a sample of the tensor was taken in forward, compare it. For a DTensor, return the
+        local shard.
+        """
         recipes, index = self.recipes, cell.index
         if cell.tensor is not None:
             return self._given(index, cell.read())
@@ -219,8 +232,10 @@ class CallReplay:
         return self._given(index, value)
 
     def _given(self, slot: int, value: torch.Tensor) -> torch.Tensor:
-        """The tensor to hand to autograd. It is a copy if a backward written in Python may reuse its memory while recipes still
-        need the value.
+        """Return the tensor to hand to autograd.
+
+        It is a copy if a backward written in Python reads it: that code may reuse the memory while recipes still need the
+        value.
         """
         given_away = self.recipes.given_away
         if self._seen is not None and isinstance(current_autograd_node(), BackwardCFunction):
@@ -228,7 +243,7 @@ class CallReplay:
         return copy_storage(value) if slot in given_away else value
 
     def run(self, slot: int, leaves: tuple[Readable, ...]) -> Any:
-        """Run the ops that the slot needs and that have not run yet in this backward."""
+        """Run the ops that this slot needs and that have not run yet in this backward, and return the slot's tensor."""
         code = self._code
         task = current_graph_task()
         if task != self._task or task == -1:  # -1: read outside of any backward, so assume nothing
@@ -242,11 +257,13 @@ class CallReplay:
         return self._out_of_order(slot, leaves)
 
     def use_boundary(self) -> None:
-        """Expect a later region to ask for the outputs before this region's slots are read."""
+        """Expect that a later region asks for the outputs of this region before backward reads this region's slots."""
         self._code = self.recipes.boundary_code()
 
     def rebuild(self, slot: int) -> torch.Tensor | None:
-        """Rebuild the slot from stored tensors alone, ignoring what this backward has made; ``None`` if its cell was freed."""
+        """Rebuild the slot from stored tensors only, without what this backward has made. Return ``None`` if the slot's cell
+        was freed.
+        """
         leaves = self.leaves_of(slot)
         if leaves is None:
             return None
@@ -254,21 +271,25 @@ class CallReplay:
         return value
 
     def leaves_of(self, slot: int) -> tuple[Readable, ...] | None:
-        """The inputs of a dropped slot's recipe (empty for random numbers); ``None`` if its cell was freed."""
+        """Return the inputs of a dropped slot's recipe, or ``None`` if the slot's cell was freed. A recipe for random numbers
+        has none.
+        """
         reference = self._waiting.get(slot)
         cell = None if reference is None else reference()
         return None if cell is None else cell.leaves
 
     def _start(self, task: int) -> None:
-        """Start a new backward pass: nothing is rebuilt yet."""
+        """Prepare for a new backward pass: forget what an earlier pass has rebuilt."""
         self._task = task
         self._position = 0
         plan = self.recipes.plan
         self._is_special = is_profiled() or count_function_modes() > 0 or flags_for(plan.device_type) != plan.flags
         self._env: dict[int, torch.Tensor] = {}
-        """Rebuilt values that later slots of this backward read."""
+        """Values that were rebuilt in this backward and that later slots read, by value id."""
         self._early: dict[int, Any] = {}
-        """Slots rebuilt before they were read, because backward reads in another order than expected."""
+        """Tensors that were rebuilt before they were read, by slot. This happens if backward reads in another order than
+        expected.
+        """
         if self._seen is not None:
             self._seen.clear()
 
@@ -280,7 +301,10 @@ class CallReplay:
             self._seen = None
 
     def _out_of_order(self, slot: int, leaves: tuple[Readable, ...]) -> Any:
-        """Serve a read that does not follow the expected order: run all segments up to the slot, or rebuild the slot alone."""
+        """Serve a read that does not follow the expected order, and return the slot's tensor.
+
+        Either run all segments (the code of one slot each) up to this slot, or rebuild the slot alone.
+        """
         code = self._code
         if self._position == 0 and slot != BOUNDARY and code.order[:1] == (BOUNDARY,):
             self._code = self.recipes.code  # the later region did not need this region's outputs after all
@@ -305,8 +329,9 @@ class CallReplay:
         return self._run(self.recipes.alone(slot), leaves, {})
 
     def _run(self, segment: SegmentFunction, leaves: tuple[Readable, ...], env: dict[int, torch.Tensor]) -> Any:
-        """Run a recipe as its ops were recorded: below autograd, outside of autocast, under forward's flags. An active profiler
-        shows it under its region's name.
+        """Run a recipe as its ops were recorded: below autograd, without autocast, and under the torch flags that forward had.
+
+        An active profiler shows the recipe under its region's name.
         """
         with below_autograd():
             if not (self._is_special or torch.is_grad_enabled() or is_autocast_on()):

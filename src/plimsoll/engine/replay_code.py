@@ -1,12 +1,14 @@
-"""Write a region's recipes as flat Python functions: one *segment* per dropped slot, which runs its ops again.
+"""Write a region's recipes as flat Python functions: there is one *segment* for each dropped slot (saved tensor). It runs again
+the ops that rebuild the slot.
 
 Walking a graph of objects costs more per op than a small op itself; straight-line code does not. The source contains only op
-numbers and value numbers (nothing from the user reaches it), like the methods that ``dataclasses`` and ``attrs`` generate.
-Equal sources are compiled once.
+numbers and value numbers (nothing from the user reaches the source), like the methods that ``dataclasses`` and ``attrs``
+generate. Equal sources are compiled once.
 
-A segment is called as ``segment(env, leaves, parameters, states, versions, storages)``: the values that cross segments, the
-cells that the slot holds, the parameters and buffers that forward used, the generator states recorded in forward, and the
-versions and storages that the parameters had in forward.
+A segment is called as ``segment(env, leaves, parameters, states, versions, storages)``: ``env`` holds values that one segment
+leaves for later ones, and ``leaves`` are the cells that the recipe starts from. ``parameters`` are the parameters and buffers
+that forward used. ``states`` are the generator states that forward recorded. ``versions`` and ``storages`` are those that the
+parameters had in forward.
 """
 
 from __future__ import annotations
@@ -34,13 +36,13 @@ SegmentFunction = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Where a recipe finds its inputs, by graph value id.
+    """Data that says where a recipe finds its inputs. The inputs are values of the region's graph, given by their ids.
 
-    ``parameters``: position in the tuple that is read at the start of a call. ``protected``: positions whose tensor must not
-    have changed since forward, with the tensor's name. ``held``: positions whose memory the call holds, each with its place.
-    ``geometries``: sizes, strides and offset of the tensors that cells hold. ``links``: the input that the region before
-    rebuilds. ``packed``: values that are held in another form; a separate step brings each of them back. ``sharded``: positions
-    of parameters that are DTensors; recipes read their local shards.
+    ``parameters``: the position of a parameter's value in the tuple that is read at the start of a call. ``protected``: the
+    positions whose tensor must not have changed since forward, with the tensor's name. ``held``: the positions whose memory the
+    call holds, each with its place. ``geometries``: sizes, strides and offset of the tensors that cells hold. ``links``: the
+    input that the region before rebuilds. ``packed``: values that are held in another form (by a codec or a link); a separate
+    step brings each of them back. ``sharded``: positions of parameters that are DTensors; recipes read their local shards.
     """
 
     parameters: Mapping[int, int]
@@ -54,7 +56,7 @@ class Sources:
 
 @dataclass(frozen=True, slots=True)
 class RecordedRegion:
-    """The recorded ops and values of a region graph, by graph id."""
+    """The recorded ops and values of a region's graph. The index in ``ops`` and in ``values`` is the id in the graph."""
 
     ops: tuple[RecordedOp, ...]
     values: tuple[RecordedValue, ...]
@@ -62,13 +64,15 @@ class RecordedRegion:
     generators: tuple[torch.Generator, ...]
     slot_geometries: tuple[Geometry, ...]
     layouts: Mapping[int, Any]
-    """The layout of a DTensor on its mesh, by slot."""
+    """A mapping from the slot of a saved DTensor to its layout on the device mesh."""
     output_refs: tuple[Ref | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """Compiled segments for one order of reading, and the position of each slot in it."""
+    """Compiled segments (the code of one slot each) for one order of reads. ``places`` maps a slot to its position in the
+    order.
+    """
 
     order: tuple[int, ...]
     places: Mapping[int, int]
@@ -77,14 +81,14 @@ class Code:
 
 @dataclass(frozen=True, slots=True)
 class WrittenSegments:
-    """Segments whose numbers are not filled in yet."""
+    """Compiled source of segments, which still lacks the numbers that may differ from call to call."""
 
     order: tuple[int, ...]
     code: CodeType
     constants: Mapping[str, Any]
 
     def bind(self, numbers: Sequence[Number]) -> Code:
-        """One function per segment, for calls with these numbers."""
+        """Return the segments as functions, for calls with these numbers."""
         namespace = {**self.constants, **{f"n{index}": number for index, number in enumerate(numbers)}}
         exec(self.code, namespace)
         functions = tuple([namespace[f"segment_{position}"] for position in range(len(self.order))])
@@ -94,7 +98,7 @@ class WrittenSegments:
 def write_segments(
     graph: RegionGraph, recording: RecordedRegion, schedule: Schedule, sources: Sources
 ) -> WrittenSegments:
-    """Write one function per segment, in the order of the schedule."""
+    """Write the source of one function per segment, in the order of the schedule, and return it in compiled form."""
     writer = _Writer(graph, recording, sources)
     for position, (segment, read_later) in enumerate(_with_later_reads(schedule, graph)):
         writer.segment(position, segment, schedule.leaves[segment.slot], read_later)
@@ -119,7 +123,7 @@ def _compiled(source: str) -> CodeType:
 
 
 def copy_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """The same view, on a private copy of the whole storage."""
+    """Return the same view as ``tensor``, but on a private copy of the whole storage."""
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     storage = tensor.untyped_storage().clone()
     return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
@@ -128,7 +132,7 @@ def copy_storage(tensor: torch.Tensor) -> torch.Tensor:
 def on_storage(
     like: torch.Tensor, storage: torch.UntypedStorage, size: tuple[int, ...], stride: tuple[int, ...], offset: int
 ) -> torch.Tensor:
-    """A view of memory that a parameter had earlier."""
+    """Return a view on memory that a parameter had earlier. ``like`` gives the dtype."""
     empty = torch.empty(0, dtype=like.dtype, device=storage.device)
     return empty.set_(storage, offset, size, stride)
 
@@ -136,12 +140,12 @@ def on_storage(
 def seen_as(
     base: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """View the storage of a tensor in another geometry and dtype."""
+    """Return a view on the storage of ``base``, with another geometry and dtype."""
     return Geometry(size, stride, offset, dtype).view_on(base)
 
 
 def refuse_changed(names: Mapping[int, str], position: int, expected: int, found: int) -> NoReturn:
-    """Raise, because a parameter has changed between forward and the recipe that reads it.
+    """Raise ``SavedTensorModified``, because a parameter has changed between forward and the recipe that reads it.
 
     A parameter is checked only when a recipe reads it: an optimizer may step other parameters while backward still runs.
     """
@@ -149,7 +153,7 @@ def refuse_changed(names: Mapping[int, str], position: int, expected: int, found
 
 
 def _with_later_reads(schedule: Schedule, graph: RegionGraph) -> list[tuple[Segment, frozenset[int]]]:
-    """Each segment with the values that later segments read."""
+    """Return pairs of a segment and the ids of the values that later segments read."""
     found: list[tuple[Segment, frozenset[int]]] = []
     later: frozenset[int] = frozenset()
     for segment in reversed(schedule.segments):
@@ -160,7 +164,7 @@ def _with_later_reads(schedule: Schedule, graph: RegionGraph) -> list[tuple[Segm
 
 
 class _Writer:
-    """Writes the source of all segments of one region."""
+    """Writes the Python source of all segments of one region."""
 
     def __init__(self, graph: RegionGraph, recording: RecordedRegion, sources: Sources) -> None:
         self._graph = graph
@@ -176,7 +180,7 @@ class _Writer:
         return "\n".join(self._lines) + "\n"
 
     def segment(self, position: int, segment: Segment, leaves: tuple[int, ...], read_later: frozenset[int]) -> None:
-        """Write one function: load, run, free, return."""
+        """Write one function: it loads inputs, runs ops, frees values after their last use, and returns the slot's tensor."""
         self._emit(f"def segment_{position}(env, leaves, parameters, states, versions, storages):", 0)
         self._local = {}
         self._leaves = leaves
@@ -221,13 +225,16 @@ class _Writer:
         self._bind(step, op, renamed)
 
     def _bring_back(self, value: int) -> None:
-        """Decode or fetch a packed value. From here on it is private memory, like the output of an op."""
+        """Write code that decodes or fetches a packed value. From here on, the value is in private memory, like the output of
+        an op.
+        """
         self._emit(f"v{value} = leaves[{self._leaves.index(value)}].read()")
         self._local[value] = self._sources.geometries[value]
 
     def _random(self, point: tuple[int, int], call: str) -> None:
-        """Draw forward's random numbers again. Always restore the generator afterwards, so that training continues with its own
-        numbers.
+        """Write code that draws forward's random numbers again.
+
+        The code always restores the generator afterwards, so that training continues with its own numbers.
         """
         generator = self._constant(self._recording.generators[point[0]], f"g{point[0]}")
         self._emit(f"now = {generator}.get_state()")
@@ -243,7 +250,10 @@ class _Writer:
         return f"out = {self._constant(op.func, f'f{op.id}')}({', '.join(arguments)})"
 
     def _bind(self, step: ReplayStep, op: RecordedOp, renamed: Mapping[int, str]) -> None:
-        """Bind names to the op's results: new storages from its outputs, new versions of the storages that it wrote to."""
+        """Write code that binds names to the op's results.
+
+        The results are new storages (outputs of the op) and new versions of storages that the op wrote to.
+        """
         writes = set(self._graph.ops[step.op].writes)
         to_local, values = self._recording.to_local, self._recording.values
         births: dict[int, tuple[int, Geometry]] = {}
@@ -287,7 +297,7 @@ class _Writer:
         return self._constant(value)
 
     def _seen(self, value: int, geometry: Geometry, name: str | None = None) -> str:
-        """An expression for the value in the given geometry."""
+        """Return an expression for the value in the given geometry."""
         base = self._load(value)
         name = name or f"v{value}"
         if base == geometry:
@@ -298,7 +308,7 @@ class _Writer:
         return f"seen_as({name}, {size}, {stride}, {offset}, {self._constant(geometry.dtype)})"
 
     def _load(self, value: int) -> Geometry:
-        """Bind ``v<value>`` in this segment if it is not bound yet, and return its geometry."""
+        """Write code that binds ``v<value>`` in this segment, if it is not bound yet. Return the value's geometry."""
         known = self._local.get(value)
         if known is not None:
             return known
@@ -322,7 +332,10 @@ class _Writer:
         return geometry
 
     def _parameter(self, value: int, position: int) -> Geometry:
-        """Bind a parameter or buffer as forward found it. If it has other memory now, use the memory that it had in forward."""
+        """Write code that binds a parameter or buffer as forward found it, and return its geometry.
+
+        If the parameter has other memory now, the code uses the memory that the parameter had in forward.
+        """
         source, recorded = f"parameters[{position}]", self._recording.values[value]
         is_sharded, geometry = position in self._sources.sharded, recorded.base
         self._emit(f"v{value} = local_of({source})" if is_sharded else f"v{value} = {source}")
@@ -351,7 +364,9 @@ class _Writer:
 
 
 def _number(value: Any) -> str:
-    """Source text for a number or a tuple of numbers. Unknown numbers are filled in later."""
+    """Return source text for a number or a tuple of numbers. A number that is still unknown becomes a name, which is bound
+    later.
+    """
     if isinstance(value, tuple):
         return f"({', '.join(map(_number, value))},)" if value else "()"
     return f"n{value.index}" if isinstance(value, Unknown) else repr(value)

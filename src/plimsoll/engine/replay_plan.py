@@ -1,7 +1,10 @@
-"""The fate of every saved tensor of a region under one signature: kept, packed, or dropped and rebuilt by certain ops.
+"""What happens to each saved tensor of a region under one signature: it is kept, packed, or dropped and rebuilt by certain ops.
 
 `choose` resolves the names in a plan to values of the recorded graph. A `ReplayPlan` follows from that choice alone and never
 changes: calls of the region, and replays in their backwards, only read it.
+
+A *slot* is one saved tensor, numbered in the order of saving. A *value* is the content of one storage; several slots can be
+views of the same value. A *leaf* of a recipe is a stored value that the recipe starts from.
 """
 
 from __future__ import annotations
@@ -26,12 +29,12 @@ from plimsoll.tracing.recorder.storages import Geometry
 
 @dataclass(frozen=True, slots=True)
 class ParameterSource:
-    """A parameter or buffer, and its place among all that a call finds at its entry.
+    """Data about a parameter or buffer that recipes read. ``place`` is its index among all that a call finds when it begins.
 
-    A small buffer is copied per call, because the model may write to it before backward. A small parameter that autograd does
-    not save is copied too. Other parameters must not change. Recipes read the memory that forward read, because a parameter may
-    have other memory (``.data``) during forward. A parameter that ``is_gathered`` (ZeRO-3) is gathered into other memory for
-    backward, and recipes read that memory.
+    ``is_copied``: a small buffer is copied in each call, because the model may write to it before backward. A small parameter
+    that autograd does not save is copied too. Other parameters must not change. Recipes read the memory that forward read,
+    because a parameter may have other memory (``.data``) during forward. A parameter that ``is_gathered`` (ZeRO-3) is gathered
+    into other memory for backward, and recipes read that memory.
     """
 
     name: str
@@ -43,25 +46,28 @@ class ParameterSource:
 
     @property
     def is_held(self) -> bool:
-        """Whether recipes read the memory that it had when the call began."""
+        """Whether recipes read the memory that this parameter or buffer had when the call began."""
         return self.is_checked and not self.is_gathered
 
 
 @dataclass(frozen=True, slots=True)
 class DropChoice:
-    """What to drop and what to pack, as value ids of the region's graph."""
+    """Data: the value ids (of the region's graph) to drop, and the value ids to pack.
+
+    ``stored`` are the value ids that stay in memory. ``obstacles`` maps a value's name to the reason why it cannot be dropped.
+    """
 
     dropped: frozenset[int]
     stored: frozenset[int]
     link: int | None = None
-    """The input that is not held because the region before can rebuild it."""
+    """The value id of the input that is not held because the region before can rebuild it; ``None`` if all inputs are held."""
     obstacles: Mapping[str, str] = field(default_factory=dict)
     packed: Mapping[int, str] = field(default_factory=dict)
-    """Codec or link by value."""
+    """A mapping from the id of a packed value to the name of its codec or link."""
 
     @property
     def gone(self) -> frozenset[int]:
-        """Values whose tensors are freed after forward."""
+        """The ids of values whose tensors are freed after forward, because they are dropped or packed."""
         return self.dropped | self.packed.keys()
 
 
@@ -73,10 +79,11 @@ def choose(
     forms: Mapping[str, str] | None = None,
     is_private: Callable[[str], bool] = lambda form: False,
 ) -> DropChoice:
-    """Resolve the names that a plan drops. Values that cannot be rebuilt are kept; ``obstacles`` says why.
+    """Resolve the names of the values that a plan drops. Values that cannot be rebuilt are kept; ``obstacles`` says why.
 
-    ``links`` are inputs that the region before can rebuild (for a dropped boundary), ``forms`` the codec or link of packed
-    values. ``is_private`` says of a form that only the value's own slots can use it, not recipes.
+    ``links`` are inputs that the region before can rebuild (for a dropped boundary). ``forms`` maps the name of a value to pack
+    to its form, which is the name of a codec or link. ``is_private`` returns for a form whether only the value's own slots can
+    use the tensor that comes back, so that recipes of other values cannot.
     """
     slot_values = {slot.value for slot in graph.slots if slot.is_managed}
     packed = {v: forms[graph.values[v].name] for v in slot_values - links if forms and graph.values[v].name in forms}
@@ -86,6 +93,7 @@ def choose(
     obstacles = {graph.values[v].name: not_rebuildable[v] for v in sorted(wanted) if v in not_rebuildable}
     dropped = {v for v in wanted if v not in not_rebuildable}
     while True:
+        # Results of ops that autograd does not save cannot be held: that would cost a hook per submodule in every call.
         stored = always | (slot_values - dropped - packed.keys())
         failed: set[int] = set()
         for value in sorted(dropped):
@@ -110,11 +118,11 @@ def choose(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ReplayPlan:
-    """The plan of one region under one signature. Derived attributes are computed at first use and cached.
+    """What happens to all values of one region under one signature. Derived attributes are computed at first use and cached.
 
-    ``codecs`` has the codec of each packed value, ``None`` for values that go over the link. ``parameters`` are graph value and
-    place of every parameter and buffer that ops read. ``not_rebuildable`` has the values that no recipe can rebuild, each with
-    the reason.
+    ``codecs`` maps each packed value to its codec, or to ``None`` for a value that goes over the link. ``parameters`` are pairs
+    of graph value and source, for all parameters and buffers that ops read. ``not_rebuildable`` maps the values that no recipe
+    can rebuild to the reason.
     """
 
     name: str
@@ -128,15 +136,16 @@ class ReplayPlan:
     parameters: tuple[tuple[int, ParameterSource], ...]
     not_rebuildable: Mapping[int, str]
     steady: frozenset[int] = frozenset()
-    """Inputs that forward made and does not write to again."""
+    """Value ids of inputs that forward itself made and does not write to again."""
     template: ReplayPlan | None = None
-    """The same plan with open numbers, if this plan was made from it."""
+    """The same plan with open numbers, if this plan was made from it by filling in numbers. Otherwise ``None``."""
     numbers: tuple[Number, ...] = ()
-    """The numbers that fill the template."""
+    """The numbers that were filled into the template to make this plan."""
 
     def at(self, numbers: tuple[Number, ...], recording: RecordedRegion) -> ReplayPlan:
-        """Fill in the open numbers of this plan. Both plans share everything that does not depend on numbers. The graph's bytes
-        and geometries stay open: use ``bytes_of`` and ``geometry_of``.
+        """Return this plan with its open numbers filled in. Both plans share everything that does not depend on numbers.
+
+        The bytes and geometries in the graph stay open: use ``bytes_of`` and ``geometry_of``.
         """
         for name, member in vars(ReplayPlan).items():
             if isinstance(member, cached_property):
@@ -146,15 +155,15 @@ class ReplayPlan:
         return made
 
     def bytes_of(self, value: int) -> int:
-        """The bytes of a value's storage."""
+        """Return the size of a value's storage in bytes."""
         return int(self._number(self.graph.values[value].bytes))
 
     def geometry_of(self, value: int) -> Geometry:
-        """The geometry of a value in its storage when it is made."""
+        """Return the geometry (size, strides, offset, dtype) that a value has in its storage when it is made."""
         return self.filled(self.recording.values[value].base)
 
     def filled(self, geometry: Geometry) -> Geometry:
-        """A recorded geometry, with this plan's numbers filled in."""
+        """Return a recorded geometry, with this plan's numbers filled in."""
         return geometry.changed(self._number)
 
     def _number(self, number: Number | Unknown) -> Number:
@@ -162,7 +171,7 @@ class ReplayPlan:
 
     @cached_property
     def dropped_slots(self) -> tuple[int, ...]:
-        """Slots whose tensor is not held after forward, so that it must be rebuilt or brought back."""
+        """The slots whose tensor is not held after forward, so that backward must rebuild it, decode it or bring it back."""
         return tuple(s.index for s in self.graph.slots if s.is_managed and s.value in self.choice.gone)
 
     @cached_property
@@ -172,7 +181,11 @@ class ReplayPlan:
 
     @cached_property
     def leaf_groups(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-        """Dropped slots by the stored values that their recipes start from. Slots with equal leaves share one tuple."""
+        """Pairs of leaves and slots: the stored values that recipes start from, and the dropped slots that start from these
+        values.
+
+        Slots with equal leaves are in one pair, so that their cells share one tuple.
+        """
         groups: dict[tuple[int, ...], list[int]] = {}
         for slot, leaves in self._schedule.leaves.items():
             groups.setdefault(self._visible(slot, leaves), []).append(slot)
@@ -180,46 +193,49 @@ class ReplayPlan:
 
     @cached_property
     def needed_cells(self) -> tuple[tuple[int, int], ...]:
-        """Values that recipes start from, each with the kept slot that holds it."""
+        """The stored values that recipes start from, each as a pair of value id and the kept slot that holds the value."""
         return tuple((value, slot) for value, slot in self._cell_of.items() if value in self._used)
 
     @cached_property
     def unsaved_inputs(self) -> tuple[tuple[int, int], ...]:
-        """Inputs that recipes start from and that autograd does not save, each with its position."""
+        """The inputs that recipes start from and that autograd does not save, each as a pair of value id and input position."""
         return tuple((value, position) for value, position in self._input_of.items() if value in self._used)
 
     @cached_property
     def held_places(self) -> tuple[int, ...]:
-        """Places of the parameters and buffers whose memory recipes read."""
+        """The places (see `ParameterSource`) of the parameters and buffers whose memory recipes read."""
         return tuple(source.place for _, source in self.parameters if source.is_held)
 
     @cached_property
     def outside_cells(self) -> tuple[tuple[int, int], ...]:
-        """The needed cells whose value the region did not make: it may be a parameter that gets other memory before
-        backward.
+        """The pairs of ``needed_cells`` whose value the region did not make.
+
+        Such a value may be a parameter that gets other memory before backward.
         """
         origins = (Origin.INPUT, Origin.EXTERNAL)
         return tuple((value, slot) for value, slot in self.needed_cells if self.graph.values[value].origin in origins)
 
     @property
     def leaf_slots(self) -> tuple[int, ...]:
-        """Kept slots that recipes start from."""
+        """The kept slots that recipes start from."""
         return tuple(slot for _, slot in self.needed_cells)
 
     @cached_property
     def needs_inputs(self) -> bool:
-        """Whether dropping needs the tensors that the region was called with."""
+        """Whether a call needs the tensors that the region was called with in order to drop what the plan drops."""
         return bool(self.unsaved_inputs) or self.choice.link is not None
 
     @property
     def link_position(self) -> int:
-        """Position of the input that comes from the region before, for a dropped boundary."""
+        """The position (among the region's inputs) of the input that the region before rebuilds, because the boundary is
+        dropped.
+        """
         assert self.choice.link is not None
         return int(self.graph.values[self.choice.link].name.split(":")[1])
 
     @cached_property
     def exact_slots(self) -> tuple[int, ...]:
-        """Dropped slots that do not depend on a lossy form: they come back bit for bit equal to forward's tensors."""
+        """The dropped slots that do not depend on a lossy codec: they come back equal to forward's tensors, bit for bit."""
         codecs = ((value, codec) for value, codec in self.codecs.items() if codec is not None)
         lossy = {value for value, codec in codecs if codec.keeps_sign_only or not codec.is_lossless}
         from_lossy = {slot for leaves, slots in self.leaf_groups if lossy.intersection(leaves) for slot in slots}
@@ -227,8 +243,9 @@ class ReplayPlan:
 
     @cached_property
     def twins(self) -> tuple[tuple[int, int], ...]:
-        """Pairs of slots that held the same tensor from outside while recording; it is read, or packed, through the first
-        slot.
+        """Pairs of slots that held the same tensor from outside of the region while recording.
+
+        The tensor is read, or packed, through the first slot of the pair.
         """
         first: dict[int, int] = {}
         shown = [slot for slot in self.graph.slots if slot.value >= 0]
@@ -238,7 +255,7 @@ class ReplayPlan:
 
     @cached_property
     def signs(self) -> Mapping[int, str]:
-        """Slots whose value is held as signs only, with the value's name."""
+        """A mapping from slot to value name, for slots whose value is held as signs only."""
         return {
             slot.index: self.graph.values[slot.value].name
             for slot in self.graph.slots
@@ -247,26 +264,29 @@ class ReplayPlan:
 
     @cached_property
     def replayed_ops(self) -> tuple[int, ...]:
-        """Ops that run again, in backward's order."""
+        """The ids of the ops that run again, in the order of backward."""
         return self._schedule.ops
 
     def ops_for(self, slots: Sequence[int]) -> tuple[int, ...]:
-        """Ops that run again if backward reads these dropped slots."""
+        """Return the ids of the ops that run again if backward reads only these dropped slots."""
         return self._scheduled(slots).ops
 
     @cached_property
     def collectives(self) -> tuple[str, ...]:
-        """The collectives in recipes, in backward's order."""
+        """The names of the collectives in recipes, in the order of backward."""
         recorded = (self.recording.ops[op] for op in self.replayed_ops)
         return tuple(op.name for op in recorded if is_collective(op.func))
 
     @cached_property
     def state_points(self) -> StatePoints:
-        """Where forward must record generator states; empty if no random op runs again."""
+        """The points where forward must record the states of random generators. It is empty if recipes repeat no random op."""
         return state_points((self.recording.ops[op] for op in self.replayed_ops), self.recording.generators)
 
     def compile(self, order: tuple[int, ...] | None = None) -> Code:
-        """The recipes for slots that are read in this order, by default in the expected order."""
+        """Return the compiled recipes for slots that backward reads in this order.
+
+        Without ``order``, use the expected order.
+        """
         return (self.template or self)._write(order).bind(self.numbers)
 
     def _write(self, order: tuple[int, ...] | None) -> WrittenSegments:
@@ -283,15 +303,16 @@ class ReplayPlan:
         return {}
 
     def recipe_of(self, slot: int) -> tuple[int, ...]:
-        """The ops that rebuild a dropped slot."""
+        """Return the ids of the ops that rebuild a dropped slot."""
         stored = self.choice.stored | self.choice.packed.keys()
         return recipe_ops(self.graph, self.graph.slots[slot].value, stored)[0]
 
     def boundary_leaves(
         self, cells: Sequence[Cell], packed: Mapping[int, Readable], link: Readable | None
     ) -> tuple[Readable, ...] | None:
-        """The inputs of the recipe for the outputs, for a next region that does not hold its input; ``None`` if they cannot be
-        rebuilt.
+        """Return the objects that the recipe for the region's outputs reads, or ``None`` if the outputs cannot be rebuilt.
+
+        The recipe serves the next region if that region does not hold its input.
         """
         wanted = self._boundary_values
         readable: dict[int, Readable] = {value: cells[slot] for value, slot in self._cell_of.items()}
@@ -304,18 +325,20 @@ class ReplayPlan:
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes of the distinct storages that the region made and autograd saved."""
+        """The total size in bytes of the storages that the region made and autograd saved. Each storage counts once."""
         return self._bytes_of(self._saved_values)
 
     @property
     def droppable_bytes(self) -> int:
-        """The part of the activation bytes that recipes could rebuild bit for bit from the region's inputs and parameters."""
+        """The part of ``activation_bytes`` that recipes could rebuild, bit for bit, from the region's inputs and parameters."""
         names = frozenset(self.graph.values[v].name for v in self._saved_values)
         return self._bytes_of(choose(self.graph, names, self.not_rebuildable).dropped)
 
     @property
     def dropped_bytes(self) -> int:
-        """Bytes of the distinct storages that the region made and only dropped slots held."""
+        """The total size in bytes of the storages that the region made and that only dropped slots held. Each storage counts
+        once.
+        """
         return self._bytes_of(v for v in self.choice.dropped if self.graph.values[v].origin is Origin.OP)
 
     @property
@@ -328,7 +351,10 @@ class ReplayPlan:
 
     @cached_property
     def _boundary_values(self) -> tuple[int, ...] | None:
-        """The stored values that rebuilding the outputs starts from; ``None`` if they cannot be rebuilt."""
+        """The ids of the stored values that the recipe for the outputs starts from.
+
+        ``None`` if the outputs cannot be rebuilt.
+        """
         dropped = frozenset(self.graph.outputs) - self.choice.stored - self.choice.packed.keys()
         try:
             schedule = build_schedule(self.graph, self.choice.stored, dropped, (BOUNDARY,), self.choice.packed)
@@ -339,7 +365,7 @@ class ReplayPlan:
 
     @cached_property
     def _schedule(self) -> Schedule:
-        """The replay for the expected order of reading, which is used until a backward has been seen."""
+        """The order of the ops for the expected order of reads. It is used until a backward has shown its order."""
         dropped = set(self.dropped_slots)
         return self._scheduled([slot for slot in self.graph.backward_order if slot in dropped])
 
@@ -350,7 +376,10 @@ class ReplayPlan:
         return build_schedule(self.graph, self.choice.stored, dropped, order, self.choice.packed)
 
     def _visible(self, slot: int, leaves: Iterable[int]) -> tuple[int, ...]:
-        """The values that a recipe reads from cells; for the boundary also the outputs that are held."""
+        """Return the ids of the values that a recipe reads from cells. For the boundary, add the outputs that are held.
+
+        The boundary means the outputs of the region. It is used like the number of a slot.
+        """
         held = set(self.graph.outputs) & self.choice.stored if slot == BOUNDARY else set()
         return tuple(v for v in sorted(held.union(leaves)) if v not in self._sources.parameters)
 
@@ -360,7 +389,7 @@ class ReplayPlan:
 
     @cached_property
     def _cell_of(self) -> Mapping[int, int]:
-        """The first kept slot that holds each stored value."""
+        """A mapping from each stored value to the first kept slot that holds it."""
         cells: dict[int, int] = {}
         for index in self.kept_slots:
             value = self.graph.slots[index].value
@@ -370,7 +399,7 @@ class ReplayPlan:
 
     @cached_property
     def _input_of(self) -> Mapping[int, int]:
-        """The input position of each stored input that no slot holds."""
+        """A mapping from each stored input that no slot holds to its position among the region's inputs."""
         elsewhere = {*self._cell_of, *self.choice.packed, self.choice.link}
         return {
             value.id: int(value.name.split(":")[1])

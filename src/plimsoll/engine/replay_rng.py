@@ -1,9 +1,9 @@
 """Record the generator's state in forward, so that dropout and other random ops draw the same numbers on replay.
 
-Steady calls run without a dispatch mode, so our code runs inside a region at two kinds of *points* only: at its entry and at
-every saved tensor. A random op can be repeated if the generator was not used between such a point and the op: then the op
-starts from the state recorded at that point. Recording it costs about 2 µs on a CPU. It is held as a generator: a CPU's state
-takes 2.5 KiB as a generator, and 5 KiB as a tensor.
+Steady calls run without a dispatch mode, so our code runs inside a region at two kinds of *points* only: when the region
+begins, and when a tensor is saved. A random op can be repeated if the generator was not used between such a point and the op:
+then the op starts from the state that was recorded at that point. Recording a state costs about 2 µs on a CPU. The state is
+held as a generator: a CPU's state takes 2.5 KiB as a generator, and 5 KiB as a tensor.
 
 On replay the recipe sets the generator to the state of the op's point, runs the op, and restores the generator in a ``finally``
 (see ``replay_code``), so that a replay never changes the random numbers of the training run itself.
@@ -19,20 +19,20 @@ from plimsoll.engine.capturing import refuse_capture
 from plimsoll.tracing.recorder.recorder import RecordedOp
 
 ENTRY = -1
-"""The point before the region's first op; point ``k >= 0`` is where slot ``k`` is saved."""
+"""The number of the point before the region's first op. A number ``k >= 0`` is the point where saved tensor ``k`` is saved."""
 
 StatePoints = Mapping[int, tuple[tuple[int, torch.Generator], ...]]
-"""By point: the generators whose state is recorded there, each with its position."""
+"""A mapping from point to the generators whose state is recorded at this point, each as a pair of index and generator."""
 
 
 def generators_of(devices: Sequence[torch.device]) -> tuple[torch.Generator, ...]:
-    """The default generators of the CPU and of the given CUDA devices."""
+    """Return the default generators of the CPU and of the given CUDA devices."""
     indices = sorted({device.index or 0 for device in devices if device.type == "cuda"})
     return (torch.default_generator, *(torch.cuda.default_generators[index] for index in indices))
 
 
 def state_points(ops: Iterable[RecordedOp], generators: Sequence[torch.Generator]) -> StatePoints:
-    """The points where steady calls must record states, so that these ops can be repeated."""
+    """Return the points where steady calls must record generator states, so that recipes can repeat these ops."""
     points: dict[int, dict[int, torch.Generator]] = {}
     for op in ops:
         if op.random_point is not None:
@@ -42,7 +42,8 @@ def state_points(ops: Iterable[RecordedOp], generators: Sequence[torch.Generator
 
 
 def take_states(points: StatePoints, at: int, states: dict[tuple[int, int], torch.Generator]) -> None:
-    """Record the states that random ops start from at the point ``at``, which forward has reached.
+    """Record the generator states at the point ``at``, which forward has reached. Random ops will start from these states
+    again.
 
     Raises:
         CaptureRefused: a CUDA graph is being captured.
@@ -58,16 +59,18 @@ def take_states(points: StatePoints, at: int, states: dict[tuple[int, int], torc
 
 
 class RandomPoints:
-    """Watches the generators while a region records, and finds the point from which each random op can be repeated."""
+    """Watches the generators while a region is recorded, and finds for each random op a point that it can be repeated from."""
 
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
         self.generators = tuple(generators)
         self._latest: list[tuple[int, torch.Tensor]] = [(ENTRY, g.get_state()) for g in self.generators]
         self.states = {(index, ENTRY): generator.clone_state() for index, generator in enumerate(self.generators)}
-        """Recorded states, by (generator, point)."""
+        """The recorded states. The key is a pair of generator index and point."""
 
     def at_slot(self, index: int) -> None:
-        """A tensor was saved: it is the latest point from here on. Record states that have changed since the point before."""
+        """Note that a tensor was saved: this is now the latest point. Record the states that have changed since the point
+        before.
+        """
         for position, generator in enumerate(self.generators):
             state = generator.get_state()
             if not torch.equal(state, self._latest[position][1]):
@@ -75,11 +78,17 @@ class RandomPoints:
                 self.states[position, index] = generator.clone_state()
 
     def end(self) -> None:
-        """Forward is over. The recorder lives in reference cycles for a while, and its random states would with it."""
+        """Note that forward is over, and release the latest states.
+
+        The recorder stays in reference cycles for a while, and without this its random states would stay too.
+        """
         self._latest.clear()
 
     def before(self, op: RecordedOp, device: torch.device) -> torch.Tensor | None:
-        """The state from which the random op that runs next can be repeated; ``None`` if no point has this state."""
+        """Return the generator state that the random op that runs next can be repeated from.
+
+        Return ``None`` if this state was not recorded at a point.
+        """
         position = self._index(device)
         if position is None:
             return None
@@ -90,7 +99,9 @@ class RandomPoints:
         return state
 
     def state(self, device: torch.device) -> torch.Tensor:
-        """The state of the device's generator (of the CPU's generator if the device's is not watched)."""
+        """Return the current state of the device's generator. If that generator is not watched, return the state of the CPU's
+        generator.
+        """
         return self.generators[self._index(device) or 0].get_state()
 
     def restore(self, device: torch.device, state: torch.Tensor) -> None:

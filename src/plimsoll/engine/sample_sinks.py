@@ -1,9 +1,9 @@
-"""Choose the dropped values to sample: as few as possible, such that every dropped value is sampled or shows in a sampled
+"""Choose the dropped values to sample. Few values are chosen, such that each dropped value is sampled or shows in a sampled
 value.
 
 A value *shows* in the result of an op if a wrong value makes the result wrong. The walk goes from the last op to the first, and
-samples each dropped value that does not show in a sampled one: the sinks of the graph. Some ops read a value without showing
-it: a dropout mask uses only the shape of a tensor, ``x > 0`` keeps one bit of each element, a slice some of the elements.
+samples each dropped value that does not show in a sampled value: the sinks of the graph. Some ops read a value, and yet it does
+not show: a dropout mask uses only the shape of a tensor, ``x > 0`` keeps one bit of each element, a slice some of the elements.
 
 Known weakness: if an op maps many inputs to the same output (``relu`` of negative numbers, ``x + y`` with a tiny ``y``), small
 differences show in some elements only, and samples may miss them.
@@ -24,13 +24,13 @@ from plimsoll.tracing.recorder.recorder import RecordedOp, Ref
 from plimsoll.tracing.recorder.storages import Geometry
 
 _LIKE = r"(empty|zeros|ones|full|rand|randn|randint)_like|new_\w+"
-"""Read the shape of a tensor, but not its elements."""
+"""A pattern for names of ops that read the shape of a tensor, but not its elements."""
 _FILL = r"(fill|zero|bernoulli|cauchy|exponential|geometric|log_normal|normal|random|uniform)_"
-"""Write to the memory of a tensor without reading its elements."""
+"""A pattern for names of ops that write to the memory of a tensor without reading its elements."""
 _ROUND = r"(round|floor|ceil|trunc)_?|floor_divide|sign|sgn|heaviside|bernoulli|binomial|poisson|fake_quantize_\w+"
-"""Map many numbers to one."""
+"""A pattern for names of ops that map many numbers to one number."""
 _PICK = r"a?(max|min)|aminmax|(nan)?median|kthvalue|mode|topk|index|index_select|gather|take|embedding|\w*max_pool\w+"
-"""Read some elements and skip others."""
+"""A pattern for names of ops that read some elements and skip others."""
 _HIDES = re.compile("|".join((_LIKE, _FILL, _ROUND, _PICK)))
 """Names of torch's ops whose results do not show every difference in the tensors that they read."""
 
@@ -42,15 +42,17 @@ def sinks(
     dropped: Set[int],
     filled: Callable[[Geometry], Geometry],
 ) -> frozenset[int]:
-    """Return the values to sample. If ``sin``, ``tanh`` and ``* mask`` run in a row and all results are dropped, that is the
-    product. If the product is not dropped, it is the result of ``tanh`` and the mask.
+    """Return the values to sample, as ids of the graph.
+
+    If ``sin``, ``tanh`` and ``* mask`` run one after the other and all results are dropped, only the product is sampled. If the
+    product is not dropped, the result of ``tanh`` and the mask are sampled.
 
     Args:
-        graph: the region.
-        recording: its ops and values.
-        replayed: ops that run again; what others read is not rebuilt.
-        dropped: values that come back bit for bit, and can be sampled.
-        filled: puts numbers in the place of unknown ones in a geometry.
+        graph: the graph of the region.
+        recording: the recorded ops and values of the region.
+        replayed: the ops that run again. Values that only other ops read are not rebuilt.
+        dropped: the values that come back bit for bit, so that they can be sampled.
+        filled: a function that replaces the unknown numbers in a geometry.
     """
     chosen: set[int] = set()
     shown: dict[int, list[Geometry]] = {}
@@ -75,8 +77,9 @@ def sinks(
 
 
 def covers(parts: Iterable[Geometry], whole: Geometry) -> bool:
-    """Whether views on one storage together show all of it. Views that start at the same place are assumed to show the same
-    elements.
+    """Return whether several views on one storage together show all of the storage.
+
+    Views that start at the same place are assumed to show the same elements.
     """
     sizes: dict[int, int] = {}
     for part in parts:
@@ -86,10 +89,10 @@ def covers(parts: Iterable[Geometry], whole: Geometry) -> bool:
 
 
 def _main_result(op: RecordedOp, recording: RecordedRegion) -> int | None:
-    """The first result of an op if it shows all tensors that the op reads, else ``None``.
+    """Return the first result of an op if it shows all tensors that the op reads, else ``None``.
 
-    Other results may depend on fewer tensors: the mean of a layer norm does not depend on its weight. Operators from outside of
-    torch and results in lists are unknown, so they give ``None``.
+    Other results may depend on fewer tensors: the mean of a layer norm does not depend on its weight. For operators from
+    outside of torch, and for results in lists, it is unknown what shows, so the function returns ``None``.
     """
     first = op.outputs[0] if op.outputs else None
     if first is None or op.func.namespace != "aten" or _HIDES.fullmatch(op.func._schema.name.split("::")[1]):
@@ -114,11 +117,11 @@ def _tensors(op: RecordedOp) -> list[Ref]:
 
 
 def _is_number(dtype: torch.dtype) -> bool:
-    """Whether elements are floating-point numbers, not masks or indices."""
+    """Return whether elements of this dtype are floating-point or complex numbers, not masks or indices."""
     return dtype.is_floating_point or dtype.is_complex
 
 
 def _bytes(geometry: Geometry) -> int:
-    """Bytes of the distinct elements; an expanded dimension repeats the same elements."""
+    """Return the size in bytes of the distinct elements of a view. An expanded dimension repeats the same elements."""
     sizes = zip(geometry.size, geometry.stride, strict=True)
     return math.prod(size for size, stride in sizes if stride) * geometry.dtype.itemsize

@@ -1,13 +1,13 @@
 """Sentinels: keep a few elements of dropped tensors, and require the same bits in the rebuilt tensors.
 
-Recipes run recorded ops on what a call saved. If a call differs from the recorded call and the guards have not noticed (a
-constant inside a C++ extension, for example), the samples differ, and the step stops before the optimizer can use the
+Recipes run recorded ops on the tensors that a call saved. A call can differ from the recorded call without the guards noticing
+(a constant inside a C++ extension, for example). Then the samples differ, and the step stops before the optimizer can use the
 gradients. The stride between samples has no common factor with the number of elements, so that samples reach all rows and all
-features. Every call samples at another offset.
+features. Each call samples at another offset.
 
-On a CPU, samples are compared at once. On a GPU, that would make the host wait for the device at every slot. So each comparison
-leaves a flag on the device, and all flags of a backward pass are read together at its end, still before the optimizer can step.
-No samples are taken while a CUDA graph is captured: the host could not read the flags of its replays.
+On a CPU, samples are compared at once. On a GPU, that would make the host wait for the device at each read of a saved tensor.
+So each comparison leaves a flag on the device, and all flags of a backward pass are read together at its end, still before the
+optimizer can step. No samples are taken while a CUDA graph is captured: the host could not read the flags of its replays.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from plimsoll.tracing.torch_internals import at_end_of_backward, current_graph_t
 
 SAMPLE_SIZE = 16
 _STRIDE_OF_CALLS = 2654435761
-"""A prime, so that samples of consecutive calls are far apart and reach every position."""
+"""The distance between the sample positions of consecutive calls. It is a prime, so that samples of many calls reach all
+positions.
+"""
 
 _INTEGERS: dict[torch.dtype, type[ctypes._SimpleCData[int]]] = {
     torch.uint8: ctypes.c_uint8,
@@ -40,16 +42,17 @@ _INTEGERS: dict[torch.dtype, type[ctypes._SimpleCData[int]]] = {
 }
 
 Sample = tuple["SamplePlaces", int, Any]
-"""Its places, its start offset, and its elements as integers: a list on a CPU (the cheapest there), a tensor on other
-devices.
+"""A sample of one tensor: its `SamplePlaces`, the storage offset where it starts, and its elements as integers.
+
+The elements are a list on a CPU (the cheapest there) and a tensor on other devices.
 """
 
 Failure = Callable[[], None]
-"""Raises the error of one comparison."""
+"""A function that raises the error of one comparison."""
 
 
 class DeferredChecks:
-    """Flags of one backward pass, read together at its end."""
+    """Collects the flags of one backward pass. They are read together when backward ends."""
 
     def __init__(self) -> None:
         self._flags: list[torch.Tensor] = []
@@ -57,7 +60,9 @@ class DeferredChecks:
         self._task = -1
 
     def add(self, flag: torch.Tensor, fail: Failure) -> None:
-        """Store a flag (true: the bits differ). ``fail`` raises; it is called if the flag turns out to be set."""
+        """Store a flag on the device; true means that the bits differ. If the flag turns out to be set, ``fail`` is called and
+        raises.
+        """
         task = current_graph_task()
         if task != self._task:  # the first flag of this backward; drop the flags of a backward that raised midway
             self._flags, self._failures, self._task = [], [], task
@@ -75,17 +80,20 @@ class DeferredChecks:
 
 @dataclass(frozen=True, slots=True)
 class SentinelPolicy:
-    """The sampling policy of one managed model: sample every ``every``-th call; flags to read at the end of backward."""
+    """The sampling policy of one managed model.
+
+    Calls whose number is a multiple of ``every`` are sampled. ``deferred`` has the flags that are read at the end of backward.
+    """
 
     every: int = 1
     deferred: DeferredChecks = field(default_factory=DeferredChecks)
 
 
 class Sampler:
-    """Takes and compares the sentinels of one region: samples of values with a lossless form, and of the sinks of rebuilt
-    values (see ``sample_sinks``).
+    """Takes the sentinels of one region in forward, and compares them in backward.
 
-    ``like`` is the sampler of calls with other numbers.
+    A sentinel is a sample of a value with a lossless form, or of a sink: a rebuilt value that shows errors of earlier ops too
+    (see ``sample_sinks``). ``like`` is the sampler of calls that differ only in numbers.
     """
 
     def __init__(self, plan: ReplayPlan, policy: SentinelPolicy, like: Sampler | None = None) -> None:
@@ -96,7 +104,7 @@ class Sampler:
         self._use(sentinel_slots(plan, plan.dropped_slots) if like is None else tuple(like._sentinels))
 
     def expect(self, read: Sequence[int]) -> None:
-        """Backward reads only these slots: choose sentinels among them."""
+        """Choose sentinels only among these slots (saved tensors), because backward reads no others."""
         self._use(sentinel_slots(self._plan, read))
 
     def _use(self, slots: Iterable[int]) -> None:
@@ -105,8 +113,9 @@ class Sampler:
         self._sentinels = {slot: found for slot, found in places.items() if found is not None}
 
     def take(self, tensors: Sequence[torch.Tensor], number: int) -> dict[int, Sample]:
-        """Elements of the sentinel slots of the ``number``-th call, as integers because bits are compared, not values. Called
-        below autograd.
+        """Return, for each sentinel slot, a sample of the tensor that the region's ``number``-th call saved.
+
+        Elements are taken as integers, because bits are compared and not values. Call this below autograd.
         """
         if not self._sentinels or number % self._policy.every or is_capturing(self._device_type):
             return {}
@@ -121,7 +130,9 @@ class Sampler:
         return samples
 
     def check(self, slot: int, taken: Sample, value: torch.Tensor, fail: Callable[[int], None]) -> None:
-        """Call ``fail`` with the slot if a rebuilt tensor differs from its sample in any bit (on a GPU: when backward ends)."""
+        """Call ``fail`` with the slot if a rebuilt tensor differs from its sample in any bit. On a GPU, ``fail`` is called when
+        backward ends.
+        """
         places, offset, sample = taken
         if value.is_cpu and places.peek(offset, value) == sample:
             return
@@ -143,7 +154,9 @@ class Sampler:
 
 
 def sentinel_slots(plan: ReplayPlan, read: Sequence[int]) -> tuple[int, ...]:
-    """The slots to sample if backward reads these slots: for each sampled value, enough slots to show all of it."""
+    """Return the slots to sample if backward reads only the slots in ``read``. Each sampled value gets enough slots to show all
+    of it.
+    """
     graph, geometries = plan.graph, plan.recording.slot_geometries
     slots: dict[int, list[int]] = {}
     for slot in sorted(set(plan.exact_slots).intersection(read)):
@@ -155,7 +168,7 @@ def sentinel_slots(plan: ReplayPlan, read: Sequence[int]) -> tuple[int, ...]:
     found: list[int] = []
     for value in sorted(chosen | packed):
         parts: dict[int, int] = {}
-        """The slots chosen so far, by the storage offset at which they start."""
+        """The slots that are chosen so far for this value. The key is the storage offset where the slot starts."""
         for slot in sorted(slots[value], key=lambda each: -math.prod(geometries[each].size)):
             if not covers([geometries[each] for each in parts.values()], plan.geometry_of(value)):
                 parts.setdefault(geometries[slot].offset, slot)
@@ -164,15 +177,16 @@ def sentinel_slots(plan: ReplayPlan, read: Sequence[int]) -> tuple[int, ...]:
 
 
 def must_defer(device_type: str) -> bool:
-    """Whether an immediate comparison would make the host wait for the device."""
+    """Return whether a comparison at once would make the host wait for the device."""
     return device_type != "cpu" and current_graph_task() != -1
 
 
 @dataclass(frozen=True, slots=True)
 class SamplePlaces:
-    """Positions of the sample within a tensor: up to 16 elements, and how far they can be moved.
+    """Where the sample of a tensor is: up to 16 positions, and how far they can be moved from call to call.
 
-    ``moves`` has the stride of each direction in which they move, and the number of positions along it.
+    ``moves`` has a pair for each direction in the tensor: the stride along it, and the number of positions that the sample can
+    take.
     """
 
     size: int
@@ -181,17 +195,19 @@ class SamplePlaces:
     moves: tuple[tuple[int, int], ...]
     integers: torch.dtype
     span: type[ctypes.Array[Any]]
-    """A ctypes array from the first element of the sample to the last."""
+    """The type of a ctypes array that reaches from the first element of the sample to the last."""
 
     @staticmethod
     def has_any(geometry: Geometry) -> bool:
-        """Whether there are bits to compare: the tensor has elements, and there is an integer type of their size."""
+        """Return whether there are bits to compare: the tensor has elements, and an integer type has the size of an element."""
         return math.prod(geometry.size) > 0 and geometry.dtype.itemsize in INTEGER_OF_SIZE
 
     @staticmethod
     def of(geometry: Geometry) -> SamplePlaces | None:
-        """Samples all along a dense tensor, and along the longest dimension of other tensors; ``None`` without bits to
-        compare.
+        """Return the sample positions for this geometry, or ``None`` if there is nothing to compare.
+
+        In a dense tensor, samples reach from the first to the last element. In other tensors, they are along the longest
+        dimension.
         """
         count = math.prod(geometry.size)
         if not SamplePlaces.has_any(geometry):
@@ -209,7 +225,7 @@ class SamplePlaces:
         return SamplePlaces(size, stride, geometry.offset, moves, integers, span)
 
     def offset(self, number: int) -> int:
-        """The storage offset at which the sample of the ``number``-th call starts."""
+        """Return the storage offset where the sample of the ``number``-th call starts."""
         offset, left = self.base, number * _STRIDE_OF_CALLS
         for stride, steps in self.moves:
             left, move = divmod(left, steps)
@@ -217,12 +233,13 @@ class SamplePlaces:
         return offset
 
     def at(self, offset: int, tensor: torch.Tensor) -> torch.Tensor:
-        """A view of the sample that starts at this offset."""
+        """Return a view of the elements of the sample that starts at this offset."""
         return tensor.view(self.integers).as_strided((self.size,), (self.stride,), offset)
 
     def peek(self, offset: int, tensor: torch.Tensor) -> list[int]:
-        """The sample as a list, for a tensor on the host. It avoids three torch ops, which take longer than everything else in
-        the call of a small region.
+        """Return the sample of a tensor in host memory as a list.
+
+        This avoids three torch ops, which take longer than everything else in the call of a small region.
         """
         storage, start = tensor.untyped_storage(), offset * self.integers.itemsize
         if start + ctypes.sizeof(self.span) > storage.nbytes():

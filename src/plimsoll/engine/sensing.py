@@ -1,20 +1,22 @@
-"""Measure in one recording step what lossy forms would do to a model: their bytes, and the noise in the gradients.
+"""Measure in one recording step what lossy forms would do to a model: the bytes that they take, and the noise that they add to
+gradients.
 
-While all saved values of a region are held, codecs are tried on them. The results are bytes and noise = ‖decoded - value‖ /
-‖value‖. The step itself reads the exact values, so its gradients equal the unmanaged model's.
+A lossy form is a codec that does not give back the exact value. While all saved values of a region are held, codecs are tried
+on them. The results are bytes and noise = ‖decoded - value‖ / ‖value‖. The step itself reads the exact values, so its gradients
+equal the unmanaged model's.
 
 The effect of noise on gradients is followed through backward to first order. Right before an autograd node runs, the node is
 run again once per saved value that it reads, each time with that value read through a lossy codec. The difference is exactly
-the noise that the value adds to the node's outputs. From there on, noise is one number per value and edge: a squared norm. A
-node passes on the *relative* noise of its incoming gradient. Noises that meet add as squares (they are assumed independent), so
-the gradient of a parallel branch (a residual connection) dilutes noise. Noise that reaches a parameter is counted; noise that
-leaves the region is reported relative to the gradient that leaves it.
+the noise that the value adds to the node's outputs. From there on, noise is one number (a squared norm) for each value and each
+edge of the graph. A node passes on the *relative* noise of its incoming gradient. Noises that meet add as squares (they are
+assumed independent), so the gradient of a parallel branch (a residual connection) dilutes noise. Noise that reaches a parameter
+is counted; noise that leaves the region is reported relative to the gradient that leaves it.
 
 Some nodes are not run again: nodes of ``torch.autograd.Function`` (their backward is user Python, which may count calls), nodes
 that raise, and all nodes of a region with collectives. The values that they read count as too sensitive.
 
-A compiled block is one node of that kind. For compiled blocks the whole step is run again for each of their values, with noise
-in that value in all equal blocks at once.
+A compiled block is one such node. For compiled blocks the whole step is run again for each of their values, with noise in that
+value in all equal blocks at once.
 """
 
 from __future__ import annotations
@@ -37,24 +39,25 @@ from plimsoll.tracing.recorder.calling import output_tensors
 from plimsoll.tracing.torch_internals import below_autograd, current_autograd_node
 
 REFERENCE_CODEC = "int8"
-"""The codec that values are read through to measure the effect on gradients."""
+"""The name of the codec that values are read through to measure the effect on gradients."""
 LEAST_LOSSY_ELEMENTS = 4096
-"""Smaller tensors are not worth a lossy form."""
+"""The fewest elements of a tensor that may take a lossy form. For smaller tensors, the saving is not worth it."""
 _CHUNK = 1 << 20
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
 
 Gradients = tuple[torch.Tensor | None, ...]
 Noise = dict[str, float]
-"""Squared norm of the noise that each value has caused."""
+"""A mapping from value name to the squared norm of the noise that reading this value through a lossy codec has caused."""
 
 RegionKey = tuple[str, int]
-"""Name of a region, and which of its calls in a step."""
+"""A key of a region's call: the region's name, and the number of the call within a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodecTrial:
-    """The result of one codec on one value: payload bytes and noise. Bytes are ``None`` if the codec could not represent the
-    data.
+    """The result of one codec on one value: the payload's size in bytes, and the relative noise.
+
+    ``payload_bytes`` is ``None`` if the codec could not represent the data.
     """
 
     payload_bytes: int | None
@@ -63,11 +66,11 @@ class CodecTrial:
 
 @dataclass(slots=True)
 class Seen:
-    """Measurements of one value.
+    """Measurements of one value. ``trials`` maps the name of a codec to its result.
 
-    Per squared unit of the value's noise, ``parameter_error`` is the squared error of the region's parameter gradients and
-    ``flow_error`` the squared relative error of the gradient that leaves the region. ``readers`` are the names of the autograd
-    nodes that read it.
+    Two numbers say what noise in the value does, both per squared unit of the value's noise. ``parameter_error`` is the squared
+    error of the region's parameter gradients. ``flow_error`` is the squared relative error of the gradient that leaves the
+    region. ``readers`` are the names of the autograd nodes that read the value.
     """
 
     dtype: torch.dtype
@@ -79,9 +82,9 @@ class Seen:
 
 
 class Sensor:
-    """Watches the first call of every region of a managed model, until ``close``.
+    """Measures the first call of each region of a managed model, until ``close`` is called.
 
-    It tries codecs and follows noise in the ``sampled`` calls of regions.
+    In the calls in ``sampled``, it tries codecs on saved values and follows noise through backward.
     """
 
     def __init__(self, codecs: Sequence[str], sampled: Collection[RegionKey], *, wants_sensitivity: bool) -> None:
@@ -94,21 +97,24 @@ class Sensor:
         self._trackers: dict[RegionKey, NoiseTracker] = {}
         self._early: dict[tuple[RegionKey, int], torch.Tensor] = {}
         self.compiled: dict[RegionKey, tuple[str, ...]] = {}
-        """Names of the values to measure in each compiled block."""
+        """A mapping from a compiled block to the names of its values that are to be measured."""
         self.noisy: tuple[Collection[RegionKey], str] | None = None
-        """Compiled blocks, and the value of theirs that is read through a lossy codec; ``None``: all values are read
-        exactly.
+        """Some compiled blocks, and the name of their value that is now read through a lossy codec.
+
+        ``None`` means that all values are read exactly.
         """
         self.squared_noise = 0.0
-        """The sum of the squared relative noise of these values."""
+        """The sum, over the values that were read through a lossy codec, of the squared relative noise."""
 
     def packer(self, key: RegionKey) -> Watching:
-        """The packer that replaces a compiled block's own packer."""
+        """Return the packer that replaces a compiled block's own packer while this sensor measures."""
         return Watching(self, key)
 
     def pack(self, key: RegionKey, name: str, source: Source) -> Readable:
-        """Measure a value that a compiled block has saved. Return the value, or its lossy copy if its noise is being
-        followed.
+        """Measure a value that a compiled block has saved.
+
+        Return an object that holds the value. If the noise of this value is being followed, the object holds a lossy copy
+        instead.
         """
         if self.noisy is None:
             self.seen.setdefault(key, {})[name] = self._try(source.whole, key)
@@ -129,7 +135,11 @@ class Sensor:
         output: Any,
         first_node: int,
     ) -> None:
-        """Measure a region whose forward has returned; ``tensors`` are the saved tensors by slot."""
+        """Measure a region whose forward has returned.
+
+        The index in ``tensors``, the saved tensors, is the slot. ``first_node`` is the sequence number of the region's first
+        autograd node.
+        """
         key = (name, call)
         found = self.seen.setdefault(key, {})
         slots = self._values.setdefault(key, {})
@@ -149,7 +159,7 @@ class Sensor:
         self._trackers[key] = NoiseTracker(output, first_node, self._reference)
 
     def unpack(self, name: str, call: int) -> Callable[[Cell], torch.Tensor]:
-        """The unpack hook for one region call."""
+        """Return the unpack hook for one call of a region."""
         key = (name, call)
 
         def unpack(cell: Cell) -> torch.Tensor:
@@ -176,7 +186,9 @@ class Sensor:
         return unpack
 
     def close(self) -> None:
-        """After backward: store where noise arrived, and release the graph."""
+        """Store, for each value, how much noise arrived at parameters and further up. Release the graph. Call this after
+        backward.
+        """
         for key, tracker in self._trackers.items():
             for name, arrived in tracker.close().items():
                 self.seen[key][name].parameter_error = arrived.at_parameters
@@ -198,7 +210,7 @@ class Sensor:
 
 
 class Watching(Packer):
-    """Shows a sensor what a compiled block saves. The form is the value's name."""
+    """A packer that shows a sensor what a compiled block saves. The argument ``form`` is the value's name."""
 
     def __init__(self, sensor: Sensor, key: RegionKey) -> None:
         super().__init__(None)
@@ -222,7 +234,7 @@ def _try_codec(codec: Codec, whole: torch.Tensor) -> CodecTrial:
 
 @dataclass(slots=True)
 class Arrived:
-    """Where the noise of one value went, per squared unit of its relative noise.
+    """Data: how much noise one value has caused, per squared unit of the value's relative noise.
 
     ``at_parameters`` is a squared norm at the region's parameters; ``further_up`` is squared and relative to the gradient that
     leaves the region.
@@ -233,7 +245,10 @@ class Arrived:
 
 
 class NoiseTracker:
-    """Follows noise through one region's backward, from values that are read through the ``reference`` codec."""
+    """Follows noise through the backward of one region.
+
+    The noise begins where a value is read through the ``reference`` codec.
+    """
 
     def __init__(self, output: Any, first_node: int, reference: Codec) -> None:
         self.arrived: dict[str, Arrived] = {}
@@ -250,20 +265,20 @@ class NoiseTracker:
             self._handles.append(node.register_hook(functools.partial(self._pass_on, node)))
 
     def read(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """What a node of this region reads for a saved tensor."""
+        """Return what a node of this region reads for a saved tensor: the tensor, or in a trial its lossy copy."""
         return value if self._trial is None else self._trial.read(name, value)
 
     def give_up(self, name: str) -> None:
-        """Mark the value as too sensitive: the effect of its noise cannot be measured."""
+        """Mark this value as too sensitive, because the effect of its noise cannot be measured."""
         self._arrival(name).at_parameters = math.inf
 
     @property
     def is_trying(self) -> bool:
-        """Whether a node is being run for a trial, not by backward."""
+        """Whether the node that runs now runs for a trial and not for backward."""
         return self._trial is not None
 
     def close(self) -> dict[str, Arrived]:
-        """Release the graph, and return the results."""
+        """Release the graph, and return the noise that arrived, by value name."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._known = [], set()
@@ -271,7 +286,10 @@ class NoiseTracker:
         return self.arrived
 
     def _nodes(self, output: Any) -> Iterator[Any]:
-        """The region's nodes. At nodes just outside of the region, only note what arrives."""
+        """Yield the autograd nodes of the region.
+
+        At nodes just outside of the region, register hooks that only note the noise.
+        """
         pending: list[Any] = [tensor.grad_fn for tensor in output_tensors(output)]
         while pending:
             node = pending.pop()
@@ -288,7 +306,9 @@ class NoiseTracker:
         return bool(node._sequence_nr() >= self._first_node)
 
     def _try_values(self, node: Any, gradients: Gradients) -> None:
-        """Before a node runs: run it with exact values, then with noise in each value that it reads."""
+        """Run a node before backward runs it: first with exact values, then once for each value that it reads, with noise in
+        that value.
+        """
         self._trial = trial = _Trial(self._reference)
         try:
             with torch.no_grad():
@@ -312,7 +332,10 @@ class NoiseTracker:
             entry[name] = entry.get(name, 0.0) + squared
 
     def _pass_on(self, node: Any, outputs: Gradients, inputs: Gradients) -> None:
-        """After a node has run: pass on incoming noise in proportion to the gradient, and add the noise that the node made."""
+        """After a node has run, pass noise on to the next nodes.
+
+        Incoming noise is passed on in proportion to the gradient, and the noise that this node made is added.
+        """
         relative = self._relative_noise(node, inputs)
         made = self._made.pop(node, [])
         for position, (following, index) in enumerate(node.next_functions):
@@ -331,7 +354,7 @@ class NoiseTracker:
                     entry[name] = entry.get(name, 0.0) + squared
 
     def _leave(self, node: Any, gradients: Gradients) -> None:
-        """Before a node outside of the region runs: add the noise relative to the gradient that leaves the region."""
+        """Before a node outside of the region runs, add the arriving noise, relative to the gradient that leaves the region."""
         for name, share in self._relative_noise(node, gradients).items():
             self._arrival(name).further_up += share
 
@@ -351,7 +374,9 @@ class NoiseTracker:
 
 @dataclass(slots=True)
 class _Trial:
-    """Several runs of one node. ``noise_of`` has an entry per value that the node reads."""
+    """Several runs of one node, each with noise in another value. ``noise_of`` maps each value that the node reads to its
+    noise.
+    """
 
     reference: Codec
     noisy: str = ""
@@ -372,7 +397,7 @@ class _Trial:
 
 
 def can_run_again(node: Any) -> bool:
-    """Whether a node is one of PyTorch's own, which may be called at any time."""
+    """Return whether this node is one of PyTorch's own nodes, which may be called at any time."""
     return callable(node)
 
 
@@ -386,7 +411,7 @@ def _has_saved(node: Any) -> bool:
 
 
 def squared_norm(tensor: torch.Tensor | None) -> float:
-    """The sum of the squares of all elements; 0 for ``None``."""
+    """Return the sum of the squares of all elements, or 0 for ``None``."""
     if tensor is None:
         return 0.0
     dense = densified(tensor.detach())
@@ -394,13 +419,16 @@ def squared_norm(tensor: torch.Tensor | None) -> float:
 
 
 def relative_distance(value: torch.Tensor, other: torch.Tensor) -> float:
-    """‖other - value‖ / ‖value‖; 0 if ‖value‖ is 0."""
+    """Return ‖other - value‖ / ‖value‖, or 0 if ‖value‖ is 0."""
     size = squared_norm(value)
     return (squared_distance(value, other) / size) ** 0.5 if size else 0.0
 
 
 def squared_distance(first: torch.Tensor | None, second: torch.Tensor | None) -> float:
-    """‖first - second‖², computed in chunks so that temporaries stay small."""
+    """Return ‖first - second‖².
+
+    The result is computed in chunks so that temporaries stay small. It is 0 if either is ``None``.
+    """
     if first is None or second is None:
         return 0.0
     flat, other = (densified(tensor.detach()).reshape(-1) for tensor in (first, second))
@@ -410,7 +438,9 @@ def squared_distance(first: torch.Tensor | None, second: torch.Tensor | None) ->
 
 
 def _norm_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to add squares in: torch refuses a dtype narrower than the input's, and narrow floats overflow."""
+    """Return the dtype to add squares in. The reason: torch refuses a dtype that is narrower than the input's, and narrow
+    floats overflow.
+    """
     if dtype.is_complex:
         return torch.promote_types(dtype, torch.complex64)
     return torch.float64 if dtype == torch.float64 else torch.float32

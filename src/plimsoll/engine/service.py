@@ -1,8 +1,12 @@
-"""How calls of one signature are served: by recipes, one program per stream of torch calls, or by keeping everything.
+"""How the calls of one region under one signature (shapes, dtypes, modes of the inputs) are served.
+
+A program holds the recipes: the recorded ops that rebuild dropped tensors in backward. There is one program for each *stream*,
+which is the sequence of torch calls that the region makes. Without a program, a call keeps everything that it saves.
 
 A call with a new stream keeps everything. The next calls are *watched*: they are recorded again, which is correct and within
 the budget whatever they do, and their programs are added. When all streams have been known for a while, the region becomes
-steady again. Each further surprise in the model makes that while four times as long.
+steady again. A surprise is a call with a stream that was not known. After each further surprise in the model, regions are
+watched for four times as many calls.
 """
 
 from __future__ import annotations
@@ -21,32 +25,48 @@ from plimsoll.engine.replay_rng import StatePoints
 from plimsoll.engine.torch_calls import Stream
 
 MAX_STREAMS = 16
-"""At most this many programs of one signature are held; the least recently learned is discarded first."""
+"""The most programs that are held for one signature. When there are more, the program that was learned longest ago is
+discarded.
+"""
 FIRST_WATCH = 16
-"""Number of calls to watch after the first surprise; each further surprise multiplies it by 4."""
+"""The number of calls to watch after the first surprise (a call with an unknown stream). Each further surprise multiplies it by
+4.
+"""
 MAX_IDLE_CHANGES = 3
-"""After this many changes of scalar attributes (counters) without a change of the stream, stop watching for such changes."""
+"""The limit for changes of scalar attributes (such as counters) that do not change the stream of torch calls.
+
+After this many such changes in a row, a change of a scalar attribute no longer makes a call be recorded.
+"""
 
 
 class Service:
-    """Serves the calls of one signature under one region plan. ``reason`` says why, if recipes do not serve all of them."""
+    """Serves the calls of one region that have one signature, under one region plan.
+
+    ``engine`` says what serves the calls. If recipes do not serve all calls, ``reason`` says why.
+    """
 
     def __init__(self, plan: RegionPlan, alarm: Alarm) -> None:
         self.plan = plan
         self.engine = Engine.RECIPE
         self.reason = ""
         self.last_call = 0
-        """The number of the region's call that it served last."""
+        """The number (on the region's clock) of the last call that this service has served. The region discards the oldest
+        service first.
+        """
         self._misfits = 0
         self.known = Junction()
         self.points: StatePoints = {}
-        """Where steady calls record generator states, for any of the programs."""
+        """The points in forward where steady calls record generator states, because at least one of the programs repeats a
+        random op.
+        """
         self.needs_inputs = False
         self.held: tuple[int, ...] = ()
-        """Places of the parameters and buffers whose memory calls must hold for recipes."""
+        """The places (indices) of the parameters and buffers whose memory a call must hold, because recipes read it."""
         self._programs: dict[Stream, Program] = {}
         self._open: dict[Stream, OpenProgram] = {}
-        """Programs by streams with open numbers (see `OpenProgram`)."""
+        """Programs for streams with open numbers: numbers that change from call to call (see `OpenProgram`). The key is the
+        stream.
+        """
         self._watch = 1
         self._alarm = alarm
         self._heard = alarm.count
@@ -56,19 +76,21 @@ class Service:
 
     @property
     def program(self) -> Program | None:
-        """The program that drops most; ``None`` if recipes serve nothing."""
+        """The program that drops the most bytes, or ``None`` without programs."""
         return max(self._all(), key=lambda program: program.plan.dropped_bytes, default=None)
 
     def _all(self) -> list[Program]:
         return [*self._programs.values(), *(each.latest for each in self._open.values())]
 
     def has_failed(self) -> bool:
-        """Whether some recipe has made something else than forward did."""
+        """Return whether any recipe of this service has made a tensor that differs from forward's tensor."""
         return any(program.recipes.has_failed for program in self._all())
 
     def is_watched(self, scalars: Callable[[], tuple[Any, ...]]) -> bool:
-        """Whether to record the call that begins: a recent call of the model was a surprise, or a scalar attribute of the
-        region's modules has changed.
+        """Return whether the call that begins now shall be recorded.
+
+        This is so if a recent call of the model was a surprise (it made an unknown stream of torch calls), or if a scalar
+        attribute of the region's modules has changed. ``scalars`` returns these attributes.
         """
         if self._heard != self._alarm.count:
             self._heard = self._alarm.count
@@ -76,7 +98,7 @@ class Service:
         return self._watch > 0 or (self._idle_changes < MAX_IDLE_CHANGES and scalars() != self._scalars)
 
     def find(self, stream: Stream) -> Program | None:
-        """The program for a recorded stream, or ``None``."""
+        """Return the program for the stream of a recorded call, or ``None`` if the stream is not known."""
         known = self._programs.get(stream)
         if known is not None:
             return known
@@ -87,7 +109,7 @@ class Service:
         return None
 
     def learn(self, stream: Stream, program: Program) -> None:
-        """Store the program of a recorded call under its stream."""
+        """Store the program of a recorded call under the call's stream."""
         if self.find(stream) is program:
             if self._programs.pop(stream, None) is not None:
                 self._programs[stream] = program
@@ -99,7 +121,7 @@ class Service:
         self._grow_tree()
 
     def open(self, pattern: Stream, program: OpenProgram) -> None:
-        """Add a program for all calls that differ from the pattern only in its open numbers, and stop watching."""
+        """Add a program for all calls whose streams differ from the pattern only in open numbers, and stop watching calls."""
         self._programs = {
             stream: known for stream, known in self._programs.items() if numbers_in(stream, pattern) is None
         }
@@ -109,16 +131,16 @@ class Service:
 
     @property
     def is_open(self) -> bool:
-        """Whether any of its programs has open numbers."""
+        """Whether any program of this service has open numbers (numbers that change from call to call)."""
         return bool(self._open)
 
     def close(self) -> None:
-        """Discard the programs with open numbers."""
+        """Discard the programs that have open numbers."""
         self._open.clear()
         self._grow_tree()
 
     def knows(self, pattern: Stream) -> bool:
-        """Whether it has a program for this stream with open numbers."""
+        """Return whether this service has a program for this stream with open numbers."""
         return pattern in self._open
 
     def _grow_tree(self) -> None:
@@ -136,25 +158,33 @@ class Service:
         self.needs_inputs = any(each.plan.needs_inputs for each in programs)
 
     def follow(self, other: Service) -> None:
-        """Copy the watch state of the region's most recently called service, which has another signature."""
+        """Copy from another service of the same region how many calls are still watched. ``other`` is the service that was
+        called last.
+        """
         self._watch, self._heard = other._watch, other._heard
         self._scalars, self._idle_changes = other._scalars, other._idle_changes
 
     def watched(self, scalars: tuple[Any, ...], *, is_new: bool) -> None:
-        """Note that a watched call has ended. ``is_new``: its stream was not known."""
+        """Note that the recording of a call has ended. ``is_new`` says whether the call's stream was unknown before."""
         has_changed = self._scalars is not None and scalars != self._scalars
         self._scalars = scalars
         self._idle_changes = 0 if is_new else self._idle_changes + has_changed
         self._watch = max(self._watch - 1, self.watch_length if is_new else 0)
 
     def misfit(self) -> None:
-        """Note that a call of a known stream saved other tensors than the recorded call: its shapes depend on data."""
+        """Note a misfit: a call made a known stream but saved other tensors than the recorded call, because its shapes depend
+        on data.
+
+        The next calls are then watched.
+        """
         self._misfits += 1
         self._watch = FIRST_WATCH * 4 ** (self._misfits - 1)
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the region's forward under the guard. If it calls operators that take functions, force eager: they compile
-        themselves when they are called, and Dynamo cannot trace through the guard.
+        """Call the region's forward under the guard, and return its output.
+
+        If the region calls operators that take functions, run them eagerly: such operators compile themselves when they are
+        called, and Dynamo cannot trace through the guard.
         """
         if not self._is_self_compiling:
             return forward(*args, **kwargs)
@@ -162,7 +192,7 @@ class Service:
             return forward(*args, **kwargs)
 
     def give_up(self, reason: str) -> None:
-        """Stop serving calls with recipes."""
+        """Stop serving these calls with recipes, and keep everything from now on. ``reason`` is shown to the user."""
         self.engine, self.reason = Engine.KEEP, reason
         self._programs.clear()
         self._open.clear()
@@ -170,5 +200,5 @@ class Service:
 
     @property
     def watch_length(self) -> int:
-        """How many calls to watch after a surprise."""
+        """The number of calls to watch after the surprises so far. It is 0 before the first surprise."""
         return int(FIRST_WATCH * 4 ** (self._alarm.count - 1)) if self._alarm.count else 0

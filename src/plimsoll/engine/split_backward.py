@@ -1,8 +1,9 @@
-"""Hold rebuilt tensors between the two halves of a backward that computes gradients of inputs first and of weights later.
+"""Hold rebuilt tensors between the two halves of a backward. The first half computes gradients of inputs, the second of
+weights.
 
 A zero-bubble pipeline runs both halves over the same graph. In both halves autograd unpacks everything that a node saved,
-whichever gradient the node computes, so a dropped slot would be rebuilt twice. The first micro-batch shows which slots both
-halves read; from then on these slots are held from their first reading to their second.
+whichever gradient the node computes, so a dropped slot (saved tensor) would be rebuilt twice. The first micro-batch shows which
+slots both halves read; from then on these slots are held from their first reading to their second.
 
 This is opt-in: after ``backward(retain_graph=True)`` it would hold tensors that the plan has dropped for as long as the graph
 lives.
@@ -20,21 +21,21 @@ from plimsoll.tracing.torch_internals import current_graph_task
 
 @dataclass(slots=True)
 class Between:
-    """State of one cell: the graph task that read it first, and the tensor if it is held for a second task."""
+    """State of one cell: the autograd graph task that read the cell first, and the tensor if it is held for a second task."""
 
     task: int
     tensor: torch.Tensor | None
 
 
 class ReadTwice(Protocol):
-    """The attributes of a dropped cell that `Halves` uses."""
+    """A protocol with the attributes of a dropped cell that `Halves` uses."""
 
     index: int
     between: Between | None
 
 
 class Halves:
-    """Tracks which dropped slots of a region two graph tasks of one call read. It does not hold tensors; cells do."""
+    """Notes which dropped slots of a region two graph tasks of one call read. It does not hold tensors, because cells do."""
 
     __slots__ = ("read_twice",)
 
@@ -42,7 +43,10 @@ class Halves:
         self.read_twice: set[int] = set()
 
     def take(self, cell: ReadTwice) -> torch.Tensor | None:
-        """The tensor that the first half left in the cell. It is released now, unless the first half itself reads it again."""
+        """Return the tensor that the first half left in the cell, or ``None``.
+
+        The cell releases the tensor now, unless the first half itself reads it again.
+        """
         between = cell.between
         if between is None or between.tensor is None:
             return None
@@ -52,8 +56,9 @@ class Halves:
         return tensor
 
     def hold(self, cell: ReadTwice, value: torch.Tensor) -> None:
-        """Handle a rebuilt slot: hold it if the second half will read it. If this is the second half, remember the slot for
-        next time.
+        """Hold the tensor of a rebuilt slot in its cell, if the second half will read it.
+
+        If this is the second half, remember the slot, so that later calls hold its tensor.
         """
         between = cell.between
         task = current_graph_task()

@@ -1,7 +1,7 @@
-"""Pack saved values: hold a codec's payload instead of the value, or a ticket for bytes sent over a link.
+"""Pack saved values: instead of a value, hold its payload from a codec, or a ticket for bytes that were sent over a link.
 
-Whole storages are packed as flat tensors; slots are views of what comes back. If a codec cannot represent a value (NaN,
-integers out of range), the value is held unchanged and counted, so that the receipt can report it.
+Whole storages are packed as flat tensors; slots (saved tensors) are views of what comes back. If a codec cannot represent a
+value (NaN, integers out of range), the value is held unchanged and counted, so that the receipt can report it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from plimsoll.tracing.local_tensors import Shell
 from plimsoll.tracing.torch_internals import below_autograd, current_autograd_node
 
 READS_SIGN_ONLY = frozenset({"ReluBackward0"})
-"""Autograd nodes that read only the sign of a saved tensor."""
+"""Names of autograd nodes that read only the sign of a saved tensor."""
 
 
 class Source:
-    """A saved tensor (of a DTensor the local shard) while it is still held, with a check that nothing has written to it.
+    """A saved tensor (for a DTensor, the local shard) while the tensor is still held. `damage` checks that nothing has written
+    to it.
 
     The unmanaged model would raise for such a write too, so written contents must not get into what is held or copied.
     """
@@ -44,7 +45,7 @@ class Source:
         self.whole = whole_storage(tensor)
 
     def damage(self) -> SavedTensorModified | None:
-        """The error to raise on reading, if the tensor was written to in place."""
+        """Return the error to raise when the tensor is read, if it was written to in place. Return ``None`` if it was not."""
         found = self._version_now()
         if found == self._version:
             return None
@@ -55,7 +56,7 @@ class Source:
 
 
 class Encoded:
-    """A codec's payload; every read decodes it again."""
+    """Holds a codec's payload in place of a value. Each read decodes the payload again."""
 
     __slots__ = ("_codec", "_payload")
 
@@ -68,9 +69,9 @@ class Encoded:
 
 
 class Sent:
-    """A tensor that is being sent, or was sent, to the other end of a link.
+    """A value that is being sent, or was sent, over a link to host memory or disk.
 
-    The source is held until the copy-out has finished (forever, if it failed).
+    The original tensor is held until the copy has finished. If the copy failed, the tensor stays held.
     """
 
     __slots__ = ("__weakref__", "_damage", "_source", "_ticket")
@@ -81,20 +82,24 @@ class Sent:
         self._damage: SavedTensorModified | None = None
 
     def settle(self) -> None:
-        """Wait for the copy-out and release the source. If it fails (``OffloadFailed``), the source is still held."""
+        """Wait until the copy over the link has finished, and release the original tensor.
+
+        Raises:
+            OffloadFailed: the copy failed. The original tensor is still held.
+        """
         self._ticket.settle()
         self._has_left()
 
     def prefetch(self) -> None:
-        """Begin to bring it back."""
+        """Begin to bring the tensor back from the other end of the link."""
         self._ticket.prefetch()
 
     def read(self) -> torch.Tensor:
-        """The tensor.
+        """Return the tensor, brought back from the other end of the link.
 
         Raises:
-            OffloadFailed: it did not come back.
-            SavedTensorModified: it was written to in place before the copy-out finished.
+            OffloadFailed: the tensor did not come back.
+            SavedTensorModified: the tensor was written to in place before the copy over the link had finished.
         """
         tensor = self._ticket.read()
         if self._source is not None:
@@ -113,7 +118,7 @@ class Sent:
 
 
 class Refused:
-    """A tensor that its codec could not represent: it is held unchanged."""
+    """A tensor that a codec could not represent, so that it is held unchanged."""
 
     __slots__ = ("_source",)
 
@@ -121,7 +126,11 @@ class Refused:
         self._source = source
 
     def read(self) -> torch.Tensor:
-        """The tensor; raises ``SavedTensorModified`` if it was written to in place since it was saved."""
+        """Return the tensor.
+
+        Raises:
+            SavedTensorModified: the tensor was written to in place since it was saved.
+        """
         damage = self._source.damage()
         if damage is not None:
             raise damage
@@ -129,8 +138,9 @@ class Refused:
 
 
 class Packer:
-    """Packs the values of one managed model with codecs, or sends them over the link. Plans may call the link by another
-    name.
+    """Packs the values of one managed model: encodes them with codecs, or sends them over the link.
+
+    Plans may call the link by another name, which is then given as ``link_form``.
     """
 
     def __init__(self, link: Link | None, link_form: str = "") -> None:
@@ -138,16 +148,16 @@ class Packer:
         self._link_form = link_form or ("" if link is None else link.name)
 
     def codec(self, form: str) -> Codec | None:
-        """The codec of that name; ``None`` for the link."""
+        """Return the codec with this name, or ``None`` if it is the name of the link."""
         return None if self._link is not None and form == self._link_form else find_codec(form)
 
     def keeps_sign_only(self, form: str) -> bool:
-        """Whether a value in this form comes back with its sign only, so that recipes cannot compute with it."""
+        """Return whether only the sign of a value in this form comes back, so that recipes cannot compute with the value."""
         codec = self.codec(form)
         return codec is not None and codec.keeps_sign_only
 
     def pack(self, source: Source, form: str, *, seed: int, most_bytes: int | None) -> Readable:
-        """The object to hold instead of a saved tensor.
+        """Return the object to hold instead of a saved tensor. ``form`` is the name of a codec or of the link.
 
         Raises:
             OffloadFailed: the link is full.
@@ -172,7 +182,10 @@ class Packer:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """One packed value, and the slots that show it. ``most_bytes`` is the limit of its payload (``None``: unknown)."""
+    """Data about one packed value: its form (a codec or link), and the slots (saved tensors) that are views of it.
+
+    ``most_bytes`` is the limit for the size of its payload, or ``None`` if the size is known or no limit was planned.
+    """
 
     value: int
     form: str
@@ -181,17 +194,26 @@ class Packing:
 
 
 class RegionPacker:
-    """Packs the values of one region; ``shares`` as for `Program`."""
+    """Packs the values of one region under its plan.
+
+    ``shares`` maps the name of a packed value to the planned payload size, as a share of the value's bytes.
+    """
 
     def __init__(self, plan: ReplayPlan, packer: Packer, shares: Mapping[str, float]) -> None:
         self._plan = plan
         self._packer = packer
         self._packings = _packings(plan, shares)
         self.refused: Counter[tuple[str, str]] = Counter()
-        """How often a value was kept because its codec could not represent it, by value name and codec."""
+        """How often a value was kept because its codec could not represent it.
+
+        The key is a pair of value name and codec name.
+        """
 
     def pack(self, call: OpenCall, number: int) -> dict[int, Readable]:
-        """Encode or send the packed values of the region's ``number``-th call, and free each value at once."""
+        """Encode or send the packed values of the region's ``number``-th call, and free each value at once.
+
+        Return a mapping from value id to the object that is held instead.
+        """
         if not self._packings:
             return {}
         with _without_autocast(self._plan.device_type):
@@ -220,7 +242,9 @@ class RegionPacker:
 
 
 def _packings(plan: ReplayPlan, shares: Mapping[str, float]) -> tuple[Packing, ...]:
-    """How to pack each packed value. The largest saving comes first, so that memory is highest before the first one."""
+    """Return how to pack each packed value. The value that saves most comes first, so that memory is highest before the first
+    one.
+    """
     graph, forms = plan.graph, plan.choice.packed
     slots: dict[int, list[int]] = {}
     for slot in graph.slots:
@@ -236,8 +260,9 @@ def _packings(plan: ReplayPlan, shares: Mapping[str, float]) -> tuple[Packing, .
 
 
 def most_payload_bytes(codec: Codec | None, nbytes: int, dtype: torch.dtype, share: float | None) -> int | None:
-    """The limit of a payload whose size depends on the data: the planned share, because a call may be larger than the planned
-    one. ``None`` for other payloads.
+    """Return the limit in bytes for a payload whose size depends on the data. For other payloads, return ``None``.
+
+    The limit is the planned share of the value's bytes, because a call may be larger than the planned call.
     """
     if codec is None or not codec.accepts(dtype) or codec.payload_bytes(nbytes // dtype.itemsize, dtype) is not None:
         return None
@@ -245,14 +270,14 @@ def most_payload_bytes(codec: Codec | None, nbytes: int, dtype: torch.dtype, sha
 
 
 def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements of the storage of ``tensor``, flat, without autograd."""
+    """Return all elements of the storage of ``tensor`` as a flat tensor without autograd."""
     storage = tensor.untyped_storage()
     count = storage.nbytes() // tensor.element_size()
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, (count,), (1,))
 
 
 def check_reader_of_sign(names: Mapping[int, str], slot: int) -> None:
-    """Raise if an autograd node reads more than the sign of a value that is held as signs only."""
+    """Raise ``ReplayMismatch`` if a value is held as signs only and an autograd node reads more of it than the sign."""
     node = current_autograd_node()
     if slot in names and (node is None or node.name() not in READS_SIGN_ONLY):
         reader = "unknown code" if node is None else node.name()
@@ -265,8 +290,9 @@ def check_reader_of_sign(names: Mapping[int, str], slot: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Taking:
-    """A value that takes another form. ``share`` is the planned size of its payload as a share of its bytes (``None``:
-    unknown).
+    """Data: a saved value of a compiled block that takes another form (a codec or link).
+
+    ``share`` is the planned size of its payload as a share of its bytes, or ``None`` if unknown.
     """
 
     value: str
@@ -274,13 +300,16 @@ class Taking:
     share: float | None = None
 
     def most_bytes(self, packer: Packer, tensor: torch.Tensor) -> int | None:
-        """The limit of its payload, if the payload's size depends on the data."""
+        """Return the limit in bytes for the payload if its size depends on the data, else ``None``."""
         nbytes = tensor.untyped_storage().nbytes()
         return most_payload_bytes(packer.codec(self.form), nbytes, tensor.dtype, self.share)
 
 
 class SavingHook:
-    """The pack hook of one call of a block: the first saved tensors take other forms, the others are kept."""
+    """The pack hook for one call of a compiled block.
+
+    The first saved tensors take other forms (codecs or a link), in the order of ``taking``. Later ones are kept.
+    """
 
     def __init__(self, taking: Sequence[Taking], packer: Packer, seed: str) -> None:
         self._taking, self._packer, self._seed = taking, packer, seed
@@ -299,7 +328,7 @@ class SavingHook:
 
 
 class PackedTensor:
-    """One tensor that a compiled block saved, in another form, with its size, strides and offset."""
+    """One tensor that a compiled block saved: the object that holds it in another form, and its size, strides and offset."""
 
     __slots__ = ("_device_type", "_layout", "readable")
 
@@ -318,7 +347,7 @@ def read_saved(saved: Readable) -> torch.Tensor:
 
 
 def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
-    """Turn autocast off: codecs compute in the precision that they were measured in."""
+    """Return a context manager that turns autocast off, because codecs compute in the precision that they were measured in."""
     if not torch.is_autocast_enabled(device_type):
         return contextlib.nullcontext()
     return torch.autocast(device_type, enabled=False)

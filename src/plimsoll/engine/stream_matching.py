@@ -1,9 +1,9 @@
 """Compile a recorded stream of torch calls into Python functions that recognise the same calls later.
 
-A region's guard compares every torch call, so the comparison is on the path of every small op. Walking the description of a
-call took about 6 µs; straight-line code that is written for this one call takes about 1 µs. The source depends only on the
-structure of the stream, and its constants are bound by name. So equal blocks, and the same block at another batch size, share
-one compilation.
+A region's guard compares every torch call, so each small op has to wait for the comparison. Walking the description of a call
+took about 6 µs; straight-line code for one particular call takes about 1 µs. The source depends only on the structure of the
+stream, and its constants are bound by name. So blocks with equal structure share one compilation. The same block at another
+batch size shares it too.
 
 Call a function as ``matches(args, kwargs, result, known)`` after the torch call has returned. If it returns True, it has
 appended the tensors that the call made, or showed for the first time, to ``known``. If the stream leaves a number open, the
@@ -38,13 +38,16 @@ from plimsoll.tracing.recorder.calling import flat_tensors
 Matches = Callable[[tuple[Any, ...], Mapping[str, Any] | None, Any, References], bool]
 
 _BY_EQUALITY = (int, str, bytes, torch.device)
-"""Types whose values are equal if ``==`` says so and the type is the same. Exact types only: ``1 == True == 1.0``."""
+"""Types whose values are equal if ``==`` says so and their types are the same.
+
+Subclasses do not count: ``1 == True == 1.0``.
+"""
 _SINGLETONS = (bool, type(None), type(Ellipsis), torch.dtype, torch.layout)
-"""Types with one object per value."""
+"""Types that have exactly one object for each value, so that values are compared with ``is``."""
 
 
 def compile_stream(stream: Stream) -> tuple[Matches, ...]:
-    """One function per call of the stream."""
+    """Return functions that recognise the torch calls of a stream: one function for each call."""
     writer = _Writer()
     for index, call in enumerate(stream):
         writer.call(index, call)
@@ -67,21 +70,29 @@ def _compiled(source: str) -> CodeType:
 
 
 class _Writer:
-    """Writes the functions of one stream. Nothing from the user reaches the source: values are bound as constants."""
+    """Writes the functions that recognise the calls of one stream. Nothing from the user reaches the source.
+
+    Values of the user are bound as constants.
+    """
 
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.constants: dict[str, Any] = {}
         self._given: set[int] = set()
-        """Open numbers that an earlier call or an earlier argument contains."""
+        """Indices of the open numbers (numbers that change from call to call) that an earlier call or an earlier argument
+        contains.
+        """
         self._is_open = False
-        """Whether the call has an open number."""
+        """Whether the torch call that is being written has an open number."""
         self._locals = 0
         self._undo = ""
-        """Code that removes what the function has appended to ``known``, before it returns False."""
+        """Source code that removes what the function has appended to ``known``.
+
+        The function runs it before it returns False.
+        """
 
     def call(self, index: int, call: TorchCall) -> None:
-        """Write one function: check the arguments, the keyword arguments, the result."""
+        """Write one function that checks the arguments, the keyword arguments and the result of a torch call."""
         self._locals, self._undo, self._is_open = 0, "", False
         self._emit(f"def call_{index}(args, kwargs, result, known):", 0)
         is_data = isinstance(call.made, tuple)
@@ -106,7 +117,7 @@ class _Writer:
         self._emit("return True")
 
     def _check_result(self, made: int | tuple[Any, ...]) -> None:
-        """Compare the call's result, and number its tensors."""
+        """Write code that compares the result of the torch call, and appends references to its tensors to ``known``."""
         if made == 0:
             self._fail_if("result is not None")
         elif made == 1:  # nearly every call
@@ -121,7 +132,7 @@ class _Writer:
             self._emit("known.extend([ref(tensor) for tensor in made])")
 
     def _unpack(self, expression: str, expected: tuple[Any, ...]) -> None:
-        """Name the items of a container of known length, and check each."""
+        """Write code that gives names to the items of a container of known length, and checks each item."""
         if not expected:
             return
         names = [self._local() for _ in expected]
@@ -164,7 +175,10 @@ class _Writer:
         self._fail_if(f"type({name}) is not {self._constant(kind)} or not ({is_same})")
 
     def _check_open(self, name: str, kind: type, number: Unknown) -> None:
-        """Check an open number: accept and store its first occurrence; later occurrences must be equal."""
+        """Write code that checks an open number.
+
+        It accepts and stores the first occurrence. Later occurrences must be equal.
+        """
         kind_name, self._is_open = self._constant(kind), True
         if number.index in self._given:
             self._fail_if(f"type({name}) is not {kind_name} or {name} != known.numbers[{number.index}]")

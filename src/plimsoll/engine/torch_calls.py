@@ -1,7 +1,7 @@
-"""Describe a torch call so that it can be recognised later: its function, its host arguments, its tensors.
+"""Describe a torch call so that it can be recognised later: its function, its host arguments, and its tensors.
 
 Host arguments are compared by type and value, never by hash alone (``1 == 1.0 == True``). Tensors are compared by identity
-through weak references, so the description keeps no tensor alive.
+through weak references, so the description does not keep tensors alive.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ from plimsoll.tracing.torch_internals import FUNCTION_SPACES, TensorBase, withou
 Number = int | float
 
 TensorRef = Callable[[], torch.Tensor | None]
-"""A weak reference, or a function that returns None for a missing tensor."""
+"""A weak reference to a tensor, or a function that returns ``None`` in place of a missing tensor."""
 
 
 class References(list[TensorRef]):
-    """The tensors that a call has met so far, by number, and the open numbers that it was given, by index."""
+    """References to the tensors that a call has met so far. The index is the tensor's number.
+
+    ``numbers`` maps the index of an open number to the number that the call was given.
+    """
 
     __slots__ = ("numbers",)
 
@@ -38,20 +41,21 @@ class References(list[TensorRef]):
 
 
 _MADE_FROM_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, torch.frombuffer})
-"""Functions whose first argument is data. The tensor that they make counts as a tensor from outside; its contents may
-differ.
+"""Functions whose first argument is data.
+
+The tensor that they make counts as a tensor from outside: its contents may differ.
 """
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
-"""Prefix of the names of torch's own files."""
+"""The prefix that the names of torch's own files have."""
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})
 _BY_VALUE = frozenset({bool, int, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device})
 
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """Stands in a recording for a number that follows from the size of the call, or that the call is given.
+    """Takes the place of a number in a recording. The number follows from the size of the call, or the call is given it.
 
-    ``index`` is its position among these numbers; ``is_positive`` is the sign of all its recorded values.
+    ``index`` is the position among these numbers. ``is_positive`` says whether all recorded values of this number are positive.
     """
 
     index: int
@@ -60,9 +64,10 @@ class Unknown:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A host argument. Numbers other than integers are held as text, which distinguishes ``-0.0`` from ``0.0``; NaN equals NaN.
+    """A host argument of a torch call: its type and value.
 
-    A number may be `Unknown`.
+    Numbers other than integers are stored as text, which distinguishes ``-0.0`` from ``0.0``; NaN equals NaN. A number may be
+    `Unknown`.
     """
 
     kind: type
@@ -71,7 +76,7 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class Several:
-    """A container of arguments, or a slice as its three parts."""
+    """A container of arguments with its type, or a slice with its three parts."""
 
     kind: type
     items: tuple[Any, ...]
@@ -79,17 +84,21 @@ class Several:
 
 @dataclass(frozen=True, slots=True)
 class Outsider:
-    """The first appearance of a tensor from outside that is neither parameter nor input."""
+    """An argument that is a tensor from outside: it is neither a parameter nor an input, and appears here for the first time.
+
+    ``looks`` has the properties that recipes rely on.
+    """
 
     looks: tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TorchCall:
-    """One call in a stream. An argument is the number of a known tensor, or one of the classes above.
+    """One call in a stream of torch calls. An argument is the number of a known tensor, or an instance of one of the classes
+    above.
 
-    ``made`` is the number of tensors that it returned; if they were made from data, it describes them. ``results`` describes
-    the tensors of the recorded call. It is not compared, because sizes may depend on data.
+    ``made`` is the number of tensors that the call returned. If they were made from data, ``made`` describes them instead.
+    ``results`` describes the tensors that the recorded call returned. It is not compared, because sizes may depend on data.
     """
 
     func: Any
@@ -103,17 +112,17 @@ Stream = tuple[TorchCall, ...]
 
 
 _BUILTINS = tuple(dict(vars(space)) for space in FUNCTION_SPACES)
-"""Torch's functions by name, read when Plimsoll is imported."""
+"""Torch's functions by name, for each namespace. They are read when Plimsoll is imported."""
 
 
 def unreplaced(func: Any) -> Any:
-    """Torch's own function, if the user replaced it by ``func`` (a patched ``torch.Tensor.tanh``); else ``func``.
+    """Return torch's own function if the user replaced it by ``func`` (a patched ``torch.Tensor.tanh``), else ``func``.
 
     Under a function mode, torch looks up the called function by its name and finds the replacement. The replacement is running
     already, and would run a second time.
 
     Raises:
-        InvalidModel: it was replaced before Plimsoll was imported.
+        InvalidModel: the function was replaced before Plimsoll was imported.
     """
     if type(func) is not FunctionType or func.__code__.co_filename.startswith(_TORCH):
         return func
@@ -134,12 +143,14 @@ def unreplaced(func: Any) -> Any:
 
 
 def is_made_from_data(func: Any) -> bool:
-    """Whether the function's first argument may be data of the host (a number, a list, an array)."""
+    """Return whether the function's first argument may be data of the host (a number, a list, an array)."""
     return func in _MADE_FROM_DATA
 
 
 def comparable(value: Any) -> Any:
-    """An object to compare with ``==``: equal if two host values of one type are the same."""
+    """Return an object to compare with ``==`` in place of a host value. Two such objects of one type are equal if the values
+    are.
+    """
     kind = type(value)
     if kind in _BY_VALUE:
         return value
@@ -151,7 +162,7 @@ def comparable(value: Any) -> Any:
 
 
 class _Same:
-    """Equal only to a wrapper of the very same object."""
+    """A wrapper that is equal only to a wrapper of the very same object."""
 
     __slots__ = ("_value",)
 
@@ -166,7 +177,7 @@ class _Same:
 
 
 def looks(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """The properties of a tensor that recipes rely on, if its contents may differ in every call."""
+    """Return the properties of a tensor that recipes rely on if its contents may differ in each call."""
     if type(tensor) not in _PLAIN:  # reading a tensor of the user's type calls the user's code
         with without_torch_function():
             return _looks(tensor)

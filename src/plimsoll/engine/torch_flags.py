@@ -1,7 +1,8 @@
-"""Torch's flags that decide what an operation computes. They are part of a call's signature, and in force while recipes run.
+"""Torch's flags that decide what an operation computes. The flags are part of a call's signature, and recipes run under them.
 
-They may be set around forward only (``torch.backends.mkldnn.flags(enabled=False)``), while backward runs without them. So
-recipes run under the flags of their forward. The choice of the attention kernel need not be stored: recipes name the kernel.
+A user may set them around forward only (``torch.backends.mkldnn.flags(enabled=False)``), while backward runs without them. So
+recipes run under the flags of their forward. The choice of the attention kernel need not be stored, because recipes name the
+kernel.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _ON_CUDA = (
 
 
 def flags_for(device_type: str) -> Flags:
-    """The current flags."""
+    """Return the current values of the flags, as a tuple. On CUDA there are more flags than on other devices."""
     if device_type == "cuda":
         return tuple([read() for read, _ in (*_ANYWHERE, *_ON_CUDA)])
     return tuple([read() for read, _ in _ANYWHERE])
@@ -45,7 +46,7 @@ def flags_for(device_type: str) -> Flags:
 
 @contextlib.contextmanager
 def in_force(flags: Flags, device_type: str) -> Iterator[None]:
-    """Set these flags inside the block, and restore the old ones afterwards."""
+    """Return a context manager that sets these flags inside the block, and restores the old flags afterwards."""
     before = flags_for(device_type)
     kinds = (*_ANYWHERE, *_ON_CUDA)[: len(flags)]
     changed = [(write, old, new) for (_, write), old, new in zip(kinds, before, flags, strict=True) if old != new]

@@ -1,11 +1,11 @@
-"""Warn once if a plan names values that the model's calls do not make, so that values which the plan meant to drop are kept.
+"""Warn once if a plan names values that the model's calls do not make. The values that the plan meant to drop are then kept.
 
 A plan decides by name. Another device, another version of torch, or changed model code runs other ops, and their values have
 other names. The engine keeps what the plan does not name. Gradients are right, but the budget may not hold.
 
 A missing name alone is harmless: a call that skips a branch makes fewer values and keeps nothing for it. So both sides count:
 the bytes that the plan would have dropped under missing names, and the bytes that the call saves under names that the plan does
-not have. The smaller of the two must be more than a twentieth of the bytes that the call saves.
+not have. The warning needs both to be more than a twentieth of the bytes that the call saves.
 """
 
 from __future__ import annotations
@@ -19,12 +19,19 @@ from plimsoll.artifacts.region import Origin, RegionGraph
 from plimsoll.units import format_bytes
 
 _LEAST_SHARE = 0.05
-"""Smaller shares occur without a cause: autocast casts a weight once per step, and later calls count one cast less."""
+"""The least share of a call's saved bytes that leads to a warning.
+
+Smaller shares occur without a cause: autocast casts a weight once per step, and later calls count one cast less.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Unmet:
-    """One region call: how many names are missing, the largest of them, and the bytes that are kept under other names."""
+    """Data about one region call: how many names are missing, the name of the largest of them, and the bytes kept under other
+    names.
+
+    ``kept_name`` is the name of the largest value that is kept under another name.
+    """
 
     region: str
     names: int
@@ -34,14 +41,14 @@ class _Unmet:
 
 
 class UnmetNames:
-    """The names in one managed model's plan that its calls did not make."""
+    """Collects the names in one managed model's plan that the model's calls did not make, and warns about them."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, int], _Unmet] = {}
         self._is_said = False
 
     def note(self, plan: RegionPlan, graph: RegionGraph) -> None:
-        """Compare the names in a plan with the values of a recorded call."""
+        """Compare the names in a plan with the values of a recorded call, and note the names that the call did not make."""
         made = {value.name for value in graph.values}
         missing = [each for each in plan.decisions if each.decision is not Decision.KEEP and each.value not in made]
         if not missing or self._is_said:
@@ -59,7 +66,7 @@ class UnmetNames:
             self._found[plan.name, plan.call] = _Unmet(plan.name, len(missing), largest, kept_bytes, kept)
 
     def say(self, plan: Plan) -> None:
-        """Warn once about the names that were noted. Called after a forward."""
+        """Warn once about the names that were noted. This is called after each forward of the model."""
         if not self._found:
             return
         first = next(iter(self._found.values()))

@@ -1,11 +1,11 @@
-"""Verify for every op in a region's first call that running it again gives the same bits, or note why it does not.
+"""Verify each op in a region's first call: either running the op again gives the same bits, or the reason is noted.
 
-Each op runs twice, and the results are compared bit for bit. For torch's own ops on a CPU, two large results are not held
-together: the first is reduced to two checksums and freed, and the second is returned. So recording needs no more memory than
-the region's own forward. Other ops, and ops that write in place, need memory for one more copy of the op's outputs.
+Each op runs twice, and the results are compared bit for bit. For torch's own ops on a CPU, two large results are not held at
+the same time: the first is reduced to two checksums and freed, and the second is returned. So recording needs no more memory
+than the region's own forward. Other ops, and ops that write in place, need memory for one more copy of the op's outputs.
 
 * Undeclared writes: the contents of every input are fingerprinted before and after. An op that writes to existing memory
-  without declaring it (batch norm and its running statistics) runs again on scratch copies, and is repeatable only if its
+  without declaring it (batch norm and its running statistics) runs again on scratch copies. It is repeatable only if its
   result does not depend on what it overwrites.
 * ``empty``: an op that writes into unset memory is verified on poisoned memory, because old contents could agree by accident.
   The same holds for outputs that an op leaves unset (the seeds of attention without dropout, workspaces): they are never
@@ -38,13 +38,19 @@ from plimsoll.tracing.torch_internals import below_autograd, without_modes, with
 NOT_EXACT = "gives other bits when it runs again"
 _POISON = 0xA5
 _PROBABILITIES = ("p", "dropout_p")
-"""Names of the dropout probability in aten's schemas."""
+"""Names that the dropout probability has in the schemas of aten's ops."""
 _LARGE_BYTES = 1 << 14
-"""On a CPU, outputs of this size or more are reduced to checksums while the op runs again: holding two could be the peak."""
+"""The least size in bytes of large outputs. On a CPU, large outputs are reduced to checksums while the op runs again.
+
+The reason: two of them at the same time could be the peak of memory.
+"""
 
 
 class VerifyingRecorder(OpRecorder):
-    """An op log. Every op in it without an ``obstacle`` has been shown to be repeatable."""
+    """Records the ops of a region and verifies them.
+
+    An op in its log without an ``obstacle`` has been shown to be repeatable.
+    """
 
     def __init__(
         self, current_module: Callable[[], str], points: RandomPoints, *, repeats_collectives: bool = False
@@ -54,13 +60,18 @@ class VerifyingRecorder(OpRecorder):
         self.not_rebuildable: dict[int, str] = {}
         self.has_hidden_writes = False
         self.is_called: Callable[[], bool] = lambda: True
-        """Whether a torch call is running."""
+        """A function that returns whether a torch call is running."""
         self.is_flagged: Callable[[], bool] = lambda: False
-        """Whether torch's flags differ from those at the region's start, which replay restores."""
+        """A function that returns whether torch's flags differ from those at the region's start. Replay restores the flags of
+        the start.
+        """
         self.is_rewritten = may_change_numbers()
-        """Whether the user's modes may change ops. Backward may run without these modes, so the second run is without them."""
+        """Whether modes of the user are active that may change ops.
+
+        Backward may run without these modes, so the second run of an op is without them.
+        """
         self.has_unseen_callers = False
-        """Whether code whose torch calls are not seen has run some op."""
+        """Whether some op was run by code whose torch calls are not seen."""
         self._contents: dict[int, int] = {}
         self._shadows: dict[int, torch.Tensor] = {}
         self._undefined: set[int] = set()
@@ -68,7 +79,7 @@ class VerifyingRecorder(OpRecorder):
         self._unset_outputs: tuple[int, ...] = ()
 
     def mark_outside(self) -> None:
-        """Mark everything met so far as existing before the region."""
+        """Mark all storages that are known so far as memory from before the region."""
         self._outside = set(range(len(self.table)))
 
     def __torch_dispatch__(
@@ -94,6 +105,7 @@ class VerifyingRecorder(OpRecorder):
         self._refuse_undefined_reads(op, written)
         device = _device(args, kwargs)
         state = self.points.before(op, device) if op.is_random else None
+        # Checksums of the inputs, not copies: copies of a weight and an activation per product would raise the peak.
         prints = self._fingerprints(args, kwargs, written)
         bases = {storage: self._base(storage, tensor) for storage, tensor in written.items()}
         earlier = self.points.state(device)
@@ -131,20 +143,23 @@ class VerifyingRecorder(OpRecorder):
         return out
 
     def _is_large(self, out: Any, prints: dict[int, tuple[torch.Tensor, int]]) -> bool:
-        """Whether to free the first result before the second run: all of it is new CPU memory, and large."""
+        """Return whether to free the first result before the second run: all of its memory is new, on the CPU, and large."""
         made = flat_tensors(out)
         is_new = all(is_plain(tensor) and tensor.is_cpu and self.table.find(tensor) not in prints for tensor in made)
         return is_new and sum(size for size, _ in memory_of(made)) >= _LARGE_BYTES
 
     def _again(self, op: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any], state: torch.Tensor | None) -> Any:
-        """Run an op once more, as recipes run it."""
+        """Run an op once more in the same way as recipes run it, and return its result."""
         if state is not None:
             self.points.restore(_device(args, kwargs), state)
         with torch.no_grad(), below_autograd(), without_modes() if self.is_rewritten else contextlib.nullcontext():
             return op.func(*args, **kwargs)
 
     def notice(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Compare tensors that are about to be read with their contents after the last op."""
+        """Compare the contents of tensors that are about to be read with their contents after the last op.
+
+        A difference means that they were written in a way that PyTorch does not see.
+        """
         for tensor in tensors:
             known = self._contents.get(self.table.find(tensor)) if is_plain(tensor) else None
             if known is not None and tensor.numel() and not tensor.untyped_storage().nbytes():
@@ -153,8 +168,9 @@ class VerifyingRecorder(OpRecorder):
                 self.has_hidden_writes = True
 
     def _let_go(self, storage: int) -> None:
-        """Refuse to repeat ops that read a parameter which was gathered inside the region and freed again (FSDP2): a recipe may
-        not find it.
+        """Refuse to repeat the ops that read a certain parameter, because a recipe may not find it.
+
+        The parameter was gathered inside the region and freed again (FSDP2).
         """
         for op in self.ops:
             if any(self.values[read].storage == storage for read in op.reads):
@@ -183,7 +199,7 @@ class VerifyingRecorder(OpRecorder):
                 self.not_rebuildable[value] = "part of it was never written"
 
     def _remember(self, op: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Store fingerprints of memory that the op made or wrote. Memory from before the region is not watched."""
+        """Store fingerprints of the memory that an op made or wrote. Memory from before the region is not watched."""
         written = {self.values[value].storage for value in op.writes} - self._outside
         for tensor in tree_leaves((out, args, kwargs)):
             if written and isinstance(tensor, torch.Tensor) and is_plain(tensor):
@@ -195,8 +211,9 @@ class VerifyingRecorder(OpRecorder):
                     self._contents.pop(storage, None)
 
     def _await(self, op: RecordedOp) -> None:
-        """Forget the contents of a collective's outputs: they change until the collective is waited for. After that all of them
-        are written.
+        """Forget the contents of a collective's outputs, because they change until the collective has been waited for.
+
+        After the wait, all outputs are written.
         """
         for value in op.writes:
             storage = self.values[value].storage
@@ -231,7 +248,10 @@ class VerifyingRecorder(OpRecorder):
         return prints
 
     def _base(self, storage: int, tensor: torch.Tensor) -> torch.Tensor:
-        """The memory that a repeated write starts from: a copy of the contents, or poison if nothing was written yet."""
+        """Return the memory that a repeated write starts from.
+
+        It is a copy of the contents, or memory filled with a known byte (poison) if nothing was written yet.
+        """
         if storage not in self._undefined:
             return whole_storage(tensor, tensor.untyped_storage().clone())
         if storage not in self._shadows:
@@ -281,7 +301,9 @@ class VerifyingRecorder(OpRecorder):
         self._compare_writes(op, args, kwargs, bases)
 
     def _compare_outputs(self, op: RecordedOp, out: Any, again: Any, bases: dict[int, torch.Tensor]) -> None:
-        """Note outputs that the op leaves unset. Any other difference is an obstacle."""
+        """Compare the outputs of both runs of an op. Note outputs that the op leaves unset. Any other difference is an
+        obstacle.
+        """
         firsts, seconds = flat_tensors(out), flat_tensors(again)
         if len(firsts) != len(seconds):
             op.obstacle = NOT_EXACT
@@ -324,22 +346,27 @@ def unset_outputs(pairs: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> tup
 
 
 def memory_of(made: Iterable[torch.Tensor]) -> list[tuple[int, torch.device]]:
-    """Bytes and devices of the memory of tensors."""
+    """Return pairs of bytes and device, one for the storage of each tensor."""
     return [(tensor.untyped_storage().nbytes(), tensor.device) for tensor in made]
 
 
 def _marks(out: Any) -> list[tuple[Any, ...]]:
-    """Identify freed outputs by their geometry and two checksums of different kinds."""
+    """Return marks that identify outputs after they are freed: for each, its geometry and two checksums of different kinds."""
     return [(Geometry.of(t), storage_fingerprint(t), storage_crc(t)) for t in flat_tensors(out)]
 
 
 def _byte(op: RecordedOp) -> int:
-    """The byte to soil memory with before the last run that is compared. An earlier run uses its complement."""
+    """Return the byte that memory is filled with before the last run that is compared. An earlier run uses the byte's
+    complement.
+    """
     return (37 * op.id + 11) % 256
 
 
 def soil(sizes: Iterable[tuple[int, torch.device]], byte: int) -> None:
-    """Make it likely that the next run's outputs are in memory filled with ``byte``: allocate their sizes, fill, free."""
+    """Allocate memory of these sizes (in bytes), fill it with ``byte``, and free it.
+
+    This makes it likely that the next run's outputs are in memory with these contents.
+    """
     soiled = [torch.full((size,), byte, dtype=torch.uint8, device=device) for size, device in sizes]
     del soiled
 
@@ -349,8 +376,9 @@ def _is_no_number(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def _has_no_dropout(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the op has a dropout probability, and it is 0. Ops whose draws depend on data (binomial) lack such an
-    argument.
+    """Return whether the op has a dropout probability that is 0.
+
+    Ops whose draws depend on data (binomial) do not have such an argument.
     """
     for position, argument in enumerate(func._schema.arguments):
         if argument.name in _PROBABILITIES:
@@ -360,7 +388,7 @@ def _has_no_dropout(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: 
 
 
 def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-    """The device of an op's tensors, else its device argument."""
+    """Return the device of the op's first tensor or device argument, or the CPU if there is neither."""
     for leaf in tree_leaves((args, kwargs)):
         if isinstance(leaf, torch.Tensor | torch.device):
             return leaf.device if isinstance(leaf, torch.Tensor) else leaf
@@ -368,6 +396,6 @@ def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
 
 
 def whole_storage(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
-    """All bytes of a storage as a tensor of the dtype of ``tensor``."""
+    """Return the contents of a storage as a flat tensor that has the dtype of ``tensor``."""
     count = storage.nbytes() // tensor.element_size()
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, (count,))  # type: ignore[call-overload, no-any-return]

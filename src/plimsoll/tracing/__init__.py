@@ -1,1 +1,1 @@
-"""Watches one training step: its ops, its memory, its seconds, the values that autograd saves."""
+"""Watches one training step: its ops, its memory, its seconds, and the values that autograd saves."""

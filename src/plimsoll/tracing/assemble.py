@@ -1,7 +1,9 @@
-"""Makes the torch-free parts of a ``Trace`` from the log of a step: ops by region, storages with their lives, region graphs.
+"""Make the torch-free parts of a ``Trace`` from the log of a step: ops with their regions, storages with their lives, region
+graphs.
 
-A storage's life does not include the time when only a region's saved slots hold it, because plans decide about those. It
-includes the time when slots outside of regions hold it, or slots that no plan may touch.
+A life is the time from the allocation of a storage until it is freed. The time when only the saved tensors (slots) of a region
+hold the storage is not part of its life, because plans decide about those. The time when slots outside of regions hold it, or
+slots that a plan must not touch, is part of its life.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ _STATIC_CATEGORIES = {
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """The parts of a ``Trace`` that come from a log, and a map from the tracer's storage ids to the trace's."""
+    """Data: the parts of a ``Trace`` that come from a log, and a mapping from the tracer's storage ids to the trace's storage
+    ids.
+    """
 
     ops: tuple[TraceOp, ...]
     specs: dict[str, OpSpec]
@@ -42,9 +46,9 @@ class Assembled:
 
 
 def assemble(log: StepLog, optimizer: OptimizerLog | None, *, beside: Mapping[str, int]) -> Assembled:
-    """Attribute ops to regions, end the lives of storages, and name storages.
+    """Attribute ops to regions, end the lives of storages, and name storages. Return the parts of the trace.
 
-    ``beside`` are bytes by name that wrappers and libraries hold before, during and after the step.
+    ``beside`` maps a name to the bytes that wrappers and libraries hold before, during and after the step.
     """
     op_regions = _attribute(log)
     ops, specs = _ops(log, op_regions), dict(log.tracer.specs)
@@ -74,7 +78,10 @@ def assemble(log: StepLog, optimizer: OptimizerLog | None, *, beside: Mapping[st
 
 
 def _attribute(log: StepLog) -> list[int]:
-    """Return the region of every op: by position in forward, by the autograd node that runs it in backward."""
+    """Return a list with the index of the region of each op, or -1 for an op outside of regions.
+
+    In forward, the position of the op decides. In backward, the autograd node that runs the op decides.
+    """
     tracer = log.tracer
     regions = [-1] * len(tracer.ops)
     for index, region in enumerate(log.regions):
@@ -109,7 +116,10 @@ def _ops(log: StepLog, op_regions: list[int]) -> list[TraceOp]:
 
 
 def _storages(log: StepLog, optimizer: OptimizerLog | None) -> tuple[list[Storage], dict[int, int]]:
-    """Return the storages of the step, numbered without gaps, the optimizer's last; also a map from the tracer's ids."""
+    """Return the storages of the step, and a mapping from the tracer's ids to their ids.
+
+    The ids do not have gaps, and the optimizer's storages are last.
+    """
     tracer = log.tracer
     last = tracer.tick + (0 if optimizer is None else optimizer.tracer.tick)
     dies = _deaths(log, last)
@@ -155,9 +165,9 @@ def _storages(log: StepLog, optimizer: OptimizerLog | None) -> tuple[list[Storag
 
 
 def _managed_slots(region: RegionLog) -> list[bool]:
-    """Return for each slot of a region whether a plan may decide about it.
+    """Return a list that says for each slot (saved tensor) of a region whether a plan may decide about it.
 
-    It may not if the slot holds a parameter, or a tensor that was written after it was saved.
+    A plan may not decide if the slot holds a parameter, or a tensor that was written after it was saved.
     """
     return [
         record.value >= 0 and not is_parameter and region.latest.get(record.storage) == record.value
@@ -166,7 +176,11 @@ def _managed_slots(region: RegionLog) -> list[bool]:
 
 
 def _deaths(log: StepLog, last: int) -> dict[int, int]:
-    """Return the tick when every storage is freed, counting what unmanaged slots hold."""
+    """Return a mapping from storage to the tick when it is freed. Saved tensors that plans must not touch keep their storage
+    alive.
+
+    A tick is a position in the log.
+    """
     dies = {storage: log.tracer.dies.get(storage, last) for storage in log.tracer.born}
     fixed = [record for record in log.outside if record.storage >= 0]
     for region in log.regions:
@@ -179,13 +193,14 @@ def _deaths(log: StepLog, last: int) -> dict[int, int]:
 
 
 def _released(log: StepLog, record: SlotRecord) -> int:
-    """Return the tick when a slot frees its tensor. If its graph outlives backward, that is the end of backward."""
+    """Return the tick when a slot (a saved tensor) is freed. If its graph outlives backward, that is the end of backward."""
     return record.released if record.released >= 0 else log.backward_end
 
 
 def _buffers(log: StepLog) -> dict[int, str]:
-    """Return storages that only carry other tensors through a collective: made in the step outside of regions, not
-    gradients.
+    """Return a mapping from storage to label, for storages that only carry other tensors through a collective.
+
+    They are made in the step, outside of regions, and are not gradients.
     """
     tracer = log.tracer
     found: dict[int, str] = {}
@@ -251,7 +266,7 @@ def _region(
 
 
 def _is_emptied(tracer: StepTracer, region: RegionLog, until: int) -> bool:
-    """True if a parameter's storage is emptied between the region's forward and its backward."""
+    """Return True if the storage of a parameter is emptied between the region's forward and its backward."""
     storages = [
         tracer.values[value].storage for value, (origin, _) in region.leaves.items() if origin is Origin.PARAMETER
     ]
@@ -261,7 +276,7 @@ def _is_emptied(tracer: StepTracer, region: RegionLog, until: int) -> bool:
 
 
 def kind_of(graph: RegionGraph) -> str:
-    """Return a hash that is equal for equal graphs anywhere in the step: it excludes ids of storages and ticks."""
+    """Return a hash that is equal for equal graphs anywhere in the step. Ids of storages, and ticks, do not count."""
     storages = {s: i for i, s in enumerate(dict.fromkeys(value.storage for value in graph.values))}
     parts = (
         [(v.name, v.bytes, storages[v.storage], v.origin.value, v.producer, v.is_storable) for v in graph.values],

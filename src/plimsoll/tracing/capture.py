@@ -1,4 +1,4 @@
-"""Runs one training step under the tracer. Saved tensors are noted and dropped; backward gets placeholders.
+"""Run one training step under the tracer. Saved tensors are noted and dropped, and backward gets placeholders instead.
 
 So a traced step never holds more than one region's temporaries, regardless of how much the model saves. The life of a storage
 that the tracer sees is its life *without* what autograd saves. Floating-point placeholders are zeros: the gradients of a traced
@@ -55,12 +55,17 @@ _REENTRANT_CHECKPOINT = internal("torch.utils.checkpoint.CheckpointFunction._bac
 
 
 class SlotBook:
-    """The slots of one region call, or of everything outside of regions."""
+    """The tensors that autograd has saved in one region call, or outside of all regions. A saved tensor is called a slot.
+
+    Its methods are saved-tensor hooks.
+    """
 
     def __init__(
         self, tracer: StepTracer, is_parameter: Callable[[torch.Tensor], bool], *, keeps_values: bool = False
     ) -> None:
-        """``keeps_values``: backward reads copies of the saved tensors, not zeros."""
+        """``is_parameter`` says whether a tensor is a parameter. ``keeps_values``: backward reads copies of saved tensors, not
+        zeros.
+        """
         self._keeps_values = keeps_values
         self.records: list[SlotRecord] = []
         self.order: list[int] = []
@@ -70,9 +75,9 @@ class SlotBook:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Note what autograd saves inside the block.
+        """Return a context manager. Inside its block, what autograd saves is noted here.
 
-        The hooks are pushed without ``saved_tensors_hooks``, because the model's own code may disable that.
+        The hooks are pushed without ``saved_tensors_hooks``, because the model's own code may disable that function.
         """
         push_saved_hooks(self.pack, self.unpack)
         try:
@@ -81,7 +86,10 @@ class SlotBook:
             pop_saved_hooks()
 
     def pack(self, tensor: torch.Tensor) -> _Placeholder:
-        """Note the slot. Hold the tensor only if a placeholder cannot replace it. For a DTensor, note the local shard."""
+        """The pack hook: note the saved tensor, and return a placeholder for it. For a DTensor, note the local shard.
+
+        The placeholder holds the tensor only if zeros cannot replace it.
+        """
         tracer = self._tracer
         tensor, shell = unwrapped(tensor)
         if shell is not None:
@@ -93,6 +101,7 @@ class SlotBook:
         self.records.append(SlotRecord(value=value, storage=storage, packed=tracer.tick))
         self.is_parameter_slot.append(is_parameter)
         with tracer.unseen():
+            # Zeros cannot replace integers and booleans: backward formulas index with them.
             can_stand_in = tensor.dtype.is_floating_point and is_plain(tensor) and not is_parameter
             can_stand_in = can_stand_in and not self._keeps_values
             held = None if can_stand_in else tensor if is_gathered else tensor.detach()
@@ -103,7 +112,7 @@ class SlotBook:
         return _Placeholder(self, len(self.records) - 1, geometry, tensor.device, held, shell)
 
     def unpack(self, placeholder: Any) -> torch.Tensor:
-        """Note the read and return a tensor of the right shape."""
+        """The unpack hook: note the read, and return a tensor of the right shape."""
         record = self.records[placeholder.index]
         if record.unpacked < 0:
             record.unpacked = self._tracer.tick
@@ -121,18 +130,18 @@ class SlotBook:
 
 @dataclass(slots=True, eq=False)
 class _Placeholder:
-    """What autograd holds instead of the tensor. When it is deleted, the slot is released."""
+    """The object that autograd holds instead of a saved tensor. When it is deleted, the time of release is noted."""
 
     book: SlotBook
     index: int
     geometry: Geometry | None
-    """The geometry of the zeros that replace the tensor; ``None`` if the tensor is ``held``."""
+    """The geometry of the zeros that replace the tensor, or ``None`` if the tensor itself is ``held``."""
     device: torch.device
     held: torch.Tensor | None
     shell: Shell | None
 
     def stand_in(self, tracer: StepTracer) -> torch.Tensor:
-        """Return a tensor for backward to read, and register it with the tracer."""
+        """Return a tensor for backward to read (the held tensor or zeros), and register it with the tracer."""
         if self.held is not None:
             if is_plain(self.held) and tracer.table.find(self.held) < 0:
                 tracer.add_stand_in(self.held)
@@ -149,7 +158,10 @@ class _Placeholder:
 
 @dataclass(slots=True)
 class RegionLog:
-    """The log of one region call, in ids of the tracer's log."""
+    """Data about one region call that is being traced. Ids are ids of the tracer's log.
+
+    ``start`` and ``end`` are positions in the log. ``sequence_start`` and ``sequence_end`` are autograd's sequence numbers.
+    """
 
     name: str
     call: int
@@ -157,20 +169,23 @@ class RegionLog:
     sequence_start: int
     book: SlotBook
     leaves: dict[int, tuple[Origin, str]]
-    """Names of the tensors that existed when the region began: inputs by position, its parameters and buffers by name."""
+    """A mapping from value id to origin and name, for tensors that existed when the region began.
+
+    Inputs are named by their position, the region's parameters and buffers by their name.
+    """
     end: int = -1
     sequence_end: int = -1
     outputs: list[int] = field(default_factory=list)
     value_reads: int = 0
     latest: dict[int, int] = field(default_factory=dict)
-    """For the storage of every slot, its value when the region returned."""
+    """A mapping from the storage of each saved tensor to the value that it had when the region returned."""
     steady: frozenset[int] = frozenset()
-    """The region's inputs that were made in forward and were not written until forward ended."""
+    """The value ids of the region's inputs that forward made and that were not written until forward ended."""
 
 
 @dataclass(slots=True)
 class StepLog:
-    """A step that has run, before it is assembled into a ``Trace``."""
+    """Data about a step that has run, before it becomes a ``Trace``."""
 
     tracer: StepTracer
     gradients: set[int]
@@ -178,16 +193,16 @@ class StepLog:
     """The names of parameters that the step left without a gradient."""
     backward_end: int
     parameters: tuple[TraceParameter, ...]
-    """Every parameter, with its storage in the tracer's table."""
+    """All parameters, each with its storage in the tracer's table."""
     written_buffers: tuple[str, ...]
-    """The buffers that the step wrote to."""
+    """The names of the buffers that the step wrote to."""
     regions: list[RegionLog] = field(default_factory=list)
     outside: list[SlotRecord] = field(default_factory=list)
-    """What was saved outside of regions."""
+    """The tensors that autograd saved outside of regions."""
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes of the distinct storages that autograd saved in forward."""
+        """The total size in bytes of the storages that autograd saved in forward. Each storage counts once."""
         records = [*self.outside, *(record for region in self.regions for record in region.book.records)]
         storages = {record.storage for record in records if record.storage >= 0}
         return sum(self.tracer.first_value(storage).bytes for storage in storages)
@@ -201,9 +216,10 @@ def run_step(
     at_loss: Callable[[Any], None],
     stack: ModuleStack,
 ) -> StepLog:
-    """Run forward, loss and backward in an entered tracer. Hold the model's output and the loss until backward ends.
+    """Run forward, loss and backward in a tracer that is entered already, and return the log. The model's output and the loss
+    are held until backward ends.
 
-    ``at_loss`` is called with the output between forward and backward.
+    ``at_loss`` is a function that is called with the model's output, between forward and backward.
 
     Raises:
         InvalidBatch: the model refuses the batch, or continues the graph of an earlier call.
@@ -238,9 +254,11 @@ def run_step(
 
 @contextlib.contextmanager
 def saved_as_zeros(model: nn.Module) -> Iterator[None]:
-    """Run steps that hold no activations: backward reads zeros instead of the floating-point values that autograd saves.
+    """Return a context manager for steps without activations: backward reads zeros instead of floating-point values that were
+    saved.
 
-    Parameters and integers are saved as usual. The gradients are wrong; everything else in the step is right.
+    Parameters and integers are saved as usual. The gradients of such a step are wrong, but everything else in the step is
+    right.
     """
     parameters = {part.untyped_storage().data_ptr() for each in model.parameters() for part in dense_parts(each)}
 
@@ -266,14 +284,17 @@ def _zeros(geometry: Geometry, device: torch.device) -> torch.Tensor:
 
 
 class RefusesHooks(Exception):
-    """The named region runs a transform of ``torch.func``, which cannot run while saved tensors have hooks."""
+    """The error that a region runs a transform of ``torch.func``, which cannot run while saved tensors have hooks.
+
+    Its argument is the region's name.
+    """
 
 
 class StepCapture:
-    """Runs one step under the tracer and drops every tensor that autograd saves.
+    """Runs one step under the tracer, and drops each tensor that autograd saves.
 
-    For the modules in ``left_alone``, autograd holds what they save as in training. ``keeps_values``: backward reads copies of
-    all that autograd saves, not zeros.
+    What the modules in ``left_alone`` save is held by autograd as in training. With ``keeps_values``, backward reads copies of
+    all that autograd saves, and not zeros.
     """
 
     def __init__(
@@ -311,8 +332,10 @@ class StepCapture:
         self._sequence = (0, 0)
 
     def run(self, call: Call) -> StepLog:
-        """Run one step like ``run_step``, inside of ``untouched``. Raise ``InvalidModel`` if the model checkpoints its own
-        layers.
+        """Run one step like `run_step`, inside of `untouched`, and return its log.
+
+        Raises:
+            InvalidModel: the model checkpoints its own layers.
         """
         self._parameter_storages = register_statics(self.tracer, self._model, call)
         with contextlib.ExitStack() as stack:
@@ -355,7 +378,7 @@ class StepCapture:
         return storage in self._parameter_storages or storage in self.tracer.fillings or is_gathered_by_zero(tensor)
 
     def _region(self, name: str, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a region's forward and log it."""
+        """Call a region's forward, log the call, and return the output."""
         if not torch.is_grad_enabled():
             return original(*args, **kwargs)
         outer = self._running
@@ -389,7 +412,9 @@ class StepCapture:
             push_saved_hooks(self._outside.pack, self._outside.unpack)
 
     def _refuse_hooks_inside(self) -> None:
-        """Raise if checkpointing inside a region has pushed its own hooks: then our hooks do not see what its ops save."""
+        """Raise ``InvalidModel`` if checkpointing inside a region has pushed its own hooks. Then our hooks do not see what its
+        ops save.
+        """
         log = self._running
         if log is not None and torch.is_grad_enabled() and not _is_on_top(log.book):
             raise self._already_checkpointed(log.name)
@@ -444,7 +469,7 @@ class StepCapture:
 
 @contextlib.contextmanager
 def _calling(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace a module's forward by ``forward`` inside the block."""
+    """Return a context manager that replaces a module's forward by ``forward`` inside its block."""
     original, had_own = module.forward, "forward" in module.__dict__
     module.forward = forward
     try:
@@ -457,6 +482,6 @@ def _calling(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
 
 
 def _is_on_top(book: SlotBook) -> bool:
-    """True if autograd's saved tensors go to ``book`` now."""
+    """Return True if the tensors that autograd saves now go to ``book``: its hooks are the innermost."""
     top = top_saved_hooks(True)
     return top is not None and top[0] == book.pack

@@ -1,12 +1,12 @@
-"""All knowledge of ``DistributedDataParallel``: the model inside, the bytes of the reducer's buckets, steps that it does not
-see.
+"""All that Plimsoll knows about ``DistributedDataParallel``: the model inside, the bytes of the reducer's buckets, and how
+steps run that the reducer does not see.
 
-The reducer counts gradients with hooks on the parameter objects. It learns the order of its buckets from the first step, and
-with ``static_graph`` the whole graph. A trial step must not teach it anything. So a trial step runs on twins: parameters
-without hooks that share the originals' memory and replace them in the modules during the step.
+The reducer averages gradients over ranks, and counts them with hooks on the parameter objects. From the first step it learns
+the order of its buckets, and with ``static_graph`` the whole graph. It must not learn from a trial step. So a trial step runs
+on twins: parameters without hooks that share the originals' memory and replace them in the modules during the step.
 
 Source: torch.nn.parallel.DistributedDataParallel and its reducer (torch/csrc/distributed/c10d/reducer.cpp). Known weakness: a
-model that keeps its parameters in its own lists, outside of ``nn.Module``, uses those in a trial step too.
+model that keeps its parameters in its own lists, outside of ``nn.Module``, uses the originals in a trial step too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from plimsoll.tracing.zero import is_gathered_by_zero, is_stepped_by_zero
 
 
 def inner_module(model: nn.Module) -> nn.Module:
-    """Return the model inside of ``DistributedDataParallel`` and ``torch.compile(model)``, in any order of wrappers.
+    """Return the model inside of the wrappers ``DistributedDataParallel`` and ``torch.compile(model)``, in whatever order they
+    are.
 
     Names, fingerprints and regions always refer to the inner model, so a plan is the same with and without a wrapper.
     """
@@ -30,7 +31,7 @@ def inner_module(model: nn.Module) -> nn.Module:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return the model with its wrappers, the outermost first."""
+    """Return a list with the model and the modules that it wraps. The outermost wrapper is first, the inner model last."""
     layers = [model]
     while isinstance(model, DistributedDataParallel) or is_compiled_wrapper(model):
         model = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod  # type: ignore[assignment]
@@ -39,20 +40,23 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def is_compiled_wrapper(module: nn.Module) -> bool:
-    """True if ``torch.compile(module)`` made this module."""
+    """Return True if ``torch.compile(module)`` made this module."""
     return type(module).__name__ == "OptimizedModule"  # by name (torch 2.9 to 2.15): importing its module takes seconds
 
 
 def _reducer(model: nn.Module) -> DistributedDataParallel | None:
-    """Return the wrapper that reduces the gradients of a model: the model itself or one of its layers of wrappers."""
+    """Return the ``DistributedDataParallel`` that reduces a model's gradients, or ``None``.
+
+    It is the model itself or one of the wrappers inside it.
+    """
     return next((layer for layer in layers_of(model) if isinstance(layer, DistributedDataParallel)), None)
 
 
 def unseen_wrapper(model: nn.Module) -> nn.Module | None:
     """Return a ``DistributedDataParallel`` that reduces this model's gradients but is not one of its wrappers, or None.
 
-    It is around the running call of the model, or inside the model. Its buckets would not be counted, and it would see trial
-    steps.
+    Such a ``DistributedDataParallel`` is around the running call of the model, or inside the model. Its buckets would not be
+    counted, and trial steps would not be hidden from it.
     """
     if _reducer(model) is not None:
         return None
@@ -61,10 +65,10 @@ def unseen_wrapper(model: nn.Module) -> nn.Module | None:
 
 
 def bucket_bytes(model: nn.Module) -> int:
-    """Return the bytes of the reducer's buckets, without parameters and gradients; 0 for a model without a reducer.
+    """Return the bytes of the reducer's buckets, or 0 for a model without a reducer. Parameters and gradients do not count.
 
-    Every reduced gradient has a place in a bucket for the wrapper's lifetime. With ``gradient_as_bucket_view`` an existing
-    gradient is in that place, and is not counted twice.
+    Every reduced gradient has a place in a bucket for the wrapper's lifetime. With ``gradient_as_bucket_view``, an existing
+    gradient is in that place already, and is not counted twice.
     """
     return sum(
         parameter.numel() * parameter.element_size()
@@ -74,7 +78,7 @@ def bucket_bytes(model: nn.Module) -> int:
 
 
 def has_rebuilt_buckets(model: nn.Module) -> bool:
-    """True if the reducer has rebuilt its buckets. It does so once, in the forward after its first backward.
+    """Return True if the reducer has rebuilt its buckets. The reducer does so once, in the forward after its first backward.
 
     Only C++ knows the buckets. A measurement of that step sees the new buckets allocated but not the old ones freed.
     """
@@ -83,13 +87,13 @@ def has_rebuilt_buckets(model: nn.Module) -> bool:
 
 
 def is_without_reduction(model: nn.Module) -> bool:
-    """True if the next backward leaves its gradients to a later reduction (``no_sync``)."""
+    """Return True if the next backward does not reduce its gradients but leaves that to a later step (``no_sync``)."""
     reducer = _reducer(model)
     return reducer is not None and not reducer.require_backward_grad_sync
 
 
 def gradients_are_views(model: nn.Module) -> bool:
-    """True if each gradient moves into a bucket when it is complete."""
+    """Return True if each gradient moves into a bucket when it is complete (``gradient_as_bucket_view``)."""
     reducer = _reducer(model)
     return reducer is not None and bool(reducer.gradient_as_bucket_view)
 
@@ -103,26 +107,35 @@ def reduced_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def own_reductions(model: nn.Module) -> list[str]:
-    """Return the names of communication hooks that replace the reducer's all-reduce (stored like this in torch 2.9 to 2.15)."""
+    """Return the names of communication hooks that replace the reducer's all-reduce. torch 2.9 to 2.15 store the hooks in this
+    way.
+    """
     reducer = _reducer(model)
     return [] if reducer is None else [hook.__qualname__ for hook, _ in reducer._comm_hooks]
 
 
 def is_static(model: nn.Module) -> bool:
-    """True if the reducer learns the graph from its first step and assumes it in all others."""
+    """Return True if the reducer learns the graph from its first step and assumes the same graph in all later steps."""
     reducer = _reducer(model)
     return reducer is not None and bool(reducer.static_graph)
 
 
 def begin_anew(model: nn.Module) -> None:
-    """Reset the reducer after a step whose backward did not finish. Call this on all ranks, or their buckets will differ."""
+    """Reset the reducer after a step whose backward did not finish.
+
+    Call this on all ranks, or the ranks' buckets will differ.
+    """
     reducer = _reducer(model)
     if reducer is not None:
         reducer.reducer._reset_state()  # seen in torch 2.9 to 2.15
 
 
 class Twins:
-    """Aliases of the parameters of a wrapped model that bypass the hooks of DDP and ZeRO; none for any other model."""
+    """Aliases of the parameters of a wrapped model (twins). They share the parameters' memory and bypass the hooks of DDP and
+    ZeRO.
+
+    For any other model there are none.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
@@ -138,10 +151,11 @@ class Twins:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Run steps on the twins, which the reducer does not see. Afterwards their gradients become the parameters' gradients.
+        """Return a context manager. Steps in its block run on the twins (aliases of the parameters), which the reducer does not
+        see. At the end, the gradients of the twins become the parameters' gradients.
 
-        What torch.compile compiles here is split at the reducer's buckets, as in training (``_inside_ddp_forward``, seen in
-        torch 2.9 to 2.15).
+        Code that torch.compile compiles in the block is split at the reducer's buckets, as in training
+        (``_inside_ddp_forward``, seen in torch 2.9 to 2.15).
         """
         for parameter, twin in self._twins.items():
             twin.grad = parameter.grad
@@ -159,7 +173,8 @@ class Twins:
 
     @contextlib.contextmanager
     def moving_gradients(self, *, keeps: bool) -> Iterator[None]:
-        """Free every new gradient when it is complete, as if it moved into a bucket. Use this in steps that count bytes.
+        """Return a context manager that frees each new gradient when it is complete, as if it moved into a bucket. It is for
+        steps that count bytes.
 
         With ``keeps``, the gradient moves to memory that was allocated before the block. Otherwise a tensor with the same shape
         and a single element replaces it.
@@ -179,14 +194,14 @@ class Twins:
 
 @contextlib.contextmanager
 def unseen_by_reducer(model: nn.Module) -> Iterator[None]:
-    """Run a step that counts bytes so that the reducer of ``model`` (if any) does not see it."""
+    """Return a context manager for a step that counts bytes. The reducer of ``model``, if it has one, does not see the step."""
     twins = Twins(model)
     with twins.in_place(), twins.moving_gradients(keeps=False):
         yield
 
 
 def _mover(parameter: nn.Parameter) -> Callable[[torch.Tensor], None]:
-    """Return a hook that copies the gradient to preallocated memory and makes that the gradient."""
+    """Return a hook that copies a gradient to memory which was allocated before, and makes the copy the gradient."""
     place = torch.empty_like(parameter, requires_grad=False)
 
     def move(parameter: torch.Tensor) -> None:

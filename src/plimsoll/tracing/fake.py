@@ -1,11 +1,11 @@
-"""Lets a model compute with fake CPU tensors inside a block, even if it is on the meta device.
+"""Let a model compute with fake CPU tensors inside a block, even if the model is on the meta device.
 
-Fake tensors have shapes, strides and dtypes, but no values. Values that a step computes from integers alone (positions, masks,
+Fake tensors have shapes, strides and dtypes, but no values. Values that a step computes from integers only (positions, masks,
 the padding test that decides whether there is a mask at all) are small, and Python code often reads them. So they are computed
 for real, and a fake trace takes the same branches as a real step.
 
-Known weakness: a tensor that is real because it came from real integers does not change when something fake is written into it
-in place.
+Known weakness: some tensors are real because they came from real integers. If fake values are written into such a tensor in
+place, the tensor does not change.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ from plimsoll.tracing.recorder.calling import flat_tensors
 
 _MOST_REAL_FLOAT_BYTES = 4 * 2**20
 _MOST_REAL_INTEGER_BYTES = 64 * 2**20
-"""Up to these sizes, a tensor that depends on nothing fake is computed for real."""
+"""The largest size in bytes of a tensor that is computed for real, for floats and for integers.
+
+Such a tensor must not depend on a fake tensor.
+"""
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
 _ROW_ALIGNMENT_BYTES = 16
 _DEVICE_OF = torch.ops.prim.device.default
@@ -40,18 +43,21 @@ _DEVICE_OF = torch.ops.prim.device.default
 
 @contextlib.contextmanager
 def faked(model: nn.Module) -> Iterator[FakeTensorMode]:
-    """Compute with fake tensors inside the block. Parameters and buffers are replaced by fake ones; tied ones stay tied."""
+    """Return a context manager. Inside its block, a model computes with fake tensors, which replace parameters and buffers.
+
+    Tied parameters stay tied.
+    """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with _swapped(model, mode), mode, KnownValues():
         yield mode
 
 
 def fake_like(tensor: torch.Tensor, mode: FakeTensorMode | None) -> torch.Tensor:
-    """A fake CPU tensor with the geometry of ``tensor``, or without a mode one on the meta device; it knows whether it needs
-    a gradient.
+    """Return a fake CPU tensor with the size, strides, dtype and ``requires_grad`` of ``tensor``. Without a mode, return a
+    tensor on the meta device instead.
 
     Raises:
-        TracingFailed: it is not strided: how much a sparse tensor takes is in its values.
+        TracingFailed: the tensor is not strided: the size of a sparse tensor depends on its data.
     """
     if tensor.layout is not torch.strided:
         raise TracingFailed(
@@ -68,7 +74,7 @@ def fake_like(tensor: torch.Tensor, mode: FakeTensorMode | None) -> torch.Tensor
 
 
 def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
-    """Return the batch with fake tensors. Integer tensors that have values keep them, in new storages."""
+    """Return the batch with fake tensors. Integer tensors that have values keep the values, in new storages."""
 
     @functools.cache  # a tensor that is passed twice stays one tensor
     def convert(tensor: torch.Tensor) -> torch.Tensor:
@@ -115,7 +121,10 @@ def _twin(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
 
 
 class KnownValues(TorchDispatchMode):
-    """Runs small ops that depend on nothing fake for real. Everything else goes to the fake mode below."""
+    """A dispatch mode that runs small ops for real if they depend on no fake tensor.
+
+    All other ops go to the fake mode below.
+    """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -153,9 +162,10 @@ def _grouped_product(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return an empty tensor with the geometry of ``aten._grouped_mm``: the products of a mixture's experts with their rows.
+    """Return an empty tensor with the geometry of the result of ``aten._grouped_mm``, which multiplies each expert of a mixture
+    with its rows.
 
-    torch's own fake implementation accepts only bfloat16, but its kernels run in every dtype (2.9 to 2.13). Which rows go to
+    torch's own fake implementation accepts only bfloat16, but its kernels run in all dtypes (2.9 to 2.13). Which rows go to
     which expert depends on data. The number of rows does not: tokens × experts per token.
 
     Source: ``create_grouped_gemm_output_tensor`` in ``aten/src/ATen/native/GroupedMMUtils.h``: rows start at multiples of 16

@@ -1,4 +1,5 @@
-"""All knowledge of ``fully_shard`` (FSDP2, HSDP): shards, gathered parameters, waiting gradients, state to be restored.
+"""All that Plimsoll knows about ``fully_shard`` (FSDP2, HSDP): shards, gathered parameters, waiting gradients, state to be
+restored.
 
 FSDP2 keeps one storage per gathered parameter permanently. It fills the storage before a module's forward and backward, and
 empties it (``resize_(0)``) afterwards. So the storage has several lives in a step. Its size shows whether it is filled.
@@ -33,29 +34,35 @@ if TYPE_CHECKING:
 _HOME = "torch.distributed.fsdp._fully_shard"
 _IDLE = "IDLE"
 _OF_WAITING = ("_partial_reduce_output_layout", "_post_backward_pending")
-"""A group's state for waiting gradients (torch 2.15): the layout of the flat gradient, and whether work is pending."""
+"""Names of a group's attributes about waiting gradients (torch 2.15): the layout of the flat gradient, and whether work is
+pending.
+"""
 
 
 class Gathered:
-    """The memory of a model's gathered parameters. Made once and read many times while a step runs."""
+    """The memory of a model's gathered parameters. The object is made once, and its memory is read many times while a step
+    runs.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._parameters = [(names.get(id(part.sharded_param)) or _name_of(part), part) for part in _parameters(model)]
 
     def __bool__(self) -> bool:
-        """Whether anything is sharded."""
+        """Return whether any parameter is sharded by FSDP2."""
         return bool(self._parameters)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield name and memory of every parameter that was gathered before. A storage of 0 bytes is not filled now."""
+        """Yield name and memory of each parameter that was gathered before. A storage of 0 bytes is empty now."""
         for name, part in self._parameters:
             for tensor in (*part.all_gather_outputs, *part._unsharded_inner_tensors):
                 yield name, tensor
 
 
 def has_flat_parameters(model: nn.Module) -> bool:
-    """True if a module is under FSDP1 (``FullyShardedDataParallel``), which replaces parameters by views of flat ones."""
+    """Return True if a module is under FSDP1 (``FullyShardedDataParallel``), which replaces parameters by views of flat
+    tensors.
+    """
     if _HOME not in sys.modules:
         return False
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -64,15 +71,18 @@ def has_flat_parameters(model: nn.Module) -> bool:
 
 
 def sharded_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the sharded parameters, also of modules whose parameters are gathered now; empty without FSDP2."""
+    """Return the sharded parameters, even if the parameters of a module are gathered now.
+
+    Without FSDP2, return an empty list.
+    """
     return [part.sharded_param for part in _parameters(model)]
 
 
 def process_groups(model: nn.Module) -> Iterator[torch.distributed.ProcessGroup]:
     """Yield the process groups that gather parameters and reduce gradients.
 
-    A parameter's mesh may be another mesh that compares equal but has other groups. So the groups are read from FSDP2's own
-    meshes.
+    A parameter may have another mesh, which compares equal to FSDP2's mesh but has other groups. So the groups are read from
+    FSDP2's own meshes.
     """
     for group in _groups(model):
         for info in (group.mesh_info, group.post_forward_mesh_info):
@@ -81,21 +91,23 @@ def process_groups(model: nn.Module) -> Iterator[torch.distributed.ProcessGroup]
 
 
 def every_parameter(model: nn.Module) -> list[nn.Parameter]:
-    """Return every parameter once, including what an optimizer holds instead: shards of gathered parameters, ZeRO's
-    partitions.
+    """Return all parameters, each once, and the tensors that an optimizer holds in their place.
+
+    These are the shards of gathered parameters, and ZeRO's partitions.
     """
     return list(dict.fromkeys([*model.parameters(), *sharded_parameters(model), *partitions(model)]))
 
 
 def every_gradient(model: nn.Module) -> list[torch.Tensor]:
-    """Return all existing gradients, including those that wait for a later reduction."""
+    """Return all existing gradients, and the gradients that wait for a later reduction."""
     reduced = [each for each in map(gradient_of, every_parameter(model)) if each is not None]
     return [*reduced, *(gradient for _, gradient in waiting_gradients(model))]
 
 
 def splits_activations(model: nn.Module) -> bool:
-    """True if ranks share the work on one batch (tensor parallelism), instead of only gathering parameters for their own
-    batch.
+    """Return True if ranks share the work on one batch (tensor parallelism).
+
+    Return False if they only gather parameters, each for its own batch.
     """
     parts = _parameters(model)
     gathered = {*(part.sharded_param for part in parts), *(getattr(part, "_unsharded_param", None) for part in parts)}
@@ -105,7 +117,10 @@ def splits_activations(model: nn.Module) -> bool:
 
 
 def waiting_gradients(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the gradients that wait for a later reduction (``set_requires_gradient_sync(False)``), each with a name."""
+    """Yield the gradients that wait for a later reduction (``set_requires_gradient_sync(False)``).
+
+    Each comes with the name of its parameter or, if it belongs to a whole group of parameters, of its module.
+    """
     for name, holder, attribute in _waiting_places(model):
         gradient = getattr(holder, attribute)
         if gradient is not None:
@@ -113,7 +128,7 @@ def waiting_gradients(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _waiting_places(model: nn.Module) -> Iterator[tuple[str, Any, str]]:
-    """Yield where such gradients are stored: a name, an object, and its attribute that holds a gradient or ``None``."""
+    """Yield the places that store waiting gradients: a name, an object, and its attribute that holds a gradient or ``None``."""
     for group in _groups(model):
         for part in group.fsdp_params:
             if (unsharded := getattr(part, "_unsharded_param", None)) is not None:  # made by the first gathering
@@ -124,7 +139,7 @@ def _waiting_places(model: nn.Module) -> Iterator[tuple[str, Any, str]]:
 
 
 class KeptWaiting:
-    """The gradients that wait for a later reduction. ``put_back`` makes exactly these wait again."""
+    """Stores the gradients that wait for a later reduction. `put_back` makes exactly these gradients wait again."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -138,7 +153,7 @@ class KeptWaiting:
         ]
 
     def put_back(self) -> None:
-        """Put the same tensors back into the same places, and ``None`` into places that were made since."""
+        """Put the same tensors back into the same places, and put ``None`` into places that were made since."""
         for group, name, value in self._groups:
             setattr(group, name, copy.copy(value))
         kept = {(id(holder), attribute): gradient for holder, attribute, gradient in self.places}
@@ -147,13 +162,16 @@ class KeptWaiting:
 
 
 def holds_gradients_back(model: nn.Module) -> bool:
-    """True if the next backward leaves gradients that wait for a later reduction."""
+    """Return True if the next backward leaves gradients that wait for a later reduction."""
     return any(not (group.reduce_grads and group.all_reduce_grads) for group in _groups(model))
 
 
 @contextlib.contextmanager
 def holding_gradients_back(model: nn.Module, *, holds: bool) -> Iterator[None]:
-    """Let gradients wait, or be reduced, in every module inside the block."""
+    """Return a context manager that decides whether gradients wait inside its block.
+
+    With ``holds``, the modules keep their settings. Otherwise, each module reduces its gradients.
+    """
     groups = _groups(model)
     before = [(group.reduce_grads, group.all_reduce_grads) for group in groups]
     try:
@@ -166,7 +184,7 @@ def holding_gradients_back(model: nn.Module, *, holds: bool) -> Iterator[None]:
 
 
 def emptied_after_forward(model: nn.Module, modules: Mapping[str, nn.Module]) -> frozenset[str]:
-    """Return which of ``modules`` (parts of the model) use parameters that may be freed between their forward and backward."""
+    """Return the names of those ``modules`` whose parameters may be freed between their forward and their backward."""
     owners = {
         part._module_info.module
         for group in _groups(model)
@@ -177,7 +195,9 @@ def emptied_after_forward(model: nn.Module, modules: Mapping[str, nn.Module]) ->
 
 
 def release_gathered(model: nn.Module) -> None:
-    """Reset FSDP2 after a step whose backward did not finish. Gradients are kept, although torch 2.15 drops them in a reset."""
+    """Reset FSDP2 after a step whose backward did not finish. Gradients are kept, although torch 2.15 drops gradients in a
+    reset.
+    """
     gradients, waiting = [(each, each.grad) for each in sharded_parameters(model)], KeptWaiting(model)
     for state, module in {module._get_fsdp_state(): module for module in _sharded_modules(model)}.items():
         if state._is_root and is_at_least(2, 13):
@@ -190,7 +210,7 @@ def release_gathered(model: nn.Module) -> None:
 
 
 def _reset(root: Any) -> None:
-    """Do what ``reset_iter_state`` does, for torch versions without it."""
+    """Do what ``reset_iter_state`` does, for versions of torch that do not have this function."""
     comm, context = root._comm_ctx, root._state_ctx
     comm.all_gather_state = comm.reduce_scatter_state = None
     comm.post_forward_order.clear()
@@ -206,7 +226,7 @@ def _reset(root: Any) -> None:
 
 
 def gather_once(model: nn.Module) -> None:
-    """Let every module that has never gathered its parameters do so once. This allocates memory that later steps reuse."""
+    """Let each module that has never gathered its parameters do so once. This allocates the memory that later steps reuse."""
     for module in _sharded_modules(model):
         parts = [part for group in groups_of(module) for part in group.fsdp_params]
         if any(getattr(part, "_unsharded_param", None) is None for part in parts):
@@ -215,22 +235,22 @@ def gather_once(model: nn.Module) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free gathered parameters. After a forward without a backward, the root's are still there."""
+    """Free gathered parameters. After a forward without a backward, the parameters of the root module are still gathered."""
     for module in _sharded_modules(model):
         module.reshard()
 
 
 def own_reductions(model: nn.Module) -> list[str]:
-    """Return the names of the user's reductions (or gradient compression's) that replace torch's."""
+    """Return the names of reductions that replace torch's own reductions: the user's, or those of gradient compression."""
     found = dict.fromkeys(thing for group in _groups(model) for thing in _own_of(group) if thing is not None)
     return [getattr(thing, "__qualname__", type(thing).__name__) for thing in found]
 
 
 class KeptShards:
-    """FSDP2's state between steps, set aside. Until ``put_back``, zeros replace the waiting gradients.
+    """Sets FSDP2's state aside between steps. Until `put_back`, zeros replace the waiting gradients.
 
-    Torch's own reductions replace the user's, which may keep unsent data and count steps. Parameters that stay gathered after
-    backward (``set_reshard_after_backward(False)``) are freed before and after.
+    Until then, torch's own reductions replace the user's reductions, which may keep unsent data and count steps. Parameters
+    that stay gathered after backward (``set_reshard_after_backward(False)``) are freed at the beginning and by `put_back`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -250,7 +270,7 @@ class KeptShards:
                 setattr(holder, attribute, torch.zeros_like(gradient))
 
     def put_back(self) -> None:
-        """Restore everything and discard what an unfinished step has left."""
+        """Restore FSDP2's state, and discard what an unfinished step has left."""
         if _is_busy(self._model):
             release_gathered(self._model)
         reshard(self._model)
@@ -260,7 +280,7 @@ class KeptShards:
 
 
 def _own_of(group: FSDPParamGroup) -> tuple[Any, Any]:
-    """Return the user's reduce-scatter (None if it is torch's) and the all-reduce hook."""
+    """Return the user's reduce-scatter (None if torch's own is in use) and the all-reduce hook."""
     scatter = group._reduce_scatter_comm
     return None if type(scatter).__module__.startswith("torch.") else scatter, group._all_reduce_hook
 
@@ -285,7 +305,7 @@ def _groups(model: nn.Module) -> list[FSDPParamGroup]:
 
 
 def groups_of(module: FSDPModule) -> list[FSDPParamGroup]:
-    """Return FSDP2's groups, which hold the parameters and hooks of a module that ``fully_shard`` was called on."""
+    """Return FSDP2's groups of a module that ``fully_shard`` was called on. The groups hold the parameters and the hooks."""
     return _groups_of(module._get_fsdp_state())
 
 
@@ -307,7 +327,7 @@ def _name_of(part: FSDPParam) -> str:
 
 
 def _is_busy(model: nn.Module) -> bool:
-    """True if a module is in the middle of a forward or a backward."""
+    """Return True if a module is in the middle of a forward or a backward."""
     parts: list[FSDPState | FSDPParamGroup] = [*_states(model), *_groups(model)]
     return any(part._training_state.name != _IDLE for part in parts) or any(
         group._post_forward_indices for group in _groups(model)

@@ -1,15 +1,15 @@
-"""Lets ops on fake CPU tensors decompose as they would on the device that the plan is for.
+"""Let ops on fake CPU tensors decompose in the same way as on the device that the plan is for.
 
 What a step saves for backward depends on the kernel. On a CPU, dropout is ``empty_like → bernoulli_ → div_ → mul`` and keeps a
-mask in the activations' dtype; on a GPU it is one op with a byte mask. The kernel is chosen by functions that torch decomposes
-before anything else sees them. Inside the block, those functions that choose by device are replaced for CPU tensors by what
-torch does for CUDA tensors (2.9 to 2.13).
+mask in the activations' dtype; on a GPU, dropout is one op with a byte mask. The kernel is chosen by functions that torch
+decomposes before anything else sees them. Some of these functions choose by device. Inside the block, they do for CPU tensors
+what torch does for CUDA tensors (2.9 to 2.13).
 
 Autocast differs too: if the caller's autocast is on (for "cuda", or for "cpu" without CUDA), the block uses its dtype, and
 CUDA's list of ops that stay in float32.
 
 Attention takes the first kernel in torch's order that supports the call: cuDNN's, if torch prefers it (`prefers_cudnn`), then
-flash, then memory-efficient, then the one made of matrix products. A kernel that is disabled by ``torch.backends.cuda`` or
+flash, then memory-efficient, then the kernel made of matrix products. A kernel that is disabled by ``torch.backends.cuda`` or
 ``torch.nn.attention.sdpa_kernel`` is skipped.
 
 Sources: ``aten/src/ATen/native/Dropout.cpp``, ``transformers/attention.cpp``, ``transformers/cuda/sdp_utils.cpp``,
@@ -39,12 +39,12 @@ _NARROW_DTYPES = (torch.float16, torch.bfloat16)
 _FLASH_MOST_HEAD_SIZE = 256
 _FLASH_ALIGNMENT = 8
 _CUDNN_FIRST = 91500
-"""torch prefers newer cuDNN: since 9.15.1 it supports sequences of any length (pytorch#169849)."""
+"""The version of cuDNN above which torch prefers cuDNN: since 9.15.1 it supports sequences of any length (pytorch#169849)."""
 _CUDNN_MOST_HEAD_SIZE = 128
 _CUDNN_MOST_LATENT = (192, 128)
-"""Head sizes of queries and of values in multi-head latent attention."""
+"""The head sizes of queries and of values in multi-head latent attention. cuDNN supports this pair too."""
 _HOPPER_OR_BLACKWELL = re.compile(r"(?<![a-z])(gh|h|gb|b)[1-9]00(?![0-9])|(?<![a-z])h20(?![0-9])")
-"""Matches the names of data center GPUs of compute capability 9.0 and 10.x."""
+"""A pattern that matches the names of data center GPUs of compute capability 9.0 and 10.x."""
 _FLOAT32_UNDER_CUDA_AUTOCAST = (
     "softmax.int",
     "log_softmax.int",
@@ -67,12 +67,15 @@ _FLOAT32_UNDER_CUDA_AUTOCAST = (
     "sum",
     "sum.dim_IntList",
 )
-"""Ops of CUDA's float32 autocast list that models use, and that CPU autocast leaves in the narrow dtype."""
+"""Names of ops that CUDA's autocast runs in float32, that models use, and that CPU autocast leaves in the narrow dtype."""
 
 
 @contextlib.contextmanager
 def target_kernels(device_name: str) -> Iterator[None]:
-    """Let CPU tensors use the kernels of the device. Nothing changes for a CPU."""
+    """Return a context manager.
+
+    Inside its block, CPU tensors use the kernels of the named device. For a CPU it does nothing.
+    """
     if not runs_gpu_kernels(device_name):
         yield
         return
@@ -95,7 +98,7 @@ def target_kernels(device_name: str) -> Iterator[None]:
 
 
 def _in_float32(name: str) -> Callable[..., Any]:
-    """Return the op called ``name`` with its floating-point tensors cast to float32, as autocast does it."""
+    """Return a function that calls the op ``name`` with its floating-point tensors cast to float32, as autocast does it."""
     packet, _, overload = name.partition(".")
     op = getattr(getattr(_ATEN, packet), overload or "default")
     below = dispatch_keys(AUTOCAST_CPU)
@@ -118,7 +121,8 @@ def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # noq
 
 
 def prefers_cudnn(device_name: str) -> bool:
-    """True if torch tries cuDNN's attention first on this device: since cuDNN 9.15.1, for compute capability 9 and 10.
+    """Return True if torch tries cuDNN's attention first on this device. It does so since cuDNN 9.15.1, for compute capability
+    9 and 10.
 
     A CPU build of torch lacks cuDNN. Then the version in torch's wheels for CUDA 13 is assumed, which is newer.
     ``TORCH_CUDNN_SDPA_DEPRIORITIZED=1``, a disabled kernel and deterministic mode have the same effect as in torch.
@@ -146,7 +150,7 @@ def _has_capability_9_or_10(device_name: str) -> bool:
 
 
 def _attention(*, with_cudnn: bool) -> Callable[..., torch.Tensor]:
-    """Return a function that calls the attention kernel that torch chooses on a GPU."""
+    """Return a function that computes attention with the kernel that torch chooses on a GPU."""
 
     def attend(
         query: torch.Tensor,
@@ -190,7 +194,7 @@ def _attention(*, with_cudnn: bool) -> Callable[..., torch.Tensor]:
 
 
 def _fits_cudnn(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float) -> bool:
-    """True if cuDNN's kernel supports these shapes."""
+    """Return True if cuDNN's attention kernel supports these shapes."""
     sizes = query.shape[-1], value.shape[-1]
     return (
         query.dtype in _NARROW_DTYPES
@@ -202,7 +206,10 @@ def _fits_cudnn(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dro
 
 
 def _fits_flash(query: torch.Tensor, value: torch.Tensor) -> bool:
-    """True if the flash kernel supports these shapes. Values of another head size go to the memory-efficient kernel."""
+    """Return True if the flash attention kernel supports these shapes.
+
+    If the values have another head size than the queries, it does not, and the memory-efficient kernel is used.
+    """
     return (
         torch.backends.cuda.flash_sdp_enabled()
         and query.dtype in _NARROW_DTYPES
@@ -211,7 +218,7 @@ def _fits_flash(query: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 def _attention_bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
-    """Return the additive mask, expanded to all heads, as fused kernels expect it."""
+    """Return the attention mask as an additive mask, expanded to all heads, as fused kernels expect it."""
     if mask is None:
         return None
     if mask.dtype is torch.bool:
@@ -221,7 +228,9 @@ def _attention_bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.T
 
 
 def _softmax(op: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return ``_softmax`` or ``_log_softmax``, which on a GPU casts float16 to float32 inside the kernel."""
+    """Return a function that computes ``_softmax`` or ``_log_softmax`` as a GPU does, which casts float16 to float32 in the
+    kernel.
+    """
 
     def kernel(input: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:  # noqa: A002 - aten's
         if input.dtype is torch.float16 and dtype is torch.float32:
@@ -241,7 +250,7 @@ def _rms_norm(
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """CUDA's fused kernel, which has an autograd formula on a GPU and decomposes on a CPU."""
+    """An autograd function around CUDA's fused RMS norm, which has an autograd formula on a GPU and decomposes on a CPU."""
 
     @staticmethod
     def forward(

@@ -1,11 +1,13 @@
-"""This process's tensors behind distributed ones: a DTensor's local shard, the buffer that a collective fills.
+"""Functions that find this process's tensor behind a distributed tensor: a DTensor's local shard, or the buffer that a
+collective fills.
 
-A ``DTensor`` does not hold memory itself. It is a local tensor plus the layout that says which part of a global tensor that is.
-An ``AsyncCollectiveTensor`` is a tensor whose contents have not arrived yet. Plimsoll decides everything on the local tensor.
-``Shell`` keeps the layout and wraps the local tensor in it again.
+A ``DTensor`` does not hold memory itself. It is a local tensor plus the layout, which says which part of a global tensor the
+local tensor is. An ``AsyncCollectiveTensor`` is a tensor whose contents have not arrived yet. Plimsoll decides everything on
+the local tensor. ``Shell`` keeps the layout and wraps the local tensor in it again.
 
 Known weakness: torch does not bump any version counter when a multi-tensor or fused optimizer writes to DTensors (2.13). Such a
-write between forward and backward goes unnoticed here, as it does without Plimsoll; the sentinels may still see it.
+write between forward and backward goes unnoticed here, as it does without Plimsoll. The sentinels (samples of dropped tensors)
+may still notice it.
 """
 
 from __future__ import annotations
@@ -21,25 +23,28 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from plimsoll.tracing.torch_internals import without_modes
 
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})
-"""Types whose tensors hold their own memory. Nearly all tensors are of these types, so they are checked first."""
+"""Types whose tensors hold their own memory. Nearly all tensors are of these types, so these types are checked first."""
 _DEEPEST_STATE = 2
-"""How deep to search: a weight's scales may have scales of their own (double quantisation)."""
+"""The number of levels of attributes to search: a weight's scales may have scales of their own (double quantisation)."""
 _SHARDED = ("torch.distributed.tensor", "DTensor")
 _PENDING = ("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
-"""The modules and names of the two types. Importing them takes a second. If they are not imported, no such tensor exists."""
+"""The module and the name of each of the two types. They are not imported here, because that takes a second.
+
+If their modules are not imported, such tensors do not exist.
+"""
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """True if the tensor only wraps other tensors that hold the memory."""
+    """Return True if the tensor only wraps other tensors, which hold the memory."""
     return is_traceable_wrapper_subclass(tensor)
 
 
 def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the plain tensors that hold the memory of ``tensor``.
 
-    That is the tensor itself, a DTensor's local shard, or a sparse tensor's indices and values. A wrapper's storage has the
-    size of the whole tensor but no memory, so bytes must be counted, and bits compared, on these parts. No collective runs, and
-    autograd sees nothing.
+    They are the tensor itself, a DTensor's local shard, or a sparse tensor's indices and values. The storage of a wrapper has
+    the size of the whole tensor but does not have memory, so bytes must be counted, and bits compared, on these parts. The
+    function does not run a collective, and autograd does not record it.
 
     Example:
         >>> [part.shape for part in dense_parts(torch.zeros(2, 3))]
@@ -55,19 +60,21 @@ def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient of a parameter.
+    """Return the gradient of a parameter, or ``None`` if it does not have one.
 
     In ``torch.func.functional_call`` a module's parameters may be results of other tensors (fast weights). Torch warns when
-    their ``grad`` is read, and they have none unless ``retain_grad`` was called.
+    their ``grad`` is read, and they do not have a gradient unless ``retain_grad`` was called.
     """
     return tensor.grad if tensor.is_leaf or tensor.retains_grad else None
 
 
 def beside_weights(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Find tensors that frozen weights keep as attributes, such as the scales and code books of bitsandbytes' 4-bit weights.
+    """Yield the tensors that frozen weights keep as attributes, such as the scales and code books of bitsandbytes' 4-bit
+    weights.
 
-    The 8-bit weights of bitsandbytes keep them in their module's ``state`` from the first forward on. Yield for each a name
-    (the weight's and its own), the dictionary that holds it, and its key there.
+    The 8-bit weights of bitsandbytes keep such tensors in their module's ``state`` from the first forward on. Each tensor is
+    given by a name (made of the weight's name and the attribute's name), the dictionary that holds the tensor, and the key in
+    the dictionary.
     """
     for name, parameter in module.named_parameters():
         if not (parameter.requires_grad or is_wrapper(parameter)):
@@ -87,12 +94,15 @@ def _tensors_in(name: str, holder: dict[str, Any], depth: int) -> Iterator[tuple
 
 
 def densified(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor itself, or a dense copy of a sparse one."""
+    """Return the tensor itself if it is dense, else a dense copy of it."""
     return tensor if tensor.layout is torch.strided else tensor.to_dense()
 
 
 def parts_of_sparse(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The indices and values of a sparse tensor; of any other tensor, also of one in a library's own layout (MKL-DNN), none."""
+    """Return the indices and values of a sparse tensor.
+
+    For any other tensor return an empty tuple, even if the tensor has a library's own layout (MKL-DNN).
+    """
     if tensor.layout is torch.strided:
         return ()
     with without_modes(), torch.no_grad():
@@ -106,27 +116,27 @@ def parts_of_sparse(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def local_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of the elements of ``tensor`` that this process holds."""
+    """Return the size in bytes of those elements of ``tensor`` that this process holds."""
     return sum(part.numel() * part.element_size() for part in dense_parts(tensor))
 
 
 def is_sharded(tensor: Any) -> bool:
-    """True for a ``DTensor``."""
+    """Return True if the tensor is a ``DTensor``."""
     return type(tensor) not in _PLAIN and isinstance(tensor, _loaded(_SHARDED))
 
 
 def is_pending(tensor: Any) -> bool:
-    """True for a tensor that a collective is still filling."""
+    """Return True if a collective is still filling the tensor."""
     return type(tensor) not in _PLAIN and isinstance(tensor, _loaded(_PENDING))
 
 
 def dispatches_itself(kinds: Any) -> bool:
-    """True if tensors of these types turn their ops into ops on local tensors and collectives."""
+    """Return True if tensors of these types turn their ops into ops on local tensors and collectives."""
     return any(kind not in _PLAIN and issubclass(kind, (*_loaded(_SHARDED), *_loaded(_PENDING))) for kind in kinds)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this process's tensor without waiting for its contents. A plain tensor is returned itself."""
+    """Return this process's tensor, without waiting for its contents. Of a plain tensor, return the tensor itself."""
     if type(tensor) in _PLAIN:
         return tensor
     inner: Any = tensor
@@ -136,7 +146,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def settled(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this process's tensor after its contents have arrived."""
+    """Wait until the tensor's contents have arrived, and return this process's tensor behind it."""
     if type(tensor) in _PLAIN:
         return tensor
     inner: Any = tensor
@@ -148,21 +158,22 @@ def settled(tensor: torch.Tensor) -> torch.Tensor:
 def version_of(tensor: torch.Tensor) -> int:
     """Return how often the tensor was written in place, through itself or through its local tensor.
 
-    A write through a DTensor bumps only the DTensor's version; a write to its local tensor bumps only that one's.
+    A write through a DTensor increases only the DTensor's version. A write to its local tensor increases only the local
+    tensor's version.
     """
     local = local_of(tensor)
     return tensor._version if local is tensor else tensor._version + local._version
 
 
 def unwrapped(tensor: torch.Tensor) -> tuple[torch.Tensor, Shell | None]:
-    """Return this process's tensor after its contents have arrived, and a DTensor's `Shell`."""
+    """Return this process's tensor after its contents have arrived, and for a DTensor its `Shell` (otherwise ``None``)."""
     return settled(tensor), Shell(tensor) if is_sharded(tensor) else None
 
 
 class Shell:
     """The layout of a DTensor without its local tensor: device mesh, placements, global shape and strides.
 
-    The DTensor is held until ``keep`` or ``let_go``, so that its version can be read.
+    The DTensor itself is held until `let_go`, so that its version can be read. `keep` replaces it by an alias.
     """
 
     __slots__ = ("_kind", "layout", "outer")
@@ -171,22 +182,25 @@ class Shell:
         inner: Any = tensor
         self._kind = type(tensor)
         self.layout = inner._spec
-        """Mesh, placements, global shape and strides: hashable, and equal for tensors with the same layout."""
+        """The mesh, placements, global shape and strides.
+
+        The object is hashable, and equal for tensors with the same layout.
+        """
         self.outer: torch.Tensor | None = tensor
-        """The original DTensor, while it is held."""
+        """The original DTensor or an alias of it; ``None`` after `let_go`."""
 
     @property
     def version(self) -> int:
-        """How often the DTensor was written; 0 after `let_go`."""
+        """The number of writes to the DTensor so far. After `let_go` it is 0."""
         return 0 if self.outer is None else self.outer._version
 
     def keep(self) -> None:
-        """Hold an alias, which shares the version but not the graph."""
+        """Replace the DTensor by an alias, which shares the version counter but not the autograd graph."""
         if self.outer is not None:
             self.outer = self.outer.detach()
 
     def let_go(self) -> None:
-        """Drop the DTensor and hold only the layout."""
+        """Stop holding the DTensor, and hold only its layout."""
         self.outer = None
 
     def around(self, local: torch.Tensor) -> torch.Tensor:
@@ -197,19 +211,24 @@ class Shell:
 
 
 def layout_of(tensor: torch.Tensor) -> str:
-    """Return a DTensor's layout as text, such as `` (Shard(dim=0),) on (2, 4)``, equal on every rank; "" for other tensors."""
+    """Return a DTensor's layout as text, such as `` (Shard(dim=0),) on (2, 4)``. The text is equal on all ranks.
+
+    For other tensors return "".
+    """
     inner: Any = tensor
     return f" {inner.placements} on {tuple(inner.device_mesh.shape)}" if is_sharded(tensor) else ""
 
 
 def layout_key(tensor: torch.Tensor) -> Any:
-    """Return a hashable layout of a DTensor: mesh, placements, global shape and strides; ``None`` for other tensors."""
+    """Return the layout of a DTensor as a hashable object: mesh, placements, global shape and strides. Return ``None`` for
+    other tensors.
+    """
     inner: Any = tensor
     return inner._spec if is_sharded(tensor) else None
 
 
 def _loaded(place: tuple[str, str]) -> tuple[type, ...]:
-    """Return the type if its module is imported, else nothing."""
+    """Return a tuple with the type, if its module is imported, else an empty tuple."""
     module = sys.modules.get(place[0])
     found = None if module is None else module.__dict__.get(place[1])
     return () if found is None else (found,)

@@ -1,7 +1,7 @@
-"""Tracks the graphs of a model's forwards until a backward has run through them.
+"""Tracks the autograd graphs of a model's forwards until a backward has run through them.
 
-A training step may run several forwards before one backward (pairs, preference losses), so it is over only when none of its
-graphs is waiting. A graph that was dropped does not wait any more.
+A training step may run several forwards before one backward (pairs, preference losses), so the step is over only when none of
+its graphs is waiting. A graph that was dropped does not wait any more.
 """
 
 from __future__ import annotations
@@ -15,53 +15,59 @@ from plimsoll.tracing.torch_internals import at_end_of_backward, current_graph_t
 
 
 def is_in_backward() -> bool:
-    """True if this thread is within a backward. A module that is called now is being recomputed by some checkpointing."""
+    """Return True if this thread is within a backward. A module that is called then is being recomputed by other checkpointing
+    code.
+    """
     return current_graph_task() != -1
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the running backward has finished, after the callbacks that wrappers of the model have queued."""
+    """Call ``callback`` when the running backward has finished.
+
+    Callbacks that wrappers of the model have queued run before it.
+    """
     at_end_of_backward(lambda: at_end_of_backward(callback))
 
 
 class OpenGraphs:
-    """The graphs that wait for their backward.
+    """The autograd graphs that wait for their backward.
 
-    ``on_backward`` is called when backward reaches a graph, ``on_backward_end`` after each backward through some of them.
+    ``on_backward`` is called when backward reaches a graph, and ``on_backward_end`` is called after each backward that has
+    reached at least one of them.
     """
 
     def __init__(self, on_backward_end: Callable[[], None], on_backward: Callable[[], None]) -> None:
         self._waiting: weakref.WeakSet[_Graph] = weakref.WeakSet()
         self._left: weakref.WeakSet[_Graph] = weakref.WeakSet()
-        """Graphs that were abandoned before their backward, or that their backward has retained."""
+        """Graphs that were abandoned before their backward, or that their backward has retained (``retain_graph=True``)."""
         self._on_backward_end, self._on_backward = on_backward_end, on_backward
         self._task = -1
         self.most = 0
-        """The most graphs that have waited at once since ``begin``."""
+        """The largest number of graphs that have waited at the same time since `begin`."""
         self.has_backward = False
-        """Whether a backward has run through one of the graphs since ``begin``."""
+        """Whether a backward has run through at least one of the graphs since `begin`."""
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     @property
     def has_left(self) -> bool:
-        """Whether a graph of an earlier step still holds what its forward saved."""
+        """Whether the graph of an earlier step still holds what its forward saved."""
         return len(self._left) > 0
 
     def abandon(self) -> None:
-        """Remove the waiting graphs from the step: their backward will not run."""
+        """Remove the waiting graphs from the step, because their backward will not run."""
         self.most -= len(self._waiting)
         self._left.update(self._waiting)
         self._waiting.clear()
 
     def begin(self) -> None:
-        """Begin another step."""
+        """Begin another step: forget the graphs of the step before."""
         self.abandon()
         self.most, self.has_backward = 0, False
 
     def note(self, output: Any) -> None:
-        """Note the graph of a forward that has returned ``output``."""
+        """Note the autograd graph of a forward that has returned ``output``."""
         graph = _Graph(weakref.WeakMethod(self._passed))
         for node in {tensor.grad_fn for tensor in returned_tensors(output)}:
             if node is not None:
@@ -85,7 +91,9 @@ class OpenGraphs:
 
 
 class _Graph:
-    """A prehook on the last nodes of a graph. It lives as long as these nodes, and is called when backward reaches one."""
+    """A prehook on the last nodes of a graph. It exists as long as these nodes, and is called when backward reaches one of
+    them.
+    """
 
     def __init__(self, passed: weakref.WeakMethod[Callable[[_Graph], None]]) -> None:
         self._passed = passed

@@ -1,11 +1,11 @@
-"""Traces an optimizer's step on copies of its parameters and state that do not use memory.
+"""Trace an optimizer's step on copies of its parameters and of its state. The copies do not use memory.
 
 The traced step is the second one, so the optimizer's state exists, as in all of training except the first step. The real
 optimizer is only read.
 
 Copies on the meta device cost a tenth of what fake tensors cost. If a step fails on that device, fake tensors are used.
 
-Known weakness: if a step reads a number from such a tensor (Adafactor: the norm of a parameter), it reads 1.
+Known weakness: if a step reads a number from such a copy (Adafactor: the norm of a parameter), the number is 1.
 """
 
 from __future__ import annotations
@@ -36,27 +36,28 @@ from plimsoll.tracing.tracer import StepTracer
 from plimsoll.tracing.zero import partitions
 
 _PATCHED = ("step", "profile_hook_step")
-"""Attributes that schedulers and profilers replace to wrap an optimizer's methods."""
+"""Names of attributes that schedulers and profilers set on an optimizer in order to wrap its methods."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerLog:
-    """One optimizer step: its tracer, and the storages that are optimizer state."""
+    """Data about one optimizer step: its tracer, and the ids of the storages that are optimizer state."""
 
     name: str
     tracer: StepTracer
     states: frozenset[int]
 
     def ops(self) -> list[TraceOp]:
-        """Return the ops of the step."""
+        """Return the ops of the step in the form of a trace's ops."""
         return [
             TraceOp(name=op.name, module=self.name, phase=Phase.OPTIMIZER, cost_key=op.cost_key)
             for op in self.tracer.ops
         ]
 
     def storages(self, first_id: int, first_tick: int) -> list[Storage]:
-        """Return the state and the temporaries of the step, numbered from ``first_id``; the step's first op is at
-        ``first_tick``.
+        """Return the storages of the state and of the temporaries of the step. Their ids begin with ``first_id``.
+
+        The tick (position in the trace) of the step's first op is ``first_tick``.
         """
         tracer = self.tracer
         known = [
@@ -78,13 +79,13 @@ class OptimizerLog:
 def trace_optimizer(
     optimizer: Optimizer, model: nn.Module, without_gradient: frozenset[str], *, on_gpu: bool
 ) -> OptimizerLog:
-    """Trace one step of a copy of ``optimizer``. The optimizer and its parameters do not change.
+    """Trace one step of a copy of ``optimizer``, and return its log. The optimizer and its parameters do not change.
 
-    The optimizer skips the parameters in ``without_gradient``. It uses loops or multi-tensor (foreach) ops, whichever torch
-    chooses on such a device.
+    The step skips the parameters in ``without_gradient``. It uses loops or multi-tensor (foreach) ops, depending on what torch
+    chooses on a GPU or a CPU.
 
     Raises:
-        InvalidModel: the optimizer holds no parameter of the model.
+        InvalidModel: the optimizer does not hold a parameter of the model.
         TracingFailed: the optimizer cannot be copied, or its step needs real numbers or a closure.
     """
     names = _parameter_names(optimizer, model)
@@ -112,7 +113,9 @@ def _traced(
     *,
     on_gpu: bool,
 ) -> OptimizerLog:
-    """Trace the second step of a copy, with fake tensors of ``mode``, or on the meta device if that is None."""
+    """Trace the second step of a copy. The copy has fake tensors of ``mode``, or tensors on the meta device if ``mode`` is
+    None.
+    """
     twins = {id(p): _twin_of(p, mode) for p in _parameters(optimizer)}
     twin = _copy(optimizer, twins, mode, on_gpu=on_gpu)
     with contextlib.ExitStack() as stack:
@@ -138,7 +141,8 @@ def with_options(
     options: Mapping[str, object],
     without_gradient: frozenset[str],
 ) -> Trace:
-    """Return a trace with the same forward and backward, and the optimizer's step with other options in its groups.
+    """Return a trace with the same forward and backward, but with an optimizer step under other options in the parameter
+    groups.
 
     The given trace may or may not end with the step of the unchanged optimizer. Options are such as ``{"fused": True,
     "foreach": None}``.
@@ -164,7 +168,10 @@ def with_options(
 
 
 def _twin_of(tensor: torch.Tensor, mode: FakeTensorMode | None) -> torch.Tensor:
-    """Return a memoryless tensor like this process's part of ``tensor``: an optimizer of DTensors steps their local shards."""
+    """Return a tensor without memory that is like this process's part of ``tensor``.
+
+    An optimizer of DTensors steps their local shards.
+    """
     (local,) = dense_parts(tensor)
     if local is tensor or not isinstance(tensor, nn.Parameter):
         return fake_like(local, mode)
@@ -177,10 +184,10 @@ def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _parameter_names(optimizer: Optimizer, model: nn.Module) -> dict[int, str]:
-    """Names for all that the optimizer holds on the model's devices, by ``id``.
+    """Return a mapping from ``id`` to name, for all parameters that the optimizer holds on the model's devices.
 
     Parameters of a loss, and of layers that were taken out of the model, count too: their state is on the device as well, and
-    the step updates them together. All of them are taken to have gradients, as a loss's have after backward.
+    the step updates them together. All of these are assumed to have gradients, as the parameters of a loss have after backward.
     """
     refuse_optimizer_of_another(optimizer, model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -191,10 +198,10 @@ def _parameter_names(optimizer: Optimizer, model: nn.Module) -> dict[int, str]:
 
 
 def refuse_optimizer_of_another(optimizer: Optimizer, model: nn.Module) -> None:
-    """Refuse an optimizer that trains something else. It may train more than the model.
+    """Refuse an optimizer that does not train the model. It may train other parameters in addition.
 
     Raises:
-        InvalidModel: it holds parameters, and none of them is the model's.
+        InvalidModel: the optimizer holds parameters, and none of them is the model's.
     """
     held = list(_parameters(optimizer))  # none under ZeRO-3, while it does not step
     if held and {id(each) for each in every_parameter(model)}.isdisjoint(map(id, held)):
@@ -209,7 +216,7 @@ def refuse_optimizer_of_another(optimizer: Optimizer, model: nn.Module) -> None:
 def _copy(
     optimizer: Optimizer, twins: dict[int, torch.Tensor], mode: FakeTensorMode | None, *, on_gpu: bool
 ) -> Optimizer:
-    """Return a copy of the optimizer without hooks, over the twins and a state without memory. Nothing large is copied."""
+    """Return a copy of the optimizer without hooks. It has copies of parameters and state without memory, so it is small."""
     twin: Optimizer = object.__new__(type(optimizer))
     memo: dict[int, Any] = dict(twins)
     for _, tensor in _state_tensors(list(optimizer.state.values())):
@@ -225,7 +232,8 @@ def _copy(
 
 
 def _step_lbfgs(twin: LBFGS) -> None:
-    """Do to memory what a step of L-BFGS does when its history is full. The real step reads numbers and calls the model.
+    """Allocate and free the tensors that a step of L-BFGS allocates and frees when its history is full. The real step is not
+    run, because it reads numbers and calls the model.
 
     ``held`` counts the vectors that are alive while the model is evaluated again: the flat gradient, two directions, and
     entries that are not in the history yet. With a line search, its start and the gradients at tried points are added.
@@ -278,7 +286,7 @@ def _state_tensors(state: Any, key: str = "") -> Iterator[tuple[str, torch.Tenso
 
 
 class _StandIns(TorchDispatchMode):
-    """Answers 1 when Python reads a number from a tensor without memory, and skips fused steps.
+    """A dispatch mode that answers 1 when Python reads a number from a tensor without memory, and that skips fused steps.
 
     Some fused steps have no fake implementation (SGD, Adagrad), and torch would run them on zeros as large as the parameters.
     They return nothing and do not change shapes, so they can be skipped.

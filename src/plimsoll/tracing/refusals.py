@@ -1,4 +1,5 @@
-"""What cannot be traced, and why: models without a training step, and exceptions in a step as one clear error of ours.
+"""Refuse what cannot be traced, and say why: models without a training step, and exceptions in a step, as one clear error of
+ours.
 
 Out-of-memory errors and interrupts are not changed.
 """
@@ -35,7 +36,7 @@ _REFUSALS = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, A
 _DEPENDS_ON_DATA = (DataDependentOutputException, DynamicOutputShapeException)
 _DISABLES_HOOKS = inspect.unwrap(torch.autograd.graph.disable_saved_tensors_hooks).__code__
 _HIGHER_ORDER = "_higher_order_ops"
-"""The folder of torch's ops that take functions: ``cond``, ``while_loop``, ``scan``."""
+"""The name of the folder of torch's ops that take functions: ``cond``, ``while_loop``, ``scan``."""
 _WITHOUT_FAKE = (UnsupportedFakeTensorException, UnsupportedOperatorException)
 
 
@@ -43,8 +44,8 @@ def check_traceable(model: nn.Module) -> None:
     """Refuse a model that does not have a training step.
 
     Raises:
-        InvalidModel: no parameters, parameters without a shape, nothing to train, sharded by FSDP1, or layer by layer by
-            DeepSpeed's ZeRO-3.
+        InvalidModel: the model does not have parameters, has parameters without a shape, or has nothing to train. Or it is
+            sharded by FSDP1, or gathered layer by layer by DeepSpeed's ZeRO-3.
         TracingFailed: gradients are switched off.
     """
     refuse_without_shape(model)
@@ -107,10 +108,11 @@ def refuse_without_shape(model: nn.Module) -> None:
 
 
 def refuse_nested(tensors: Iterable[torch.Tensor]) -> None:
-    """Refuse nested tensors, including jagged ones: their sizes are data, so the shapes of their ops change.
+    """Refuse nested tensors, including jagged ones. Their sizes are data, so the shapes of their ops change from batch to
+    batch.
 
     Raises:
-        InvalidBatch: one of them is nested.
+        InvalidBatch: one of the tensors is nested.
     """
     if any(tensor.is_nested for tensor in tensors):
         raise InvalidBatch(
@@ -124,7 +126,7 @@ def refuse_unseen_reducer(model: nn.Module) -> None:
     """Refuse a model whose gradients are reduced by a wrapper that is not the model itself.
 
     Raises:
-        InvalidModel: it is called from within ``DistributedDataParallel``, or contains one.
+        InvalidModel: the model is called from within a ``DistributedDataParallel``, or contains one.
     """
     wrapper = unseen_wrapper(model)
     if wrapper is not None:
@@ -136,8 +138,12 @@ def refuse_unseen_reducer(model: nn.Module) -> None:
 
 
 def refuse_shards(model: nn.Module) -> None:
-    """Refuse to trace a model that is split over ranks with fake tensors, before FSDP2's first forward sets itself up with
-    them.
+    """Refuse to trace a model with fake tensors if it is split over ranks.
+
+    This comes before FSDP2's first forward, which would set FSDP2 up with the fake tensors.
+
+    Raises:
+        InvalidModel: a parameter is a DTensor.
     """
     if any(is_sharded(parameter) for parameter in (*sharded_parameters(model), *model.parameters())):
         raise InvalidModel(
@@ -149,7 +155,8 @@ def refuse_shards(model: nn.Module) -> None:
 
 
 def compiled_part(module: nn.Module) -> str:
-    """Return which part torch.compile or TorchScript compiles: a submodule's name or "the module"; ``""`` if none.
+    """Return which part of a module torch.compile or TorchScript compiles: a submodule's name, "the module", or ``""`` if no
+    part is.
 
     The module, its submodules and functions that a forward calls are checked. Hooks around compiled code would unpack
     everything at once, and compiled code decides in its own backward what it saves. torch refuses hooks on scripted modules,
@@ -165,7 +172,10 @@ def compiled_part(module: nn.Module) -> str:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """True if torch.compile, or the module's own ``compile()``, was called on this very module."""
+    """Return True if torch.compile, or the module's own ``compile()``, was called on this very module.
+
+    Its parts do not count.
+    """
     return is_compiled_wrapper(module) or module._compiled_call_impl is not None  # seen in torch 2.9 to 2.15
 
 
@@ -174,21 +184,23 @@ def _is_compiled_function(function: Any) -> bool:
 
 
 def is_disabled(function: Any) -> bool:
-    """Whether torch.compiler.disable keeps a function from being compiled."""
+    """Return whether torch.compiler.disable keeps a function from being compiled."""
     return bool(_stored(function, "_torchdynamo_disable"))
 
 
 def _stored(thing: Any, name: str) -> Any:
-    """The stored value of an attribute, or ``None``. For a method, look at its function.
+    """Return the stored value of an attribute, or ``None``. For a method, look at the method's function.
 
-    Forward may name objects of any class, and their ``__getattr__`` and properties may raise anything
-    (``class AttrDict(dict): __getattr__ = dict.__getitem__``). So none of the user's code runs here.
+    The code of a forward may name objects of any class, and their ``__getattr__`` and properties may raise anything (``class
+    AttrDict(dict): __getattr__ = dict.__getitem__``). So none of the user's code runs here.
     """
     return inspect.getattr_static(thing.__func__ if isinstance(thing, MethodType) else thing, name, None)
 
 
 def _function_behind(thing: Any) -> FunctionType | None:
-    """The Python function that a callable ends in, past methods and wrappers; ``None`` if it does not end in one."""
+    """Return the Python function that a callable ends in, behind methods and wrappers. Return ``None`` if it does not end in
+    one.
+    """
     seen: set[int] = set()
     while id(thing) not in seen:
         seen.add(id(thing))
@@ -201,10 +213,10 @@ def _function_behind(thing: Any) -> FunctionType | None:
 
 
 def _called_by(module: nn.Module, forward: Any) -> Iterator[Any]:
-    """Yield what a forward may call by name.
+    """Yield the objects that a forward may call by name.
 
-    These are the globals and the module's attributes that its code mentions, and its closure. Its own methods and functions of
-    the same file are searched in the same way.
+    These are the globals and the module's attributes that its code mentions, and its closure. The module's own methods, and
+    functions of the same file, are searched in the same way.
     """
     waiting, seen = [forward], set()
     while waiting:
@@ -228,17 +240,17 @@ def _called_by(module: nn.Module, forward: Any) -> Iterator[Any]:
 
 
 def refuse_compiled(model: nn.Module) -> None:
-    """Refuse a model that is compiled as a whole: a plan could not decide about anything.
+    """Refuse a model that torch.compile compiles as a whole, because a plan could not decide about any of its tensors.
 
     Raises:
-        InvalidModel: it is compiled as a whole.
+        InvalidModel: the model is compiled as a whole.
     """
     if any(map(is_compiled, layers_of(model))):
         raise _compiled(f"{type(model).__name__} is compiled by torch.compile.")
 
 
 def uncompiled_regions(model: nn.Module, regions: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the regions that a plan can decide about. Warn about each of the others that it is not managed.
+    """Return the regions that a plan can decide about. For each of the other regions, warn that it is not managed.
 
     Raises:
         InvalidModel: no region remains, or the model is compiled as a whole.
@@ -251,7 +263,7 @@ def uncompiled_regions(model: nn.Module, regions: Mapping[str, nn.Module]) -> di
 
 
 def without_compiled(regions: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the regions without compiled parts. Warn about each of the others that it is not managed."""
+    """Return the regions without compiled parts. For each of the other regions, warn that it is not managed."""
     compiled = {name: part for name, module in regions.items() if (part := compiled_part(module))}
     for name, part in compiled.items():
         warnings.warn(f"plimsoll: region {name!r} is not managed: {part} is compiled", stacklevel=2)
@@ -261,9 +273,10 @@ def without_compiled(regions: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
 def without_transforms(
     regions: Mapping[str, nn.Module], name: str, left_alone: Mapping[str, nn.Module]
 ) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
-    """Move all regions of the class of region ``name`` to ``left_alone``, because one runs a transform of ``torch.func``.
+    """Move region ``name``, and all regions of the same class, to ``left_alone``. The region runs a transform of
+    ``torch.func``, which cannot run under saved-tensor hooks.
 
-    Return the remaining regions and the new ``left_alone``.
+    Return the remaining regions, and the new ``left_alone``, as two mappings from name to module.
     """
     kept = {other: each for other, each in regions.items() if type(each) is type(regions[name])}
     warnings.warn(
@@ -274,7 +287,7 @@ def without_transforms(
 
 
 def refuses_hooks(error: BaseException) -> bool:
-    """True if a transform of ``torch.func`` raised the error because hooks on saved tensors are active."""
+    """Return True if a transform of ``torch.func`` raised the error because hooks on saved tensors are active."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return frame.f_code is _DISABLES_HOOKS
 
@@ -282,10 +295,10 @@ def refuses_hooks(error: BaseException) -> bool:
 def refuse_compiler(module: nn.Module, *, is_compiled: bool = False) -> None:
     """Stop torch.compile when it reaches a managed module while tracing. Evaluation and torch.export are allowed.
 
-    ``is_compiled``: the plan has compiled the module.
+    ``is_compiled`` says whether the plan itself has compiled the module.
 
     Raises:
-        InvalidModel: in the caller of the compiled code.
+        InvalidModel: the error arrives in the caller of the compiled code.
     """
     # A private name, seen in torch 2.9 to 2.15: before 2.13 Dynamo replaces is_exporting() by True whenever it traces.
     if torch.is_grad_enabled() and not torch.compiler._is_exporting_flag:
@@ -327,7 +340,10 @@ def refused_script() -> InvalidModel:
 
 
 def explain_forward(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Explain an error in forward: the batch does not fit, or fake tensors lack values or kernels."""
+    """Return a context manager that turns an error in forward into a clear error of ours.
+
+    The error says that the batch does not fit the model, or that fake tensors lack values or kernels.
+    """
     return _explained(
         model,
         lambda found, place: InvalidBatch(
@@ -339,11 +355,13 @@ def explain_forward(model: nn.Module) -> contextlib.AbstractContextManager[None]
 
 
 class BackwardFailed(TracingFailed):
-    """Backward has raised an error while a step was traced."""
+    """The error that backward failed while a step was traced."""
 
 
 def explain_backward(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Explain an error in backward. Forward has shown already that the batch fits."""
+    """Return a context manager that turns an error in backward into a clear error of ours. Forward has shown that the batch
+    fits.
+    """
     return _explained(
         model,
         lambda found, place: BackwardFailed(

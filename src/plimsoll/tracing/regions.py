@@ -1,4 +1,4 @@
-"""Finds the modules that are planned as regions: a model's repeated blocks, or the modules that the user names."""
+"""Find the modules that are planned as regions: a model's repeated blocks, or the modules that the user names."""
 
 from __future__ import annotations
 
@@ -15,22 +15,29 @@ from plimsoll.tracing.ddp import inner_module
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _LEAST_MATRICES = 2
-"""A nested block with fewer weight matrices is one layer (a convolution with its norm) and belongs to the enclosing block."""
+"""The fewest weight matrices of a nested block that counts as a block.
+
+With fewer, it is one layer (a convolution with its norm) and belongs to the enclosing block.
+"""
 _OUTSIDE_SHARE = 0.5
-"""A block is a stack of nested blocks if its other matrices (a downsampling) are at most this share of one nested block's."""
+"""The largest share of matrices that a stack of nested blocks may have outside of these blocks.
+
+The share refers to the matrices of one nested block. Such other matrices belong to a downsampling, for example.
+"""
 
 
 def find_regions(model: nn.Module, patterns: Sequence[str] | None = None) -> dict[str, nn.Module]:
-    """Return the regions of a model by module path (inside of ``DistributedDataParallel``). No region is inside another.
+    """Return the regions of a model as a mapping from module path (inside of ``DistributedDataParallel``) to module. A region
+    is never inside another region.
 
     By default these are the outermost repeated blocks of the model. Repeated blocks are: siblings of one class that have
     parameters and children; all blocks of a list or a sequence that holds such siblings; and the single block of a list. If a
-    block is a stack of other blocks (a stage), those are taken instead. If a model has no repeated blocks, its regions are its
-    children that have children, or else the model itself. In patterns ``*`` matches within one level (``model.layers.*``),
-    ``**`` any number of levels.
+    block is a stack of other blocks (a stage), the other blocks are taken instead. If a model has no repeated blocks, its
+    regions are its children that have children, or else the model itself. In ``patterns``, ``*`` matches within one level of
+    module paths (``model.layers.*``), and ``**`` matches any number of levels.
 
     Raises:
-        InvalidRegions: a pattern matches nothing.
+        InvalidRegions: a pattern does not match any module.
     """
     model = inner_module(model)
     if patterns is not None:
@@ -42,7 +49,11 @@ def find_regions(model: nn.Module, patterns: Sequence[str] | None = None) -> dic
 
 
 def around(module: nn.Module, path: str, inner: Collection[str]) -> dict[str, nn.Module]:
-    """Return the outermost parts with parameters of a module outside of ``inner``, which are modules in it given by path."""
+    """Return the outermost parts of a module that have parameters and are outside of ``inner``, as a mapping from path to
+    module.
+
+    ``inner`` has the paths of modules inside of the module.
+    """
     found: dict[str, nn.Module] = {}
     for name, child in module.named_children():
         each = f"{path}.{name}" if path else name
@@ -65,7 +76,7 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def _matrix_count(module: nn.Module) -> int:
-    """Count the weights of matrix products. Embeddings do not count: looking one up does not justify a block."""
+    """Return the number of weights of matrix products. Embeddings do not count, because a look-up does not justify a block."""
     inner = (each for each in module.modules() if not isinstance(each, nn.Embedding))
     weights = {id(weight): weight for each in inner for weight in each.parameters(recurse=False)}
     return sum(weight.dim() > 1 for weight in weights.values())
@@ -73,12 +84,12 @@ def _matrix_count(module: nn.Module) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """A child of a module. Containers are replaced by their members."""
+    """Data about a child of a module. Children that are containers are replaced by their own children."""
 
     path: str
     module: nn.Module
     container: nn.Module | None
-    """The outermost container that the child was in."""
+    """The outermost container that the child was in; ``None`` if it was not in a container."""
 
 
 def _members(module: nn.Module, prefix: str, container: nn.Module | None = None) -> Iterator[_Member]:
@@ -92,10 +103,10 @@ def _members(module: nn.Module, prefix: str, container: nn.Module | None = None)
 
 
 def _blocks(module: nn.Module, prefix: str, *, only_in_lists: bool = False) -> dict[str, nn.Module]:
-    """Return the outermost blocks below a module.
+    """Return the outermost blocks below a module, as a mapping from path to module.
 
-    Inside of a block only members of lists count as blocks. The ``q`` and ``k`` of an attention layer may be siblings of one
-    class with children (layers with adapters, say), but they are not a chain of blocks.
+    With ``only_in_lists``, which is used inside of a block, only members of lists count as blocks. The ``q`` and ``k`` of an
+    attention layer may be siblings of one class with children (layers with adapters, say), but they are not a chain of blocks.
     """
     members = [member for member in _members(module, prefix) if _is_block(member.module)]
     eligible = [member for member in members if member.container is not None or not only_in_lists]
@@ -115,17 +126,20 @@ def _blocks(module: nn.Module, prefix: str, *, only_in_lists: bool = False) -> d
 
 
 def _holds_blocks(container: nn.Module | None, kinds: Counter[type[nn.Module]]) -> bool:
-    """True if a container's members are blocks, even if some are the only one of their class: a convolutional net's first
-    block.
+    """Return True if the members of a container are blocks, even if some of them are the only one of their class.
+
+    An example is the first block of a convolutional net. ``kinds`` counts the members by class.
     """
     is_repeating = max(kinds.values()) > 1 and isinstance(container, nn.ModuleList | nn.Sequential)
     return is_repeating or (kinds.total() == 1 and isinstance(container, nn.ModuleList))
 
 
 def _is_stack(module: nn.Module, nested: Mapping[str, nn.Module]) -> bool:
-    """True if a block is little more than a chain of other blocks, so that its activations are theirs.
+    """Return True if a block is little more than a chain of other blocks, so that its activations are the activations of these
+    blocks.
 
-    False if it has attention or a convolution of its own next to them (experts, parallel branches): then it is one block.
+    Return False if the block has attention or a convolution of its own next to the other blocks (experts, parallel branches).
+    Then it is one block itself.
     """
     sizes = [size for block in nested.values() if (size := _matrix_count(block)) >= _LEAST_MATRICES]
     if not sizes:
@@ -135,8 +149,9 @@ def _is_stack(module: nn.Module, nested: Mapping[str, nn.Module]) -> bool:
 
 
 def _children(module: nn.Module, prefix: str) -> dict[str, nn.Module]:
-    """Return children that have parameters and children of their own. Containers are searched, because they are never
-    called.
+    """Return the children that have parameters and children of their own, as a mapping from path to module.
+
+    Lists and dictionaries of modules are searched, because they are never called themselves.
     """
     found: dict[str, nn.Module] = {}
     for name, child in module.named_children():

@@ -1,9 +1,9 @@
 """The private names of torch that Plimsoll uses. Other files import them from here.
 
-torch may change a private name in any release. These were seen in torch 2.9 and in the versions of ``TRIED``. If a torch lacks
-one, importing this file raises an error, so it does not fail in the middle of a training step. Private names of a single
-subject are in that subject's file: FSDP2's objects in ``fsdp2``, the profiler's log in ``meters.memory``, schedules in
-``distributed.pipelines.schedules``.
+torch may change a private name in any release. These names were seen in torch 2.9 and in the versions of ``TRIED``. If a
+version of torch lacks one of them, importing this file raises an error, so that a training step does not fail in the middle.
+Private names of a single subject are in that subject's file: FSDP2's objects in ``fsdp2``, the profiler's log in
+``meters.memory``, schedules in ``distributed.pipelines.schedules``.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _OLDEST, _NEWEST = (".".join(map(str, version)) for version in (TRIED[0], TRIED[
 
 
 def internal(name: str) -> Any:
-    """Return what torch keeps under a private, dotted name.
+    """Return the object that torch has under a private, dotted name.
 
     Raises:
-        UnsupportedTorch: this torch does not have it.
+        UnsupportedTorch: this version of torch does not have the name.
 
     Example:
         >>> internal("torch._C._current_graph_task_id")()
@@ -44,7 +44,7 @@ def internal(name: str) -> Any:
 
 
 def lacking(name: str) -> UnsupportedTorch:
-    """Return the error for a private name that this torch does not have."""
+    """Return the error for a private name that this version of torch does not have."""
     return UnsupportedTorch(
         f"torch {torch.__version__} does not have {name}.",
         why=f"Plimsoll uses a few private names of torch; torch {_OLDEST} to {_NEWEST} have this name",
@@ -53,7 +53,9 @@ def lacking(name: str) -> UnsupportedTorch:
 
 
 def is_at_least(major: int, minor: int) -> bool:
-    """True if this torch has that version or a newer one. Pre-releases and local builds of a version count as it."""
+    """Return True if this torch has that version or a newer version. Pre-releases and local builds of a version count as that
+    version.
+    """
     found = re.match(r"(\d+)\.(\d+)", torch.__version__)
     assert found is not None, torch.__version__
     return (int(found[1]), int(found[2])) >= (major, minor)
@@ -61,7 +63,8 @@ def is_at_least(major: int, minor: int) -> bool:
 
 @functools.cache
 def warn_if_untried() -> None:
-    """Warn once in a process if this torch is newer than ``TRIED``. Every public verb that takes a model calls this.
+    """Warn once in a process if this torch is newer than the versions in ``TRIED``. Each public function that takes a model
+    calls this function.
 
     A missing name raises ``UnsupportedTorch``. A name whose meaning has changed in a newer torch is not detected.
     """
@@ -78,7 +81,7 @@ def warn_if_untried() -> None:
 
 
 def _frames_of_ours() -> int:
-    """Return how many frames above the caller the first frame outside of Plimsoll is."""
+    """Return the number of frames from the caller up to the first frame outside of Plimsoll."""
     depth, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "plimsoll":
         depth, frame = depth + 1, frame.f_back
@@ -86,37 +89,49 @@ def _frames_of_ours() -> int:
 
 
 current_autograd_node: Callable[[], Any] = internal("torch._C._current_autograd_node")
-"""The node whose backward runs in this thread; ``None`` outside of backward."""
+"""Return the autograd node whose backward runs in this thread, or ``None`` outside of backward."""
 current_graph_task: Callable[[], int] = internal("torch._C._current_graph_task_id")
-"""The number of the backward that runs in this thread, or -1."""
+"""Return the number of the backward that runs in this thread, or -1 outside of backward."""
 keeps_graph: Callable[[], bool] = internal("torch._C._autograd._get_current_graph_task_keep_graph")
-"""Whether the backward that runs in this thread retains the graph."""
+"""Return whether the backward that runs in this thread retains the graph."""
 without_torch_function: Callable[[], AbstractContextManager[None]] = internal("torch._C.DisableTorchFunction")
 sequence_number: Callable[[], int] = internal("torch._C._autograd._get_sequence_nr")
-"""How many autograd nodes this thread has made."""
+"""Return the number of autograd nodes that this thread has made."""
 is_autocast_on: Callable[[], bool] = internal("torch._C._is_any_autocast_enabled")
-"""Whether autocast is on for any kind of device. ``torch.is_autocast_enabled`` is slower, as it parses the kind's name."""
+"""Return whether autocast is on for any kind of device.
+
+``torch.is_autocast_enabled`` is slower, as it parses the kind's name.
+"""
 below_autograd: Callable[[], AbstractContextManager[None]] = internal("torch._C._AutoDispatchBelowAutograd")
-"""Run ops in the block below autograd, as recipes do."""
+"""Return a context manager that runs ops in its block below autograd (autograd does not record them).
+
+Recipes run in this way.
+"""
 
 push_saved_hooks: Callable[[Any, Any], None] = internal("torch._C._autograd._push_saved_tensors_default_hooks")
 pop_saved_hooks: Callable[[], None] = internal("torch._C._autograd._pop_saved_tensors_default_hooks")
 top_saved_hooks: Callable[[bool], Any] = internal("torch._C._autograd._top_saved_tensors_default_hooks")
-"""The active pair of hooks, or ``None``. With True, return it even if hooks are ignored while tracing."""
+"""Return the active pair of saved-tensor hooks, or ``None``.
+
+With the argument True, return the pair even if hooks are ignored while tracing.
+"""
 are_saved_hooks_enabled: Callable[[], bool] = internal("torch._C._autograd._saved_tensors_hooks_is_enabled")
 peek_functorch: Callable[[], Any] = internal("torch._C._functorch.peek_interpreter_stack")
-"""The innermost ``torch.func`` transform, or ``None``."""
+"""Return the innermost ``torch.func`` transform that is active, or ``None``."""
 FUNCTION_SPACES: tuple[Any, ...] = tuple(
     internal(f"torch._C.{name}") for name in ("_nn", "_linalg", "_special", "_fft", "_sparse", "_nested")
 )
-"""Modules with functions of torch that are not reachable by a public name."""
+"""Modules with functions of torch that do not have a public name."""
 TensorBase: Any = internal("torch._C.TensorBase")
 """The class with the methods that ``torch.Tensor`` inherits."""
 are_overrides_on: Callable[[], bool] = internal("torch._C._is_torch_function_enabled")
-"""Whether functions call ``__torch_function__``. Types that override it switch it off when they call the original function."""
+"""Return whether functions call ``__torch_function__``.
+
+Types that override ``__torch_function__`` switch this off when they call the original function.
+"""
 count_function_modes: Callable[[], int] = internal("torch._C._len_torch_function_stack")
 function_mode_at: Callable[[int], Any] = internal("torch._C._get_function_stack_at")
-"""The function mode at a place of the stack; the last one is called first."""
+"""Return the function mode at a place of the stack of modes. The last mode is called first."""
 push_function_mode: Callable[[Any], None] = internal("torch._C._push_on_torch_function_stack")
 pop_function_mode: Callable[[], Any] = internal("torch._C._pop_torch_function_stack")
 dispatch_mode_at: Callable[[int], Any] = internal("torch._C._get_dispatch_stack_at")
@@ -127,9 +142,9 @@ TRACING_MODES: tuple[Any, ...] = tuple(
 )
 get_jit_tracing_state: Callable[[], Any] = internal("torch._C._get_tracing_state")
 is_profiler_on: Callable[[], bool] = internal("torch._C._autograd._profiler_enabled")
-"""Whether any profiler runs, including our own meters'."""
+"""Return whether any profiler runs. The profilers of our own meters count too."""
 is_storage_gone: Callable[[int], bool] = internal("torch._C.StorageBase._expired")
-"""Whether the storage that a weak reference points to was freed."""
+"""Return whether the storage that a weak reference points to was freed. The argument is the address in the reference."""
 _count_uses: Callable[[int], int] = internal("torch._C._storage_Use_Count")
 has_storage: Callable[[torch.Tensor], bool] = internal("torch._C._has_storage")
 preserving_versions: Callable[[Sequence[torch.Tensor]], AbstractContextManager[None]] = internal(
@@ -150,7 +165,7 @@ resolve_group: Callable[[str], Any] = (
     if torch.distributed.is_available()
     else lambda name: None
 )
-"""The process group with a name that functional collectives use."""
+"""Return the process group that has this name. Functional collectives use such names."""
 
 internal("torch.autograd.forward_ad._current_level")
 internal("torch.autograd.profiler._is_profiler_enabled")
@@ -163,32 +178,38 @@ def times_compiled() -> int:
 
 
 def count_holders(tensor: torch.Tensor) -> int:
-    """Return the reference count of the tensor's storage. Compare it only with other results: reading it adds a reference."""
+    """Return the reference count of the tensor's storage.
+
+    Compare the number only with other results of this function, because reading the count adds a reference.
+    """
     return _count_uses(tensor.untyped_storage()._cdata)
 
 
 def is_in_forward_ad() -> bool:
-    """True if forward-mode differentiation is active."""
+    """Return True if forward-mode differentiation is active."""
     return torch.autograd.forward_ad._current_level >= 0
 
 
 def is_being_traced() -> bool:
-    """True if ops are being recorded (by jit.trace, make_fx, export or with fake tensors) instead of run in training."""
+    """Return True if ops are recorded (by jit.trace, make_fx, export or with fake tensors) instead of being run in training."""
     return get_jit_tracing_state() is not None or (
         count_dispatch_modes() > 0 and any(get_dispatch_mode(mode) is not None for mode in TRACING_MODES)
     )
 
 
 def is_profiled() -> bool:
-    """True if a profiler of the user runs. Our own meters do not set this flag."""
+    """Return True if a profiler of the user runs. Our own meters do not set this flag."""
     return bool(profiler._is_profiler_enabled)
 
 
 def free_pinned_memory() -> None:
-    """Return the host allocator's unused pinned memory to the system. CPU builds do not have this allocator."""
+    """Return the unused pinned memory of the host allocator to the system. CPU builds of torch do not have this allocator."""
     internal("torch._C._host_emptyCache")()
 
 
 def free_cublas_workspaces() -> None:
-    """Return cuBLAS's workspaces to torch's allocator. The next product allocates new ones. Only for builds with CUDA."""
+    """Return cuBLAS's workspaces to torch's allocator.
+
+    The next product allocates new ones. Call this only in builds with CUDA.
+    """
     internal("torch._C._cuda_clearCublasWorkspaces")()

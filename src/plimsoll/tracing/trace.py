@@ -1,8 +1,8 @@
 """The two ways to observe one training step: ``trace`` for a plan, ``watch`` for an unchanged step.
 
-``trace`` drops what autograd saves, so that the lives of storages do not include what a plan decides about. ``watch`` does not
-drop, replace or refuse anything: it works for models that checkpoint, offload or compress by themselves, and for those that do
-not. Both restore everything that they touch.
+``trace`` drops what autograd saves, so that the lives of storages (the times when they are allocated) do not include the times
+that a plan decides about. ``watch`` does not drop, replace or refuse anything: it works for models that checkpoint, offload or
+compress by themselves, and for models that do not. Both restore everything that they touch.
 """
 
 from __future__ import annotations
@@ -60,8 +60,11 @@ from plimsoll.tracing.zero import bytes_beside
 _LOG = logging.getLogger(__name__)
 _Timings = Mapping[str, Sequence[float]]
 _ROOM_TO_HOLD = 2
-"""Timed runs hold what autograd saves, as in training, if this many times its bytes are free. Otherwise memory would be
-returned and requested with every op, and the ops' times would include that.
+"""The factor that decides whether timed runs hold what autograd saves, as in training. They hold it if this factor times the
+saved bytes is free.
+
+Without held tensors, memory would be returned and requested with each op, and the times of ops would include that. But holding
+needs room.
 """
 
 
@@ -77,22 +80,24 @@ def trace(
     limit_bytes: int | None = None,
     progress: Progress | None = None,
 ) -> Trace:
-    """Trace one training step of ``model`` on ``batch``.
+    """Trace one training step of ``model`` on ``batch``, and return the trace.
 
     The step is ``output = model(batch)``, the loss, ``backward()`` with ``output`` held until it ends, then the optimizer's
     step. On a real device it runs without holding saved activations. For a model on the meta device, or for another device, it
     runs with fake tensors and the target's kernels.
 
     Args:
-        model: in the mode (training, autocast around the call) in which it will be trained; also under
+        model: the model, in the same mode (training, autocast around the call) as in training. It may be under
             ``DistributedDataParallel``, whose buckets then count, or ``fully_shard``.
-        batch: tensor (one argument), tuple (positional), mapping (keywords).
-        loss: makes a scalar from the model's output; by default ``output.loss`` or the output itself.
-        optimizer: over the model's parameters; its state and its step then belong to the trace.
-        regions: patterns of module paths, or modules by their paths; by default the model's repeated blocks.
-        device_name: plan for a device of this name, which is not here. ``None``: for the device that the model is on.
-        repeats: how often the step is run on a real device. The first run is for structure and hidden workspaces. With 0 there
-            is only that run, and nothing is timed.
+        batch: the arguments of the model: a tensor (one argument), a tuple (positional) or a mapping (keywords).
+        loss: a function that makes a scalar from the model's output. The default is ``output.loss``, or else the output itself.
+        optimizer: an optimizer of the model's parameters. Its state and its step then belong to the trace.
+        regions: the modules to plan: patterns of module paths, or a mapping from path to module. The default are the model's
+            repeated blocks.
+        device_name: the name of a device that is not here, to plan for that device. With ``None``, the plan is for the model's
+            device.
+        repeats: how often the step is run on a real device. The first run is for structure and hidden workspaces. With 0, only
+            that run happens, and ops are not timed.
         limit_bytes: the most that a timed run may take. Timed runs hold saved activations only if the step then stays below it.
         progress: a function that receives the stage and the share of it that is done.
 
@@ -100,9 +105,10 @@ def trace(
         The trace. Model, gradients, buffers, random state, batch and optimizer are restored, also after an error.
 
     Raises:
-        InvalidModel: no parameters, nothing to train, already checkpointed, optimizer of another model; split over ranks, and
-            to be traced without its device; compiled by torch.compile, as a whole or in every region.
-        InvalidBatch: the model refuses the batch, or it is on another device.
+        InvalidModel: the model does not have parameters, has nothing to train, or is checkpointed already. Or the optimizer is
+            for another model. Or the model is split over ranks and to be traced without its device. Or torch.compile compiles
+            the model as a whole, or all its regions.
+        InvalidBatch: the model refuses the batch, or the batch is on another device.
         InvalidLoss, InvalidRegions: the loss is not a scalar; a pattern does not match any module.
         TracingFailed: gradients are off, or the step depends on values that a fake trace does not have.
 
@@ -179,10 +185,10 @@ def watch(
     device_name: str | None = None,
     context: Context = contextlib.nullcontext,
 ) -> WatchedStep:
-    """Run one unchanged step of ``model`` on ``batch``, and note every op and the true life of every storage.
+    """Run one unchanged step of ``model`` on ``batch``, and return each op and the true life of each storage.
 
-    Arguments, errors and restored state are as for ``trace``. Memory is summed by regions. ``context`` returns a context for
-    forward and backward, such as an offloading context, or one that removes hooks.
+    Arguments, errors and restored state are as for `trace`. Memory is summed by regions. ``context`` is a function that returns
+    a context manager for forward and backward, such as an offloading context, or a context that removes hooks.
     """
     step = _Step(model, batch, loss, optimizer, device_name)
     names = tuple(find_regions(step.model, regions))
@@ -193,7 +199,7 @@ def watch(
 
 
 class _Step:
-    """One model (under its wrapper, if it has one), one call, and the device that the step is for."""
+    """The step to observe: one model (with its wrapper, if it has one), one call, and the device that the step is for."""
 
     def __init__(
         self, model: nn.Module, batch: Any, loss: Loss | None, optimizer: Optimizer | None, device_name: str | None
@@ -210,7 +216,10 @@ class _Step:
         self._library_bytes = 0
 
     def run_once(self, run: Callable[[Call, WorkspaceMeter], StepLog]) -> tuple[StepLog, dict[str, int]]:
-        """Run the step for its structure, and on a real device for its hidden workspaces."""
+        """Run the step for its structure, and on a real device also for its hidden workspaces.
+
+        Return the log of the step, and the workspaces as a mapping from cost key to bytes.
+        """
         if self.home is None or self.is_fake:
             with (
                 untouched(self.model),
@@ -230,7 +239,7 @@ class _Step:
         return log, meter.bytes
 
     def timed(self, call: Call, clock: OpClock, progress: Callable[[float], None]) -> _Timings:
-        """Return the seconds of the ops of a step that runs as in training: autograd holds what it saves."""
+        """Return the seconds of the ops of a step, by cost key. The step runs as in training: autograd holds what it saves."""
         timer = OpTimer(lambda: "", clock=clock)
         register_statics(timer, self.model, call)
         with timer:
@@ -240,12 +249,16 @@ class _Step:
 
     @contextlib.contextmanager
     def on_its_device(self) -> Iterator[Call]:
-        """Yield a copy of the batch to run something on. Model and reducer are restored afterwards."""
+        """Return a context manager that yields a copy of the batch to run a step on. At its end, model and reducer are
+        restored.
+        """
         with untouched(self.model), arguments_kept(self._call), unseen_by_reducer(self._wrapped):
             yield private_copy(self._call)
 
     def described(self, log: StepLog, workspaces: Mapping[str, int]) -> tuple[Trace, dict[int, int]]:
-        """Return the trace of a run, followed by the optimizer's step; also a map from the log's storage ids to the trace's."""
+        """Return the trace of a run and the optimizer's step, and a mapping from storage ids of the log to storage ids of the
+        trace.
+        """
         stepped = None
         if self._optimizer is not None:
             on_gpu = runs_gpu_kernels(self._target)
@@ -280,7 +293,7 @@ class _Step:
 
 
 class _Watcher:
-    """Runs a step once under a tracer that does not hold or change anything."""
+    """Runs a step once under a tracer that does not hold tensors and does not change the step."""
 
     def __init__(self, step: _Step, context: Context) -> None:
         self._step = step
@@ -291,7 +304,7 @@ class _Watcher:
         self._tracer: StepTracer
 
     def run(self, call: Call, meter: WorkspaceMeter) -> StepLog:
-        """Run forward, loss and backward. Hold the output until backward has ended."""
+        """Run forward, loss and backward, and return the log. The output is held until backward has ended."""
         model = self._step.model
         stack = ModuleStack(set())
         tracer = self._tracer = StepTracer(
@@ -306,14 +319,17 @@ class _Watcher:
         self._forward_end = self._tracer.tick
 
     def _note(self) -> None:
-        """Note whether the op recomputes. Forward code that runs within backward makes a graph; backward itself does not."""
+        """Note whether the op that runs next recomputes.
+
+        Forward code that runs within backward makes a graph. Backward itself does not make one.
+        """
         tracer = self._tracer
         node: object = current_autograd_node()  # the stub does not say that this is None outside of backward
         is_again = tracer.phase is Phase.BACKWARD and torch.is_grad_enabled() and node is not None
         (self._again.add if is_again else self._again.discard)(tracer.tick)
 
     def described(self, log: StepLog, trace: Trace, ids: Mapping[int, int], regions: tuple[str, ...]) -> WatchedStep:
-        """Return the step with the data that what-if changes need."""
+        """Return the watched step, with the data that is needed to predict how changes to the model would change the step."""
         tracer = log.tracer
         last_reads: dict[int, int] = {}
         first_writes: dict[int, int] = {}
@@ -342,7 +358,7 @@ class _Watcher:
 
 
 def _most_alive_bytes(trace: Trace) -> int:
-    """Return the most bytes alive at any tick, without what regions save."""
+    """Return the largest number of bytes that are alive at any tick. The tensors that regions save do not count."""
     change = [0] * (len(trace.ops) + 2)
     for storage in trace.storages:
         change[storage.born + 1] += storage.bytes
@@ -351,13 +367,16 @@ def _most_alive_bytes(trace: Trace) -> int:
 
 
 def merged_timings(runs: Sequence[_Timings]) -> dict[str, tuple[float, ...]]:
-    """Return all samples of every key. No sample is cold, because the untimed run came first."""
+    """Return all samples of each key, as a mapping from key to samples.
+
+    The untimed run came first, so that none of the samples is cold.
+    """
     keys = dict.fromkeys(key for run in runs for key in run)
     return {key: tuple(sample for run in runs for sample in run.get(key, ())) for key in keys}
 
 
 def _home_of(model: nn.Module) -> torch.device | None:
-    """Return the device that the model can run on, or ``None`` if some of its parameters are meta or fake tensors."""
+    """Return the device that the model can run on, or ``None`` if some parameters are meta or fake tensors."""
     if any(parameter.is_meta or isinstance(parameter, FakeTensor) for parameter in model.parameters()):
         return None
     return next(model.parameters()).device

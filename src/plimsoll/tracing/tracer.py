@@ -1,4 +1,5 @@
-"""Logs a running training step: its ops as ticks, the lives of its storages, the seconds of its ops.
+"""Log a running training step: its ops, the lives of its storages (when they are allocated and freed), and the seconds of its
+ops. Time is counted in ticks: one recorded op is one tick.
 
 ``register_statics`` registers what exists before the step: parameters, gradients, buffers, the batch.
 """
@@ -29,13 +30,13 @@ from plimsoll.tracing.torch_internals import current_autograd_node, is_storage_g
 from plimsoll.tracing.zero import shape_of
 
 BUFFER = "buffer of "
-"""The prefix of the names of storages that only carry other tensors through a collective."""
+"""The prefix of the names of storages that only carry data of other tensors through a collective."""
 _NODES_PER_REPORT = 64
 
 
 @dataclass(slots=True)
 class OpContext:
-    """Where an op ran: its phase and the autograd node that ran it (``-1`` in forward)."""
+    """Data about where an op ran: its phase, and the sequence number of the autograd node that ran it (``-1`` in forward)."""
 
     phase: Phase
     node: int
@@ -44,7 +45,10 @@ class OpContext:
 
 @dataclass(slots=True)
 class Filling:
-    """One life of a storage that is emptied and filled again. ``dies`` is -1 while it lasts."""
+    """Data about one life of a storage that is emptied and filled again. It lasts from tick ``born`` to tick ``dies``.
+
+    ``dies`` is -1 while the life lasts.
+    """
 
     born: int
     bytes: int
@@ -54,8 +58,8 @@ class Filling:
 class StepTracer(OpRecorder):
     """Logs a whole step. One recorded op is one tick. Before each op the tracer notes which storages were freed.
 
-    ``refilled`` lists, with names, memory whose storage persists while its size goes to zero and back (a sharded model's
-    gathered parameters). Such a storage is alive while its size is not zero.
+    ``refilled`` is a function that lists, with names, memory whose storage persists while its size goes to zero and back (a
+    sharded model's gathered parameters). Such a storage is alive while its size is not zero.
     """
 
     def __init__(
@@ -81,7 +85,7 @@ class StepTracer(OpRecorder):
         self._guarded: dict[int, torch.Tensor] = {}
         self._before_writes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._alive: dict[int, int] = {}
-        """Storages that may be freed, by address."""
+        """A mapping from address to id, for the storages that may be freed."""
         self._first: dict[int, int] = {}
         self._clock = clock
         self._before_op = before_op
@@ -91,12 +95,12 @@ class StepTracer(OpRecorder):
 
     @property
     def tick(self) -> int:
-        """The tick of the op that runs next."""
+        """The tick (the position in the log) of the op that runs next."""
         return len(self.ops)
 
     @contextlib.contextmanager
     def unseen(self) -> Iterator[None]:
-        """Run ops that do not belong to the step."""
+        """Return a context manager for ops that do not belong to the step. They are not logged."""
         before, self.suspended = self.suspended, True
         try:
             yield
@@ -104,22 +108,25 @@ class StepTracer(OpRecorder):
             self.suspended = before
 
     def add_static(self, tensor: torch.Tensor, origin: Origin, name: str) -> int:
-        """Register a tensor that exists before the step and stays."""
+        """Register a tensor that exists before the step and stays during the step. Return the id of its value."""
         value = self.add_leaf(tensor, origin, name)
         self.born.setdefault(self.values[value].storage, -1)
         return value
 
     def guard(self, parameter: torch.Tensor, storage: int) -> None:
-        """Restore a parameter when the tracer exits, if the step writes to it (for instance to update an average of others)."""
+        """Restore a parameter when the tracer exits, if the step writes to the parameter.
+
+        A step may write to it, for instance, because the parameter is an average of others.
+        """
         self._guarded[storage] = parameter
 
     @property
     def written(self) -> frozenset[int]:
-        """The storages of guarded parameters that the step has written."""
+        """The ids of the storages of guarded parameters (see `guard`) that the step has written."""
         return frozenset(self._before_writes)
 
     def is_changed(self, storage: int) -> bool:
-        """True if the step has written to a storage since it was registered."""
+        """Return True if the step has written to a storage since the storage was registered."""
         return self.current.get(storage) != self._first.get(storage)
 
     def __exit__(self, *error: Any) -> None:
@@ -129,7 +136,7 @@ class StepTracer(OpRecorder):
                 parameter.copy_(copy)
 
     def _note_writes(self, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature) -> None:
-        """Copy a guarded parameter before the first write to it."""
+        """Copy each guarded parameter (see `guard`) before the op writes to it for the first time."""
         written = [args[at] for at in signature.written_positions if at < len(args)]
         for tensor in flat_tensors([written, [kwargs.get(name) for name in signature.written_names]]):
             storage = self.table.find(tensor) if is_plain(tensor) else -1
@@ -138,7 +145,7 @@ class StepTracer(OpRecorder):
                 self._before_writes[storage] = (parameter, parameter.clone())
 
     def add_stand_in(self, tensor: torch.Tensor) -> None:
-        """Register a placeholder that backward reads. It is not a storage of the step."""
+        """Register a placeholder that backward reads. Its storage does not belong to the step."""
         self._new_value(self.table.add(tensor), tensor, Origin.PARAMETER, "stand-in", producer=-1)
 
     def execute(self, op: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature) -> Any:
@@ -153,11 +160,11 @@ class StepTracer(OpRecorder):
         return out
 
     def first_value(self, storage: int) -> RecordedValue:
-        """Return the value that a storage had when the tracer first saw it."""
+        """Return the value (a version of the contents) that a storage had when the tracer first saw it."""
         return self.values[self._first[storage]]
 
     def note_deaths(self) -> None:
-        """Note the storages that were freed since the last op, and those that were emptied or filled."""
+        """Note the storages that were freed since the last op, and the storages that were emptied or filled since then."""
         for name, tensor in self._refilled():
             self._note_size(name, tensor)
         # Before every op, all live storages are checked, some hundreds. So no Python code runs for each of them.
@@ -223,7 +230,7 @@ class StepTracer(OpRecorder):
 
 
 class OpTimer(StepTracer):
-    """Times the ops of a step whose structure is known. Nothing else is recorded, so that little code runs between the ops."""
+    """Times the ops of a step whose structure is known. Nothing else is recorded, so that little code runs between ops."""
 
     def known(self, tensor: torch.Tensor) -> int:
         return -1
@@ -244,7 +251,7 @@ class OpTimer(StepTracer):
 
 
 def register_statics(tracer: StepTracer, model: nn.Module, call: Call) -> frozenset[int]:
-    """Register parameters, existing gradients, buffers and the batch. Return the storages of the parameters."""
+    """Register parameters, existing gradients, buffers and the batch. Return the ids of the parameters' storages."""
     parameters: set[int] = set()
     for name, parameter in model.named_parameters():
         for part in dense_parts(parameter):
@@ -267,25 +274,25 @@ def register_statics(tracer: StepTracer, model: nn.Module, call: Call) -> frozen
 
 
 def _add(tracer: StepTracer, tensor: torch.Tensor, origin: Origin, name: str) -> set[int]:
-    """Register the storages of this process behind a tensor and return them."""
+    """Register the storages of this process behind a tensor, and return their ids."""
     refuse_nested([tensor])
     return {tracer.values[tracer.add_static(part, origin, name)].storage for part in dense_parts(tensor)}
 
 
 def gradient_storages(tracer: StepTracer, model: nn.Module) -> set[int]:
-    """Return this process's storages that hold the parameters' gradients now."""
+    """Return the ids of this process's storages that hold the parameters' gradients now."""
     gradients = [gradient for gradient in map(gradient_of, model.parameters()) if gradient is not None]
     return {tracer.table.find(part) for gradient in gradients for part in dense_parts(gradient)}
 
 
 def changed_buffers(tracer: StepTracer, model: nn.Module) -> tuple[str, ...]:
-    """Return the buffers that the step has written to."""
+    """Return the names of the buffers that the step has written to."""
     parts = ((name, part) for name, buffer in model.named_buffers() for part in dense_parts(buffer))
     return tuple(dict.fromkeys(name for name, part in parts if tracer.is_changed(tracer.table.find(part))))
 
 
 def listed_parameters(tracer: StepTracer, model: nn.Module) -> tuple[TraceParameter, ...]:
-    """Return every parameter once, with its storage in the tracer's table and its other names."""
+    """Return all parameters, each once, with its storage in the tracer's table and its other names."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)

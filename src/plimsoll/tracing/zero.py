@@ -1,17 +1,19 @@
 """Everything that is specific to DeepSpeed, with or without ZeRO: engine, optimizer, partitions, gathered parameters.
 
-The engine calls the model, whose parameters are views of flat ones. Hooks on the parameters move every gradient into a bucket
-during backward. A trial step must not trigger them, so it runs on twins (see ``ddp``). The inner optimizer steps flat
-partitions in its own dtype (without ZeRO: 32-bit copies of 16-bit parameters). The model does not refer to them.
+The engine calls the model, whose parameters are views of flat parameters. Hooks on the parameters move each gradient into a
+bucket during backward. A trial step must not trigger these hooks, so it runs on twins: aliases of the parameters without hooks
+(see ``ddp``). The inner optimizer steps flat partitions in its own dtype (without ZeRO: 32-bit copies of 16-bit parameters).
+The model does not refer to these partitions.
 
 In stage 3 a parameter is empty until hooks on its module gather it. It gets new memory before forward and before backward, and
-frees it afterwards. Everything that recipes read must be there at once. So every region is made what DeepSpeed calls a leaf
-module: its parameters are gathered together, before its forward and before the first node of its backward. Slots and recipes
-hold the parameter itself, never its memory. Trial steps run on the parameters, with the hooks that reduce gradients removed.
+frees it afterwards. All parameters that recipes read must be gathered at the same time. So each region is made what DeepSpeed
+calls a leaf module: its parameters are gathered together, before its forward and before the first node of its backward. Slots
+and recipes hold the parameter itself, never its memory. Trial steps run on the parameters, with the hooks that reduce gradients
+removed.
 
 Source: deepspeed.runtime.zero.stage_1_and_2, stage3, parameter_offload, bf16_optimizer and fp16. The attributes that it sets on
-parameters and modules, and its internal names, were seen in DeepSpeed 0.19. Importing it takes seconds. If it is not imported,
-no model uses it.
+parameters and modules, and its internal names, were seen in DeepSpeed 0.19. Importing it takes seconds. If DeepSpeed is not
+imported, models do not use it.
 """
 
 from __future__ import annotations
@@ -30,42 +32,44 @@ from plimsoll.tracing.meters.memory import storage_bytes
 
 _ENGINE = "deepspeed.runtime.engine"
 _STEPPED = "_hp_mapping"
-"""An attribute that stages 1 and 2 set on every parameter."""
+"""The name of an attribute that ZeRO's stages 1 and 2 set on every parameter."""
 _GATHERED = "ds_id"
-"""An attribute that stage 3 sets on every parameter."""
+"""The name of an attribute that ZeRO's stage 3 sets on every parameter."""
 _LEAF = "_z3_leaf"
-"""A module attribute in stage 3: the parameters of everything inside are gathered together."""
+"""The name of a module attribute in stage 3. It says that the parameters of everything inside are gathered together."""
 
 
 def inside_engine(model: nn.Module) -> nn.Module:
-    """Return the module that a DeepSpeed engine calls; return any other model itself."""
+    """Return the module that a DeepSpeed engine calls. Of any other model, return the model itself."""
     kind = _engine_kind()
     return model.module if kind is not None and isinstance(model, kind) else model
 
 
 def is_stepped_by_zero(parameters: Iterable[nn.Parameter]) -> bool:
-    """True if ZeRO, stage 1 or 2, has hooks on the parameters."""
+    """Return True if ZeRO in stage 1 or 2 has hooks on the parameters."""
     return any(_STEPPED in vars(parameter) for parameter in parameters)
 
 
 def is_gathered_by_zero(tensor: torch.Tensor) -> bool:
-    """True if a tensor is a parameter of stage 3, which has new memory every time that it is gathered."""
+    """Return True if a tensor is a parameter in ZeRO's stage 3. Such a parameter has new memory each time it is gathered."""
     return isinstance(tensor, nn.Parameter) and _GATHERED in vars(tensor)
 
 
 def shape_of(tensor: torch.Tensor) -> torch.Size:
-    """Return the shape of a tensor; for a parameter in stage 3, the shape that it has when it is gathered."""
+    """Return the shape of a tensor. For a parameter in ZeRO's stage 3, return the shape that it has when it is gathered."""
     shape: torch.Size = vars(tensor).get("ds_shape", tensor.shape)
     return shape
 
 
 def has_leaf_modules(model: nn.Module) -> bool:
-    """True if stage 3 gathers the parameters of some part of the model together."""
+    """Return True if ZeRO's stage 3 gathers the parameters of some part of the model together."""
     return any(vars(module).get(_LEAF) for module in model.modules())
 
 
 def engine_of(model: nn.Module) -> Any | None:
-    """Return the engine that calls a model. It is found in the closures of the engine's hooks on the model."""
+    """Return the DeepSpeed engine that calls a model, or ``None``. The engine is found in the closures of its hooks on the
+    model.
+    """
     kind = _engine_kind()
     if kind is None:
         return None
@@ -75,12 +79,15 @@ def engine_of(model: nn.Module) -> Any | None:
 
 
 def steps_with_buckets(model: nn.Module) -> bool:
-    """True if DeepSpeed moves gradients into its own buckets during backward and counts them."""
+    """Return True if DeepSpeed moves gradients into its own buckets during backward and counts them."""
     return _wrapper_of(inside_engine(model)) is not None
 
 
 def partitions(model: nn.Module) -> list[nn.Parameter]:
-    """Return what DeepSpeed steps on this rank instead of the parameters: flat partitions (ZeRO) or 32-bit copies."""
+    """Return the tensors that DeepSpeed steps on this rank in place of the parameters.
+
+    They are flat partitions (ZeRO) or 32-bit copies. Without DeepSpeed, the list is empty.
+    """
     wrapper = _wrapper_of(model)
     if wrapper is None:
         return []
@@ -90,13 +97,16 @@ def partitions(model: nn.Module) -> list[nn.Parameter]:
 
 
 def optimizer_inside(model: nn.Module) -> torch.optim.Optimizer | None:
-    """Return the optimizer that stage 3 steps. It has parameters only while it steps."""
+    """Return the optimizer that ZeRO's stage 3 steps, or ``None``. This optimizer has parameters only while it steps."""
     found: torch.optim.Optimizer | None = _wrapper_of(model).optimizer if _offload_of(model) else None
     return found
 
 
 def held_by_deepspeed(model: nn.Module) -> list[torch.Tensor]:
-    """Return what DeepSpeed holds between steps, without optimizer state: partitions, and gradients that accumulate."""
+    """Return the tensors that DeepSpeed holds between steps: partitions, and gradients that accumulate.
+
+    Optimizer state is not included.
+    """
     wrapper = _wrapper_of(model)
     leaves = [] if wrapper is None else tree_leaves(list(vars(wrapper).values()))
     if _offload_of(model):
@@ -105,13 +115,16 @@ def held_by_deepspeed(model: nn.Module) -> list[torch.Tensor]:
 
 
 def bytes_beside(model: nn.Module) -> int:
-    """Return the bytes of `held_by_deepspeed`, without the flat parameters that the model's parameters are views of."""
+    """Return the bytes of the tensors that `held_by_deepspeed` returns.
+
+    The flat parameters that the model's parameters are views of do not count.
+    """
     own = list(model.parameters())
     return storage_bytes([*own, *held_by_deepspeed(model)], own[0].device) - storage_bytes(own, own[0].device)
 
 
 class WholeRegions:
-    """Makes regions leaf modules until ``put_back``, so that stage 3 gathers their parameters together.
+    """Makes regions leaf modules until `put_back`, so that ZeRO's stage 3 gathers all parameters of a region together.
 
     Hooks inside the regions that gather are removed. Hooks that make graph nodes stay, because they determine the order in
     which gradients are summed.
@@ -133,7 +146,7 @@ class WholeRegions:
         self._gather_anew()
 
     def put_back(self) -> None:
-        """Let the modules inside gather their own parameters again. Calling it twice does no harm."""
+        """Let the modules inside the regions gather their own parameters again. A second call does nothing."""
         own = {handle.id for handle in self._offload.forward_hooks} if self._leaves else set()
         for table, before in self._hooks.values():
             since = dict(table)
@@ -145,7 +158,9 @@ class WholeRegions:
         self._hooks, self._leaves = {}, []
 
     def _gather_anew(self) -> None:
-        """Clear DeepSpeed's cache of the parameters to release after each module: it was computed for the previous modules."""
+        """Clear DeepSpeed's cache of the parameters to release after each module, because it was computed for the previous leaf
+        modules.
+        """
         if self._leaves:
             kind = type(self._offload.get_param_coordinator())
             told = vars(kind)["_PartitionedParameterCoordinator__params_to_release"]
@@ -153,7 +168,7 @@ class WholeRegions:
 
 
 class KeptGathering:
-    """The state of stage 3 between steps. ``put_back`` leaves every parameter empty, also after a step that failed.
+    """Stores the state of ZeRO's stage 3 between steps. `put_back` leaves each parameter empty, even after a step that failed.
 
     ``hooks`` are the hooks on leaf modules that reduce gradients.
     """
@@ -166,7 +181,7 @@ class KeptGathering:
         self._depth = len(self._running)
 
     def put_back(self) -> None:
-        """Free what is gathered. The next forward gathers what it needs."""
+        """Free the parameters that are gathered. The next forward gathers the parameters that it needs."""
         if self._offload:
             del self._running[self._depth :]
             self._offload.release_backward_leftovers()
@@ -174,13 +189,16 @@ class KeptGathering:
 
 
 def _wrapper_of(model: nn.Module) -> Any:
-    """Return DeepSpeed's optimizer around torch's, or None: without ZeRO and in 32 bits, the engine has only torch's."""
+    """Return DeepSpeed's optimizer around torch's optimizer, or None if there is only torch's.
+
+    The engine has only torch's optimizer without ZeRO and in 32 bits.
+    """
     wrapper = getattr(engine_of(model), "optimizer", None)
     return wrapper if wrapper is not None and "optimizer" in vars(wrapper) else None
 
 
 def _offload_of(model: nn.Module) -> Any:
-    """Return the object that gathers parameters in stage 3; ``None`` in other stages."""
+    """Return the object that gathers parameters in ZeRO's stage 3, or ``None`` in other stages."""
     wrapper = _wrapper_of(model)
     return None if wrapper is None else vars(wrapper).get("parameter_offload")
 

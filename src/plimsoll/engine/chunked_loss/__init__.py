@@ -1,1 +1,1 @@
-"""A linear head and its cross-entropy computed chunk by chunk; `plimsoll.chunked` is its public page."""
+"""A linear head and its cross-entropy, computed chunk by chunk. `plimsoll.chunked` is the public page."""

@@ -1,7 +1,8 @@
-"""The autograd functions of the chunked loss: they compute gradients chunk by chunk, so that all logits never exist together.
+"""The autograd functions of the chunked loss: they compute gradients chunk by chunk, so that the logits of all rows never exist
+at the same time.
 
 For a sum, the gradients of hidden states, weight and bias are computed in forward, while each chunk's logits exist; backward
-only scales them. For losses per row the scale is not known before backward, so each chunk is computed again there. Gradients
+only scales them. For losses per row, the scale is not known before backward, so backward computes each chunk again. Gradients
 are held without the mean's divisor, so that float16 does not lose small ones.
 
 Legend: z logits of a chunk (rows, classes), p their softmax, s the softcap. d loss / d z = p - (1 - e) y - e / classes for the
@@ -21,12 +22,15 @@ import torch
 from plimsoll.errors import InvalidLoss
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-"""Gradients of the hidden states, of the weight, of the bias."""
+"""The gradients of the hidden states, of the weight, and of the bias. A gradient that is not needed is ``None``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """The computation between hidden states and loss: ``softcap * tanh(scale * linear / softcap)``, then cross-entropy."""
+    """Options of the computation from hidden states to loss: ``softcap * tanh(scale * linear / softcap)``, then cross-entropy.
+
+    Without a softcap, it is ``scale * linear``, then cross-entropy.
+    """
 
     chunk_rows: int
     compute_dtype: torch.dtype
@@ -38,12 +42,12 @@ class Head:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to compute a loss in: float64 for float64, else float32."""
+    """Return the dtype to compute a loss in: float64 for float64, float32 for all others."""
     return dtype if dtype is torch.float64 else torch.float32
 
 
 class ChunkedLosses(torch.autograd.Function):
-    """The sum of the losses (a scalar). Its gradients are ready when forward returns."""
+    """An autograd function whose result is the sum of the losses (a scalar). Its gradients are ready when forward returns."""
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> torch.Tensor:
@@ -75,7 +79,9 @@ class ChunkedLosses(torch.autograd.Function):
 
 
 class ChunkedLossPerRow(torch.autograd.Function):
-    """One loss per row. Backward computes the gradients, and each chunk's logits again."""
+    """An autograd function whose result is one loss per row. Its backward computes each chunk's logits again, and the
+    gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> torch.Tensor:
@@ -98,9 +104,10 @@ class ChunkedLossPerRow(torch.autograd.Function):
 
 
 def _scale(gradient: torch.Tensor, scale: torch.Tensor, rows: int) -> None:
-    """Multiply in place without rounding the factor to the gradient's dtype.
+    """Multiply a gradient in place by a factor, without rounding the factor to the gradient's dtype.
 
-    Rounded to bfloat16, the factor would be off by up to 0.2%. Loss scaling uses 65536, which is infinite in float16.
+    Rounded to bfloat16, the factor would be off by up to 0.2%. Loss scaling uses the factor 65536, which is infinite in
+    float16.
     """
     if scale.dtype is gradient.dtype:
         gradient.mul_(scale)
@@ -123,7 +130,7 @@ def _no_derivative(how: str) -> InvalidLoss:
 
 
 class _Work:
-    """The loop over chunks, without autograd. It has the same arguments as the autograd functions above."""
+    """The loop over chunks, without autograd. It takes the same arguments as the autograd functions above."""
 
     def __init__(
         self,
@@ -143,7 +150,7 @@ class _Work:
         self._is_ignored = labels == head.ignore_index
 
     def empty_gradients(self, needed: tuple[bool, ...]) -> Gradients:
-        """Accumulators for the gradients that are needed, ``None`` for the others."""
+        """Return new tensors to add up the gradients that are needed, and ``None`` for the others."""
         hidden, weight, bias = self._given
         wanted = self.head.accumulate_dtype
         return (
@@ -153,7 +160,7 @@ class _Work:
         )
 
     def as_given(self, gradients: Gradients) -> Gradients:
-        """The gradients, each in the dtype of its tensor."""
+        """Return the gradients, each in the dtype of the tensor that it belongs to."""
         hidden, weight, bias = (
             gradient if gradient is None or given is None else gradient.to(given.dtype)
             for gradient, given in zip(gradients, self._given, strict=True)
@@ -161,7 +168,7 @@ class _Work:
         return hidden, weight, bias
 
     def run(self, gradients: Gradients, row_scale: torch.Tensor | None) -> torch.Tensor:
-        """Losses per row. Gradients of ``sum(row_scale * losses)`` are added to ``gradients``."""
+        """Return the losses per row, and add the gradients of ``sum(row_scale * losses)`` to ``gradients``."""
         count = self._hidden.shape[0]
         wants_slope = any(gradient is not None for gradient in gradients)
         losses = torch.empty(count, dtype=wide(self.head.compute_dtype), device=self._hidden.device)
@@ -178,7 +185,10 @@ class _Work:
     def _chunk(
         self, rows: slice, states: torch.Tensor, row_scale: torch.Tensor | None, *, wants_slope: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The losses of a chunk and their derivatives by its logits. On return, nothing else of the chunk is alive."""
+        """Return the losses of a chunk, and the derivatives of the losses by the logits (``None`` unless ``wants_slope``).
+
+        On return, no other tensor of the chunk is alive.
+        """
         head = self.head
         logits = torch.nn.functional.linear(states, self._weight, self._bias).to(wide(head.compute_dtype))
         if head.scale != 1.0:
@@ -211,7 +221,9 @@ class _Work:
         return loss, slope.to(head.compute_dtype)
 
     def _add(self, rows: slice, states: torch.Tensor, slope: torch.Tensor, gradients: Gradients) -> None:
-        """Add a chunk's gradients, by the chain rule through the linear map."""
+        """Add a chunk's gradients to ``gradients``. They follow from the derivatives ``slope`` by the chain rule through the
+        linear map.
+        """
         of_hidden, of_weight, of_bias = gradients
         if of_hidden is not None:
             if of_hidden.dtype is slope.dtype:

@@ -1,9 +1,9 @@
 """Change a causal language model of transformers so that its loss is computed in chunks, and change it back.
 
 Between the head and the loss, models cast, scale, cap or slice their logits. While the loss is chunked, the head returns
-`DeferredLogits`: hidden states in place of the logits, with a note of these operations. A cast only changes the noted dtype
-(the loss computes in float32 anyway), scales and one softcap are noted, and slices of positions are taken from the hidden
-states. Any other operation needs the logits themselves, and raises.
+`DeferredLogits`: hidden states in place of the logits, with a note of these operations. A cast only changes the noted dtype,
+because the loss computes in float32 in any case. Scales and one softcap are noted. Slices of positions are taken from the
+hidden states. Any other operation needs the logits themselves, and raises.
 """
 
 from __future__ import annotations
@@ -32,24 +32,26 @@ def chunk_loss(model: nn.Module, *, chunk_bytes: int | str | None = None, chunk_
     (no labels, ``torch.no_grad()``, generation) is as before, and so are parameters and ``state_dict``.
 
     Args:
-        model: a causal language model of transformers, or something around one (PEFT): its output embeddings are a plain
+        model: a causal language model of transformers, or a wrapper around such a model (PEFT). Its output embeddings are a
+            plain
             ``nn.Linear``, tied or not, and its loss is ``ForCausalLMLoss``.
         chunk_bytes: the most that the logits of one chunk may take, in bytes or with a unit (``"256MiB"``).
-        chunk_rows: how many positions a chunk has. Without either, a chunk's logits take as much as the hidden states.
+        chunk_rows: how many positions a chunk has. Without ``chunk_bytes`` and ``chunk_rows``, a chunk's logits take as many
+            bytes as the hidden states.
 
     Returns:
-        A handle; also a context manager.
+        A handle that removes the chunked loss again. It is also a context manager.
 
     Raises:
-        InvalidModel: another kind of model, head or loss; or its loss is chunked already.
-        InvalidOption: no chunk of that size.
+        InvalidModel: the model, its head or its loss is of another kind, or the loss is chunked already.
+        InvalidOption: a chunk cannot have this size.
 
     Example:
         >>> with chunk_loss(model):  # doctest: +SKIP
         ...     model(input_ids=ids, labels=ids).loss.backward()
 
-    Inside, ``output.logits`` knows only its shape, dtype and device: the logits were never computed, and any other use of it
-    raises. Known weakness: a copy of the model made inside (``copy.deepcopy``) keeps the chunked loss forever.
+    While the loss is chunked, ``output.logits`` knows only its shape, dtype and device: the logits were never computed, and any
+    other use of it raises. Known weakness: a copy of the model made inside (``copy.deepcopy``) keeps the chunked loss forever.
     """
     chunk_rows_for(1, 1, 1, element_bytes=1, chunk_bytes=chunk_bytes, chunk_rows=chunk_rows)
     base = _causal_model(model)
@@ -58,7 +60,7 @@ def chunk_loss(model: nn.Module, *, chunk_bytes: int | str | None = None, chunk_
 
 
 def can_chunk(model: nn.Module) -> bool:
-    """Whether ``chunk_loss`` accepts this model."""
+    """Return whether `chunk_loss` accepts this model."""
     try:
         _head_of(_causal_model(model))
     except InvalidModel:
@@ -67,7 +69,9 @@ def can_chunk(model: nn.Module) -> bool:
 
 
 class ChunkHandle:
-    """Removes the chunked loss again."""
+    """The handle of a model whose loss is chunked. It removes the chunked loss; as a context manager, it does so at the block's
+    end.
+    """
 
     def __init__(self, chunked: _ChunkedHead) -> None:
         self._chunked: _ChunkedHead | None = chunked
@@ -75,11 +79,11 @@ class ChunkHandle:
 
     @property
     def is_active(self) -> bool:
-        """Whether the loss is still chunked."""
+        """Whether the loss is still computed in chunks."""
         return self._chunked is not None
 
     def remove(self) -> None:
-        """Restore head and loss. A second call does nothing."""
+        """Restore the head and the loss that the model had before. A second call does nothing."""
         chunked, self._chunked = self._chunked, None
         if chunked is not None:
             chunked.detach()
@@ -94,8 +98,9 @@ class ChunkHandle:
 
 
 class _ChunkedHead:
-    """Replaces the head's forward and the model's loss. They are bound methods, so a deep copy of the model copies this object
-    too.
+    """Replaces the forward of a model's head, and the model's loss.
+
+    The replacements are bound methods, so a deep copy of the model copies this object too.
     """
 
     def __init__(self, model: Any, head: nn.Linear, chunk_bytes: int | str | None, chunk_rows: int | None) -> None:
@@ -111,7 +116,7 @@ class _ChunkedHead:
         self._wants_tuple = False
 
     def attach(self) -> None:
-        """Install the replacements and hooks."""
+        """Install the replacements and the hooks."""
         self._model.loss_function = self.loss
         self._head.forward = self.head_forward  # type: ignore[method-assign, assignment]
         self._hooks = [
@@ -120,7 +125,7 @@ class _ChunkedHead:
         ]
 
     def detach(self) -> None:
-        """Remove them."""
+        """Remove the replacements and the hooks."""
         for hook in self._hooks:
             hook.remove()
         for module, name in ((self._head, "forward"), (self._model, "_loss_function")):
@@ -130,7 +135,9 @@ class _ChunkedHead:
             self._model.loss_function = self._set_loss
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Decide whether this call needs logits or a loss."""
+        """A forward pre-hook of the model: decide whether this call needs logits or only a loss. A loss needs labels and
+        gradients.
+        """
         names = list(inspect.signature(model.forward).parameters)
         labels = {**dict(zip(names, args, strict=False)), **kwargs}.get("labels")
         self._is_wanted = labels is not None and torch.is_grad_enabled()
@@ -142,7 +149,7 @@ class _ChunkedHead:
         return args, {**kwargs, "return_dict": True}
 
     def after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Raise if the model did not pass the head's output to the loss."""
+        """A forward hook of the model: raise ``InvalidModel`` if the model did not pass the head's output to the loss."""
         was_wanted, self._is_wanted = self._is_wanted, False
         if not was_wanted or output is None:
             return None
@@ -155,7 +162,7 @@ class _ChunkedHead:
         return output.to_tuple() if self._wants_tuple else None
 
     def head_forward(self, hidden: torch.Tensor) -> Any:
-        """The head's forward: logits if they are needed, else `DeferredLogits`."""
+        """Replaces the head's forward: return logits if they are needed, else `DeferredLogits`."""
         if not self._is_wanted:
             return nn.Linear.forward(self._head, hidden)
         self._made += 1
@@ -171,7 +178,10 @@ class _ChunkedHead:
         shift_labels: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """The model's loss: shifted by one position, mean over labels or divided by ``num_items_in_batch``."""
+        """Replaces the model's loss: return the loss with labels shifted by one position.
+
+        The loss is the mean over labels, or the sum divided by ``num_items_in_batch``.
+        """
         if not isinstance(logits, DeferredLogits):
             original = _causal_lm_loss()
             result: torch.Tensor = original(
@@ -213,9 +223,9 @@ class _ChunkedHead:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DeferredLogits:
-    """Logits that are not computed: ``hidden`` is the input of the head.
+    """In place of logits that are not computed: ``hidden`` is the input of the head, and the other fields note what follows.
 
-    The logits would be ``linear(hidden) * inner``, then (if ``is_capped``) their tanh, times ``outer``.
+    The logits would be ``linear(hidden) * inner``, then (if ``is_capped``) the tanh of this, times ``outer``.
     """
 
     hidden: torch.Tensor
@@ -227,12 +237,15 @@ class DeferredLogits:
 
     @property
     def scale(self) -> float:
-        """The factor before the cap: ``outer * tanh(inner * z)`` is the softcap ``outer`` of ``inner * outer * z``."""
+        """The factor on the logits before the softcap.
+
+        ``outer * tanh(inner * z)`` equals the softcap ``outer``, applied to ``inner * outer * z``.
+        """
         return self.inner * self.outer if self.is_capped else self.inner
 
     @property
     def softcap(self) -> float | None:
-        """The cap, or ``None``."""
+        """The softcap of the logits, or ``None`` if they are not capped."""
         return self.outer if self.is_capped else None
 
     @property
@@ -247,23 +260,26 @@ class DeferredLogits:
 
     @property
     def ndim(self) -> int:
-        """The number of dimensions."""
+        """The number of dimensions that the logits would have."""
         return self.hidden.dim()
 
     def dim(self) -> int:
-        """The number of dimensions."""
+        """Return the number of dimensions that the logits would have."""
         return self.hidden.dim()
 
     def size(self, dim: int | None = None) -> torch.Size | int:
-        """The shape, or one size of it."""
+        """Return the shape that the logits would have, or the size of one dimension."""
         return self.shape if dim is None else self.shape[dim]
 
     def float(self) -> DeferredLogits:
-        """Note the dtype; the loss is computed in float32 in any case."""
+        """Return logits with the dtype float32. Only the dtype is noted: the loss is computed in float32 in any case."""
         return replace(self, dtype=torch.float32)
 
     def to(self, *args: Any, **kwargs: Any) -> DeferredLogits:
-        """Note another dtype. Raises for another device, because the logits would have to be moved."""
+        """Return logits with another dtype. Only the dtype is noted.
+
+        Another device raises ``InvalidModel``, because the logits would have to be moved.
+        """
         dtype = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)), self.dtype)
         elsewhere = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.device | str)]
         if any(torch.device(place) != self.device for place in elsewhere):
@@ -271,7 +287,7 @@ class DeferredLogits:
         return replace(self, dtype=dtype)
 
     def contiguous(self) -> DeferredLogits:
-        """Unchanged: the loss lays out the hidden states itself."""
+        """Return these logits unchanged: the loss itself puts the hidden states into a suitable layout."""
         return self
 
     def __getitem__(self, index: Any) -> DeferredLogits:
@@ -295,7 +311,7 @@ class DeferredLogits:
         return self * (1.0 / _number(divisor))
 
     def tanh(self) -> DeferredLogits:
-        """Note the cap. Raises for a second cap."""
+        """Return logits with a cap, which is only noted. A second cap raises ``InvalidModel``."""
         if self.is_capped:
             raise _refused("caps them twice")
         return replace(self, is_capped=True)
@@ -331,7 +347,12 @@ def _causal_lm_loss() -> Any:
 
 
 def _causal_model(model: object) -> Any:
-    """The outermost transformers model in ``model`` that has output embeddings and a loss that can be replaced."""
+    """Return the outermost transformers model in ``model`` that has output embeddings. Its loss must be one that can be
+    replaced.
+
+    Raises:
+        InvalidModel: such a model was not found, or its loss is of another kind or chunked already.
+    """
     if not isinstance(model, nn.Module):
         raise InvalidModel(
             f"chunk_loss got a {type(model).__name__}, which is not a torch.nn.Module.",
@@ -380,7 +401,7 @@ def _number(factor: Any) -> float:
 
 
 class _NoLogits(InvalidModel, AttributeError):
-    """Also an ``AttributeError``, so that ``hasattr`` returns False."""
+    """The error for code that needs the logits. It is also an ``AttributeError``, so that ``hasattr`` returns False."""
 
 
 def _refused(what: str) -> InvalidModel:

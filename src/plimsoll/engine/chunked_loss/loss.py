@@ -1,4 +1,4 @@
-"""``linear_cross_entropy``: the loss of a linear head that never holds all logits at once."""
+"""``linear_cross_entropy``: the cross-entropy of a linear head. It never holds all logits at the same time."""
 
 from __future__ import annotations
 
@@ -30,42 +30,45 @@ def linear_cross_entropy(
     chunk_rows: int | None = None,
     accumulate_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """``cross_entropy(linear(hidden, weight, bias).float(), labels)``, with only one chunk of logits alive at a time.
+    """Return ``cross_entropy(linear(hidden, weight, bias).float(), labels)``, with only one chunk of logits alive at a time.
 
     The logits of a vocabulary of 128,000, with their log-softmax and their gradient, are often the peak of a step. Here each
     chunk's gradient is computed in forward, while the chunk's logits exist. Only the gradients of the hidden states and of the
     weight are held until backward. Gradients are exact up to the rounding of another order of summation.
 
     Args:
-        hidden: (..., features), floating point.
-        weight: (classes, features).
-        labels: (...), int64.
-        bias: (classes,).
+        hidden: hidden states of shape (..., features), floating point.
+        weight: the head's weight, of shape (classes, features).
+        labels: class indices of shape (...), int64.
+        bias: the head's bias, of shape (classes,), if it has a bias.
         reduction: ``mean`` over the labels that count, ``sum``, or ``none`` (a loss per label, in the shape of labels).
-        ignore_index: this label does not count.
+        ignore_index: the label of positions that do not count.
         label_smoothing: from 0 to 1, as in ``torch.nn.functional.cross_entropy``.
-        scale: multiplies the logits.
+        scale: a factor on the logits.
         softcap: logits become ``softcap * tanh(logits / softcap)``, after ``scale``.
         chunk_bytes: the most that the logits of one chunk may take, in bytes or with a unit (``"256MiB"``).
-        chunk_rows: how many rows a chunk has. Without either, a chunk's logits take as much as the hidden states.
-        accumulate_dtype: the dtype to sum the gradients of weight and bias in; by default the dtype of each.
+        chunk_rows: how many rows a chunk has. Without ``chunk_bytes`` and ``chunk_rows``, a chunk's logits take as many bytes
+            as the hidden states.
+        accumulate_dtype: the dtype to sum the gradients of weight and bias in; by default each is summed in its own dtype.
 
     Returns:
-        A scalar, or a loss per label; float32, or float64 for float64.
+        A scalar, or with ``reduction="none"`` a loss per label. Its dtype is float32, or float64 if the hidden states are
+        float64.
 
     Raises:
-        InvalidLoss: shapes or dtypes that do not belong together; when differentiated twice or in forward mode.
-        InvalidOption: no such reduction, label smoothing outside 0 to 1, a softcap that is not above 0, an ``accumulate_dtype``
-            of integers, or no chunk of that size.
+        InvalidLoss: shapes or dtypes do not belong together, or the loss is differentiated twice or in forward mode.
+        InvalidOption: the reduction does not exist, label smoothing is outside 0 to 1, the softcap is not above 0,
+            ``accumulate_dtype`` is a dtype of integers, or a chunk cannot have this size.
 
     Example:
         >>> hidden, weight = torch.randn(6, 4), torch.randn(10, 4)
         >>> linear_cross_entropy(hidden, weight, torch.arange(6), chunk_rows=2).shape
         torch.Size([])
 
-    Source: the gradient in forward is that of Liger-Kernel (Hsu et al. 2024, arXiv:2410.10989) and of torch 2.13's
-    ``torch.nn.functional.linear_cross_entropy``, which is used where it holds nothing more: with a frozen weight and without a
-    reduction. Elsewhere it holds a second gradient of the weight when backward begins (measured, see the docs).
+    Source: computing the gradient in forward is the method of Liger-Kernel (Hsu et al. 2024, arXiv:2410.10989) and of torch
+    2.13's ``torch.nn.functional.linear_cross_entropy``, torch's function is used where it does not hold more tensors: with a
+    frozen weight, and without a reduction. In other cases it holds a second gradient of the weight when backward begins
+    (measured, see the docs).
     """
     _check(hidden, weight, labels, bias)
     _check_options(reduction, label_smoothing, softcap, accumulate_dtype)
@@ -102,13 +105,13 @@ def linear_cross_entropy(
 
 
 def _mean(total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """The mean as torch computes it: NaN if no label counts, and then a gradient of zero."""
+    """Return the mean as torch computes it: if no label counts, the mean is NaN and its gradient is zero."""
     mean = total / count.clamp(min=1)
     return torch.where(count > 0, mean, mean.detach() * torch.nan)
 
 
 def _compute_dtype(hidden: torch.Tensor) -> torch.dtype:
-    """The dtype of the logits: autocast's dtype if autocast is on."""
+    """Return the dtype of the logits. It is autocast's dtype if autocast is on, else the dtype of the hidden states."""
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind) and hidden.dtype is not torch.float64:
         return torch.get_autocast_dtype(kind)
@@ -118,7 +121,7 @@ def _compute_dtype(hidden: torch.Tensor) -> torch.dtype:
 def _torch_serves(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, head: Head, reduction: str
 ) -> bool:
-    """Whether torch's own chunked loss computes this without using more memory than ours."""
+    """Return whether torch's own chunked loss can compute this loss without using more memory than ours."""
     is_plain = head.label_smoothing == 0.0 and head.scale == 1.0 and head.softcap is None
     has_one_dtype = {t.dtype for t in (hidden, weight, bias) if t is not None} == {head.compute_dtype}
     is_wide = wide(head.compute_dtype) is head.compute_dtype
@@ -127,7 +130,7 @@ def _torch_serves(
 
 
 def torch_has_one() -> bool:
-    """Whether this torch computes a linear head and its cross-entropy in chunks (2.13 and newer)."""
+    """Return whether this version of torch computes a linear head and its cross-entropy in chunks (2.13 and newer)."""
     return "LinearCrossEntropyOptions" in dir(torch.nn)
 
 

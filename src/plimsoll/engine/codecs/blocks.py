@@ -1,4 +1,4 @@
-"""Operations of int8, int4 and fp8 on blocks of elements: scale, rotate, round at random.
+"""Operations of the codecs int8, int4 and fp8 on blocks of elements: scale, rotate, round at random.
 
 A block is ``width`` neighbours in memory. Its scale is a bfloat16, rounded up, so that no element of the block exceeds the last
 code. An affine block also has the value of its code 0 in bfloat16, rounded down. The scale is NaN if the block contains NaN,
@@ -6,12 +6,12 @@ infinity, or values so close to the end of the dtype's range that decoding might
 
 Rotation multiplies groups of 32 neighbours by an orthogonal Hadamard matrix, which is its own inverse. An outlier becomes 32
 entries of a sixth of its size, so that the scale of its block is small again. The error made in the new basis has the same L2
-norm in the old basis. Normally distributed blocks are not changed in distribution. An exact zero comes back as a small number.
-Outside of the kernels, rotation is a float32 matrix product of torch's: if the user lowers their precision, rotation is less
-precise too.
+norm in the old basis. Normally distributed blocks are not changed in distribution. An element that is exactly zero comes back
+as a small number. Outside of the kernels, rotation is a float32 matrix product of torch: if the user lowers the precision of
+matrix products, rotation is less precise too.
 
 Source: the idea is from QuaRot (Ashkboos et al., NeurIPS 2024), section 4, which rotates the weights' channels. Here a group is
-any 32 neighbours in memory. Why 32, and what it brings: docs/lab-notes.md.
+any 32 neighbours in memory. Why 32, and what rotation brings: docs/lab-notes.md.
 """
 
 from __future__ import annotations
@@ -30,23 +30,28 @@ from plimsoll.engine.codecs.layout import CHUNK, Elements
 SCALE_DTYPE = torch.bfloat16
 WIDEST = 4096
 GROUP = 32
-"""Neighbours that are rotated together."""
+"""The number of neighbouring elements that are rotated together."""
 GAIN = math.sqrt(GROUP)
-"""An entry of a rotated group is at most this times the largest entry before."""
+"""The most that rotation can multiply the largest entry of a group with."""
 _UP = 1 + 2**-8 + 2**-15
-"""The margin of a scale: rounding it to bfloat16 loses at most 2**-8, so that at least 2**-16 remains."""
+"""The factor that scales are multiplied with before they are rounded. Rounding to bfloat16 loses at most 2**-8, so at least
+2**-16 remains.
+"""
 _LEAST_SCALE = 2.0**-126
-"""The smallest float32 whose inverse is finite and that is not flushed to zero."""
+"""The smallest float32 whose inverse is finite and that is not flushed to zero. Scales are at least this large."""
 _HEADROOM = 1 - 2**-6
-"""Share of the dtype's largest number that may be encoded: decoding overshoots by less than the rest."""
+"""The share of the dtype's largest number that may be encoded. Decoding overshoots by less than the rest."""
 _NOISE_STEPS = 2**16
 _NOISE_MIDDLE = 0.5 + 0.5 / _NOISE_STEPS
-"""Moves noise from [-1/2, 1/2 - 1/_NOISE_STEPS] into the open interval from 0 to 1."""
+"""The number that moves noise from [-1/2, 1/2 - 1/_NOISE_STEPS] into the open interval from 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Some whole blocks of ``width``, or the short block at the end."""
+    """A range of elements: some whole blocks of ``width`` elements, or the short block at the end.
+
+    ``blocks`` is the range of block numbers.
+    """
 
     start: int
     stop: int
@@ -55,7 +60,7 @@ class Span:
 
 
 def spans(count: int, width: int) -> Iterator[Span]:
-    """Split ``count`` elements into spans of at most ``CHUNK`` elements, in order."""
+    """Split ``count`` elements into spans of at most ``CHUNK`` elements, and yield the spans in order."""
     whole = count - count % width
     for start in range(0, whole, CHUNK):
         stop = min(start + CHUNK, whole)
@@ -65,19 +70,22 @@ def spans(count: int, width: int) -> Iterator[Span]:
 
 
 def largest_of(dtype: torch.dtype) -> float:
-    """The largest magnitude that certainly decodes to a number of ``dtype``."""
+    """Return the largest magnitude that certainly decodes to a finite number of ``dtype``."""
     limits = torch.finfo(dtype)
     # the range of an affine block is up to twice its largest magnitude
     return min(limits.max * _HEADROOM, torch.finfo(torch.float32).max / 4)
 
 
 def block_count(count: int, width: int) -> int:
-    """The number of blocks for ``count`` elements."""
+    """Return the number of blocks of ``width`` elements that ``count`` elements need."""
     return -(-count // width)
 
 
 def blocks_of(elements: Elements, span: Span, scratch: torch.Tensor) -> torch.Tensor:
-    """The blocks of a span as rows of float32: a view where the elements are float32, else converted into ``scratch``."""
+    """Return the blocks of a span as rows of float32.
+
+    If the elements are float32, the rows are a view. Otherwise they are converted into ``scratch``.
+    """
     run = elements.run(span.start, span.stop)
     if elements.dtype is not torch.float32:
         run = scratch[: run.numel()].copy_(run)
@@ -85,13 +93,14 @@ def blocks_of(elements: Elements, span: Span, scratch: torch.Tensor) -> torch.Te
 
 
 def symmetric_scales(rows: torch.Tensor, last_code: float, largest: float) -> torch.Tensor:
-    """The scale of each row. Codes go from ``-last_code`` to ``last_code``."""
+    """Return the scale of each row for codes from ``-last_code`` to ``last_code``."""
+    # amax and amin take 0.1 ns per element each; aminmax along a dimension takes 2.6 (docs/lab-notes.md).
     farthest = torch.maximum(rows.amax(1, keepdim=True), rows.amin(1, keepdim=True).neg_())
     return _scales(farthest, farthest, last_code, largest)
 
 
 def affine_scales(rows: torch.Tensor, codes: int, largest: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scale of each row and the value of its lowest code, for ``codes`` codes."""
+    """Return, for each row, its scale and the value of its lowest code. ``codes`` is the number of codes."""
     most, least = rows.amax(1, keepdim=True), rows.amin(1, keepdim=True)
     farthest = torch.maximum(most, -least)
     lows = (least - least.abs().mul_(_UP - 1)).to(SCALE_DTYPE)
@@ -99,19 +108,25 @@ def affine_scales(rows: torch.Tensor, codes: int, largest: float) -> tuple[torch
 
 
 def _scales(reach: torch.Tensor, farthest: torch.Tensor, steps: float, largest: float) -> torch.Tensor:
-    """``reach / steps`` rounded up; NaN where ``farthest`` is above ``largest``."""
+    """Return ``reach / steps`` rounded up, but NaN where ``farthest`` is above ``largest``."""
     scales = reach.mul(_UP / steps).clamp_(min=_LEAST_SCALE)  # NaN stays NaN
     return scales.masked_fill_(farthest > largest, torch.nan).to(SCALE_DTYPE)
 
 
 def are_representable(scales: torch.Tensor) -> bool:
-    """Whether all scales are numbers, not NaN. On CUDA this returns True without looking: decode gives NaN for such blocks."""
+    """Return whether none of the scales is NaN.
+
+    On CUDA the function returns True without looking, because decode gives NaN for blocks whose scale is NaN.
+    """
     return scales.device.type != "cpu" or not math.isnan(scales.amax().item())
 
 
 @functools.cache
 def hadamard() -> npt.NDArray[np.float32]:
-    """Sylvester's matrix of order 32, orthogonal and symmetric: five times a Kronecker product with that of order 2."""
+    """Return Sylvester's matrix of order 32, which is orthogonal and symmetric.
+
+    It is made from the matrix of order 1 by five Kronecker products with the matrix of order 2.
+    """
     matrix = np.ones((1, 1))
     while len(matrix) < GROUP:
         matrix = np.kron(matrix, np.array([[1, 1], [1, -1]]))
@@ -119,8 +134,8 @@ def hadamard() -> npt.NDArray[np.float32]:
 
 
 def rotate(rows: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Rotate float32 rows into the beginning of ``out``, which must be other memory. An incomplete last group is copied
-    unchanged.
+    """Rotate float32 rows, and write the result into the beginning of ``out``, which must be other memory. An incomplete last
+    group is copied unchanged.
 
     Returns:
         The rotated rows, in the shape of ``rows``.
@@ -145,7 +160,10 @@ def mix_seed(seed: int) -> int:
 
 
 class StochasticRounding:
-    """Rounds up to ``most`` elements at a time, with its own scratch memory."""
+    """Rounds float32 numbers at random, up or down, such that the expected value stays the same.
+
+    It rounds up to ``most`` elements at a time, with its own scratch memory.
+    """
 
     __slots__ = ("_bits", "_generator", "_noise")
 
@@ -157,11 +175,11 @@ class StochasticRounding:
 
     @staticmethod
     def scratch_bytes(most: int) -> int:
-        """Bytes of the scratch memory, and of the generator's state."""
+        """Return the size in bytes of the scratch memory and the generator's state together."""
         return 8 * -(-most // 4) + 4 * most + 8192
 
     def round_(self, values: torch.Tensor) -> torch.Tensor:
-        """Round a contiguous float32 tensor in place."""
+        """Round a contiguous float32 tensor at random, up or down, in place."""
         bits = self._bits[: -(-values.numel() // 4)]
         bits.random_(-(2**63), None, generator=self._generator)
         noise = self._noise[: values.numel()].copy_(bits.view(torch.int16)[: values.numel()])

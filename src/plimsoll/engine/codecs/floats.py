@@ -1,4 +1,4 @@
-"""bf16 and fp8: floats of fewer bits."""
+"""Codecs that store floating-point numbers in fewer bits: bf16 and fp8."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ _LARGEST_FLOAT8 = 448.0
 
 @dataclass(frozen=True, slots=True)
 class BFloat16(Codec):
-    """float32 rounded to the nearest bfloat16: off by at most 1/256 of the value. Values that would round to infinity are
-    refused.
+    """A codec for float32: each element is rounded to the nearest bfloat16. The error is at most 1/256 of the value.
+
+    Values that would round to infinity are refused.
     """
 
     family: ClassVar[str] = "bf16"
@@ -61,10 +62,10 @@ class BFloat16(Codec):
 
 @dataclass(frozen=True, slots=True)
 class Float8(Codec):
-    """float8 (e4m3) with a scale per block, for tensors that span many orders of magnitude.
+    """A codec with float8 (e4m3) and a scale per block, for tensors whose elements differ by many orders of magnitude.
 
-    It keeps 4 significant bits at every magnitude down to 2**-15 of the block's largest. So the error is at most 1/16 of the
-    value itself; int8's error is the same for all elements of a block.
+    It keeps 4 significant bits at each magnitude down to 2**-15 of the block's largest magnitude. So the error is at most 1/16
+    of the value itself. With int8, by contrast, the error is the same for all elements of a block.
     """
 
     block: int = number(128, least=32, most=WIDEST)
@@ -125,9 +126,10 @@ class Float8(Codec):
 
 
 def _to_float(codes: torch.Tensor, halves: torch.Tensor, out: torch.Tensor) -> None:
-    """Write finite e4m3 numbers times 2**-8 to ``out``: their bits, moved to the position that they have in a half.
+    """Write finite e4m3 numbers times 2**-8 to ``out``. The bits of each number are moved to their position in a float16 (a
+    half).
 
-    Ten times as fast as torch's own conversion on a CPU.
+    This is ten times as fast as torch's own conversion on a CPU.
     """
     halves.copy_(codes.view(torch.int8)).bitwise_left_shift_(8)
     halves.bitwise_right_shift_(1).bitwise_and_(~0x4000)  # the shift brings the sign along

@@ -1,9 +1,9 @@
-"""int8 and int4: whole-number codes with a scale per block.
+"""The codecs int8 and int4: elements become whole numbers (codes), with a scale per block of elements.
 
 Symmetric: ``x = code * scale``; zero stays zero. Affine: ``x = code * scale + low``, which wastes no codes if all elements of a
-block have the same sign. Both work in a rotated basis, where outliers do not stretch the scale of their block, or unrotated.
-The error is at most half a scale when rounding to nearest, and less than one scale with stochastic rounding. `blocks` computes
-scales and the basis.
+block have the same sign. Both kinds work in a rotated basis, where outliers do not increase the scale of their block, or in the
+unrotated basis. The error is at most half a scale when rounding to nearest, and less than one scale with stochastic rounding.
+`blocks` computes scales and the basis.
 """
 
 from __future__ import annotations
@@ -45,8 +45,11 @@ from plimsoll.engine.codecs.protocol import Codec, Payload, number, word
 
 @dataclass(frozen=True, slots=True)
 class IntegerCodec(Codec):
-    """Codes of ``bits`` (8 or 4) for blocks of ``block`` elements."""
+    """Base class of codecs that store each element as a whole number of ``bits`` bits (8 or 4), in blocks of ``block``
+    elements.
+    """
 
+    # Half a bit per element for smaller blocks would reduce the error less than half a bit per code (docs/lab-notes.md).
     block: int = number(64, least=32, most=WIDEST)
     mode: str = word("symmetric", "affine")
     basis: str = word("rotated", "unrotated")
@@ -69,12 +72,12 @@ class IntegerCodec(Codec):
 
     @property
     def last_code(self) -> int:
-        """The largest code of a symmetric block; the smallest is its negative."""
+        """The largest code of a symmetric block. The smallest code is its negative."""
         return (1 << (self.bits - 1)) - 1
 
     @property
     def bias(self) -> int:
-        """The number to add to a code to store it: bytes are signed, halves of bytes are not."""
+        """The number that is added to a code before the code is stored. Stored bytes are signed, stored half bytes are not."""
         if self.bits == 8:
             return -128 if self.is_affine else 0
         return 0 if self.is_affine else 1 << (self.bits - 1)
@@ -91,7 +94,9 @@ class IntegerCodec(Codec):
         return most * (floats + dtype.itemsize) + 2 * (most + 1) + per_block + noise + 256
 
     def encode(self, tensor: torch.Tensor, *, seed: int = 0, most_bytes: int | None = None) -> Payload | None:
-        """Encode as codes, scales and (for affine blocks) lows; None if a scale is NaN."""
+        """Encode a tensor as codes, scales and (for affine blocks) lows. Return ``None`` if a scale is NaN or ``most_bytes`` is
+        too small.
+        """
         elements = Elements(tensor)
         count, device = elements.count, elements.device
         if most_bytes is not None and self.payload_bytes(count, elements.dtype) > most_bytes:
@@ -149,7 +154,7 @@ class IntegerCodec(Codec):
     def _encode(
         self, elements: Elements, codes: torch.Tensor, scales: torch.Tensor, lows: torch.Tensor | None, seed: int
     ) -> bool:
-        """Fill codes, scales and lows, a chunk at a time; False as soon as a scale is NaN."""
+        """Fill codes, scales and lows, one chunk of elements at a time. Return False as soon as a scale is NaN, else True."""
         scratch = _Scratch(self, elements.count, elements.device)
         # Rotating back may enlarge values by the same factor again; for float16 decode clamps them.
         largest = largest_of(torch.float32) / (2 * GAIN) if self.is_rotated else largest_of(elements.dtype)
@@ -180,7 +185,7 @@ class IntegerCodec(Codec):
         return True
 
     def _zero_points(self, step: torch.Tensor, lows: torch.Tensor) -> torch.Tensor:
-        """The value of the stored code 0 of affine blocks."""
+        """Return the values that the stored code 0 has in affine blocks."""
         return lows.float().sub_(step, alpha=self.bias)
 
     def _codes_bytes(self, count: int) -> int:
@@ -189,7 +194,7 @@ class IntegerCodec(Codec):
 
 @dataclass(frozen=True, slots=True)
 class Int8(IntegerCodec):
-    """A byte per element; the defaults measured best (docs/lab-notes.md)."""
+    """A codec with one byte per element. Its default parameters are the best that were measured (docs/lab-notes.md)."""
 
     family: ClassVar[str] = "int8"
     bits: ClassVar[int] = 8
@@ -197,8 +202,9 @@ class Int8(IntegerCodec):
 
 @dataclass(frozen=True, slots=True)
 class Int4(IntegerCodec):
-    """Half a byte per element; the defaults measured best (docs/lab-notes.md)."""
+    """A codec with half a byte per element. Its default parameters are the best that were measured (docs/lab-notes.md)."""
 
+    # A symmetric block uses only 15 of the 16 codes, which matters with so few (docs/lab-notes.md).
     mode: str = word("affine", "symmetric")
 
     family: ClassVar[str] = "int4"
@@ -206,7 +212,7 @@ class Int4(IntegerCodec):
 
 
 class _Scratch:
-    """Scratch memory that every span of one call reuses."""
+    """Scratch memory for one call of encode or decode. All spans of the call reuse it."""
 
     __slots__ = ("codes", "matrix", "moved", "rotated", "values")
 
@@ -220,7 +226,7 @@ class _Scratch:
         self.moved = torch.empty(even // 2, dtype=torch.int16, device=device)
 
     def store(self, values: torch.Tensor, span: Span, codes: torch.Tensor) -> None:
-        """Write whole numbers to their place in ``codes``."""
+        """Write the whole numbers of a span to their place in ``codes``."""
         if not self.codes.numel():
             codes[span.start : span.stop].copy_(values)
             return
@@ -231,7 +237,7 @@ class _Scratch:
         pack_nibbles(unpacked, self.moved, codes[span.start // 2 : packed_nibbles_bytes(span.stop)])
 
     def load(self, codes: torch.Tensor, span: Span) -> torch.Tensor:
-        """The whole numbers that ``store`` wrote."""
+        """Return the whole numbers of a span that `store` wrote."""
         if not self.codes.numel():
             return codes[span.start : span.stop]
         count = span.stop - span.start

@@ -1,9 +1,10 @@
-"""The codecs' hot loops as Triton kernels: one read and one write, instead of one pass per op in the torch form.
+"""The codecs' hot loops as Triton kernels: each reads memory once and writes it once, while the same code in torch needs one
+pass per op.
 
-Codecs use them for CUDA tensors if Triton is installed; nothing else imports this module. A program works on whole blocks: 4096
-elements or one block. Rotation is a fast Walsh-Hadamard transform in float32. Stochastic rounding draws from Philox by element,
-so that it does not depend on the launch. NaN, infinity and values out of range make the scale of their block NaN, so that the
-host never waits for the device.
+Codecs use them for CUDA tensors if Triton is installed; nothing else imports this module. One Triton program works on whole
+blocks: on 4096 elements, or on one block if a block is larger. Rotation is a fast Walsh-Hadamard transform in float32.
+Stochastic rounding draws from Philox by element, so that it does not depend on the launch. NaN, infinity and values out of
+range make the scale of their block NaN, so that the host never waits for the device.
 
 A kernel infers its variant from its arguments: symmetric blocks pass None for lows, rounding to nearest passes None for seed,
 and 4-bit codes are stored two in a uint8. Triton compiles one kernel per combination, as it does for constants.
@@ -20,32 +21,36 @@ import triton.language as tl
 from plimsoll.engine.codecs.blocks import GAIN, largest_of, mix_seed
 
 _TILE = tl.constexpr(4096)
-"""Elements per program that works on blocks."""
+"""The number of elements for one Triton program that works on blocks."""
 _WARPS = 8
-"""Warps per such program: 16 elements a thread. With 4 warps, decoding rotated int4 took 255 registers and spilled (ptxas for
-sm_90); with 8 it takes 101.
+"""The number of warps for one Triton program that works on blocks, so that a thread has 16 elements.
+
+With 4 warps, decoding rotated int4 took 255 registers and spilled (ptxas for sm_90). With 8 warps it takes 101.
 """
 _BYTES = 512
-"""Packed bytes per program that works on bits."""
+"""The number of packed bytes for one Triton program that works on bits."""
 _UP = tl.constexpr(1 + 2**-8 + 2**-15)
 _DOWN = tl.constexpr(2**-8 + 2**-15)
 _LEAST_SCALE = tl.constexpr(2.0**-126)
 _LARGEST = tl.constexpr(largest_of(torch.float32))
-"""The same for bfloat16."""
+"""The largest magnitude that can be encoded, for float32 and for bfloat16."""
 _LARGEST_HALF = tl.constexpr(largest_of(torch.float16))
 _LARGEST_ROTATED = tl.constexpr(largest_of(torch.float32) / (2 * GAIN))
-"""Smaller, because rotating back may enlarge values by the same factor again."""
+"""The largest magnitude in a rotated basis.
+
+It is smaller, because rotating back may enlarge values by the same factor again.
+"""
 _GROUP = tl.constexpr(32)
 _STAGES = tl.constexpr(5)
-"""Stages of the transform of one group."""
+"""The number of stages that the transform of one group needs."""
 _TO_UNIT = tl.constexpr(32**-0.5)
 _TO_WHOLE = tl.constexpr(1.5 * 2**23)
-"""Adding this to a small float32 and subtracting it again rounds to the nearest whole number, halves to even."""
+"""A number for rounding. Add it to a small float32 and subtract it again: the nearest whole number results, halves to even."""
 _LARGEST_FLOAT8 = tl.constexpr(448)
 _LEAST_NORMAL_FLOAT8 = tl.constexpr(2.0**-6)
 _SUBNORMAL_STEP_FLOAT8 = tl.constexpr(2.0**-9)
 _BIAS_FLOAT8 = tl.constexpr(127 - 7)
-"""Difference between the exponent biases of float32 and e4m3."""
+"""The difference between the exponent biases of float32 and e4m3."""
 
 
 def encode_integers(
@@ -58,7 +63,9 @@ def encode_integers(
     is_rotated: bool,
     seed: int | None,
 ) -> None:
-    """Write the codes (int8, or two in each uint8), scales and lows of contiguous ``flat``; with a seed, round at random."""
+    """Encode contiguous ``flat``: write its codes (int8, or two in each uint8), its scales and its lows. With a seed, round at
+    random.
+    """
     if flat.numel():
         mixed = None if seed is None else mix_seed(seed)
         grid = _tiles(flat, block)
@@ -74,7 +81,7 @@ def decode_integers(
     block: int,
     is_rotated: bool,
 ) -> None:
-    """Decode the codes into contiguous ``flat``."""
+    """Decode the codes into contiguous ``flat``, with the scales and lows of their blocks."""
     if flat.numel():
         most = float(torch.finfo(flat.dtype).max)
         grid = _tiles(flat, block)
@@ -82,7 +89,7 @@ def decode_integers(
 
 
 def encode_float8(flat: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, block: int) -> None:
-    """Write the e4m3 codes (as bytes) and scales of contiguous ``flat``.
+    """Encode contiguous ``flat``: write its e4m3 codes (as bytes) and its scales.
 
     The conversion works on the bits, so that it also runs on devices without float8 (before compute capability 8.9).
     """
@@ -91,25 +98,27 @@ def encode_float8(flat: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor,
 
 
 def decode_float8(codes: torch.Tensor, scales: torch.Tensor, flat: torch.Tensor, block: int) -> None:
-    """Decode the codes (as bytes) into contiguous ``flat``."""
+    """Decode the e4m3 codes (as bytes) into contiguous ``flat``."""
     if flat.numel():
         _decode_float8[_tiles(flat, block)](codes, scales, flat, flat.numel(), block, num_warps=_WARPS)
 
 
 def pack_positive(flat: torch.Tensor, packed: torch.Tensor, one: torch.Tensor) -> None:
-    """Write one bit per element of contiguous floats: above zero or not. ``one`` becomes NaN if any element is NaN."""
+    """Write one bit per element of contiguous floats: 1 if the element is above zero. ``one`` becomes NaN if any element is
+    NaN.
+    """
     if flat.numel():
         _pack[_byte_tiles(flat)](flat, packed, one, flat.numel(), _BYTES)
 
 
 def pack_nonzero(flat: torch.Tensor, packed: torch.Tensor) -> None:
-    """Write one bit per element of contiguous non-negative integers: nonzero or not."""
+    """Write one bit per element of contiguous non-negative integers: 1 if the element is not zero."""
     if flat.numel():
         _pack[_byte_tiles(flat)](flat, packed, None, flat.numel(), _BYTES)
 
 
 def unpack(packed: torch.Tensor, constant: torch.Tensor, flat: torch.Tensor) -> None:
-    """Write ``constant`` (one element) where bits are set, and ``constant * 0`` elsewhere."""
+    """Write ``constant`` (one element) to ``flat`` where bits are set, and ``constant * 0`` elsewhere."""
     if flat.numel():
         is_float = flat.dtype.is_floating_point
         _unpack[_byte_tiles(flat)](packed, constant, flat, flat.numel(), _BYTES, is_float)
@@ -125,7 +134,9 @@ def _byte_tiles(flat: torch.Tensor) -> tuple[int]:
 
 @triton.jit
 def _to_bfloat16(values):  # type: ignore[no-untyped-def]
-    """Round finite values to bfloat16 on their bits, because Triton's interpreter truncates where a GPU rounds."""
+    """Return finite values rounded to bfloat16. The code works on their bits: Triton's interpreter truncates where a GPU
+    rounds.
+    """
     bits = values.to(tl.int32, bitcast=True)
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & ~0xFFFF
     return bits.to(tl.float32, bitcast=True).to(tl.bfloat16)
@@ -133,13 +144,15 @@ def _to_bfloat16(values):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _to_whole(values):  # type: ignore[no-untyped-def]
-    """Round values below 2**22 to the nearest whole number, because Triton's interpreter lacks ``rint``."""
+    """Return values below 2**22 rounded to the nearest whole number. The code adds and subtracts: Triton's interpreter lacks
+    ``rint``.
+    """
     return (values + _TO_WHOLE) - _TO_WHOLE
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton ships no types
 def _places(block: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The indices of this program's blocks, and the offsets of their elements."""
+    """Return the indices of the blocks that this program works on, and the offsets of their elements."""
     rows: tl.constexpr = _TILE // block if block < _TILE else 1
     blocks = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     return blocks, blocks[:, None] * block + tl.arange(0, block)[None, :]
@@ -147,10 +160,11 @@ def _places(block: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _rotate(values, offsets, count):  # type: ignore[no-untyped-def]
-    """Rotate whole groups; an incomplete last group stays unchanged.
+    """Return the values with whole groups of neighbours rotated. An incomplete last group stays unchanged.
 
-    This is a fast Walsh-Hadamard transform: in each of five stages, neighbours become their sum and their difference; the sums
-    go to the first half and the differences to the second. It takes five additions per element; the matrix product takes 32.
+    This is a fast Walsh-Hadamard transform: in each of five stages, two neighbours become their sum and their difference. The
+    sums go to the first half and the differences to the second. The transform takes five additions per element, and a matrix
+    product would take 32.
     """
     groups: tl.constexpr = values.shape[0] * values.shape[1] // _GROUP
     mixed = tl.reshape(values * _TO_UNIT, (groups, _GROUP))
@@ -164,13 +178,13 @@ def _rotate(values, offsets, count):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _bad_blocks(values, is_element, largest: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Which blocks contain NaN, infinity or a value beyond ``largest``."""
+    """Return for each block whether it contains NaN, infinity or a value beyond ``largest``."""
     return tl.max((is_element & ~(tl.abs(values) <= largest)).to(tl.int32), 1) > 0
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _scales(reach, is_bad, steps: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The scale of each block, as bfloat16: ``reach / steps`` rounded up, or NaN for bad blocks."""
+    """Return the scale of each block as bfloat16: ``reach / steps`` rounded up, or NaN for bad blocks."""
     step = tl.maximum(reach * (_UP / steps), _LEAST_SCALE)
     return tl.where(is_bad, float("nan"), _to_bfloat16(step).to(tl.float32)).to(tl.bfloat16)
 
@@ -287,7 +301,7 @@ def _decode_float8(codes, scales, flat, count, block: tl.constexpr):  # type: ig
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _pack(flat, packed, one, count, width: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Pack floats if ``one`` is given, integers otherwise."""
+    """Pack one bit per element: of floats if ``one`` is given, of integers otherwise."""
     places = tl.program_id(0).to(tl.int64) * width + tl.arange(0, width)
     offsets = places[:, None] * 8 + tl.arange(0, 8)[None, :]
     values = tl.load(flat + offsets, mask=offsets < count, other=0)

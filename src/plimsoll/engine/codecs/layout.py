@@ -1,4 +1,4 @@
-"""How codecs read a tensor of any strides: as flat elements, a chunk at a time, as values or as bit patterns.
+"""How codecs read a tensor of any strides: as flat elements, one chunk at a time, as values or as bit patterns.
 
 A tensor without gaps or overlaps (transposed ones too) is read in memory order, without a copy, and decodes to the same
 strides. Any other tensor (sliced, expanded) is read in index order and decodes to a contiguous tensor.
@@ -15,16 +15,17 @@ import torch
 from plimsoll.engine.codecs.protocol import Payload
 
 CHUNK = 2**18
-"""Elements per chunk: 1 MiB of float32 scratch, which stays in cache. With smaller chunks, call overhead exceeds the ops'
-time.
+"""The number of elements per chunk. As float32, they take 1 MiB of scratch memory, which stays in cache.
+
+With smaller chunks, the overhead of calls exceeds the time of the ops.
 """
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-"""The dtypes that lossy codecs accept."""
+"""The floating-point dtypes that most lossy codecs accept."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Elements:
-    """The elements of ``tensor`` in a fixed order, to be read in runs."""
+    """The elements of ``tensor`` in a fixed order, which are read in runs of neighbours."""
 
     __slots__ = ("_copy", "_tensor", "count", "device", "dtype", "flat", "size", "stride")
 
@@ -43,8 +44,9 @@ class Elements:
             self._copy = tensor.new_empty(min(CHUNK, self.count))
 
     def run(self, start: int, stop: int) -> torch.Tensor:
-        """Elements ``start`` to ``stop``, at most ``CHUNK``, as one dimension: a view, or a copy that the next call
-        overwrites.
+        """Return elements ``start`` to ``stop`` in one dimension. A run has at most ``CHUNK`` elements.
+
+        The result is a view, or a copy that the next call overwrites.
         """
         if self.flat is not None:
             return self.flat[start:stop]
@@ -54,49 +56,51 @@ class Elements:
         return out
 
     def payload(self, *parts: torch.Tensor) -> Payload:
-        """A payload of this tensor with these parts."""
+        """Return a payload with these parts that decodes to a tensor of this size, stride and dtype."""
         return Payload(parts, self.size, self.stride, self.dtype)
 
 
 def empty_decoded(payload: Payload) -> tuple[torch.Tensor, torch.Tensor]:
-    """An unfilled tensor for decoding a payload, and a flat view to fill it through."""
+    """Return a new, unfilled tensor to decode a payload into, and a flat view to fill the tensor through."""
     device = payload.parts[0].device
     tensor = torch.empty_strided(payload.size, payload.stride, dtype=payload.dtype, device=device)
     return tensor, tensor.as_strided((tensor.numel(),), (1,))
 
 
 def has_patterns(dtype: torch.dtype) -> bool:
-    """Whether an integer dtype as wide as the elements exists."""
+    """Return whether torch has an integer dtype that is as wide as elements of this dtype."""
     return dtype.itemsize in _INTEGERS
 
 
 def patterns_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers, for exact codecs: as floats -0.0 equals 0.0 and NaN differs from itself, but bit patterns
-    compare.
+    """Return a view of the same memory as integers, for exact codecs.
+
+    As floats, -0.0 equals 0.0 and NaN differs from itself. Bit patterns compare exactly.
     """
     return tensor.view(_INTEGERS[tensor.dtype.itemsize])
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """Whether the Triton kernels run on this device; `kernels` is imported only in that case."""
+    """Return whether the Triton kernels run on this device. The module `kernels` is imported only in that case."""
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def host_waits(device: torch.device) -> bool:
-    """Whether reading a value makes the host wait for the device. If so, codecs read at most one value and keep others
-    there.
+    """Return whether the host has to wait for the device when it reads a value.
+
+    If so, codecs read at most one value, and keep other values on the device.
     """
     return device.type == "cuda"
 
 
 def chunks(count: int, most: int = CHUNK) -> Iterator[tuple[int, int]]:
-    """``(start, stop)`` of every chunk of ``count`` elements, ``most`` at a time."""
+    """Yield ``(start, stop)`` for each chunk of ``count`` elements. A chunk has at most ``most`` elements."""
     for start in range(0, count, most):
         yield start, min(start + most, count)
 
 
 def is_dense(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether the elements fill their memory without gaps or overlaps, in any order."""
+    """Return whether the elements fill their memory without gaps or overlaps, in any order."""
     expected = 1
     for step, length in sorted((step, length) for length, step in zip(size, stride, strict=True) if length != 1):
         if step != expected:
@@ -106,7 +110,10 @@ def is_dense(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 def _gather(tensor: torch.Tensor, start: int, stop: int, out: torch.Tensor) -> None:
-    """Copy elements ``start`` to ``stop``, counted in index order, whole rows at once where possible."""
+    """Copy elements ``start`` to ``stop`` into ``out``, counted in index order.
+
+    Whole rows are copied at once where possible.
+    """
     if tensor.dim() <= 1:
         out.copy_(tensor[start:stop] if tensor.dim() else tensor)
         return
@@ -130,12 +137,12 @@ _ONE_IN_EACH_BYTE = 0x0101010101010101
 
 
 def packed_bits_bytes(count: int) -> int:
-    """Bytes of ``count`` packed bits."""
+    """Return the number of bytes that ``count`` packed bits take."""
     return -(-count // 8)
 
 
 def packed_nibbles_bytes(count: int) -> int:
-    """Bytes of ``count`` packed halves of a byte."""
+    """Return the number of bytes that ``count`` packed half bytes take."""
     return -(-count // 2)
 
 
@@ -158,15 +165,15 @@ class BitPacker:
 
     @staticmethod
     def scratch_bytes(most: int) -> int:
-        """Bytes of the scratch memory."""
+        """Return the size of the scratch memory in bytes."""
         return 16 * packed_bits_bytes(most)
 
     def bits(self, count: int) -> torch.Tensor:
-        """The buffer for ``count`` bits: write to it before ``pack``, and read from it after ``unpack``."""
+        """Return the buffer for ``count`` bits. Write to it before `pack`, and read from it after `unpack`."""
         return self._bytes[:count].view(torch.bool)
 
     def pack(self, count: int, out: torch.Tensor) -> torch.Tensor:
-        """Pack the bits, 8 in each byte of ``out``."""
+        """Pack the first ``count`` bits of the buffer into ``out``, 8 in each byte. Return ``out``."""
         padded = 8 * out.numel()
         self._bytes[count:padded].zero_()
         words = self._bytes[:padded].view(torch.int64)
@@ -177,7 +184,7 @@ class BitPacker:
         return out.copy_(words)
 
     def unpack(self, packed: torch.Tensor, count: int) -> torch.Tensor:
-        """Unpack ``count`` bits of ``packed`` into the buffer of ``bits``."""
+        """Unpack ``count`` bits of ``packed`` into the buffer, and return the buffer."""
         words = self._other[: 8 * packed.numel()].view(torch.int64)
         words.copy_(packed)
         words.mul_(_ONE_IN_EACH_BYTE).bitwise_and_(_BIT_OF_EACH_BYTE)
@@ -185,12 +192,12 @@ class BitPacker:
 
 
 def pack_nibbles(codes: torch.Tensor, scratch: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Pack codes from 0 to 15, two in each byte of ``out``.
+    """Pack codes from 0 to 15 into ``out``, two in each byte, and return ``out``.
 
     Args:
-        codes: int8, an even number of them.
-        scratch: int16, at least half as many.
-        out: uint8, half as many.
+        codes: an even number of codes, as int8.
+        scratch: scratch memory of int16, with at least half as many elements as ``codes``.
+        out: the result as uint8, with half as many elements as ``codes``.
     """
     pairs = codes.view(torch.int16)
     moved = scratch[: pairs.numel()]
@@ -199,7 +206,9 @@ def pack_nibbles(codes: torch.Tensor, scratch: torch.Tensor, out: torch.Tensor) 
 
 
 def unpack_nibbles(packed: torch.Tensor, scratch: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Unpack the codes of ``pack_nibbles`` as int8 into ``out``; ``scratch`` is as large as there."""
+    """Unpack codes that `pack_nibbles` packed into ``out``, as int8, and return ``out``. ``scratch`` is as large as for
+    `pack_nibbles`.
+    """
     pairs = out.view(torch.int16)
     moved = scratch[: pairs.numel()]
     pairs.copy_(packed)

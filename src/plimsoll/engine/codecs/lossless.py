@@ -1,4 +1,7 @@
-"""Lossless codecs: masks and signs in a bit per element, whole numbers in fewer bytes (mostly-zero tensors: see ``sparse``)."""
+"""Lossless codecs: masks and signs in a bit per element, whole numbers in fewer bytes.
+
+For mostly-zero tensors, see ``sparse``.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,10 @@ from plimsoll.engine.codecs.protocol import Codec, Payload
 
 @dataclass(frozen=True, slots=True)
 class Bits(Codec):
-    """A bit per element and a constant, for tensors that contain only zero and one other value.
+    """A codec that stores a bit per element and a constant, for tensors that contain only zero and one other value.
 
-    Such tensors are booleans, 0/1 masks of any dtype, and dropout's mask times 1/(1 - p). Exact by bit pattern. The check for
-    such a tensor waits for the device once, except with booleans.
+    Such tensors are booleans, 0/1 masks of any dtype, and dropout's mask times 1/(1 - p). The codec is exact: bit patterns come
+    back. To check whether a tensor is such a tensor, the host waits for the device once, except with booleans.
     """
 
     family: ClassVar[str] = "bits"
@@ -85,10 +88,10 @@ class Bits(Codec):
 
 @dataclass(frozen=True, slots=True)
 class Sign(Codec):
-    """A bit per element: above zero or not, which is all that the backward of ReLU reads.
+    """A codec that stores a bit per element: whether the element is above zero. The backward of ReLU reads only that.
 
-    Decodes to 1 if the element was above 0, else to 0. NaN is neither: on the CPU ``encode`` returns None, on CUDA everything
-    decodes to NaN.
+    An element decodes to 1 if it was above 0, else to 0. NaN cannot be stored: on the CPU ``encode`` returns None, on CUDA
+    everything decodes to NaN.
     """
 
     family: ClassVar[str] = "sign"
@@ -135,9 +138,11 @@ class Sign(Codec):
 
 @dataclass(frozen=True, slots=True)
 class Narrow(Codec):
-    """The narrowest integers that hold the range of wider ones, and the number to add to get them back.
+    """A codec for integers: it stores them in the narrowest dtype that holds their range, and the number to add to get them
+    back.
 
-    For token ids, positions, indices of max-pooling, class labels. Finding the range waits for the device once.
+    It is for token ids, positions, indices of max-pooling, and class labels. To find the range, the host waits for the device
+    once.
     """
 
     family: ClassVar[str] = "narrow"
@@ -182,13 +187,13 @@ class Narrow(Codec):
 
 
 def _has_others(patterns: torch.Tensor, bits: torch.Tensor, constant: torch.Tensor) -> torch.Tensor:
-    """Whether some pattern is neither zero nor ``constant``; the answer stays on the device."""
+    """Return whether some pattern is neither zero nor ``constant``. The answer is a tensor that stays on the device."""
     rebuilt = torch.empty_like(patterns).copy_(bits.view(torch.int8)).mul_(constant)
     return rebuilt.ne_(patterns).any()
 
 
 def _unpack(packed: torch.Tensor, constant: torch.Tensor, flat: torch.Tensor) -> None:
-    """Write ``constant`` (one element) where bits are set, and ``constant * 0`` elsewhere."""
+    """Write ``constant`` (one element) to ``flat`` where bits are set, and ``constant * 0`` elsewhere."""
     if runs_kernels(flat.device):
         from plimsoll.engine.codecs import kernels
 

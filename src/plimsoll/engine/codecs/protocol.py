@@ -2,10 +2,11 @@
 
 All codecs guarantee:
 
-- ``encode`` never raises because of a tensor's contents. It returns None if the codec cannot represent them, and the caller
-  keeps the tensor.
-- NaN and infinity never decode to numbers. On the CPU lossy codecs return None for them. On CUDA that would have to wait for
-  the device, so there the scale of their block becomes NaN, and the whole block decodes to NaN.
+- ``encode`` never raises because of a tensor's contents. It returns None if the codec cannot represent the contents, and the
+  caller keeps the tensor.
+- NaN and infinity never decode to numbers. On the CPU, ``encode`` of a lossy codec returns None for them. On CUDA, the host
+  would have to wait for the device for that. So on CUDA the scale of their block becomes NaN, and the whole block decodes to
+  NaN.
 - The same tensor and seed give the same payload on the same device. Global random generators are not used.
 - Temporaries are bounded by ``workspace_bytes``, however large the tensor is.
 """
@@ -23,37 +24,42 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """An encoded tensor: the codec's output, and the size, strides and dtype of the decoded tensor."""
+    """Data: an encoded tensor. It has the codec's output, and the size, strides and dtype of the decoded tensor."""
 
     parts: tuple[torch.Tensor, ...]
-    """The codec's output: codes, scales, a bitmap. No part shares its storage with anything else."""
+    """The codec's output: codes, scales, a bitmap. The storage of a part is not shared with other tensors."""
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def bytes(self) -> int:
-        """Bytes of the storages of all parts: scales and constants count."""
+        """The size in bytes of the storages of all parts. Scales and constants count too."""
         return sum(part.untyped_storage().nbytes() for part in self.parts)
 
 
 class Codec(Protocol):
-    """One way to store a tensor in fewer bytes. Codecs are frozen dataclasses, comparable and without state.
+    """A protocol for codecs: ways to store a tensor in fewer bytes. Codecs are frozen dataclasses, comparable and without
+    state.
 
-    Their fields are their parameters, made by ``word`` and ``number``.
+    The fields of the dataclass are the codec's parameters. They are made by ``word`` and ``number``.
     """
 
     family: ClassVar[str]
-    """The name of the codec with its defaults."""
+    """The name that the codec has with its default parameters."""
     dtypes: ClassVar[Container[torch.dtype]]
     is_lossless: ClassVar[bool]
-    """Whether decoding gives exactly what backward would have read, bit by bit."""
+    """Whether decoding gives exactly the bits that backward would have read."""
     keeps_sign_only: ClassVar[bool] = False
-    """Whether only the sign is kept (positive or not). Lossless for an op whose backward reads only the sign, such as ReLU."""
+    """Whether only the sign is kept (positive or not). This is lossless for an op whose backward reads only the sign, such as
+    ReLU.
+    """
 
     @property
     def name(self) -> str:
-        """The family and the fields that differ from their defaults. ``find_codec`` makes an equal codec from this name."""
+        """The codec's name: the family and the parameters that differ from their defaults. ``find_codec`` makes an equal codec
+        from it.
+        """
         parts = [self.family]
         for field in dataclasses.fields(self):  # type: ignore[arg-type]  # a protocol cannot say that it is a dataclass
             value = getattr(self, field.name)
@@ -62,49 +68,51 @@ class Codec(Protocol):
         return ":".join(parts)
 
     def accepts(self, dtype: torch.dtype) -> bool:
-        """Whether tensors of this dtype can be encoded at all."""
+        """Return whether this codec can encode tensors of this dtype at all."""
         return dtype in self.dtypes
 
     def is_capturable(self, dtype: torch.dtype) -> bool:
-        """Whether a CUDA graph may repeat encode and decode: both run the same kernels for any data and seed."""
+        """Return whether a CUDA graph may repeat encode and decode. For that, both must run the same kernels for any data and
+        seed.
+        """
         return True
 
     def payload_bytes(self, count: int, dtype: torch.dtype) -> int | None:
-        """Exact bytes of the payload of ``count`` elements; None if they depend on the contents."""
+        """Return the exact size in bytes of the payload of ``count`` elements, or None if the size depends on the contents."""
         ...
 
     def workspace_bytes(self, count: int, dtype: torch.dtype) -> int:
-        """The most bytes of temporaries alive during encode or decode, in addition to the tensor and the payload."""
+        """Return the most bytes of temporaries during encode or decode. The tensor and the payload do not count."""
         ...
 
     def encode(self, tensor: torch.Tensor, *, seed: int = 0, most_bytes: int | None = None) -> Payload | None:
-        """Encode a tensor.
+        """Encode a tensor, and return the payload.
 
         Args:
             tensor: any shape and strides, of a dtype that the codec accepts.
-            seed: for stochastic rounding; other codecs ignore it.
-            most_bytes: the limit of the payload's bytes.
+            seed: the seed for stochastic rounding. Codecs without stochastic rounding ignore it.
+            most_bytes: the largest allowed size of the payload in bytes.
 
         Returns:
-            The payload; None if the codec cannot represent the data, or not within ``most_bytes``.
+            The payload, or None if the codec cannot represent the data, or needs more than ``most_bytes``.
         """
         ...
 
     def decode(self, payload: Payload) -> torch.Tensor:
-        """A new tensor of the payload's size, strides and dtype, on the payload's device."""
+        """Decode a payload, and return a new tensor of the payload's size, strides and dtype, on the payload's device."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """The values that a numeric parameter may have; whole numbers must be powers of two."""
+    """The range of values that a numeric parameter of a codec may have. Whole numbers must also be powers of two."""
 
     kind: type[int] | type[float]
     least: float
     most: float
 
     def read(self, text: str) -> float | None:
-        """Parse the number in ``text``; None if it is not allowed."""
+        """Return the number in ``text``, or None if the number is not allowed."""
         try:
             value = self.kind(text)
         except ValueError:
@@ -118,10 +126,13 @@ class Numbers:
 
 
 def word(default: str, *others: str) -> Any:
-    """A parameter that is one of these words; a codec's name has the word alone."""
+    """Return a dataclass field for a parameter that is one of these words. A codec's name contains only the word."""
     return dataclasses.field(default=default, metadata={"words": (default, *others)})
 
 
 def number(default: float, *, least: float, most: float) -> Any:
-    """A parameter that is a number (a power of two where ``default`` is an int); a codec's name has ``field=value``."""
+    """Return a dataclass field for a parameter that is a number. A codec's name contains ``field=value``.
+
+    If ``default`` is an int, the number must be a power of two.
+    """
     return dataclasses.field(default=default, metadata={"numbers": Numbers(type(default), least, most)})

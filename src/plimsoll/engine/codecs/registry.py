@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def _parse(cls: type[Codec], name: str) -> Codec:
-    """The codec called ``name``, of the family of ``cls``.
+    """Return the codec called ``name``, which is of the class ``cls``.
 
     Raises:
         InvalidCodec: a parameter is unknown to the family, occurs twice, or has a value that is not allowed.
@@ -41,7 +41,7 @@ def _parse(cls: type[Codec], name: str) -> Codec:
 
 
 def _parameter(cls: type[Codec], text: str) -> tuple[str, float | str | None]:
-    """The field that ``text`` sets, and its value; the value is None if the field or the value does not exist."""
+    """Return the field that ``text`` sets, and the value. The value is None if the field or the value does not exist."""
     key, is_number, value = text.partition("=")
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]  # a protocol cannot say that it is a dataclass
         if is_number and key == field.name and "numbers" in field.metadata:
@@ -52,7 +52,7 @@ def _parameter(cls: type[Codec], text: str) -> tuple[str, float | str | None]:
 
 
 def _allowed(cls: type[Codec]) -> str:
-    """The parameters that may follow the family's name."""
+    """Return a text that lists the parameters that may follow the family's name."""
     texts = [
         " or ".join(field.metadata["words"])
         if "words" in field.metadata
@@ -65,14 +65,18 @@ def _allowed(cls: type[Codec]) -> str:
 FAMILIES: dict[str, Callable[[str], Codec]] = {
     cls.family: partial(_parse, cls) for cls in (Bits, Narrow, Sign, Zeros, BFloat16, Float8, Int8, Int4, TopK)
 }
-"""By family name, a function that makes a codec from its full name. A new codec needs a class and an entry here."""
+"""A mapping from family name to a function that makes a codec from its full name.
+
+A new codec needs a class and an entry here.
+"""
 
 
 def find_codec(name: str) -> Codec:
-    """The codec called ``name``: a family, followed by the parameters that differ from its defaults.
+    """Return the codec called ``name``. The name is a family, followed by the parameters that differ from the family's
+    defaults.
 
     Raises:
-        InvalidCodec: the family does not exist, or not with these parameters.
+        InvalidCodec: the family does not exist, or it does not have these parameters.
 
     Example:
         >>> import torch
@@ -91,5 +95,5 @@ def find_codec(name: str) -> Codec:
 
 
 def lossless_codecs() -> tuple[Codec, ...]:
-    """One codec of each lossless family, with its defaults."""
+    """Return one codec of each lossless family, with its default parameters."""
     return tuple(codec for codec in map(find_codec, FAMILIES) if codec.is_lossless)

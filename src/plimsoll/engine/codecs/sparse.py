@@ -1,4 +1,6 @@
-"""A bitmap and the marked elements in full; `TopK` keeps the largest elements, `Zeros` all that are not zero."""
+"""Codecs that store a bitmap, and the elements marked in it in full. `TopK` keeps the largest elements, `Zeros` the nonzero
+ones.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +26,18 @@ from plimsoll.engine.codecs.layout import (
 from plimsoll.engine.codecs.protocol import Codec, Payload, number
 
 _SPARSE_CHUNK = CHUNK // 4
-"""A smaller chunk: selecting by a mask needs up to 16 bytes of temporaries per element."""
+"""The number of elements per chunk here. It is smaller than ``CHUNK``: selecting by a mask needs up to 16 bytes per element."""
 _DIGIT = 16
-"""Bits of a magnitude that one counting pass uses."""
+"""The number of bits of a magnitude that one counting pass looks at."""
 
 
 def _sparse_bytes(count: int, kept: int, dtype: torch.dtype) -> int:
-    """Bytes of the bitmap and of the kept elements."""
+    """Return the size in bytes of the bitmap and the kept elements together."""
     return packed_bits_bytes(count) + kept * dtype.itemsize
 
 
 def _sparse_workspace_bytes(count: int, dtype: torch.dtype) -> int:
-    """The most bytes of temporaries, including a copy of a chunk if a tensor has gaps."""
+    """Return the most bytes of temporaries. This includes a copy of a chunk for tensors with gaps."""
     most = min(count, _SPARSE_CHUNK)
     return BitPacker.scratch_bytes(most) + most * (dtype.itemsize + 17) + min(count, CHUNK) * dtype.itemsize + 256
 
@@ -46,13 +48,14 @@ def _gather(
     mark: Callable[[torch.Tensor, torch.Tensor], object],
     counts: Sequence[int] | None = None,
 ) -> Payload:
-    """The payload of ``kept`` elements, exact by bit pattern.
+    """Return a payload with ``kept`` elements in full. Their bit patterns are exact.
 
     Args:
-        elements: all elements.
+        elements: all elements of the tensor.
         kept: the number of marked elements.
-        counts: the number of marked elements in each chunk; ``None``: unknown, so that each chunk waits for the device.
-        mark: writes to its second argument, of bools, which patterns of its first argument are kept.
+        counts: the number of marked elements in each chunk; ``None`` if unknown, so that the host waits for the device in each
+            chunk.
+        mark: a function that gets patterns and a tensor of bools. It writes to the bools which patterns are kept.
     """
     packed = torch.empty(packed_bits_bytes(elements.count), dtype=torch.uint8, device=elements.device)
     values = torch.empty(kept, dtype=elements.dtype, device=elements.device)
@@ -70,7 +73,10 @@ def _gather(
 
 
 def _select(patterns: torch.Tensor, bits: torch.Tensor, count: int | None) -> torch.Tensor:
-    """The ``count`` patterns whose bits are set. If the count is unknown, selecting by a mask waits for the device."""
+    """Return the ``count`` patterns whose bits are set.
+
+    If the count is unknown, the patterns are selected by a mask, and the host waits for the device.
+    """
     if count is None or not layout.host_waits(patterns.device):
         return torch.masked_select(patterns, bits)
     found = patterns.new_empty(count + 1)  # unselected elements are written to the last place
@@ -80,7 +86,7 @@ def _select(patterns: torch.Tensor, bits: torch.Tensor, count: int | None) -> to
 
 
 def _scatter(payload: Payload) -> torch.Tensor:
-    """Decode a payload that ``_gather`` made."""
+    """Decode a payload that `_gather` made, and return the tensor."""
     tensor, flat = empty_decoded(payload)
     packed, values = payload.parts
     packer = BitPacker(min(_SPARSE_CHUNK, flat.numel()), flat.device)
@@ -100,10 +106,10 @@ def _scatter(payload: Payload) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Zeros(Codec):
-    """A bit for each element, and all nonzero elements in full: for activations behind ReLU.
+    """A codec that stores a bit for each element, and all nonzero elements in full. It is for activations behind ReLU.
 
-    Exact by bit pattern: -0.0 and NaN are kept like any other value. Dropout multiplies by zero, so that half of the elements
-    that it drops are -0.0. Encoding waits for the device once, to know the number of values.
+    The codec is exact by bit pattern: -0.0 and NaN are kept like any other value. Dropout multiplies by zero, so that half of
+    the elements that it drops are -0.0. In ``encode``, the host waits for the device once, to know the number of values.
     """
 
     family: ClassVar[str] = "zeros"
@@ -137,10 +143,11 @@ class Zeros(Codec):
 
 @dataclass(frozen=True, slots=True)
 class TopK(Codec):
-    """The largest magnitudes in full, a ``share`` of the whole tensor; the others decode to zero.
+    """A codec that stores the elements with the largest magnitudes in full: a ``share`` of the tensor. The others decode to
+    zero.
 
     The smallest magnitude that is kept is found by counting bit patterns (a radix select: exact, and without a copy of the
-    tensor). Among equal magnitudes the first are kept. Waits for the device.
+    tensor). Among equal magnitudes, the first are kept. In ``encode``, the host waits for the device.
     """
 
     share: float = number(0.1, least=1e-6, most=1.0)
@@ -153,7 +160,7 @@ class TopK(Codec):
         return False
 
     def kept(self, count: int) -> int:
-        """The number of kept elements out of ``count``."""
+        """Return the number of elements that are kept out of ``count``."""
         return int(min(count, math.ceil(self.share * count)))
 
     def payload_bytes(self, count: int, dtype: torch.dtype) -> int:
@@ -189,13 +196,14 @@ class TopK(Codec):
 
 
 def _magnitudes(patterns: torch.Tensor) -> torch.Tensor:
-    """Integers in the same order as the magnitudes of the floats with these patterns."""
+    """Return integers that have the same order as the magnitudes of the floats with these patterns."""
     return patterns & torch.iinfo(patterns.dtype).max
 
 
 def _threshold(elements: Elements, kept: int) -> tuple[int, int] | None:
-    """The pattern of the smallest kept magnitude, and how many elements with exactly this magnitude are kept; None with NaN or
-    infinity.
+    """Return the pattern of the smallest kept magnitude, and how many elements with exactly this magnitude are kept.
+
+    Return None if an element is NaN or infinite.
     """
     infinity = int(patterns_of(torch.tensor(torch.inf, dtype=elements.dtype)))
     prefix, missing = 0, kept

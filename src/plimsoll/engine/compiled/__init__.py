@@ -1,1 +1,1 @@
-"""Apply a plan inside torch.compile."""
+"""Apply a plan inside code that torch.compile compiles."""

@@ -1,10 +1,11 @@
-"""The partitioner that a plan gives to torch.compile: what each region saves for backward, and what backward recomputes.
+"""The partitioner that a plan gives to torch.compile. It decides what each region saves for backward, and what backward
+recomputes.
 
 Every buffer that backward reads is marked to be saved, except the buffers that the plan drops. Every other forward node is
 marked to be recomputed, so that torch's own heuristics have nothing left to decide. Ops that must not run twice (drawing seeds,
-collectives, writes) are always saved. Values that the plan holds in another form come first among the saved tensors, in the
-order of names. So the packer knows each by its index, even if the code comes from torch's caches. Torch still cuts the graph in
-two and handles symbolic sizes, the order of recomputation and random states.
+collectives, writes) are always saved. Values that the plan compresses or offloads come first among the saved tensors, in the
+order of names. So the packer knows each of them by its index, even if the code comes from torch's caches. Torch still cuts the
+graph in two and handles symbolic sizes, the order of recomputation and random states.
 """
 
 from __future__ import annotations
@@ -28,14 +29,17 @@ from plimsoll.tracing.compiled.capture import Partitioner
 from plimsoll.tracing.compiled.joint import JointGraph
 
 Dropped = Mapping[str, frozenset[str]]
-"""Per region of a unit, the names of the buffers that backward recomputes."""
+"""A mapping from the name of a region in a unit to the names of the buffers that backward recomputes there."""
 _PLACE = "plimsoll_place"
 _KERNEL = "plimsoll_kernel"
 _IS_ON_THE_WAY = "plimsoll_is_on_the_way"
 
 
 class PlannedPartitioner(Partitioner):
-    """Partitions the graphs of one unit, or of several units with the same decisions, as a plan says."""
+    """A partitioner that splits graphs into forward and backward as a plan says.
+
+    It serves the graphs of one unit (a module that torch.compile compiles), or of several units with the same decisions.
+    """
 
     def __init__(
         self,
@@ -46,9 +50,9 @@ class PlannedPartitioner(Partitioner):
         changed: Sequence[str] = (),
         is_in_order: bool = True,
     ) -> None:
-        """``known`` are all values that the plan decides about, by region. ``packed`` are the values that the plan holds in
-        another form; then the unit is one region. ``changed`` are the inputs that ``CompiledUnit`` copies; ``is_in_order`` is
-        the attribute of ``CompiledUnit``.
+        """``dropped`` maps a region to the values that backward recomputes, and ``known`` maps it to all values that the plan
+        decides about. ``packed`` are the values that the plan compresses or offloads (only if the unit is one region).
+        ``changed`` are the inputs that ``CompiledUnit`` copies; ``is_in_order`` is the attribute of ``CompiledUnit``.
         """
         self._known = known or {}
         self._dropped = dropped
@@ -58,30 +62,31 @@ class PlannedPartitioner(Partitioner):
         named = sorted((name, sorted(values)) for name, values in dropped.items())
         self._text = json.dumps([is_in_order, named, self._packed, self.changed])
         self.found: set[tuple[str, str]] = set()
-        """Decisions whose buffer was found in some graph."""
+        """The decisions whose buffer was found in some graph, each as a pair of region and value name."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as one text, so that equal decisions give equal bytes in every process: torch's caches of compiled graphs use
-        them as a key.
+        """Pickle this object as one text, so that equal decisions give equal bytes in all processes.
 
-        Sets would change their order with the hash seed, and pickle writes equal strings differently if they are one object or
-        two.
+        The reason: torch's caches of compiled graphs use these bytes as a key. Sets would change their order with the hash
+        seed, and pickle writes two equal strings differently depending on whether they are one object or two.
         """
         return _from_text, (self._text,)
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options for torch.compile: this partitioner and, if the plan says so, backward in graph order without reuse of
-        buffers. A pass that the user has set in the same place stays.
+        """Options for torch.compile: this partitioner and, if the plan says so, the options that run backward in graph order
+        without reuse of buffers. A pass that the user has set in the same place stays.
 
-        Inductor keeps a freed buffer for a later one of its size, up to its own estimate of the peak, which leaves out tensors
-        that the caller holds. Neither option changes a number.
+        Inductor keeps a freed buffer for a later buffer of the same size, up to its own estimate of the peak, which leaves out
+        tensors that the caller holds. Neither option changes a number.
         """
         ordered = {**in_order(), "allow_buffer_reuse": False} if self._is_in_order else {}
         return {"custom_partitioner_fn": self, **ordered}
 
     def uuid(self) -> str:
-        """A digest of the decisions and of this code: while both are unchanged, torch's caches of compiled graphs are valid."""
+        """Return a digest of the decisions and of this code. While both are unchanged, torch's caches of compiled graphs are
+        valid.
+        """
         code = b"".join(
             Path(file or "").read_bytes() for file in (capture.__file__, joint.__file__, nodes.__file__, __file__)
         )
@@ -91,6 +96,7 @@ class PlannedPartitioner(Partitioner):
         found = JointGraph(graph, options["num_fwd_outputs"], tuple(self._dropped))
         read = found.read_by_backward()
         region_of = {node: kernel.region for kernel in found.kernels for node in kernel.writes}
+        # Each forward node gets a mark: between marked nodes, torch's min cut would save whatever it considers cheap.
         for node in found.nodes:
             if node.op == "call_function" and not found.is_backward(node):
                 node.meta["recompute"] = (
@@ -146,7 +152,8 @@ class PlannedPartitioner(Partitioner):
         backward.recompile()
 
     def _put_packed_first(self, forward: fx.Graph, backward: fx.Graph, outputs: int) -> None:
-        """Reorder forward's saved tensors and backward's inputs so that values held in another form come first.
+        """Reorder forward's saved tensors and backward's inputs so that values which the plan compresses or offloads come
+        first.
 
         Raises:
             PlanMismatch: the graph does not save one of these values.
@@ -175,7 +182,7 @@ class PlannedPartitioner(Partitioner):
         """Refuse a graph that saves a value which the plan does not know, and nothing that the plan drops.
 
         Raises:
-            PlanMismatch: it is not the graph that was planned.
+            PlanMismatch: this is not the graph that was planned.
         """
         unknown = [(region, name) for region, name in here if name not in self._known.get(region, (name,))]
         if unknown and not self.found.intersection(here):
@@ -190,8 +197,9 @@ class PlannedPartitioner(Partitioner):
 class _Drawless:
     """Replaces an op that draws no random numbers in this call (attention with a dropout of 0) while torch partitions.
 
-    Torch saves and restores the random state around every recomputed op that could draw (seen in 2.9 to 2.15). An op called
-    that way returns contiguous outputs, backward copies what it reads of them, and CUDA graphs cannot be captured.
+    Torch saves and restores the random state around every recomputed op that could draw (seen in 2.9 to 2.15). If an op is
+    called in that way, it returns contiguous outputs, backward copies what it reads of them, and CUDA graphs cannot be
+    captured.
     """
 
     def __init__(self, op: Any) -> None:
@@ -203,7 +211,7 @@ class _Drawless:
 
 
 def _hide_drawless(graph: fx.Graph) -> None:
-    """Replace ops that have torch's tag of random ops but draw nothing. Equal ops get the same replacement."""
+    """Replace the ops of a graph that have torch's tag of random ops but draw nothing. Equal ops get the same replacement."""
     made: dict[Any, _Drawless] = {}
     for node in graph.nodes:
         is_tagged = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
@@ -218,11 +226,11 @@ def _show_drawless(graph: fx.Graph) -> None:
 
 
 def _copy_for_each_kernel(backward: fx.Graph) -> None:
-    """Give every kernel of backward its own copies of intermediate values that it can compute from memory.
+    """Give each kernel of backward its own copies of intermediate values that it can compute from memory.
 
-    If two kernels read such a value, inductor may put it into memory: on a CPU if an exponential, logarithm or similar op is in
-    it, and always for the random numbers that a mask is drawn from, at four bytes each. With copies, each kernel draws the mask
-    itself.
+    If two kernels read such a value, inductor may put the value into memory: on a CPU if an exponential, logarithm or similar
+    op computes it, and always for the random numbers that a mask is drawn from, at four bytes each. With copies, each kernel
+    draws the mask itself.
     """
     kernel_of = {node: node.meta.get(_KERNEL) for node in backward.nodes}
     for node in reversed(backward.nodes):
@@ -241,8 +249,9 @@ def _copy_for_each_kernel(backward: fx.Graph) -> None:
 
 
 def _note_kernels(graph: JointGraph) -> None:
-    """Annotate nodes for `_copy_for_each_kernel`: the kernel that runs them, and whether their value is never put into
-    memory.
+    """Annotate nodes for `_copy_for_each_kernel`.
+
+    A node gets the number of the kernel that runs it, and whether its value is never put into memory.
     """
     for at, kernel in enumerate(graph.kernels):
         for node in kernel.nodes:
@@ -253,8 +262,9 @@ def _note_kernels(graph: JointGraph) -> None:
 
 
 def _boundaries(graph: JointGraph, again: set[fx.Node]) -> set[fx.Node]:
-    """Values of other regions that recomputing ``again`` needs. They are saved, so that recomputation never continues into
-    another region.
+    """Return the values of other regions that backward needs in order to recompute ``again``.
+
+    They are saved, so that recomputation never continues into another region.
     """
     forward = [kernel for kernel in graph.kernels if not kernel.is_backward]
     maker = {node: again for kernel in forward for again in kernel.again for node in again.writes}
@@ -274,7 +284,7 @@ def _boundaries(graph: JointGraph, again: set[fx.Node]) -> set[fx.Node]:
 
 
 def _local(name: str, region: str) -> str:
-    """A buffer's name within its region."""
+    """Return a buffer's name without the name of its region in front."""
     return name.removeprefix(region + ".") if region else name
 
 
@@ -285,21 +295,23 @@ def _from_text(text: str) -> PlannedPartitioner:
 
 
 _Pass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
-"""Before torch 2.13 one class serves all kinds of passes. Torch stores only the uuid of either."""
+"""The base class of a scheduler pass. Before torch 2.13, one class serves all kinds of passes. Torch stores only the uuid of a
+pass.
+"""
 
 
 def in_order() -> dict[str, Any]:
-    """Inductor's options for `GraphOrder`; none if the user has set a process-wide pass in that place."""
+    """Return inductor's options for `GraphOrder`. They are empty if the user has set a process-wide pass in that place."""
     return {} if config._pre_fusion_custom_pass is not None else {"_pre_fusion_custom_pass": GraphOrder()}
 
 
 def with_seeds_saved() -> dict[str, Any]:
-    """Inductor's options for `SeedsSaved`; none if the user has set a process-wide pass in that place."""
+    """Return inductor's options for `SeedsSaved`. They are empty if the user has set a process-wide pass in that place."""
     return {} if config.joint_custom_post_pass is not None else {"joint_custom_post_pass": SeedsSaved()}
 
 
 class SeedsSaved(custom_graph_pass.CustomGraphPass):
-    """Saves the seeds of a checkpointed region's random numbers, so that it draws the same numbers as without the checkpoint.
+    """A pass that makes a checkpointed region save the seeds of its random numbers, so that it draws the same ones as without.
 
     From torch 2.14 on, a checkpoint marks the op that draws seeds to be rerun in backward. Then forward also saves the random
     state, and the generator advances once more. So dropout's masks differ from those without the checkpoint, and the two
@@ -307,7 +319,7 @@ class SeedsSaved(custom_graph_pass.CustomGraphPass):
     """
 
     def uuid(self) -> str:
-        """A digest of this code, for torch's caches of compiled graphs."""
+        """Return a digest of this code, which torch's caches of compiled graphs use as a key."""
         return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -317,25 +329,26 @@ class SeedsSaved(custom_graph_pass.CustomGraphPass):
 
 
 class GraphOrder(_Pass):
-    """Keeps backward in the order of its graph in the code that inductor generates: it adds waits before kernels are fused.
+    """A pass that keeps backward in the order of its graph in inductor's code. It adds waits before kernels are fused.
 
     torch places a recomputed op right before its reader. Inductor's scheduler then fuses kernels that read the same input, such
     as a mask or the angles of rotary embeddings. Recomputed kernels of two blocks become one, and the second block's results
     are computed a whole block early and wait in memory. So every kernel gets a fake dependency on the last op before it that is
     not fused (a matrix product, attention). Fusing across that op would create a cycle, which the scheduler refuses. A kernel
     may still run later, with its reader. A result that no other kernel reads, such as the sum for a bias's gradient, would be
-    fused with a later kernel and hold its inputs until then. So the next op that is not fused waits for it.
+    fused with a later kernel and hold its inputs until then. So the next op that is not fused waits for this result.
 
-    inductor deep-copies its configuration; this object is stateless, so its copy is itself. Private, seen in torch 2.13 to
-    2.15: ``_pre_fusion_custom_pass`` and ``CustomSchedulerPass``, ``add_fake_dep``, ``WeakDep``, ``compute_ancestors``,
-    ``OutputNode``.
+    inductor deep-copies its configuration; this object is stateless, so its copy is the object itself.
+
+    Private, seen in torch 2.13 to 2.15: ``_pre_fusion_custom_pass`` and ``CustomSchedulerPass``, ``add_fake_dep``, ``WeakDep``,
+    ``compute_ancestors``, ``OutputNode``.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphOrder:
         return self
 
     def uuid(self) -> str:
-        """A digest of this code, for torch's caches of compiled graphs."""
+        """Return a digest of this code, which torch's caches of compiled graphs use as a key."""
         return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
     def __call__(self, nodes: list[Any]) -> list[Any]:

@@ -1,7 +1,7 @@
 """Apply a plan to the compiled parts of a model: recompile each unit with a partitioner for the plan.
 
-Units whose regions all keep everything stay unchanged. Units with equal decisions share one compilation: equal blocks are
-compiled once per set of decisions.
+A unit is a module that torch.compile compiles. Units whose regions all keep everything stay unchanged. Units with equal
+decisions share one compilation: equal blocks are compiled once per set of decisions.
 """
 
 from __future__ import annotations
@@ -27,18 +27,16 @@ from plimsoll.tracing.ddp import inner_module
 
 
 class RegionInCompiled(ManagedRegion):
-    """A region inside a compiled unit. torch.compiler.disable excludes it from the compilation, so that the plan manages it
-    eagerly.
-    """
+    """A region inside a compiled unit. The plan manages it eagerly: torch.compiler.disable excludes it from the compilation."""
 
     __call__ = torch.compiler.disable(ManagedRegion.__call__)
 
 
 class PackingCall:
-    """A compiled block that holds some saved tensors in another form, or that hides the transfers of the block before.
+    """A compiled block that compresses or offloads some saved tensors, or that runs while the block before offloads.
 
     Autograd packs the saved tensors of compiled code when its forward ends, and unpacks all of them when its backward begins.
-    The partitioner puts the tensors that take another form first (see ``partitioner``).
+    The partitioner puts the tensors that take another form (a codec or a link) first (see ``partitioner``).
     """
 
     def __init__(
@@ -49,12 +47,17 @@ class PackingCall:
         packer: Packer,
         transfers: TransfersUnderWay,
     ) -> None:
-        """``taking`` are the first tensors that it saves. ``name`` seeds the codecs' random numbers."""
+        """``taking`` are the first tensors that the block saves; they take another form. ``name`` seeds the codecs' random
+        numbers.
+        """
         self._compiled, self._name, self._taking = compiled, name, tuple(taking)
         self._packer, self._transfers = packer, transfers
         self._calls = 0
         self.refused: Counter[tuple[str, str]] = Counter()
-        """How often a value was kept because its codec could not represent it, by value name and codec."""
+        """How often a value was kept because its codec could not represent it.
+
+        The key is a pair of value name and codec name.
+        """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -72,7 +75,7 @@ class PackingCall:
 
 
 class CompiledUnits:
-    """The compiled units of a plan, active from ``resume`` until ``pause``.
+    """The compiled units of a plan (modules under torch.compile). The plan is active in them from `resume` until `pause`.
 
     Plans may alternate: compilations are kept and reused when an earlier plan returns.
     """
@@ -85,10 +88,10 @@ class CompiledUnits:
         self.use(plan)
 
     def use(self, plan: Plan) -> None:
-        """Use another plan for the same model, from ``resume`` on."""
+        """Use another plan for the same model. It becomes active with `resume`."""
         found: dict[Unit, Callable[..., Any]] = {}
         self.packing: dict[str, PackingCall] = {}
-        """Blocks that pack values or hide transfers, by path."""
+        """A mapping from path to the blocks that compress or offload values, or that run while the block before offloads."""
         regions: defaultdict[str, list[RegionPlan]] = defaultdict(list)
         for region in plan.regions:
             regions[region.name].append(region)
@@ -107,8 +110,9 @@ class CompiledUnits:
         self._calls = found
 
     def _taking(self, calls: Mapping[str, Sequence[RegionPlan]]) -> tuple[list[Taking], Packer]:
-        """The values of a unit that take another form, in the order of names, and the packer. Under a sensor: all values to
-        measure.
+        """Return the values of a unit that are compressed or offloaded, in the order of names, and the packer that does it.
+
+        If there is a sensor, return all values to measure, and the sensor's packer.
         """
         sensor = self._shared.sensor
         found: list[Taking] = []
@@ -130,11 +134,11 @@ class CompiledUnits:
         *,
         hides: bool,
     ) -> Callable[..., Any] | None:
-        """Compile a unit for its regions' decisions. All ``calls`` of a region share one code. ``None`` if the user's
-        compilation stays.
+        """Compile a unit for the decisions about its regions. Return the compiled call, or ``None`` if the user's compilation
+        stays.
 
-        A unit that hides transfers is compiled anew even if it drops nothing: the user's torch.compile wrapper would also
-        compile the code around the unit.
+        All ``calls`` of a region share one compiled code. A unit that runs while transfers are under way is compiled anew even
+        if it drops nothing: the user's torch.compile wrapper would also compile the code around the unit.
         """
         made = self._made
         is_watched = self._shared.sensor is not None  # then everything is saved
@@ -162,18 +166,22 @@ class CompiledUnits:
         return made[key]
 
     def resume(self) -> None:
-        """Install the units' compilations. A second call does nothing; otherwise it would lose what to put back."""
+        """Install the units' compilations in the model.
+
+        A second call does nothing; otherwise it would lose what to put back.
+        """
         self._put_back = self._put_back or [install_alone(unit, function) for unit, function in self._calls.items()]
 
     def pause(self) -> None:
-        """Put back the user's own compilations."""
+        """Put the user's own compilations back into the model."""
         for put_back in reversed(self._put_back):
             put_back()
         self._put_back = []
 
 
 def planned_units(model: nn.Module, planned: Iterable[CompiledUnit]) -> tuple[Unit, ...]:
-    """The units of a plan in a model, compiled by the user or to be compiled by the plan.
+    """Return the units (modules under torch.compile) that a plan names. The user compiles them, or the plan says how to compile
+    them.
 
     Raises:
         PlanMismatch: other modules are compiled than when the plan was made.

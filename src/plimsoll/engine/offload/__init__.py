@@ -1,1 +1,1 @@
-"""Links that carry saved activations to host memory or disk and back."""
+"""Links: they carry saved activations to host memory or disk, and bring them back."""

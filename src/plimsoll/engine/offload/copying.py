@@ -1,8 +1,9 @@
 """Copies between memory and a disk link's file, on a bounded number of threads.
 
-If a copy is waited for before a thread has begun it, it runs in the waiting thread, so that it does not wait for other copies.
-An I/O error is stored and not raised; the ticket raises it where its user waits. A forked child has neither the copying threads
-nor an up-to-date list of used extents, so every entry point checks that the caller is the owner process.
+If a copy is waited for before a thread has begun it, it runs in the waiting thread, so that the waiting thread does not wait
+for other copies. An I/O error is stored and not raised at once. The ticket raises the error when its user waits for the copy. A
+forked child has neither the copying threads nor an up-to-date list of used extents, so every entry point checks that the caller
+is the owner process.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ class Transport:
     """Runs copies between memory and ``file``.
 
     Args:
-        file: closed together with this.
-        workers: the most threads; they start on demand.
-        most_out_bytes: limit of the bytes that are being copied out.
+        file: the file. It is closed together with this object.
+        workers: the largest number of threads. They start on demand.
+        most_out_bytes: the most bytes that may be on the way from memory to the file.
     """
 
     def __init__(self, file: BackingFile, workers: int, most_out_bytes: int) -> None:
         self.file = file
         self.out_bytes = 0
-        """Bytes that are being copied out now."""
+        """The number of bytes that are on the way from memory to the file now."""
         self.out_cpu_seconds = 0.0
         self.in_cpu_seconds = 0.0
         self._most_out_bytes = most_out_bytes
@@ -49,8 +50,9 @@ class Transport:
         self._is_closed = False
 
     def submit(self, work: Callable[[], None]) -> Future[None] | None:
-        """Run ``work`` on a thread. Returns None if the pool or the interpreter is closing, so that a thread will never run
-        it.
+        """Run ``work`` on a thread, and return the future.
+
+        Return None if the pool or the interpreter is closing, so that a thread will never run ``work``.
         """
         try:
             return self._pool.submit(work)
@@ -58,14 +60,17 @@ class Transport:
             return None
 
     def admit(self, nbytes: int) -> None:
-        """Wait until ``nbytes`` more may be copied out. A copy larger than the limit waits until it is alone."""
+        """Wait until ``nbytes`` more bytes may be copied to the file. A copy larger than the limit waits until no other copy is
+        running.
+        """
         with self._changed:
             self._changed.wait_for(lambda: not self.out_bytes or self.out_bytes + nbytes <= self._most_out_bytes)
             self.out_bytes += nbytes
 
     def account(self, nbytes: int, cpu_seconds: float, *, is_out: bool) -> None:
-        """Note that a copy of ``nbytes`` has ended, whether or not it succeeded. The end of a copy-out wakes up waiting
-        copies.
+        """Note that a copy of ``nbytes`` has ended, whether or not it succeeded.
+
+        ``is_out`` says whether the copy went from memory to the file. The end of such a copy wakes up waiting copies.
         """
         with self._changed:
             if is_out:
@@ -76,9 +81,10 @@ class Transport:
                 self.in_cpu_seconds += cpu_seconds
 
     def check_owner(self) -> None:
-        """
+        """Check that the calling process opened the link.
+
         Raises:
-            OffloadFailed: in a process that was forked from the process that opened the link.
+            OffloadFailed: the calling process was forked from the process that opened the link.
         """
         if self._owner_pid != os.getpid():
             raise OffloadFailed(
@@ -88,7 +94,8 @@ class Transport:
             )
 
     def check_open(self) -> None:
-        """
+        """Check that the link is open, and that the calling process opened it.
+
         Raises:
             OffloadFailed: the link is closed, or belongs to another process.
         """
@@ -101,8 +108,9 @@ class Transport:
             )
 
     def close(self) -> None:
-        """Finish copies in progress, stop the threads, close the file. In a forked child, only mark the child's link as
-        closed.
+        """Finish the copies in progress, stop the threads, and close the file.
+
+        In a forked child, only mark the child's link as closed.
         """
         if self._owner_pid == os.getpid() and not self._is_closed:
             self._pool.shutdown(wait=True)
@@ -111,10 +119,10 @@ class Transport:
 
 
 class Lease:
-    """Reserves an extent for as long as a ticket or a copy in progress holds this object.
+    """Reserves an extent (a range of the file) for as long as a ticket or a copy in progress holds this object.
 
-    It may be deleted at any moment, in any thread, also during garbage collection. So ``__del__`` does not take a lock; it only
-    appends the extent to a queue.
+    The object may be deleted at any moment, in any thread, also during garbage collection. So ``__del__`` does not take a lock.
+    It only appends the extent to a queue.
     """
 
     __slots__ = ("extent", "returned")
@@ -128,12 +136,12 @@ class Lease:
 
 
 class DiskCopy:
-    """One transfer. It holds the tensor and the lease until it has run.
+    """One copy between a tensor and the file. It holds the tensor and the lease until it has run.
 
     Args:
-        tensor: copied out (`Transport.admit` was called for its bytes), or filled.
+        tensor: the tensor that is copied to the file (after `Transport.admit` for its bytes), or filled from the file.
         lease: the place in the file.
-        transport: runs the copy.
+        transport: the object that runs the copy.
         is_out: whether to copy from the tensor to the file.
     """
 
@@ -146,13 +154,13 @@ class DiskCopy:
         self._future: Future[None] | None = None
 
     def start(self) -> None:
-        """Queue the copy for a thread. If the pool is closed, run it here."""
+        """Queue the copy for a thread. If the pool is closed, run the copy in this thread."""
         self._future = self._transport.submit(self._run)
         if self._future is None:
             self._run()
 
     def finish(self) -> None:
-        """Wait until it has run. If a thread has not begun it, run it here."""
+        """Wait until the copy has run. If a thread has not begun it, run the copy in this thread."""
         if self._future is None or self._future.cancel():
             self._run()  # does nothing if it has run already
         else:
@@ -180,11 +188,11 @@ class DiskCopy:
 
 
 def checksum(data: memoryview) -> int:
-    """A checksum of samples of ``data``, cheap enough to compute for every copy in both directions.
+    """Return a checksum of samples of ``data``. It is cheap enough to be computed for each copy in both directions.
 
-    CRC-32 of 512 bytes at the start and at the end and of 64 bytes in every MiB between. It detects bytes of another tensor, a
-    truncated file and lost blocks, but not a single flipped bit in a large tensor. A checksum of everything would cost several
-    times the copy itself.
+    It is the CRC-32 of 512 bytes at the start and at the end, and of 64 bytes in each MiB between. It detects bytes of another
+    tensor, a truncated file and lost blocks, but not a single flipped bit in a large tensor. A checksum of everything would
+    cost several times the copy itself.
     """
     if len(data) <= 2 * _END_BYTES:
         return crc32(data)
@@ -195,6 +203,6 @@ def checksum(data: memoryview) -> int:
 
 
 def _memory_of(tensor: torch.Tensor) -> memoryview:
-    """A view of the memory of a contiguous CPU tensor. Hold the tensor as long as the view."""
+    """Return a view of the memory of a contiguous CPU tensor. The caller must hold the tensor as long as the view."""
     array = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
     return memoryview(array).cast("B")

@@ -3,8 +3,8 @@
 Not yet run on a GPU: its logic is tested against a device that records the order of calls and detects every use of memory
 before the event that frees it.
 
-The link has its own stream for each direction. Only an exhausted budget and `close` block the host; everywhere else, a stream
-waits for an event.
+The link has its own stream for each direction. Only an exhausted budget and `close` block the host. In all other cases, a
+stream waits for an event.
 
 * The copy-out waits for the stream that made the source. `settle` makes that stream wait for the copy-out before the source's
   memory returns to the allocator, so that the next tensor there cannot overwrite bytes that are being copied.
@@ -25,12 +25,12 @@ from plimsoll.errors import OffloadFailed
 
 
 class PinnedLink(Link):
-    """Keeps a CUDA device's tensors in pinned host memory.
+    """A link that keeps tensors of a CUDA device in pinned host memory.
 
     Args:
-        device: the tensors' device.
-        most_bytes: limit of host memory. Pinned blocks count with their size, a power of two.
-        calls: the device's calls; tests pass their own.
+        device: the device of the tensors.
+        most_bytes: the most bytes of host memory. Pinned blocks count with their size, which is a power of two.
+        calls: the calls to the device. Tests pass their own.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class PinnedLink(Link):
 
     @property
     def taken_bytes(self) -> int:
-        """Pinned host memory, in use or kept for later."""
+        """The bytes of pinned host memory that are in use or kept for later."""
         return self.pool.taken_bytes
 
     def store(self, tensor: torch.Tensor) -> PinnedTicket:
@@ -59,7 +59,8 @@ class PinnedLink(Link):
             self.pool.close()
 
     def check_open(self) -> None:
-        """
+        """Check that the link is open.
+
         Raises:
             OffloadFailed: the link is closed.
         """
@@ -72,7 +73,7 @@ class PinnedLink(Link):
 
 
 class PinnedTicket:
-    """A tensor in a pinned buffer, or being copied there or back."""
+    """A ticket for one tensor. The tensor is in a pinned buffer, or is being copied there or back."""
 
     def __init__(self, link: PinnedLink, source: torch.Tensor, buffer: Buffer) -> None:
         self._buffer = buffer
@@ -112,7 +113,9 @@ class PinnedTicket:
         return tensor
 
     def _expect(self) -> tuple[torch.Tensor, DeviceEvent, DeviceStream]:
-        """Allocate memory for the tensor and begin to copy it in."""
+        """Allocate device memory for the tensor, and begin to copy the tensor there. Return the tensor, the end of the copy,
+        and the stream.
+        """
         self.settle()
         home = self._calls.current_stream()
         tensor = self._calls.empty(self._length, self._dtype)
@@ -126,7 +129,7 @@ class PinnedTicket:
         return self._arriving
 
     def _bytes(self) -> torch.Tensor:
-        """The used part of the buffer, in the tensor's dtype."""
+        """Return the used part of the buffer as a tensor of the stored tensor's dtype."""
         assert self._buffer.memory is not None, "the link is open"
         return self._buffer.memory[: self._length * self._dtype.itemsize].view(self._dtype)
 

@@ -6,8 +6,8 @@ so they do not count as used memory, but tools that watch a container may show t
 
 Known weaknesses: the copying threads take CPU time, which slows training if no core is idle (``measure_link`` measures how
 much). The file keeps its greatest length until `close`, because overwriting is an order of magnitude faster than extending.
-Checksums are samples: they detect extents that were mixed up, truncated or lost, but not every flipped bit. Needs a POSIX
-system.
+Checksums are samples: they detect ranges of the file that were mixed up, truncated or lost, but not every flipped bit. The link
+needs a POSIX system.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from plimsoll.units import MIB, format_bytes
 
 
 class DiskLink(Link):
-    """Keeps tensors in an unnamed file that disappears with the process.
+    """A link that keeps tensors in an unnamed file, which disappears with the process.
 
     Args:
-        directory: of the file; by default the system's directory for temporary files, unless that is in RAM.
-        most_bytes: limit of the file's length; by default the disk's free space minus a margin.
+        directory: the directory of the file. The default is the system's directory for temporary files. If that is in RAM, it
+            is refused.
+        most_bytes: the largest length of the file in bytes. The default is the disk's free space minus a margin.
         workers: the number of copying threads.
-        most_in_flight_bytes: `store` waits while more than this is being copied out.
+        most_in_flight_bytes: `store` waits while more bytes than this are on the way to the file.
 
     Raises:
-        OffloadFailed: a file cannot be made there.
+        OffloadFailed: a file cannot be made in the directory.
 
     Example:
         >>> with DiskLink("/var/tmp") as link:
@@ -63,14 +64,14 @@ class DiskLink(Link):
 
     @property
     def extents(self) -> Extents:
-        """Used and free extents at this moment; the next `store` changes the object."""
+        """The used and free extents (ranges of the file) at this moment. The next `store` changes the object."""
         with self._space:
             self._take_returned()
             return self._extents
 
     @property
     def in_flight_bytes(self) -> int:
-        """Bytes that are being copied out now."""
+        """The number of bytes that are on the way to the file now."""
         return self._transport.out_bytes
 
     @property
@@ -109,7 +110,7 @@ class DiskLink(Link):
 
 
 class DiskTicket:
-    """A tensor in a link's file, or being copied there or back."""
+    """A ticket for one tensor. The tensor is in a link's file, or is being copied there or back."""
 
     def __init__(self, source: torch.Tensor, lease: Lease, transport: Transport) -> None:
         self._lease = lease
@@ -144,7 +145,10 @@ class DiskTicket:
         return tensor
 
     def _has_left(self) -> bool:
-        """Wait for the copy-out. If it succeeded, release the source; if it failed, keep the source and return False."""
+        """Wait for the copy to the file, and return whether it succeeded.
+
+        If it succeeded, release the original tensor. If it failed, keep the original tensor.
+        """
         self._transport.check_owner()
         if self._leaving is not None:
             self._leaving[1].finish()
@@ -155,7 +159,7 @@ class DiskTicket:
         return True
 
     def _expect(self) -> tuple[torch.Tensor, DiskCopy]:
-        """Allocate memory for the tensor, and make the copy that will fill it."""
+        """Allocate memory for the tensor, and make the copy that will fill it. Return both."""
         tensor = torch.empty(self._length, dtype=self._dtype, device="cpu")
         self._arriving = (tensor, DiskCopy(tensor, self._lease, self._transport, is_out=False))
         return self._arriving

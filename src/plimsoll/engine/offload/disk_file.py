@@ -1,11 +1,11 @@
 """The file behind a disk link, and the list of its free space.
 
 The file has no name, so that other processes cannot see it: it is created with ``O_TMPFILE`` if the system supports that, else
-unlinked right after its creation. However the process ends (``kill -9`` included), the system frees the space. A forked child
-shares the file until the child ends.
+unlinked right after its creation. In whatever way the process ends (``kill -9`` included), the system frees the space. A forked
+child shares the file until the child ends.
 
 The lowest hole that is large enough is used first, so that the file stays short and its front stays in the page cache.
-Neighbouring holes are merged. A hole at the end is not stored; the used part of the file just ends earlier.
+Neighbouring holes are merged. A hole at the end is not stored: the used part of the file ends earlier instead.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from plimsoll.errors import OffloadFailed
 from plimsoll.units import MIB, format_bytes
 
 MARGIN_BYTES = 256 * MIB
-"""Left free on the disk; a twentieth of the disk if that is less."""
+"""The number of bytes that are left free on the disk. On a small disk, a twentieth of the disk is left free if that is less."""
 ALIGNMENT_BYTES = 4096
-"""A page, and a multiple of every disk's block."""
+"""The size in bytes that ranges of the file are aligned to. It is a page, and a multiple of the block size of any disk."""
 _MOUNTS = Path("/proc/self/mountinfo")
 _IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
 _WITHOUT_TMPFILE = {errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL}
 
 
 def is_in_memory(directory: str, mounts: Path = _MOUNTS) -> bool:
-    """Whether the directory is in RAM (tmpfs, ramfs): offloading to it would not free memory.
+    """Return whether the directory is in RAM (tmpfs, ramfs), so that offloading to it would not free memory.
 
-    False if the system does not say (mountinfo exists only on Linux, or the device is not listed).
+    Return False if the system does not say (mountinfo exists only on Linux, or the device is not listed).
 
     Source: proc_pid_mountinfo(5). The third field is ``major:minor``; the type follows the field ``-``.
     """
@@ -51,7 +51,7 @@ def is_in_memory(directory: str, mounts: Path = _MOUNTS) -> bool:
 
 
 class BackingFile:
-    """An unlinked file; reads and writes may come from any thread.
+    """A file without a name on the disk. Reads and writes may come from any thread.
 
     Raises:
         OffloadFailed: a file cannot be made in ``directory``.
@@ -74,7 +74,7 @@ class BackingFile:
             ) from error
 
     def reserve(self, end_bytes: int) -> None:
-        """Check that the disk has room for the file to reach ``end_bytes``. The system is asked only if the file grows.
+        """Check that the disk has room for a file with the length ``end_bytes``. The system is asked only if the file grows.
 
         Raises:
             OffloadFailed: the disk does not have enough room.
@@ -95,7 +95,7 @@ class BackingFile:
         self._promised_bytes = end_bytes
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Write all of ``data``; the system may accept it in parts."""
+        """Write all of ``data`` to the file at ``offset``. If the system accepts only a part, continue until all is written."""
         with self._in_use():
             done = 0
             while done < len(data):
@@ -105,7 +105,7 @@ class BackingFile:
                 done += taken
 
     def read(self, data: memoryview, offset: int) -> None:
-        """Fill all of ``data``; the system may return it in parts."""
+        """Fill all of ``data`` from the file at ``offset``. If the system returns only a part, continue until all is read."""
         with self._in_use():
             done = 0
             while done < len(data):
@@ -115,7 +115,7 @@ class BackingFile:
                 done += given
 
     def close(self) -> None:
-        """Wait for running reads and writes, then close the file, which frees its space."""
+        """Wait for running reads and writes, then close the file. This frees its space."""
         with self._idle:
             self._is_closed = True
             self._idle.wait_for(lambda: not self._users)
@@ -125,7 +125,9 @@ class BackingFile:
 
     @contextlib.contextmanager
     def _in_use(self) -> Iterator[None]:
-        """Keep the descriptor open during a copy: another file could get its number after a close."""
+        """Return a context manager that keeps the file descriptor open during a copy. After a close, another file could get its
+        number.
+        """
         with self._idle:
             if self._is_closed:
                 raise OSError(errno.EBADF, "the link is closed")
@@ -157,7 +159,7 @@ def _open_unlinked(directory: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Bytes ``[offset, offset + size_bytes)``, both multiples of the alignment."""
+    """A range of the file: the bytes ``[offset, offset + size_bytes)``. Both numbers are multiples of the alignment."""
 
     offset: int
     size_bytes: int
@@ -168,27 +170,30 @@ class Extent:
 
 
 class Extents:
-    """A first-fit free list. Not thread-safe."""
+    """A list of free ranges of the file. The first range that is large enough is used. The list is not thread-safe."""
 
     def __init__(self) -> None:
         self.end_bytes = 0
-        """Where the last used extent ends."""
+        """The offset in bytes where the last used range ends."""
         self.taken_bytes = 0
         self._holes: list[Extent] = []
 
     @property
     def holes(self) -> tuple[Extent, ...]:
-        """Free extents below the end, in order. Neighbours are merged."""
+        """The free ranges below the end, in order. Neighbouring ranges are merged."""
         return tuple(self._holes)
 
     def fit(self, nbytes: int) -> Extent:
-        """Find a place for ``nbytes``, possibly past the end. It is not taken yet."""
+        """Find a place for ``nbytes``, possibly after the end, and return it as a range.
+
+        The range is not marked as used yet.
+        """
         size_bytes = -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         offsets = (hole.offset for hole in self._holes if hole.size_bytes >= size_bytes)
         return Extent(next(offsets, self.end_bytes), size_bytes)
 
     def take(self, extent: Extent) -> None:
-        """Take an extent that `fit` returned."""
+        """Mark a range that `fit` returned as used."""
         self.taken_bytes += extent.size_bytes
         if extent.offset == self.end_bytes:
             self.end_bytes = extent.end
@@ -198,7 +203,7 @@ class Extents:
             self._holes[index : index + 1] = [Extent(extent.end, left_bytes)] if left_bytes else []
 
     def give_back(self, extent: Extent) -> None:
-        """Free a whole extent and merge it with neighbouring holes."""
+        """Mark a whole range as free, and merge it with neighbouring free ranges."""
         if not extent.size_bytes:
             return
         self.taken_bytes -= extent.size_bytes
@@ -216,5 +221,5 @@ class Extents:
             self.end_bytes = start
 
     def _index(self, extent: Extent) -> int:
-        """Index of the first hole that does not begin before the extent."""
+        """Return the index of the first hole that does not begin before the extent."""
         return bisect_left(self._holes, extent.offset, key=attrgetter("offset"))

@@ -1,11 +1,11 @@
 """Measure how fast a link carries a device's tensors in both directions, and the CPU time of its copies.
 
-It keeps several tensors on the link (32 MiB in all by default, so that CPU caches hardly distort the result), fetches the
-oldest and stores the next until half a second has passed, and takes medians. Storing the first tensors is not counted: it
-extends the file, and later ones reuse that space, as later training steps do. A disk is therefore measured through the system's
-page cache. A disk that must hold more than the free memory slows down to the speed of the device itself, which this does not
-measure. It also does not measure the allocation of single tensors of 32 MiB and more, whose memory returns to the system every
-time.
+The measurement keeps several tensors on the link (32 MiB in all by default, so that CPU caches hardly distort the result). It
+fetches the oldest tensor and stores the next until half a second has passed, and takes medians. Storing the first tensors is
+not counted, because it extends the file. Later tensors reuse that space, as later training steps do. A disk is therefore
+measured through the system's page cache. If a disk must hold more bytes than the free memory, it slows down to the speed of the
+device itself, which is not measured here. Also not measured is the allocation of single tensors of 32 MiB and more, whose
+memory returns to the system every time.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from plimsoll.units import MIB
 _MOST_SECONDS = 0.5
 _MOST_TRIPS = 40
 _ALIVE = 8
-"""Tensors on the link at once."""
+"""The number of tensors that are on the link at the same time."""
 _SMALL_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSpeed:
-    """Measured: a transfer of ``n`` bytes takes ``latency_seconds + n / bytes_per_second``."""
+    """Data: the measured speed of a link. A transfer of ``n`` bytes takes ``latency_seconds + n / bytes_per_second``."""
 
     out_bytes_per_second: float
     in_bytes_per_second: float
     latency_seconds: float
-    """Seconds of a small transfer, in the slower direction."""
+    """The seconds that a small transfer takes, in the slower of the two directions."""
     out_cpu_seconds_per_byte: float
-    """CPU time of the copying threads, which slows training if no core is idle."""
+    """The CPU time of the copying threads, in seconds per byte. It slows training if no core is idle."""
     in_cpu_seconds_per_byte: float
 
 
 class _Trip(NamedTuple):
-    """Times of one tensor out and one in, or their medians."""
+    """The times in seconds that one tensor takes to the link and back, or medians of such times."""
 
     out_seconds: float
     in_seconds: float
@@ -54,15 +54,15 @@ class _Trip(NamedTuple):
 
 
 def measure_link(link: Link, device: torch.device, nbytes: int = 4 * MIB) -> LinkSpeed:
-    """Measure how fast ``link`` carries tensors of ``device``.
+    """Measure how fast ``link`` carries tensors of ``device``, and return the speed.
 
     Args:
-        link: open, and not used by anything else meanwhile.
-        device: the tensors' device.
-        nbytes: of one measured transfer.
+        link: the link. It must be open, and other code must not use it meanwhile.
+        device: the device of the tensors.
+        nbytes: the size of one measured transfer in bytes.
 
     Raises:
-        OffloadFailed: the link cannot carry ``nbytes``.
+        OffloadFailed: the link cannot carry a tensor of ``nbytes``.
 
     Example:
         >>> from plimsoll.engine.offload.disk import DiskLink
@@ -83,7 +83,7 @@ def measure_link(link: Link, device: torch.device, nbytes: int = 4 * MIB) -> Lin
 
 
 def _trips(link: Link, device: torch.device, nbytes: int, most_seconds: float) -> list[_Trip]:
-    """At least one trip, then more until the time is up."""
+    """Return the times of at least one tensor to the link and back, and of more tensors until ``most_seconds`` have passed."""
     tensors = itertools.cycle(_noise(nbytes, device))
     begun_at = time.perf_counter()
     away: deque[Ticket] = deque()
@@ -103,7 +103,7 @@ def _trips(link: Link, device: torch.device, nbytes: int, most_seconds: float) -
 
 
 def _timed(link: Link, device: torch.device, work: Callable[[], object]) -> tuple[float, CopyCpuSeconds]:
-    """Seconds of ``work``, and CPU seconds of the link's copies during it."""
+    """Return the seconds that ``work`` takes, and the CPU seconds that the link's copies take during it."""
     wait_for_device(device)
     before, begun_at = link.copy_cpu_seconds, time.perf_counter()
     work()
@@ -113,7 +113,7 @@ def _timed(link: Link, device: torch.device, work: Callable[[], object]) -> tupl
 
 
 def _noise(nbytes: int, device: torch.device) -> list[torch.Tensor]:
-    """Bytes that a file system cannot compress. Global random generators are not used."""
+    """Return tensors of bytes that a file system cannot compress. Global random generators are not used."""
     generator = torch.Generator(device).manual_seed(0)
     words = torch.randint(2**62, (nbytes // 8 + 1,), device=device, generator=generator)
     return [words.view(torch.uint8)[:nbytes].clone() for _ in range(_ALIVE)]
@@ -124,6 +124,9 @@ def _median(trips: list[_Trip]) -> _Trip:
 
 
 def _bandwidth(nbytes: int, seconds: float, latency_seconds: float) -> float:
-    """Bytes per second without the latency; with the latency if the rest of the time is lost in its noise."""
+    """Return the bandwidth in bytes per second, without the latency.
+
+    If the time without the latency is too short to be measured well, the whole time counts.
+    """
     moving_seconds = seconds - latency_seconds
     return nbytes / (moving_seconds if moving_seconds > seconds / 10 else seconds)

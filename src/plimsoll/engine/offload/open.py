@@ -1,4 +1,4 @@
-"""Open a link by name, ``disk`` or ``host``, for tensors of a device. A GPU's tensors go to a disk through host memory."""
+"""Open a link by its name, ``disk`` or ``host``, for tensors of a device. A GPU's tensors go to a disk through host memory."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _MOST_WAITING_BYTES = 256 * MIB
 
 
 def default_link_name(device: torch.device) -> str:
-    """``host`` for CUDA devices, ``disk`` for devices whose tensors are in host memory already."""
+    """Return ``host`` for CUDA devices, and ``disk`` for devices whose tensors are in host memory already."""
     return "host" if device.type == "cuda" else "disk"
 
 
 def open_link(name: str, device: torch.device, *, host_budget: int | None, directory: str | None) -> Link:
-    """Open the link ``name`` for tensors of ``device``.
+    """Open the link ``name`` for tensors of ``device``, and return the link.
 
     Args:
-        name: ``disk`` or ``host``.
-        device: the tensors' device.
-        host_budget: limit of host memory in bytes; a disk link of CPU tensors does not use any.
-        directory: where the disk link keeps its file; by default the system's directory for temporary files.
+        name: the name of the link, ``disk`` or ``host``.
+        device: the device of the tensors.
+        host_budget: the most bytes of host memory that the link may use. A disk link of CPU tensors does not use any.
+        directory: the directory of the disk link's file. The default is the system's directory for temporary files.
 
     Raises:
         OffloadFailed: the name is unknown, the link does not suit this device, or it cannot be opened.
@@ -62,15 +62,15 @@ def open_link(name: str, device: torch.device, *, host_budget: int | None, direc
 
 
 class BounceLink(Link):
-    """Stores tensors of ``device`` on ``inner``, a link for CPU tensors, through ordinary host memory.
+    """A link that stores tensors of ``device`` on ``inner``, a link for CPU tensors. They go through ordinary host memory.
 
     Copies between device and host block the host in both directions. This is simple and correct, but slower than a pipeline of
-    pinned buffers would be. Host copies that have not reached the inner link yet are limited.
+    pinned buffers would be. The bytes of host copies that have not reached the inner link yet are limited.
 
     Args:
-        inner: closed together with this.
-        device: the tensors' device.
-        most_waiting_bytes: limit of host copies that are being stored; a single larger tensor waits until it is alone.
+        inner: the link for CPU tensors. It is closed together with this link.
+        device: the device of the tensors.
+        most_waiting_bytes: the most bytes of host copies that are being stored. A larger tensor waits until it is the only one.
     """
 
     def __init__(self, inner: Link, device: torch.device, most_waiting_bytes: int = _MOST_WAITING_BYTES) -> None:
@@ -107,7 +107,7 @@ class BounceLink(Link):
 
 
 class BounceTicket:
-    """A ticket of the inner link, and the device's tensor until that ticket is settled."""
+    """A ticket for one tensor: a ticket of the inner link, and the device's tensor until that ticket is settled."""
 
     def __init__(self, inner: Ticket, source: torch.Tensor, device: torch.device) -> None:
         self._inner = inner

@@ -1,8 +1,8 @@
 """Pinned host memory within a budget, and the few GPU calls that a pinned link makes.
 
-The calls are a protocol, so that tests can replace the device. Torch's host allocator rounds every block up to a power of two,
-so buffers have these sizes here too, and the budget counts them. A buffer is reused only after the last copy that touched it.
-If the budget leaves no room for a new buffer, idle buffers of other sizes are returned to the system.
+The GPU calls are a protocol, so that tests can replace the device. Torch's host allocator rounds the size of each block up to a
+power of two. So buffers have these sizes here too, and the budget counts these sizes. A buffer is reused only after the last
+copy that touched it. If the budget leaves no room for a new buffer, idle buffers of other sizes are returned to the system.
 
 Not yet run on a GPU. Known weakness: a tensor a little larger than a power of two takes almost twice its bytes.
 
@@ -26,28 +26,31 @@ SMALLEST_BYTES = 512
 
 
 class DeviceEvent(Protocol):
-    """A point on a stream."""
+    """A protocol for events: an event is a point in the work of a stream."""
 
     def query(self) -> bool:
-        """Whether all work before it is done."""
+        """Return whether all work before the event is done."""
 
     def synchronize(self) -> None:
-        """Block this thread until all work before it is done."""
+        """Block this thread until all work before the event is done."""
 
 
 class DeviceStream(Protocol):
-    """A queue of device work."""
+    """A protocol for streams: a stream is a queue of device work."""
 
     def record_event(self) -> DeviceEvent: ...
 
     def wait_event(self, event: Any) -> None:
-        """Let work that is queued from now on start after ``event`` (of the same kind of device)."""
+        """Let work that is queued from now on start only after ``event``, which must belong to the same kind of device."""
 
     def synchronize(self) -> None: ...
 
 
 class DeviceCalls(Protocol):
-    """A device with two streams of ours, in addition to the program's streams."""
+    """A protocol for the calls to a device.
+
+    The device has two streams for copies, in addition to the streams of the program.
+    """
 
     out_stream: DeviceStream
     in_stream: DeviceStream
@@ -55,23 +58,23 @@ class DeviceCalls(Protocol):
     def current_stream(self) -> DeviceStream: ...
 
     def pinned(self, size_bytes: int) -> torch.Tensor:
-        """Allocate bytes in pinned host memory."""
+        """Allocate ``size_bytes`` bytes in pinned host memory, and return them as a tensor."""
 
     def release_pinned(self) -> None:
-        """Return unused pinned memory to the system."""
+        """Return the pinned memory that is not in use to the system."""
 
     def empty(self, length: int, dtype: torch.dtype) -> torch.Tensor:
-        """Allocate device memory on the current stream."""
+        """Allocate device memory on the current stream, and return it as a tensor."""
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, stream: DeviceStream) -> None:
-        """Queue a copy on ``stream``; returns at once."""
+        """Queue a copy on ``stream``. The method returns at once."""
 
     def used_on(self, tensor: torch.Tensor, stream: DeviceStream) -> None:
-        """Inform the allocator that ``stream`` uses a tensor of another stream."""
+        """Tell the allocator that ``stream`` uses a tensor which was allocated on another stream."""
 
 
 class CudaCalls:
-    """The calls on a CUDA device."""
+    """The calls to a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -100,18 +103,18 @@ class CudaCalls:
 
 
 class Buffer:
-    """Pinned memory that one ticket holds; ``memory`` is None once the pool is closed."""
+    """Pinned memory that one ticket holds. ``memory`` is None after the pool was closed."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.size_bytes = memory.nbytes
         self.memory: torch.Tensor | None = memory
         self.busy_until: DeviceEvent | None = None
-        """The end of the last copy from or to it."""
+        """The event at the end of the last copy from or to this buffer, or ``None`` if the buffer is known to be idle."""
         self.companions: tuple[torch.Tensor, ...] = ()
-        """Device memory that this copy uses and that nothing else holds."""
+        """Tensors in device memory that this copy uses and that no other object holds."""
 
     def is_idle(self) -> bool:
-        """Whether the last copy has ended. If so, release its companions."""
+        """Return whether the last copy has ended. If it has, release its companions."""
         if self.busy_until is not None and not self.busy_until.query():
             return False
         self.busy_until = None
@@ -124,20 +127,21 @@ class Buffer:
 
 
 class PinnedPool:
-    """Pinned buffers, reused by size.
+    """A pool of pinned buffers. A buffer is reused for tensors that need the same size.
 
     Args:
-        calls: the device's calls.
-        most_bytes: limit of pinned host memory, in use or kept for later; unlimited by default.
+        calls: the calls to the device.
+        most_bytes: the most bytes of pinned host memory, in use or kept for later, or ``None`` for no limit.
     """
 
     def __init__(self, calls: DeviceCalls, most_bytes: int | None) -> None:
         self.taken_bytes = 0
-        """Bytes pinned now, in use or kept for later."""
+        """The number of bytes that are pinned now. The buffers are in use or kept for later."""
         self.most_bytes = most_bytes
         self.returned: deque[Buffer] = deque()
-        """Buffers whose tickets were deleted. A queue, because a ticket may be deleted during garbage collection, which must
-        not lock.
+        """Buffers whose tickets were deleted.
+
+        This is a queue without a lock, because a ticket may be deleted during garbage collection, which must not lock.
         """
         self._calls = calls
         self._lock = threading.Lock()
@@ -145,7 +149,7 @@ class PinnedPool:
         self._kept: list[Buffer] = []
 
     def take(self, nbytes: int) -> Buffer:
-        """A buffer of at least ``nbytes``.
+        """Return a buffer of at least ``nbytes``. If necessary, wait for copies to end.
 
         Raises:
             OffloadFailed: the budget is exhausted.
@@ -160,12 +164,12 @@ class PinnedPool:
             return buffer
 
     def collect(self) -> None:
-        """Release device memory whose copies have ended."""
+        """Release the device memory whose copies have ended."""
         with self._lock:
             self._collect()
 
     def close(self) -> None:
-        """Return everything to the system. All copies must have ended."""
+        """Return all buffers to the system. All copies must have ended."""
         with self._lock:
             self._collect()
             for buffer in (*self._lent, *self._kept):
@@ -193,8 +197,9 @@ class PinnedPool:
         return None
 
     def _new(self, size_bytes: int) -> Buffer | None:
-        """A new buffer if the budget allows it, if necessary after idle buffers of other sizes have been returned to the
-        system.
+        """Return a new buffer if the budget allows it, else ``None``.
+
+        If necessary, idle buffers of other sizes are returned to the system first.
         """
         if not self._has_room(size_bytes):
             idle = [buffer for buffer in self._kept if buffer.size_bytes != size_bytes and buffer.is_idle()]
@@ -209,7 +214,7 @@ class PinnedPool:
         return Buffer(self._calls.pinned(size_bytes))
 
     def _awaited(self, size_bytes: int) -> Buffer | None:
-        """Wait for the copies of deleted tickets, then look again."""
+        """Wait for the copies of deleted tickets, then look for a buffer again. Return it, or ``None``."""
         for buffer in self._kept:
             buffer.wait()
         return self._idle(size_bytes) or self._new(size_bytes)
@@ -228,5 +233,5 @@ class PinnedPool:
 
 
 def rounded_up(nbytes: int) -> int:
-    """The bytes that torch's host allocator takes for ``nbytes``."""
+    """Return the number of bytes that torch's host allocator takes for a request of ``nbytes``."""
     return max(SMALLEST_BYTES, 1 << (nbytes - 1).bit_length()) if nbytes else 0

@@ -1,11 +1,12 @@
 """The contract of every link: store a tensor elsewhere, and return a ticket that brings it back.
 
-A ticket belongs to one thread at a time (forward's, then backward's); several threads may share a link. Time runs::
+A ticket belongs to one thread at a time (first forward's, then backward's). Several threads may share a link. The steps follow
+each other in this order::
 
     store ──── copy-out ────► settle          the source's memory is free from here on
                                      prefetch ──── copy-in ────► read
 
-Results come back flat, with the dtype and length of the stored tensor. Do not write to them.
+Tensors come back flat, with the dtype and length of the stored tensor. Do not write to the returned tensors.
 """
 
 from __future__ import annotations
@@ -17,57 +18,64 @@ import torch
 
 
 class CopyCpuSeconds(NamedTuple):
-    """CPU time that a link's copies have taken so far, on all threads."""
+    """The CPU time in seconds that a link's copies have taken so far, added up over all threads."""
 
     out_seconds: float
     in_seconds: float
 
 
 class Ticket(Protocol):
-    """One stored tensor: being copied out, stored, or being copied in. Deleting the ticket frees its space on the link."""
+    """A protocol for tickets: a ticket is one tensor on a link, or on the way there or back. Deleting it frees the space on the
+    link.
+    """
 
     def settle(self) -> None:
-        """Wait until the copy-out has finished, and release the source.
+        """Wait until the copy to the link has finished, and release the original tensor.
 
         Raises:
-            OffloadFailed: the copy-out failed. The source is still held, and `read` returns it, so nothing is lost.
+            OffloadFailed: the copy failed. The original tensor is still held, and `read` returns it, so its contents are not
+                lost.
         """
 
     def prefetch(self) -> None:
-        """Allocate memory for the tensor (in the caller's thread) and begin the copy-in. Settles first; a second call does
-        nothing.
+        """Allocate memory for the tensor (in the caller's thread), and begin to copy it back. A second call does nothing.
 
-        Does nothing if the copy-out failed: the source is still held.
+        The method first waits for the copy to the link. If that copy failed, the method does nothing, because the original
+        tensor is still held.
         """
 
     def read(self) -> torch.Tensor:
-        """Wait for the copy-in and return the tensor. The ticket then no longer holds it: a second read copies it in again.
+        """Wait until the tensor is copied back, and return it. The ticket then no longer holds the tensor: a second read copies
+        it back again.
 
         Raises:
-            OffloadFailed: the copy-in failed, or brought back other bytes than were stored.
+            OffloadFailed: the copy failed, or brought back other bytes than were stored.
         """
 
 
 class Link(Protocol):
-    """Another place to store tensors: a disk, or pinned host memory."""
+    """A protocol for links: a link stores tensors in another place, on a disk or in pinned host memory."""
 
     name: str
-    """``disk`` or ``host``."""
+    """The name of the link: ``disk`` or ``host``."""
 
     @property
     def copy_cpu_seconds(self) -> CopyCpuSeconds:
-        """Zero by default: only copies to and from a disk take CPU time."""
+        """The CPU time that the link's copies have taken so far. It is zero by default: only copies to and from a disk take CPU
+        time.
+        """
         return CopyCpuSeconds(0.0, 0.0)
 
     def store(self, tensor: torch.Tensor) -> Ticket:
-        """Begin to copy ``tensor`` (one dimension, contiguous, detached) out; hold it until the ticket is settled.
+        """Begin to copy ``tensor`` (one dimension, contiguous, detached) to the link, and return a ticket. The ticket holds
+        ``tensor`` until it is settled.
 
         Raises:
             OffloadFailed: the link is full or closed.
         """
 
     def close(self) -> None:
-        """Wait for copies in progress and free everything. A second call does nothing."""
+        """Wait for copies in progress, and free all memory and files. A second call does nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -79,8 +87,9 @@ class Link(Protocol):
 
 
 def flat_bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor that a link has to carry. Lazy conjugation and negation are resolved, because the bytes lack
-    them.
+    """Return a flat tensor with the bytes that a link has to carry.
+
+    Lazy conjugation and negation are resolved, because the bytes of the tensor do not show them.
     """
     assert tensor.dim() == 1, "links carry flat tensors"
     assert tensor.is_contiguous(), "links carry flat tensors"

@@ -1,9 +1,9 @@
-"""When transfers over a link end and begin again, as plans assume.
+"""The moments when transfers over a link end and begin again. Plans assume these moments.
 
-A region's offloads are settled (their memory is free) when the *next* region's forward ends, and are fetched again when that
-region's backward begins. So transfers can hide behind one region's compute in both directions, and at most two regions' tensors
-are in transfer at any time. The bytes at each moment do not depend on the link's speed: a slow disk makes the step slower, but
-not larger.
+When the forward of the *next* region ends, the offloads of a region are settled: their memory is free. When the backward of
+that next region begins, the offloaded values are fetched again. So transfers can run during one region's compute in both
+directions, and at most two regions' tensors are in transfer at any time. The bytes at each moment do not depend on the link's
+speed: a slow disk makes the step slower, but not larger.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from plimsoll.tracing.recorder.calling import output_tensors
 
 
 class TransfersUnderWay:
-    """The transfers of one managed model. References are weak: tensors that the graph has freed need not arrive."""
+    """The transfers of one managed model. References are weak, because tensors that the graph has freed need not arrive."""
 
     def __init__(self) -> None:
         self._under_way: list[weakref.ref[Sent]] = []
 
     def send(self, packed: Iterable[Readable]) -> None:
-        """Note the offloads of a region. They are in transfer until the next region returns."""
+        """Note what a region has offloaded. The transfers may last until the next region returns."""
         self._under_way.extend(weakref.ref(one) for one in packed if isinstance(one, Sent))
 
     def leave(self, output: Any) -> None:
-        """A region has returned: settle the offloads of the region before, and fetch them when this region's backward begins.
+        """Handle that a region has returned: wait for the offloads of the region before, and register a hook that fetches them
+        again. The hook runs when this region's backward begins.
 
         Raises:
-            OffloadFailed: a copy-out failed; its source is still held.
+            OffloadFailed: a copy to the link failed. The original tensor is still held.
         """
         if not self._under_way:
             return
@@ -44,12 +45,12 @@ class TransfersUnderWay:
             node.register_prehook(functools.partial(_fetch, under_way))
 
     def clear(self) -> None:
-        """Start a new step, and drop transfers that a failed step left."""
+        """Forget the transfers that a failed step left, because a new step begins."""
         self._under_way = []
 
 
 def _fetch(sent: list[weakref.ref[Sent]], _: Any) -> None:
-    """Begin to fetch the offloads that are still needed."""
+    """Begin to fetch the offloaded values that are still needed."""
     for each in _alive(sent):
         each.prefetch()
 

@@ -1,7 +1,8 @@
-"""Runs one step of a compiled model op by op to capture its joint graphs, without generating code.
+"""Run one step of a compiled model op by op, to capture its joint graphs without generating code. A joint graph has the forward
+and the backward of a compiled function.
 
-Every unit is compiled with a partitioner that records the joint graph and leaves the rest to torch. The resulting graphs are
-run op by op, so a step costs tracing but no code generation.
+Each unit (a module that torch.compile compiles) is compiled with a partitioner that records the joint graph and leaves the rest
+to torch. The resulting graphs are run op by op, so a step costs tracing but no code generation.
 
 Private to torch, seen in 2.9 to 2.15: ``CustomPartitionerFn``, ``min_cut_rematerialization_partition``, ``fx_graph_cse``.
 """
@@ -44,12 +45,16 @@ from plimsoll.tracing.compiled.units import Unit, install_alone
 from plimsoll.tracing.meters.memory import storage_of
 
 Stretch = tuple[Phase, int]
-"""A phase, and the number of eager regions inside a unit that precede."""
+"""A part of a unit's forward or backward: the phase, and how many eager regions inside the unit come before it in forward's
+order.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledPart:
-    """The compilation of one call of a unit: its graphs in forward order, and each graph's inputs that are parameters or
+    """Data about the compilation of one call of a unit.
+
+    ``graphs`` are the joint graphs in forward order. ``statics`` has, for each graph, the inputs that are parameters or
     buffers.
     """
 
@@ -57,32 +62,33 @@ class CompiledPart:
     graphs: tuple[JointGraph, ...]
     statics: tuple[frozenset[fx.Node], ...]
     copied: Collection[str] = ()
-    """Names of inputs that backward reads as copies, because something else changes them (see `Partitioner.changed`)."""
+    """Names of inputs that backward reads as copies, because other code changes the inputs (see `Partitioner.changed`)."""
 
     def outer(self, name: str) -> str:
-        """Return the path in the whole model of a module inside of the unit."""
+        """Return the path in the whole model of a module that is inside of the unit."""
         return ".".join(part for part in (self.path, name) if part)
 
 
 @dataclass
 class UnitPlace:
-    """Where the ops of one unit were in the eager step, and where its kernels are now.
+    """Data about where the ops of one unit were in the eager step, and where its kernels are in the compiled step.
 
-    Regions inside that run eagerly (``inner``) divide the unit into stretches; ``stretch_of`` maps each graph to its stretch.
+    Regions inside the unit that run eagerly (``inner``) divide the unit into stretches. ``stretch_of`` has the stretch of each
+    graph. ``forward`` and ``backward`` map kernels to ticks.
     """
 
     call: RegionCall
     part: CompiledPart
     inner: tuple[RegionCall, ...]
     ops: dict[int, Stretch] = field(default_factory=dict)
-    """The unit's own ops in the eager step, by tick."""
+    """A mapping from tick to stretch, for the unit's own ops in the eager step."""
     stretch_of: tuple[int, ...] = ()
     forward: dict[Kernel, int] = field(default_factory=dict)
     backward: dict[Kernel, int] = field(default_factory=dict)
     ends: dict[Stretch, int] = field(default_factory=dict)
-    """The end of each stretch's kernels."""
+    """A mapping from stretch to the tick where the kernels of the stretch end."""
     made: dict[Stretch, list[int]] = field(default_factory=dict)
-    """The storages that the unit's ops made for others, by stretch."""
+    """A mapping from stretch to the storages that ops of the unit made for others."""
 
     @classmethod
     def of(cls, call: RegionCall, eager: Trace, part: CompiledPart) -> UnitPlace:
@@ -107,8 +113,10 @@ class UnitPlace:
         return place
 
     def _assigned(self, modules: Mapping[int, set[str]]) -> tuple[int, ...]:
-        """Return the stretch of each graph: by position if the counts are equal, else the stretch that shares most modules, in
-        order.
+        """Return the stretch of each graph.
+
+        If there are as many graphs as stretches, the position decides. Otherwise a graph gets the stretch that shares most
+        modules with it, in order.
         """
         graphs, stretches = self.part.graphs, sorted(modules) or [0]
         if len(graphs) == len(stretches):
@@ -121,7 +129,7 @@ class UnitPlace:
         return tuple(found)
 
     def kernels(self, stretch: Stretch) -> list[Kernel]:
-        """Return the kernels of a stretch, and earlier kernels that were not placed yet."""
+        """Return the kernels of a stretch, and the kernels of earlier stretches that were not placed yet."""
         phase, at = stretch
         is_backward = phase is Phase.BACKWARD
         placed = self.backward if is_backward else self.forward
@@ -139,17 +147,19 @@ Partitioned = tuple[fx.GraphModule, fx.GraphModule]
 
 
 class Partitioner(CustomPartitionerFn):
-    """Records or marks each joint graph after equal ops are merged, then lets torch partition it by the marks.
+    """Base class of our partitioners. It records or marks each joint graph after equal ops are merged, and then lets torch
+    split the graph by the marks.
 
     inductor deep-copies its configuration, so a partitioner returns itself as its copy.
     """
 
     changed: Collection[str] = ()
-    """Inputs that something else changes before backward, as ``key:input#3``; also ``key:`` for every known graph (see
-    `inputs_key`, `input_names`).
+    """Inputs that other code changes before backward, as texts such as ``key:input#3``, and ``key:`` for each known graph.
+
+    See `inputs_key` and `input_names`.
     """
     has_copied: bool = False
-    """Whether backward of some graph reads copies of inputs."""
+    """Whether the backward of some graph reads copies of inputs."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Partitioner:
         return self
@@ -170,14 +180,14 @@ class Partitioner(CustomPartitionerFn):
 
     @abstractmethod
     def mark(self, graph: fx.Graph, **options: Any) -> None:
-        """Mark the forward nodes to save, and the nodes to recompute."""
+        """Mark the forward nodes to save and the nodes to recompute."""
 
     def finish(self, forward: fx.GraphModule, backward: fx.GraphModule, **options: Any) -> None:
-        """Change the graphs that torch made."""
+        """Change the forward and the backward graph that torch made from the joint graph. By default nothing is changed."""
 
 
 def _copy_what_changes(graph: fx.Graph, forward_outputs: int, changed_later: Collection[str]) -> bool:
-    """Copy inputs that change before backward reads them. Return True if any were copied.
+    """Add copies of inputs that change before backward reads them. Return True if at least one input is copied.
 
     Forward makes the copies at its beginning, and backward and other readers use them. Otherwise backward would read the
     changed input: a buffer that is counted up or averaged, or an activation that is changed in place. In an unknown graph, any
@@ -212,7 +222,7 @@ def _copy_what_changes(graph: fx.Graph, forward_outputs: int, changed_later: Col
 
 
 class _Spy(Partitioner):
-    """Records the graphs of one call, and which of their inputs differ once the step is over."""
+    """A partitioner that records the graphs of one call, and which of their inputs have changed when the step is over."""
 
     def __init__(self, regions: Sequence[str], changed: Collection[str]) -> None:
         self._regions = regions
@@ -220,9 +230,9 @@ class _Spy(Partitioner):
         self.graphs: list[JointGraph] = []
         self.statics: list[frozenset[fx.Node]] = []
         self.keys: set[str] = set()
-        """The prefixes of its graphs' names in `changed`."""
+        """The prefixes that the names of this call's graphs have in `changed`."""
         self._handled: set[str] = set()
-        """Inputs that the last graph changes itself."""
+        """Names of the inputs that the last graph itself changes."""
         self._given: list[tuple[str, weakref.ref[torch.Tensor], int, int]] = []
 
     def mark(self, graph: fx.Graph, **options: Any) -> None:
@@ -233,7 +243,7 @@ class _Spy(Partitioner):
         self.statics.append(frozenset(inputs[at] for at in options.get("static_lifetime_input_indices") or ()))
 
     def run(self, module: fx.GraphModule, _: Sequence[Any], *, is_backward: bool = False, **__: Any) -> Any:
-        """Replace inductor: run torch's partitioned graph op by op, without generating code."""
+        """Take the place of inductor: return a function that runs torch's graph op by op, without generating code."""
         if is_backward or not self.graphs:
             return make_boxed_func(module.forward)
         nodes = self.graphs[-1].nodes
@@ -250,7 +260,7 @@ class _Spy(Partitioner):
         return make_boxed_func(forward)
 
     def changed_later(self, written: Collection[int]) -> set[str]:
-        """Return the inputs that were written after forward read them, or whose storages are among ``written``."""
+        """Return the names of the inputs that were written after forward read them, or whose storages are among ``written``."""
         found = set()
         for name, reference, storage, version in self._given:
             tensor = reference()
@@ -260,7 +270,7 @@ class _Spy(Partitioner):
 
 
 def _place(error: Unsupported) -> str:
-    """Return the user's function and line that Dynamo could not trace."""
+    """Return a text with the user's function and line that Dynamo could not trace."""
     frames = getattr(error, "real_stack", None)
     return f"{frames[-1].name} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else "the model"
 
@@ -271,15 +281,16 @@ def capture(
     run: Callable[[], object],
     written: Iterable[torch.Tensor] = (),
 ) -> dict[tuple[str, int], CompiledPart]:
-    """Run one training step and return the joint graphs of every call of a unit, by the unit's path and the call's number.
+    """Run one training step, and return the joint graphs of each call of each unit. The key is a pair of the unit's path and
+    the call's number.
 
-    Each call is compiled separately, so that its graphs are known. If something changes an input that backward may read, such
+    Each call is compiled separately, so that its graphs are known. If other code changes an input that backward may read, such
     as a buffer or a frozen parameter that averages others, the graphs are captured once more with copies.
 
     Args:
-        units: what is compiled.
+        units: the modules that torch.compile compiles.
         regions: the paths of each unit's regions, from the unit's module.
-        run: the step.
+        run: a function that runs the step.
         written: the parameters and buffers that the step writes to.
 
     Raises:

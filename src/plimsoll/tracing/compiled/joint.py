@@ -1,13 +1,13 @@
-"""Reads a joint graph of torch.compile as kernels: fused ops form one kernel, and only values between kernels take memory.
+"""Read a joint graph of torch.compile as kernels. Fused ops form one kernel, and only values between kernels take memory.
 
 torch.compile gives the forward and the backward of a compiled function to a partitioner as one graph of ATen ops. Inductor then
 fuses chains of elementwise ops, reductions and gathers, so most nodes never get memory of their own. Here a *kernel* is one op
 that inductor calls directly (a matrix product, attention), or a group of ops that it is expected to fuse. A *buffer* is a node
 that a kernel leaves in memory: an output, an input of a directly called op, or an input of another kernel. Views do not take
-memory; the node that they view is used instead. Kernels are in the order of the graph.
+memory, so the node that they view is used in their place. Kernels are in the order of the graph.
 
 A fused op belongs to the first kernel that needs it. Forward ops that only backward needs belong to backward. If backward reads
-a forward node that is not in memory, the kernel that reads it recomputes it from the buffers it came from.
+a forward node that is not in memory, the kernel that reads the node recomputes it from the buffers that the node came from.
 
 Private to torch, seen in 2.9 to 2.15: the metadata of nodes (``val``, ``nn_module_stack``, ``fwd_nn_module_stack``).
 """
@@ -42,14 +42,17 @@ from plimsoll.tracing.compiled.nodes import (
 from plimsoll.tracing.recorder.opkey import value_stem
 
 OUTSIDE = "outside"
-"""The region of kernels outside of all regions."""
+"""The value of ``region`` in kernels outside of all regions."""
 _SMALL = 8
-"""A reduction whose output is at least 8 times smaller than its input is saved, not recomputed within a kernel of backward."""
+"""The factor that decides whether a reduction is saved: its input must be at least 8 times as large as its output.
+
+Otherwise the reduction is recomputed within a kernel of backward.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kernel:
-    """Ops that run as one kernel. ``reads`` and ``writes`` are buffers or placeholders."""
+    """Data about ops that run as one kernel. ``reads`` and ``writes`` are nodes of buffers or of the graph's inputs."""
 
     name: str
     module: str
@@ -61,26 +64,27 @@ class Kernel:
     obstacle: str
     is_fused: bool
     apart: tuple[Kernel, ...] = ()
-    """If the kernel writes several buffers: kernels that each recompute only one of them."""
+    """Kernels that each recompute only one of the buffers, if this kernel writes several buffers. Otherwise empty."""
 
     @property
     def again(self) -> tuple[Kernel, ...]:
-        """The kernels that backward may run to recompute its buffers: the parts that each make one buffer, or the kernel
-        itself.
+        """The kernels that backward may run to recompute the buffers of this kernel.
+
+        They are the kernels that each make one buffer, or this kernel itself.
         """
         return self.apart or (self,)
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that it reads and writes."""
+        """The number of bytes that the kernel reads and writes."""
         return sum(map(node_bytes, (*self.reads, *self.writes)))
 
 
 class JointGraph:
     """The kernels of one joint graph in running order, and the forward nodes that backward reads.
 
-    ``regions`` are paths of modules below the compiled module. Every kernel belongs to one of them, or to ``outside``. A graph
-    of one block has the single region ``""``.
+    ``regions`` are paths of modules below the compiled module. Each kernel belongs to one of these regions, or to ``outside``.
+    A graph of one block has the single region ``""``.
     """
 
     def __init__(self, graph: fx.Graph, forward_outputs: int, regions: Sequence[str]) -> None:
@@ -95,7 +99,7 @@ class JointGraph:
         self.tangents = [node for node in given if "tangents" in str(node.target)]
         pairs = zip(given, flat[forward_outputs:], strict=False)
         self.gradient_of = {node: self.base(n) for node, n in pairs if n is not None}
-        """The gradient that backward returns for an input."""
+        """A mapping from an input of the graph to the node of the gradient that backward returns for it."""
         self.gradients = [self.base(n) for n in flat[forward_outputs:] if n is not None]
         written = [node for node in self.nodes if is_epilogue(node) or IS_BEFORE in node.meta]
         self._in_forward = ancestors(n for n in (*flat[:forward_outputs], *written) if n is not None)
@@ -103,7 +107,7 @@ class JointGraph:
         self._buffers: set[fx.Node] = set()
         self._drawn: dict[fx.Node, tuple[fx.Node, ...]] = {}
         self.masks: set[fx.Node] = set()
-        """Nodes that forward makes from random numbers alone and that backward reads."""
+        """Nodes that forward makes from random numbers only and that backward reads, such as the masks of dropout."""
         self._stage()
         self._find_buffers()
         self.kernels = self._kernels()
@@ -112,12 +116,12 @@ class JointGraph:
     # What a node is ------------------------------------------------------------------------------------------------
 
     def is_backward(self, node: fx.Node) -> bool:
-        """True if forward's outputs do not need a node. Items of an op's output are treated like the op."""
+        """Return True if forward's outputs do not need a node. An item of an op's output counts like the op."""
         return op_of(node) not in self._in_forward
 
     @functools.cache  # noqa: B019 - a graph is read once, then freed
     def base(self, node: fx.Node) -> fx.Node:
-        """The node whose memory a node uses: the node itself, unless it is a view."""
+        """Return the node whose memory a node uses. It is the node itself, unless the node is a view."""
         while node.op == "call_function":
             if node.target is operator.getitem:
                 source = node.args[0]
@@ -132,15 +136,21 @@ class JointGraph:
         return node
 
     def is_buffer(self, node: fx.Node) -> bool:
-        """True if a node has memory of its own: what kernels write, and inputs."""
+        """Return True if a node has memory of its own: kernels write it, or it is an input."""
         return node.op in ("placeholder", "get_attr") or node in self._buffers
 
     def inputs(self, node: fx.Node) -> list[fx.Node]:
-        """Return what a node reads: bases, with the op itself for a ``getitem`` of its outputs."""
+        """Return the nodes that a node reads. In place of a view, return the node whose memory the view uses.
+
+        If the node is a ``getitem``, the op whose output it takes is returned.
+        """
         return [self.base(each) for each in node.all_input_nodes if is_tensor(each)]
 
     def _runs(self, node: fx.Node) -> bool:
-        """True if a node is an op that runs: not a view, an input, arithmetic on sizes, or an item of another op's output."""
+        """Return True if a node is an op that runs.
+
+        It is not a view, an input, arithmetic on sizes, or an item of another op's output.
+        """
         return (
             node.op == "call_function" and node.target is not operator.getitem and not is_view(node) and is_tensor(node)
         )
@@ -151,7 +161,9 @@ class JointGraph:
         return _module_path([*stack.values()][-1][0]) if stack else ""
 
     def region_of(self, node: fx.Node) -> str:
-        """Return the region of a node. A node without a module has the region of its latest input."""
+        """Return the path of the region that a node belongs to. A node without a module belongs to the region of its latest
+        input.
+        """
         return self._region_of.get(node, OUTSIDE)
 
     def _find_region(self, node: fx.Node) -> str:
@@ -171,10 +183,10 @@ class JointGraph:
     # Which nodes are one kernel ------------------------------------------------------------------------------------
 
     def _stage(self) -> None:
-        """Assign a stage to every op. Fused ops of one stage that read each other form one kernel.
+        """Assign a stage (a number) to each op. Fused ops of one stage that read each other form one kernel.
 
-        A new stage begins after every directly called op. An op that only a later stage reads is moved there. A mask needs only
-        its random numbers, so no stage waits for it.
+        A new stage begins after each op that inductor calls directly. An op that only a later stage reads is moved to that
+        stage. A mask needs only its random numbers, so no stage waits for it.
         """
         stage: dict[fx.Node, int] = {}
         users = self._readers()
@@ -212,7 +224,10 @@ class JointGraph:
         return {*self.forward_outputs, *self.gradients}
 
     def _find_masks(self, users: Mapping[fx.Node, Sequence[fx.Node]]) -> None:
-        """Find nodes made from random numbers alone, with their seeds, and those that backward reads: the masks of dropout."""
+        """Find the nodes that are made from random numbers only, with their seeds.
+
+        Among them, find the nodes that backward reads: the masks of dropout.
+        """
         for node in self.nodes:
             made = self.inputs(node) if self._runs(node) and is_fused(node) else []
             if is_random(node) or (made and all(each in self._drawn for each in made)):
@@ -222,17 +237,17 @@ class JointGraph:
         self.masks = {node for node in of_forward if any(self.is_backward(user) for user in users[node])}
 
     def _is_one(self, first: fx.Node, second: fx.Node) -> bool:
-        """True if an op and its reader may be in one kernel.
+        """Return True if an op and its reader may be in one kernel.
 
         Inductor draws a mask in the kernel that applies it. Here the mask is a kernel of its own. Either the mask is saved, and
-        its dependents can be recomputed; or it is drawn again, from its seeds.
+        the nodes that depend on it can be recomputed, or the mask is drawn again from its seeds.
         """
         if first in self.masks or not (is_fused(first) and (is_fused(second) or not self._runs(second))):
             return False
         return self.is_backward(first) is self.is_backward(second) and self.region_of(first) == self.region_of(second)
 
     def _readers(self) -> defaultdict[fx.Node, list[fx.Node]]:
-        """Return the ops that read each node, also through views."""
+        """Return a mapping from each node to the ops that read it, directly or through views."""
         found: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
         for node in self.nodes:
             if self._runs(node):
@@ -268,7 +283,9 @@ class JointGraph:
         self.sources.cache_clear()
 
     def _in_memory(self, node: fx.Node) -> bool:
-        """True if a fused op with readers has memory. Constants do not: they are made where they are read."""
+        """Return True if a fused op with readers has memory. Constants do not have memory, because they are made where they are
+        read.
+        """
         is_constant = not node.all_input_nodes and op_name(node) not in SEEDS
         return not is_constant or any(not is_fused(user) for user in self._readers_of[node])
 
@@ -278,7 +295,10 @@ class JointGraph:
 
     @functools.cache  # noqa: B019 - a graph is read once, then freed
     def sources(self, node: fx.Node) -> tuple[fx.Node, ...]:
-        """Return the buffers that a kernel recomputes a node from. A node that cannot be recomputed becomes a buffer."""
+        """Return the buffers that a kernel can recompute a node from.
+
+        A node that cannot be recomputed becomes a buffer itself.
+        """
         if self.is_buffer(node):
             return (node,)
         made = self.inputs(node)
@@ -307,10 +327,10 @@ class JointGraph:
         return tuple(self._in_order(found))
 
     def _apart(self, kernel: Kernel) -> Iterable[Kernel]:
-        """For each buffer of a fused forward kernel, yield a kernel that makes it alone and does not write to inputs.
+        """For each buffer of a fused forward kernel, yield a kernel that makes only this buffer and does not write to inputs.
 
-        Buffers that one op makes together stay together. In backward a normalization reads the saved sum before it, not the
-        terms of that sum.
+        Buffers that one op makes together stay together. In backward, a normalization reads the saved sum before it, and not
+        the terms of that sum.
         """
         made: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
         for node in kernel.writes:
@@ -351,7 +371,9 @@ class JointGraph:
         )
 
     def _in_order(self, kernels: list[Kernel]) -> Iterable[Kernel]:
-        """Yield the kernels in the graph's order, each after the kernels that it reads from; forward before backward."""
+        """Yield the kernels in the order of the graph, forward before backward. A kernel comes after the kernels that it reads
+        from.
+        """
         maker = {write: index for index, kernel in enumerate(kernels) for write in kernel.writes}
         waits = [
             {maker[read] for read in kernel.reads if read in maker and maker[read] != index}
@@ -373,7 +395,7 @@ class JointGraph:
                     heapq.heappush(ready, (key[each], each))
 
     def _names(self) -> dict[fx.Node, str]:
-        """Name every buffer that forward makes: module, op, and its number among equal names."""
+        """Return a name for each buffer that forward makes. It consists of module, op, and a number among equal names."""
         seen: Counter[str] = Counter()
         names = {}
         for kernel in self.kernels:
@@ -387,7 +409,10 @@ class JointGraph:
         return names
 
     def read_by_backward(self) -> dict[fx.Node, list[int]]:
-        """Return the forward buffers and inputs that backward reads, each with the positions of the kernels that read it."""
+        """Return the forward buffers and inputs that backward reads.
+
+        The result maps each of them to the positions of the kernels that read it.
+        """
         found: defaultdict[fx.Node, list[int]] = defaultdict(list)
         for position, kernel in enumerate(self.kernels):
             if kernel.is_backward:
@@ -398,7 +423,7 @@ class JointGraph:
 
 
 def _module_path(text: str) -> str:
-    """Turn ``L['self'].model._modules['layers']['0']`` into ``model.layers.0``."""
+    """Return a module path such as ``model.layers.0`` for a text such as ``L['self'].model._modules['layers']['0']``."""
     text = re.sub(r"^L\['[^']*'\]|^G\['[^']*'\]", "", text)
     text = re.sub(r"\._modules\b|\._orig_mod\b", "", text)
     text = re.sub(r"\['([^']*)'\]|\[(\d+)\]", lambda match: "." + (match[1] or match[2]), text)

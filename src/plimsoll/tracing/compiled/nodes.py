@@ -1,4 +1,4 @@
-"""Classifies nodes of a joint graph: called ops, fused ops, random ops, views, and ops that may not run twice.
+"""Classify nodes of a joint graph: called ops, fused ops, random ops, views, and ops that may not run twice.
 
 Private to torch, seen in 2.9 to 2.15: the metadata of nodes (``val``, ``desc``, ``partitioner_tag``), the descriptors of a
 graph's inputs and outputs, names of inductor's random ops.
@@ -17,40 +17,51 @@ import torch
 from torch import fx
 
 IS_BEFORE = "plimsoll_is_before"
-"""Marks the copy of an input that forward changes."""
+"""The key of a mark on the node of a copy. The copy is of an input that forward changes."""
 _KNOWN = ("aten", "prims", "inductor")
-"""Namespaces whose ops follow their schemas and tags. A user's op may draw numbers or count its calls without declaring it."""
+"""Namespaces whose ops follow their schemas and tags.
+
+An op of a user may draw numbers or count its calls without declaring it.
+"""
 _FUSED = re.compile(
     "_to_copy|_unsafe_(masked_)?index|arange|bernoulli|cat|clone|constant_pad_nd|convert_element_type|copy_?|embedding|empty_like|"
     "fill|flip|full(_like)?|gather|index|inductor_(lookup_seed|random)|iota|lift_fresh_copy|new_(full|zeros)|ones_like|repeat|"
     "scalar_tensor|(select|slice)_scatter|zeros_like"
 )
-"""Ops that inductor fuses although no tag says so; pointwise ops have a tag."""
+"""A pattern for names of ops that inductor fuses although they do not have a tag that says so.
+
+Pointwise ops have such a tag.
+"""
 _REDUCTION = re.compile(
     "a?max|a?min|aminmax|arg(max|min)|all|any|count_nonzero|linalg__powsum|linalg_vector_norm|logsumexp|mean|norm|prod|"
     "(nan)?sum|(std|var)(_mean)?"
 )
-"""Ops that inductor fuses as reductions. torch tags them from 2.11 on (2.9 did not)."""
+"""A pattern for names of ops that inductor fuses as reductions. torch tags them from 2.11 on, but 2.9 did not."""
 _VIEWS = frozenset({"_unsafe_view", "alias", "view", "reshape", "detach", "lift_fresh"})
 SEEDS = ("inductor_seeds", "inductor_seed")
-"""Inductor draws these once per call of a graph."""
+"""Names of the ops that draw seeds. Inductor draws seeds once per call of a graph."""
 _RANDOM = ("inductor_random", "inductor_randint", "inductor_lookup_seed", *SEEDS)
-"""Each number is computed from a seed and its position, so it is the same every time."""
+"""Names of inductor's random ops. They compute each number from a seed and its position, so a repetition gives the same
+numbers.
+"""
 
 
 def op_name(node: fx.Node) -> str:
-    """Return the name of a node's op without its overload: ``mm`` of ``aten.mm.default``."""
+    """Return the name of a node's op without its overload, such as ``mm`` for ``aten.mm.default``."""
     packet = getattr(node.target, "overloadpacket", node.target)
     return str(getattr(packet, "__name__", packet)).rpartition(".")[2]
 
 
 def op_of(node: fx.Node) -> fx.Node:
-    """Return the op that makes a buffer. For one of several outputs, that is the op with all of them."""
+    """Return the node of the op that makes a buffer. For one of several outputs, it is the op that makes all of them."""
     return node.all_input_nodes[0] if node.target is operator.getitem else node
 
 
 def node_bytes(node: fx.Node) -> int:
-    """Return the bytes of a node's output, with hints for symbolic sizes; 0 if it is not a tensor."""
+    """Return the size in bytes of a node's output, or 0 if the output is not a tensor.
+
+    Symbolic sizes count with their hints.
+    """
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return 0
@@ -58,32 +69,34 @@ def node_bytes(node: fx.Node) -> int:
 
 
 def input_names(nodes: Iterable[fx.Node]) -> dict[fx.Node, str]:
-    """Name every tensor input of the graph with these nodes. Sizes are not counted, although symbolic ones are inputs too.
+    """Return a name for each tensor input of the graph with these nodes.
 
-    So the names are the same at all sizes.
+    Symbolic sizes are inputs too, but they are not counted. So the names are the same at all sizes.
     """
     tensors = (node for node in nodes if node.op == "placeholder" and isinstance(node.meta.get("val"), torch.Tensor))
     return {node: f"input#{at}" for at, node in enumerate(tensors, 1)}
 
 
 def inputs_key(nodes: Iterable[fx.Node]) -> str:
-    """Return a name for a graph based on its inputs: equal at all sizes, different for other inputs or another order."""
+    """Return a key for a graph that depends on its inputs. It is equal at all sizes, and differs for other inputs or another
+    order.
+    """
     kinds = " ".join(f"{node.meta['val'].dtype} {node.meta['val'].dim()}" for node in input_names(nodes))
     return hashlib.sha256(kinds.encode()).hexdigest()[:8]
 
 
 def is_tensor(node: fx.Node) -> bool:
-    """True if a node makes tensors: not a size, arithmetic on sizes, or a check without output."""
+    """Return True if a node makes tensors. Sizes, arithmetic on sizes, and checks without output do not."""
     return not isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool, type(None)))
 
 
 def hinted(size: Any) -> Any:
-    """Return the hint of a symbolic size or number, or a concrete one itself."""
+    """Return the hint of a symbolic size or number. Of a concrete number, return the number itself."""
     return size.node.hint if isinstance(size, (torch.SymInt, torch.SymFloat)) else size
 
 
 def obstacle(node: fx.Node) -> str:
-    """Return why an op may not run again in backward, or ``""`` if it may."""
+    """Return the reason why an op must not run again in backward, or ``""`` if it may."""
     target = node.target
     if op_name(node) in SEEDS or draws(target, node.args, node.kwargs):
         return "draws random numbers"
@@ -102,12 +115,15 @@ def obstacle(node: fx.Node) -> str:
 
 
 def is_random(node: fx.Node) -> bool:
-    """True if a node draws random numbers, or their seeds."""
+    """Return True if a node draws random numbers, or seeds for them."""
     return op_name(node) in _RANDOM or draws(node.target, node.args, node.kwargs)
 
 
 def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """True if a call of an op draws random numbers. Attention draws only with the option dropout, which is off by default."""
+    """Return True if a call of an op draws random numbers.
+
+    Attention draws only with the option dropout, which is off by default.
+    """
     if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
         return False
     assert isinstance(op, torch._ops.OpOverload), "what has tags is an overload"
@@ -117,13 +133,13 @@ def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def is_fused(node: fx.Node) -> bool:
-    """True if inductor fuses an op with its neighbours."""
+    """Return True if inductor fuses an op with its neighbours."""
     tags = getattr(node.target, "tags", ())
     return torch.Tag.pointwise in tags or bool(_FUSED.fullmatch(op_name(node)) or _REDUCTION.fullmatch(op_name(node)))
 
 
 def is_view(node: fx.Node) -> bool:
-    """True if a node uses the memory of another one."""
+    """Return True if a node uses the memory of another node."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
@@ -133,14 +149,14 @@ def is_view(node: fx.Node) -> bool:
 
 
 def is_epilogue(node: fx.Node) -> bool:
-    """True if a node writes forward's final result for an input back to that input."""
+    """Return True if a node writes forward's final result for an input back to that input."""
     return node.target is torch.ops.aten.copy_.default and node.meta.get("partitioner_tag") != "must_be_in_backward"
 
 
 def changed_inputs(graph: fx.Graph) -> Iterable[fx.Node]:
     """Return the inputs that forward changes, within the graph or after it.
 
-    Gradients and recomputed ops of backward would read the changed inputs.
+    Without copies, gradients and recomputed ops of backward would read the changed inputs.
     """
     inputs = {node.meta.get("desc"): node for node in graph.nodes if node.op == "placeholder"}
     outputs = (getattr(each, "mutated_input", None) for each in graph.output_node().meta.get("desc") or ())
@@ -149,7 +165,7 @@ def changed_inputs(graph: fx.Graph) -> Iterable[fx.Node]:
 
 
 def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return the nodes, and everything that they are made from."""
+    """Return these nodes, and all nodes that they are made from."""
     found: set[fx.Node] = set()
     waiting = list(nodes)
     while waiting:

@@ -1,9 +1,10 @@
-"""Seconds of a joint graph's kernels: ops that inductor calls are timed alone, fused kernels are estimated from their bytes.
+"""Find the seconds that a joint graph's kernels take. Ops that inductor calls are timed alone, and fused kernels are estimated
+from their bytes.
 
-An op is timed once per distinct call, on arguments of its own shapes, strides and dtypes with random contents. Rows that it
+An op is timed once per distinct call, on arguments with its own shapes, strides and dtypes and random contents. Rows that it
 divides among experts or sequences are divided evenly. A fused kernel is bound by memory, or on a CPU by exponentials and
 similar ops. Its seconds are its bytes over the device's measured bandwidth, plus a measured time per element for each such op.
-Known weakness: both are models of the code that inductor generates.
+Known weakness: timing and estimate are both only models of the code that inductor generates.
 """
 
 from __future__ import annotations
@@ -26,9 +27,12 @@ from plimsoll.units import MIB
 _REPEATS = 3
 _PROBE_BYTES = 4 * MIB
 _PROBE_BYTES_ON_CUDA = 256 * MIB
-"""Five times the second-level cache of an H100 (50 MB). 4 MiB would measure that cache."""
+"""The size in bytes of the probe's tensors on CUDA. It is five times the second-level cache of an H100 (50 MB).
+
+With 4 MiB, the probe would measure that cache.
+"""
 _PROBE_SHARE = 8
-"""The probe's two tensors take at most a quarter of the free memory."""
+"""The free memory divided by the largest size of a probe tensor. So the probe's two tensors take at most a quarter of it."""
 _HEAVY = frozenset(
     [
         "cos",
@@ -52,9 +56,12 @@ _HEAVY = frozenset(
         "tanh",
     ]
 )
-"""Elementwise ops whose arithmetic takes noticeable time compared with the memory that they move."""
+"""Names of elementwise ops whose arithmetic takes noticeable time compared with the memory that they move."""
 _BOUNDARIES = re.compile("offs|offsets|cu_?seq.*|cum_seq.*")
-"""Names of arguments that hold the boundaries between groups of rows. If these were zeros, the op would have nothing to do."""
+"""A pattern for names of arguments that hold the boundaries between groups of rows.
+
+If these were zeros, the op would have nothing to do.
+"""
 # A drawn number is priced as one exponential. Drawing alone takes longer, but storing a mask keeps inductor from using vectors
 # and takes as long (docs/design/plans-inside-torch-compile.md).
 _INDUCTOR_RANDOM = frozenset({"inductor_random", "inductor_randint", "native_dropout", "bernoulli"})
@@ -69,14 +76,14 @@ def kernel_key(kernel: Kernel) -> str:
 
 
 def kernel_spec(kernel: Kernel) -> OpSpec:
-    """Return a kernel's figures for a roofline."""
+    """Return a kernel's FLOPs and moved bytes. A roofline model estimates the kernel's seconds from them."""
     value = kernel.writes[0].meta["val"]
     flops = 0 if kernel.is_fused else _flops(kernel.nodes[-1])
     return OpSpec(name=kernel.name, flops=flops, moved_bytes=kernel.moved_bytes, dtype=str(value.dtype)[6:])
 
 
 def timed(kernels: Iterable[Kernel], device: torch.device) -> dict[str, tuple[float, ...]]:
-    """Return the seconds of every kernel by its key."""
+    """Return the seconds of all kernels, as a mapping from kernel key to samples."""
     found: dict[str, tuple[float, ...]] = {}
     generators = [device] if device.type == "cuda" else []
     with (
@@ -97,7 +104,9 @@ def timed(kernels: Iterable[Kernel], device: torch.device) -> dict[str, tuple[fl
 
 
 def _samples(node: fx.Node, device: torch.device) -> tuple[float, ...]:
-    """Return the seconds of an op on arguments like its own; empty if it refuses those."""
+    """Return the seconds of several runs of an op on arguments like its own. If the op refuses these arguments, return an empty
+    tuple.
+    """
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), functools.partial(_like, device=device))
     _divide_rows(node.target, args, kwargs)
     target: Callable[..., Any] = node.target  # type: ignore[assignment]
@@ -122,7 +131,7 @@ def _like(node: fx.Node, device: torch.device) -> Any:
 
 
 def _divide_rows(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Spread an op's boundaries between groups evenly over the dimension that they divide."""
+    """Set the boundaries between groups among an op's arguments, so that they divide their dimension evenly."""
     schema = getattr(op, "_schema", None)
     named = {**dict(zip((each.name for each in schema.arguments), args, strict=False)), **kwargs} if schema else {}
     first, second = [*(each for each in named.values() if isinstance(each, torch.Tensor)), None, None][:2]
@@ -166,7 +175,7 @@ def _flops(node: fx.Node) -> int:
 
 
 def probe_bytes(device: torch.device) -> int:
-    """Return the bytes of a tensor that is too large for a device's caches and small enough for its free memory."""
+    """Return the size in bytes of a tensor that is too large for a device's caches and small enough for its free memory."""
     if device.type != "cuda":
         return _PROBE_BYTES
     return max(_PROBE_BYTES, min(_PROBE_BYTES_ON_CUDA, free_bytes(device) // _PROBE_SHARE))
@@ -174,7 +183,7 @@ def probe_bytes(device: torch.device) -> int:
 
 @functools.cache
 def _probe(device: torch.device) -> tuple[float, float]:
-    """Return the bytes per second of an elementwise op, and the extra seconds per element of an exponential."""
+    """Return the bytes per second of an elementwise op, and the additional seconds per element that an exponential takes."""
     one = torch.rand(probe_bytes(device) // torch.float32.itemsize, dtype=torch.float32, device=device)
     out = torch.empty_like(one)
     clock = clock_for(device)

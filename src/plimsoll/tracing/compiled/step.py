@@ -1,12 +1,13 @@
-"""The trace of a step whose compiled parts run as kernels: the eager step, with each compiled part's ops replaced.
+"""Make the trace of a step whose compiled parts run as kernels. It is the trace of the eager step, with the ops of each
+compiled part replaced.
 
 The eager step shows what is outside of compiled parts, which regions run eagerly, and how long parameters, batch, gradients and
 the optimizer's state live. A compiled part is a joint graph, or several if the graph breaks. Its kernels replace the ops that
 the part ran eagerly: forward kernels in its forward, backward kernels in its backward. Its inputs and outputs keep their
-storages. Storages inside are the graph's own.
+storages. Storages inside the part belong to the graph.
 
-Every region of a part becomes a region call whose slots are the buffers that backward reads. If a fused kernel is the last
-reader of a buffer, and the sizes are equal, it writes its output into that buffer, as inductor does.
+Each region of a part becomes a region call. Its slots (saved tensors) are the buffers that backward reads. If a fused kernel is
+the last reader of a buffer and makes an output of equal size, the output is written into that buffer, as inductor does.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ _UNCOMPILED = "torch.compile runs it eagerly"
 
 
 Parts = Mapping[tuple[str, int], CompiledPart]
-"""The compilations of units' calls, by the unit's path and the call's number."""
+"""A mapping from a unit's call to its compilation. The key is a pair of the unit's path and the call's number."""
 
 
 def with_compiled(eager: Trace, parts: Parts, device: torch.device | None) -> Trace:
-    """Return the eager trace with ``parts`` in place of the compiled units. Kernels are timed on ``device``, if given.
+    """Return the eager trace with ``parts`` in place of the compiled units. Kernels are timed on ``device``, if a device is
+    given.
 
     The regions of the eager trace are the units and the regions planned next to them. A unit that torch.compile has not
     compiled keeps what it saves.
@@ -67,12 +69,14 @@ class _Weaver:
         self.storages: list[Storage] = []
         self.regions: list[RegionCall] = []
         self._new: list[int] = []
-        """The new tick of every old one. For replaced ops, it is where their unit's kernels end."""
+        """A list with the new tick of each old tick. For the tick of a replaced op, it is the tick where the unit's kernels
+        end.
+        """
         self._moments: dict[int, int] = {}
-        """Where the kernels of a unit begin, by the old tick of the first op that they replace."""
+        """A mapping from the old tick of the first op that kernels replace to the new tick where these kernels begin."""
 
     def weave(self) -> None:
-        """Order the ops, then the storages (the optimizer's last, as in every trace), then the regions."""
+        """Order the ops, then the storages, then the regions. The optimizer's storages come last, as in every trace."""
         self._order()
         optimizers = [s for s in self.eager.storages if self._is_optimizers(s)]
         kept = self._outer_storages([s for s in self.eager.storages if not self._is_optimizers(s)])
@@ -123,15 +127,18 @@ class _Weaver:
         place.ends[stretch] = len(self.ops)
 
     def new_tick(self, old: int) -> int:
-        """Return the new tick of an op of the eager step. For a replaced op, it is where its unit's kernels end."""
+        """Return the new tick of an op of the eager step.
+
+        For a replaced op, it is the tick where the kernels of its unit end.
+        """
         return old if old < 0 else self._new[min(old, len(self._new) - 1)]
 
     def moment(self, old: int) -> int:
-        """Return the new tick of the moment before an op of the eager step."""
+        """Return the new tick of the moment before an op of the eager step. A tick is a position among the step's ops."""
         return self._moments.get(old, self.new_tick(old))
 
     def _moved(self, call: RegionCall, kept: Mapping[int, int]) -> RegionCall:
-        """Return a region that runs eagerly, moved to its place among the kernels."""
+        """Return a copy of a region that runs eagerly, moved to its place among the kernels."""
         graph, replace = call.graph, msgspec.structs.replace
         moved = RegionGraph(
             values=tuple(replace(value, storage=kept.get(value.storage, -1)) for value in graph.values),
@@ -158,14 +165,14 @@ class _Weaver:
         )
 
     def _obstacle(self, call: RegionCall) -> str:
-        """Return why the engine cannot manage a region that runs eagerly."""
+        """Return the reason why the engine cannot manage a region that runs eagerly, or "" if it can."""
         around = next((place.part for place in self.places.values() if call in place.inner), None)
         if around is not None and not around.path:
             return "is part of a model that torch.compile compiles as a whole"
         return _UNCOMPILED if call.index in self._uncompiled else ""
 
     def _outer_storages(self, storages: Iterable[Storage]) -> dict[int, int]:
-        """Copy storages that are not inside of units. Return new ids by old ones."""
+        """Copy the storages that are not inside of units. Return a mapping from old id to new id."""
         ids: dict[int, int] = {}
         saved = {
             value.storage for call in self.eager.regions if call.index not in self.places for value in call.graph.values
@@ -193,7 +200,7 @@ class _Weaver:
 
 
 class _Piece:
-    """Adds one unit's storages and regions."""
+    """Adds the storages and the regions of one unit to the step."""
 
     def __init__(self, weaver: _Weaver, place: UnitPlace, kept: Mapping[int, int]) -> None:
         self.weaver, self.place, self.kept = weaver, place, kept
@@ -210,9 +217,11 @@ class _Piece:
         self.statics = frozenset().union(*place.part.statics)
         self._input_names = input_names(node for graph in self.graphs for node in graph.nodes)
         self._aliases: dict[fx.Node, fx.Node] = {}
-        """Inputs of a later graph that an earlier graph makes."""
+        """A mapping from an input of a later graph to the node of an earlier graph that makes it."""
         self._handed_back: dict[fx.Node, int] = {}
-        """Gradients that a later graph makes for an earlier one, with the end of the earlier graph's backward."""
+        """A mapping from a gradient that a later graph makes for an earlier graph to the tick where the earlier graph's
+        backward ends.
+        """
         self._lasting = {n for graph in self.graphs for n in (*graph.forward_outputs, *graph.gradients)}
         self._made_in_backward = {node for node, kernel in self.maker.items() if kernel.is_backward}
 
@@ -229,7 +238,10 @@ class _Piece:
         self._regions()
 
     def _match_inputs(self) -> None:
-        """Match the graphs' activation inputs to the eager region's inputs, by size."""
+        """Match the graphs' activation inputs to the inputs of the eager region.
+
+        Inputs are matched if their sizes are equal.
+        """
         place = self.place
         given = [v for v in place.call.graph.values if v.origin in (Origin.INPUT, Origin.EXTERNAL)]
         waiting = list(place.inner)
@@ -254,7 +266,10 @@ class _Piece:
             made |= {node: node_bytes(node) for node in graph.forward_outputs if node.op != "placeholder"}
 
     def _match_outputs(self) -> None:
-        """Give outputs of forward and gradients their eager storages, by size; among equal sizes, by module and op."""
+        """Assign eager storages to outputs of forward and to gradients. They are matched by size.
+
+        Among equal sizes, module and op decide.
+        """
         place, storages = self.place, self.weaver.storages
         graphs = list(zip(self.graphs, place.stretch_of, strict=True))
         for phase, graph, stretch, nodes in (
@@ -282,17 +297,18 @@ class _Piece:
                     self._add(node, self.maker[node], category=Category.GRADIENT, dies=last + 1)
 
     def _is_named(self, node: fx.Node, storage: Storage) -> bool:
-        """True if a storage of the eager step was made by the same op of the same module."""
+        """Return True if the same op of the same module made this storage in the eager step."""
         name = next((graph.names[node] for graph in self.graphs if node in graph.names), "")
         module, _, op = name.partition("#")[0].rpartition(":")
         label = f"{self.place.part.outer(module)}::{op}#"
         return storage.bytes == node_bytes(node) and storage.label.startswith(label)
 
     def _hold_tangents(self) -> None:
-        """Hold the inputs of a graph's backward until that backward ends, as autograd's call does.
+        """Let the inputs of a graph's backward live until that backward ends, as autograd's call holds them.
 
-        A later graph makes the gradients of an earlier graph's outputs that it reads. An output without a gradient gets zeros.
-        From torch 2.13 on these are freed after their last reader (2.9 and 2.11 were seen to hold them like the rest).
+        If a later graph reads outputs of an earlier graph, it makes the gradients of these outputs. An output without a
+        gradient gets zeros. From torch 2.13 on, these zeros are freed after their last reader. torch 2.9 and 2.11 were seen to
+        hold them like the other inputs.
         """
         eager, place = self.weaver.eager, self.place
         for graph, stretch in zip(self.graphs, place.stretch_of, strict=True):
@@ -333,7 +349,10 @@ class _Piece:
         )
 
     def _close_lives(self) -> None:
-        """End every buffer's life after its last reader in its own phase. Hold what backward outside of regions reads."""
+        """End the life of each buffer after its last reader in its own phase (forward or backward).
+
+        If backward outside of regions reads a buffer, the buffer lives until then.
+        """
         storages = self.weaver.storages
         for node, kernel in self.maker.items():
             storage = storages[self.storage_of[node]]
@@ -347,8 +366,8 @@ class _Piece:
             storages[storage.id] = msgspec.structs.replace(storage, dies=dies, is_overwritten=is_overwritten)
 
     def _ends(self, node: fx.Node, readers: Sequence[Kernel]) -> tuple[int, bool]:
-        """Return the tick at which the last of ``readers`` frees a buffer, and whether that reader writes its output over
-        it.
+        """Return the tick when the last of ``readers`` frees a buffer, and whether that reader writes its output over the
+        buffer.
         """
         if not readers:
             return 0, False
@@ -368,6 +387,7 @@ class _Piece:
             if node in last.reads
             else False
         )
+        # The buffer exists until that kernel runs, together with tensors that are recomputed for the kernel.
         is_overwritten = takes_over and not rival and node not in self._lasting
         return self.ticks[last] + (not is_overwritten), is_overwritten
 
@@ -379,7 +399,7 @@ class _Piece:
             self._region(name)
 
     def _region(self, name: str) -> None:
-        """Add one region's call."""
+        """Add the region call of one region to the step."""
         forward = [k for k in self.place.forward if k.region == name]
         backward = [k for k in self.place.backward if k.region == name]
         index = len(self.weaver.regions)
@@ -406,12 +426,17 @@ class _Piece:
         )
 
     def _is_called_alone(self) -> bool:
-        """True if this is a block that is called once, as one graph. Then saved-tensor hooks around it see nothing else."""
+        """Return True if this unit is a block that is called once, as one graph.
+
+        Then saved-tensor hooks around it see only what this graph saves.
+        """
         calls = [call for call in self.weaver.eager.regions if call.name == self.place.call.name]
         return bool(self.place.part.path) and len(calls) == len(self.graphs) == 1 and not self.place.inner
 
     def _graph(self, name: str, forward: Sequence[Kernel], backward: Sequence[Kernel]) -> RegionGraph:
-        """Return a region's kernels as ops, one for each buffer that can be recomputed alone, and its buffers as values."""
+        """Return the graph of a region. Its ops are kernels, one for each buffer that can be recomputed alone; its values are
+        buffers.
+        """
         values: dict[fx.Node, Value] = {}
         runs = [(again, self.ticks[kernel]) for kernel in forward for again in kernel.again]
         own = {node: position for position, (again, _) in enumerate(runs) for node in again.writes}
@@ -452,7 +477,10 @@ class _Piece:
         return RegionGraph(values=tuple(values.values()), ops=ops, slots=slots, outputs=outputs, backward_order=order)
 
     def _slots(self, backward: Sequence[Kernel], value: Callable[[fx.Node], int]) -> tuple[Slot, ...]:
-        """Return the forward buffers that these backward kernels read as slots, ordered by forward's last use."""
+        """Return a slot for each forward buffer that these backward kernels read.
+
+        Slots are ordered by the last use in forward.
+        """
         read: defaultdict[fx.Node, list[Kernel]] = defaultdict(list)
         for kernel in backward:
             for node in kernel.reads:
@@ -471,12 +499,14 @@ class _Piece:
         )
 
     def _held_elsewhere(self, kernel: Kernel) -> str:
-        """Return an obstacle if another region's backward reads the kernel's output: then it is saved for all."""
+        """Return an obstacle if the backward of another region reads the kernel's output, else "". The output is then saved for
+        all.
+        """
         readers = (reader for node in kernel.writes for reader in self.readers[node])
         return "is read by another region" if any(r.is_backward and r.region != kernel.region for r in readers) else ""
 
     def _leaves(self, node: fx.Node, region: str) -> bool:
-        """True if another region's forward, or the unit's caller, uses a buffer of this region."""
+        """Return True if the forward of another region, or the caller of the unit, uses this buffer."""
         return any(r.region != region and not r.is_backward for r in self.readers[node]) or any(
             node in graph.forward_outputs for graph in self.graphs
         )

@@ -1,8 +1,9 @@
-"""Finds what torch.compile has compiled in a model, and compiles it again with a partitioner of ours.
+"""Find the modules that torch.compile has compiled in a model, and compile them again with a partitioner of ours.
 
-A *unit* is a module that was compiled: the model, or its blocks one by one. Its options, and whether it allows graph breaks and
-dynamic sizes, are read from the compiled call that torch.compile left. So the new compilation differs only in the partitioner.
-The partitioner is passed only to this compilation. Removing it restores the user's compiled call with its cached code.
+A *unit* is a module that was compiled: the model, or its blocks one by one. The options of the user's compilation, and whether
+it allows graph breaks and dynamic sizes, are read from the compiled call that torch.compile left. So the new compilation
+differs only in the partitioner, which is passed to this compilation only. When the plan is removed, the user's compiled call is
+restored with its cached code.
 
 Private to torch and seen in torch 2.9 to 2.15: ``Module._compiled_call_impl``, ``OptimizedModule``, the chain of
 ``_torchdynamo_orig_backend``, the context in the closure of a compiled function, ``compile_fx``'s ``inner_compile``,
@@ -32,12 +33,12 @@ from plimsoll.tracing.regions import around, find_regions
 
 INDUCTOR = "inductor"
 _KINDS = {"fullgraph": bool, "dynamic": bool | None, "options": Mapping | None, "mode": str | None}
-"""The keywords of torch.compile that a plan supports, with their types."""
+"""A mapping from the keywords of torch.compile that a plan supports to their types."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileCall:
-    """The arguments of the user's call of torch.compile."""
+    """Data: the arguments of the user's call of torch.compile."""
 
     backend: str = INDUCTOR
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -46,10 +47,10 @@ class CompileCall:
 
     @classmethod
     def read(cls, compiled: Any) -> CompileCall:
-        """Read the arguments that a function was compiled with.
+        """Return the arguments that a function was compiled with.
 
         Raises:
-            InvalidModel: a plan manages it.
+            InvalidModel: a plan manages the function's module.
         """
         if isinstance(compiled, PlannedCall):
             raise InvalidModel(
@@ -73,10 +74,10 @@ class CompileCall:
 
     @classmethod
     def of(cls, options: Any) -> CompileCall:
-        """Return the call that ``compile=True``, or ``compile={...}`` with torch.compile's own keywords, means.
+        """Return the call of torch.compile that ``compile=True`` means, or ``compile={...}`` with torch.compile's own keywords.
 
         Raises:
-            InvalidOption: a keyword that torch.compile does not have, or another backend.
+            InvalidOption: torch.compile does not have a keyword or refuses a value, or another backend is given.
         """
         given = dict(options) if isinstance(options, Mapping) else {}
         unknown = given.keys() - _KINDS.keys()
@@ -102,7 +103,7 @@ class CompileCall:
 
     @property
     def key(self) -> str:
-        """A text that is equal for calls that compile alike."""
+        """A text that is equal for calls of torch.compile that compile in the same way."""
         return repr((self.backend, sorted(self.options.items(), key=str), self.fullgraph, self.dynamic))
 
     def compile(self, backend: Callable[..., Any] | None = None, **more: Any) -> Callable[..., Any]:
@@ -115,9 +116,10 @@ class CompileCall:
         return self._compile(**how)
 
     def _compile(self, **how: Any) -> Callable[..., Any]:
-        """Compile separately from the user's compilations, without a recompile limit, and with nested regions inlined.
+        """Compile separately from the user's compilations, without a recompile limit, and with nested regions inlined. Return a
+        function.
 
-        Beyond the limit torch would run the module uncompiled, which keeps everything. Nested regions become part of the
+        Beyond the limit, torch would run the module uncompiled, which keeps everything. Nested regions become part of the
         surrounding graph, where each use is decided on separately.
         """
         compile_: Any = torch.compile
@@ -131,7 +133,9 @@ class CompileCall:
         return functools.partial(_apart, compiled, None if has_limit else sys.maxsize)
 
     def captured(self, partitioner: Any, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Compile like ``compile``, but pass the graphs to a partitioner, and use ``run`` instead of inductor."""
+        """Compile like `compile`, but pass the graphs to a partitioner, and use ``run`` in place of inductor. Return the
+        function.
+        """
         from torch._inductor.compile_fx import compile_fx  # takes seconds to import
 
         def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -143,13 +147,14 @@ class CompileCall:
 
 
 def _call_of(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run what ``Module.__call__`` runs. One function serves all modules that share a compilation."""
+    """Run what ``Module.__call__`` runs, and return its output. One function serves all modules that share a compilation."""
     return module._call_impl(*args, **kwargs)
 
 
 def _apart(compiled: Callable[..., Any], limit: int | None, *args: Any, **kwargs: Any) -> Any:
-    """Call compiled code without a recompile limit, and with ``torch.compiler.nested_compile_region`` treated as ordinary
-    code.
+    """Call compiled code without a recompile limit, and return its output.
+
+    ``torch.compiler.nested_compile_region`` is treated as ordinary code.
     """
     builder: Any = importlib.import_module("torch._dynamo.variables.builder")
     regions: Any = importlib.import_module("torch._higher_order_ops.invoke_subgraph")
@@ -171,7 +176,7 @@ def _apart(compiled: Callable[..., Any], limit: int | None, *args: Any, **kwargs
 
 
 class _Own:
-    """Tracks whether code that we compiled is running in any thread."""
+    """Counts entries into code that we compiled, to know whether such code is running in any thread."""
 
     is_running = False
 
@@ -179,7 +184,7 @@ class _Own:
         self._lock, self._count = threading.Lock(), 0
 
     def count(self, entered: int) -> None:
-        """Count an entry (1) or an exit (-1)."""
+        """Count an entry (``entered`` is 1) or an exit (-1)."""
         with self._lock:
             self._count += entered
             self.is_running = self._count > 0
@@ -189,13 +194,13 @@ _own = _Own()
 
 
 def _is_compiled_by_others() -> bool:
-    """True if something is being compiled now, but not by us in any thread."""
+    """Return True if code is being compiled now, but not by us in any thread."""
     return torch.compiler.is_compiling() and not _own.is_running
 
 
 @contextlib.contextmanager
 def as_ours() -> Iterator[None]:
-    """Allow compilations inside the block to reach modules under a plan."""
+    """Return a context manager. Compilations inside its block may reach modules under a plan."""
     _own.count(1)
     try:
         yield
@@ -204,20 +209,20 @@ def as_ours() -> Iterator[None]:
 
 
 class _RefuseOthers:
-    """A forward pre-hook that refuses compilations other than ours.
+    """A forward pre-hook that refuses all compilations except ours.
 
-    If the user's torch.compile traces a module, it skips the module's compiled call, and the plan with it. Copies and pickles
-    of the module get a hook that does nothing.
+    If the user's torch.compile traces a module, it does not run the module's compiled call, and so ignores the plan. Copies and
+    pickles of the module get a hook that does nothing.
     """
 
     def __init__(self, *, is_at_work: bool = False) -> None:
         self._is_at_work = is_at_work
 
     def __call__(self, module: nn.Module, _: Any) -> None:
-        """Refuse if another compilation traces the module.
+        """Refuse the call if another compilation is tracing the module.
 
         Raises:
-            InvalidModel: in the caller of that code.
+            InvalidModel: another compilation is tracing the module. The error arrives in the caller of the compiled code.
         """
         if self._is_at_work and _is_compiled_by_others():
             refuse_compiler(module, is_compiled=True)
@@ -230,7 +235,7 @@ class _RefuseOthers:
 
 
 def _called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Replace the marker that Dynamo recognises as a nested region."""
+    """Call the function directly. This replaces the marker that Dynamo recognises as a nested region."""
     return function(*args, **kwargs)
 
 
@@ -239,21 +244,23 @@ def _is_never(_: object) -> bool:
 
 
 def _nothing() -> None:
-    """Something to compile, to find what options mean."""
+    """Do nothing. This function is only compiled to find out what options mean."""
 
 
 class PlannedCall:
-    """The compiled call that a plan installs instead of the user's. It raises if a torch.compile around the model traces it."""
+    """The compiled call that a plan installs instead of the user's. If a torch.compile around the model traces this call, it
+    raises.
+    """
 
     def __init__(self, compiled: Callable[..., Any], module: nn.Module) -> None:
         self._compiled = compiled
         self.module = module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module as compiled by the plan.
+        """Run the module as the plan has compiled it, and return its output.
 
         Raises:
-            InvalidModel: in the caller of code that was compiled around it.
+            InvalidModel: another compilation is tracing the module. The error arrives in the caller of the compiled code.
         """
         if _is_compiled_by_others():
             refuse_compiler(self.module, is_compiled=True)
@@ -268,7 +275,9 @@ class PlannedCall:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unit:
-    """A module that was compiled. ``wrapper`` is the ``OptimizedModule`` around it, if it has one."""
+    """Data about a module that was compiled. ``wrapper`` is the ``OptimizedModule`` around it, or ``None`` if it was compiled
+    in place.
+    """
 
     path: str
     module: nn.Module
@@ -276,26 +285,27 @@ class Unit:
     wrapper: nn.Module | None = None
 
     def holds(self, region: str) -> bool:
-        """True if a region, by its path, is compiled with this module."""
+        """Return True if the region with this path is compiled together with this module."""
         return not self.path or region == self.path or region.startswith(self.path + ".")
 
     def touches(self, region: str) -> bool:
-        """True if this module contains the region or is inside it."""
+        """Return True if this module contains the region, or is inside the region."""
         return self.holds(region) or not region or self.path.startswith(region + ".")
 
     def local(self, region: str) -> str:
-        """Return the path of a contained region from this module."""
+        """Return the path of a region inside this module, relative to this module."""
         return region[len(self.path) :].lstrip(".") if self.path else region
 
 
 def find_units(model: nn.Module) -> tuple[Unit, ...]:
-    """Return the compiled modules of a model that support a plan, by paths in the unwrapped model. None is inside another.
+    """Return the compiled modules of a model that support a plan. Their paths are paths in the unwrapped model, and none of
+    them is inside another.
 
-    If some region runs eagerly, compiled modules that do not support a plan are left out.
+    Compiled modules that do not support a plan are left out, as long as at least one region is outside of them.
 
     Raises:
-        InvalidModel: compiled for another backend, or with a partitioner or a memory budget of the user's own; or
-            ``DistributedDataParallel`` was compiled in place.
+        InvalidModel: the modules are compiled for another backend, or with a partitioner or a memory budget of the user's own.
+            Or ``DistributedDataParallel`` was compiled in place.
     """
     *wrappers, inner = layers_of(model)
     for wrapper in wrappers:
@@ -323,7 +333,8 @@ def find_units(model: nn.Module) -> tuple[Unit, ...]:
 def split_regions(
     model: nn.Module, units: Sequence[Unit], patterns: Sequence[str] | None
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, nn.Module]]:
-    """Return the regions that are compiled in each unit (by its path), and the regions that run eagerly.
+    """Return two mappings: from a unit's path to the paths of the regions that are compiled in the unit, and from path to
+    module for the regions that run eagerly.
 
     A unit without a region is a region itself. If a region has units inside, the parts around the units replace it. Parts of a
     unit that torch.compiler.disable excludes run eagerly.
@@ -364,7 +375,7 @@ def _compiled_reducer() -> InvalidModel:
 
 
 def _refusal(unit: Unit) -> InvalidModel | None:
-    """Return why a unit does not support a plan, or None."""
+    """Return an error that says why a unit does not support a plan, or None if it supports one."""
     what = f"{type(unit.module).__name__} ({unit.path})" if unit.path else type(unit.module).__name__
     if unit.call.backend != INDUCTOR:
         return InvalidModel(
@@ -389,13 +400,16 @@ def _refusal(unit: Unit) -> InvalidModel | None:
 
 
 def _is_switched_off() -> bool:
-    """True if compiled code runs uncompiled: ``torch.compiler.set_stance("force_eager")``, ``TORCH_COMPILE_DISABLE=1``."""
+    """Return True if compiled code runs uncompiled.
+
+    That is so under ``torch.compiler.set_stance("force_eager")`` and with ``TORCH_COMPILE_DISABLE=1``.
+    """
     stance = torch._dynamo.eval_frame._stance.stance  # private, seen in torch 2.9 to 2.15
     return bool(stance == "force_eager" or torch._dynamo.config.disable)
 
 
 def check_compiler(device: torch.device) -> None:
-    """Refuse to plan if nothing can be compiled here.
+    """Refuse to plan a compiled model if torch.compile cannot compile here.
 
     Raises:
         InvalidModel: torch.compile is switched off, or a C++ compiler for the CPU is missing.
@@ -424,7 +438,10 @@ def check_compiler(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def in_place(units: Sequence[Unit], made: Callable[[Unit], Callable[..., Any] | None]) -> Iterator[None]:
-    """Replace every unit's compiled call inside the block by ``made(unit)``; ``None``: by the uncompiled module."""
+    """Return a context manager. Inside its block, ``made(unit)`` replaces the compiled call of each unit.
+
+    If ``made`` returns ``None``, the uncompiled module replaces it.
+    """
     with contextlib.ExitStack() as stack:
         for unit in units:
             stack.callback(install(unit, made(unit)))
@@ -432,7 +449,10 @@ def in_place(units: Sequence[Unit], made: Callable[[Unit], Callable[..., Any] | 
 
 
 def install_alone(unit: Unit, function: Callable[..., Any]) -> Callable[[], None]:
-    """Do what ``install`` does, and refuse every other compilation that reaches the module."""
+    """Do what `install` does, and also refuse all other compilations that reach the module.
+
+    Return a function that undoes both.
+    """
     put_back, hook = install(unit, function), unit.module.register_forward_pre_hook(_RefuseOthers(is_at_work=True))
 
     def undo() -> None:
@@ -443,7 +463,10 @@ def install_alone(unit: Unit, function: Callable[..., Any]) -> Callable[[], None
 
 
 def install(unit: Unit, function: Callable[..., Any] | None) -> Callable[[], None]:
-    """Replace a unit's compiled call by ``function`` (``None``: the uncompiled module). Return a function that restores it."""
+    """Replace a unit's compiled call by ``function``, or by the uncompiled module if ``function`` is ``None``.
+
+    Return a function that restores the compiled call.
+    """
     module, wrapper = unit.module, unit.wrapper
     before = module._compiled_call_impl
     forward = None if wrapper is None else wrapper.forward

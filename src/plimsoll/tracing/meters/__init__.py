@@ -1,1 +1,1 @@
-"""Meters of memory and time: exact allocator events on the CPU, the allocator's own counters on a GPU."""
+"""Meters of memory and time. On the CPU they read exact allocator events, on a GPU the allocator's own counters."""

@@ -1,10 +1,11 @@
-"""Reads in microseconds how many bytes are allocated now: cheap enough for several readings in every training step.
+"""Read how many bytes are allocated now. A reading takes microseconds, so that several readings in every training step are
+possible.
 
-On CUDA the caching allocator counts. On a CPU torch's allocator does not: it takes memory from the C library. The GNU C library
-counts the bytes that are in use (``mallinfo2``, since 2.33). Its count includes the rest of the process (large Python objects,
-buffers of BLAS), so only differences within a step mean something. They differ by a few kilobytes between equal steps. A test
-allocation shows whether the C library counts torch's memory. It does not with musl, on macOS, or under jemalloc; then nothing
-is read.
+On CUDA the caching allocator counts its bytes. On a CPU torch's allocator does not count: it takes memory from the C library.
+The GNU C library counts the bytes that are in use (``mallinfo2``, since 2.33). Its count includes the rest of the process
+(large Python objects, buffers of BLAS), so only differences within a step mean something. These differences vary by a few
+kilobytes between equal steps. A test allocation shows whether the C library counts torch's memory. With musl, on macOS, or
+under jemalloc it does not, and then nothing is read.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def allocated_bytes(device: torch.device) -> int | None:
-    """Return the bytes that are allocated on the device now (on a CPU: by the whole process), or ``None`` if nothing counts
-    them.
+    """Return the bytes that are allocated on the device now, or ``None`` if they are not counted. On a CPU, the whole process
+    counts.
 
-    With several ranks on CPUs it returns ``None``, because gloo's threads hold buffers of collectives for a while.
+    With several ranks on CPUs the function returns ``None``, because gloo's threads hold buffers of collectives for a while.
     """
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)

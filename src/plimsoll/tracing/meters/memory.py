@@ -1,10 +1,11 @@
-"""Measures the bytes that a block of code has alive at once: exactly on the CPU, by the allocator's peak on CUDA.
+"""Measure the bytes that a block of code has alive at the same time. On the CPU the result is exact; on CUDA it is the
+allocator's peak.
 
 On the CPU torch's profiler logs every allocation and release in the thread that entered the meter, in requested bytes, without
 sampling or rounding. The log does not show the release of memory from before the meter. So storages that exist at the start are
 watched through weak references. Storages that only C++ holds at the start (tensors saved by an existing autograd graph) cannot
-be found; if they are freed inside, peaks read too high, never too low. Memory that libraries allocate outside of torch's
-allocator (oneDNN's packed weights) is not seen.
+be found; if they are freed inside the meter, measured peaks are too high, but never too low. Memory that libraries allocate
+outside of torch's allocator (oneDNN's packed weights) is not measured.
 
 On CUDA the figures come from the caching allocator's statistics, which round every block up to 512 bytes. The meter resets the
 device's peak counters.
@@ -45,23 +46,31 @@ _prepare_profiler, _enable_profiler, _disable_profiler = (
 )
 _Allocation: Any = internal("torch._C._profiler._ExtraFields_Allocation")
 _MEMORY_ALONE: Any = internal("torch._C._profiler.RecordScope.STATIC_RUNTIME_MODEL")
-"""None of our code runs in this scope, so only memory events are logged. That takes a tenth of the time and space."""
+"""A scope of the profiler where our code never runs, so that only memory events are logged. That takes a tenth of time and
+space.
+"""
 _KINETO_LOG_LEVEL = "KINETO_LOG_LEVEL"
 _KINETO_SILENT = "99"
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The interval from the mark ``name`` to the next one, in bytes above the start of the meter."""
+    """Data: the interval from the mark ``name`` to the next mark.
+
+    Bytes are counted from the level at the start of the meter.
+    """
 
     name: str
     peak_bytes: int
     resident_bytes: int
-    """Alive when the window ended."""
+    """The bytes that were alive when the window ended."""
 
 
 class _Event(NamedTuple):
-    """One allocation (positive) or release (negative). ``address`` is 0 for memory from before the meter."""
+    """Data: one allocation (positive bytes) or release (negative bytes).
+
+    ``address`` is 0 for memory from before the meter.
+    """
 
     at_ns: int
     bytes: int
@@ -69,11 +78,11 @@ class _Event(NamedTuple):
 
 
 class MeasurementLost(PlimsollError):
-    """A measurement failed because other code ended its profiler."""
+    """The error that a measurement failed because other code ended its profiler."""
 
 
 class PeakMeter:
-    """Measures memory on one device while it is entered. Other devices are ignored.
+    """A context manager that measures the memory of one device while its block runs. Other devices are ignored.
 
     Example:
         >>> with PeakMeter("cpu") as meter:
@@ -88,18 +97,20 @@ class PeakMeter:
 
         Args:
             device: the device to measure.
-            held: the tensors that the caller counts as existing at the start. Only when these are freed, bytes are subtracted.
-                If other tensors from before were subtracted too, which the caller has not counted, they would hide as much of
-                the peak. By default everything that exists counts, except garbage, which is collected first because it could be
-                freed at any moment.
+            held: the tensors that the caller counts as existing at the start. Bytes are subtracted only when these tensors are
+                freed. Other tensors from before, which the caller has not counted, are not subtracted: they would hide a part
+                of the peak as large as themselves. By default all tensors that exist count, except garbage, which is collected
+                first because it could be freed at any moment.
         """
         self.device = torch.device(device)
         self.peak_bytes = 0
-        """The most bytes alive at once, above the bytes alive at the start."""
+        """The most bytes that were alive at the same time, above the bytes that were alive at the start."""
         self.resident_bytes = 0
-        """Bytes alive at the end, above the start; negative if the block freed more than it made."""
+        """The bytes alive at the end, above the bytes at the start. The number is negative if the block freed more than it
+        allocated.
+        """
         self.windows: tuple[Window, ...] = ()
-        """One window from each mark to the next. The first window begins with the meter and is called ``start``."""
+        """The windows from each mark to the next mark. The first window begins with the meter and is called ``start``."""
         self._counts_everything = held is None
         self._meter: _CpuMeter | _CudaMeter = (
             _CudaMeter(self.device, held) if self.device.type == "cuda" else _CpuMeter(held)
@@ -113,28 +124,36 @@ class PeakMeter:
         return self
 
     def mark(self, name: str) -> None:
-        """Begin a window called ``name`` here."""
+        """Begin a window (an interval with its own peak) called ``name`` at this moment. The window before it ends."""
         self._meter.mark(name)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Stop measuring. Raise ``MeasurementLost`` if another profiler ended ours."""
+        """Stop measuring.
+
+        Raises:
+            MeasurementLost: another profiler has ended the profiler of this meter.
+        """
         self.windows = self._meter.stop()
         self.peak_bytes = max(window.peak_bytes for window in self.windows)
         self.resident_bytes = self.windows[-1].resident_bytes
 
     @property
     def timeline(self) -> tuple[tuple[int, int], ...]:
-        """``(nanoseconds of the Unix epoch, bytes above the start)`` after every change; on CUDA only at the marks."""
+        """The number of bytes above the start after each change, as pairs ``(nanoseconds of the Unix epoch, bytes)``.
+
+        On CUDA there are pairs only at the marks.
+        """
         return self._meter.timeline
 
     def window(self, name: str) -> Window:
-        """Return the last window that a mark ``name`` began."""
+        """Return the last window that begins at a mark called ``name``."""
         return next(window for window in reversed(self.windows) if window.name == name)
 
     def peak_bytes_without(self, tensors: Iterable[torch.Tensor]) -> int:
-        """Return the peak without the storages of ``tensors``, which were made inside and are still alive. Only on the CPU.
+        """Return the peak in bytes without the storages of ``tensors``. They must have been made inside the block and be alive
+        still. This works only on the CPU.
 
         This separates activations from gradients: ``meter.peak_bytes_without(p.grad for p in parameters)``.
         """
@@ -143,7 +162,10 @@ class PeakMeter:
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor], device: torch.device | str | None = None) -> int:
-    """Return the bytes of this process's storages behind ``tensors``, each counted once; only those on ``device`` if given."""
+    """Return the bytes of this process's storages behind ``tensors``, each storage counted once.
+
+    If ``device`` is given, only storages on a device of this type count.
+    """
     kind = None if device is None else torch.device(device).type
     sizes: dict[int, int] = {}
     for tensor in (part for whole in tensors for part in dense_parts(whole)):
@@ -154,9 +176,9 @@ def storage_bytes(tensors: Iterable[torch.Tensor], device: torch.device | str | 
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the bytes that could be allocated on ``device`` now; 0 if unknown.
+    """Return the bytes that could be allocated on ``device`` now, or 0 if that is unknown.
 
-    On CUDA this includes unused memory that torch's allocator holds: it allocates from that first.
+    On CUDA this includes unused memory that torch's allocator holds: the allocator uses this memory first.
     """
     if device.type == "cuda":
         cached_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -167,9 +189,11 @@ def free_bytes(device: torch.device) -> int:
 
 
 def release_free_memory() -> None:
-    """Return freed memory to the system, with glibc. Its heap cannot shrink below any block that is still in use.
+    """Return freed memory to the system, if the C library is glibc. Without this, glibc's heap cannot shrink below any block
+    that is still in use.
 
-    A traced step leaves small records between large freed tensors: gigabytes, for a model of a few hundred MiB.
+    A traced step leaves small records between large freed tensors. For a model of a few hundred MiB, these freed tensors take
+    gigabytes.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -177,18 +201,22 @@ def release_free_memory() -> None:
 
 
 def _end_profiler() -> None:
-    """End the profiler before the process ends, which would crash otherwise. A user's error may end the process while
-    measuring.
+    """End the profiler before the process ends, because the process would crash otherwise.
+
+    A user's error may end the process while a meter measures.
     """
     if is_profiler_on():
         _disable_profiler()
 
 
 class _CpuMeter:
-    """Measures by allocator events of this thread, and by the deaths of storages that existed before."""
+    """Measures memory on the CPU: by allocator events of this thread, and by the ends of storages that existed before."""
 
     _starts: ClassVar[int] = 0
-    """How often a meter has started the process's only profiler. The latest meter owns it."""
+    """How often a meter has started the profiler, which exists once per process.
+
+    It belongs to the meter that started it last.
+    """
 
     def __init__(self, held: Iterable[torch.Tensor] | None) -> None:
         self.timeline: tuple[tuple[int, int], ...] = ()
@@ -209,7 +237,7 @@ class _CpuMeter:
 
     @property
     def is_measuring(self) -> bool:
-        """Whether the profiler is running and is this meter's."""
+        """Whether the profiler is running and belongs to this meter."""
         return is_profiler_on() and self._start == _CpuMeter._starts
 
     def _run_profiler(self) -> None:
@@ -270,10 +298,10 @@ class _CpuMeter:
 
 
 class _CudaMeter:
-    """Measures by the caching allocator's counters. The peak is reset at every mark to get a peak per window.
+    """Measures memory on CUDA by the caching allocator's counters. The peak is reset at each mark, to get a peak per window.
 
-    When a tensor is freed that is not in ``held``, the counters cannot separate it from counted tensors. So these bytes are
-    added to the peak: it may read too high, never too low.
+    When a tensor from before is freed that is not in ``held``, the counters cannot separate it from counted tensors. So its
+    bytes are added to the peak, which may be too high but never too low.
     """
 
     def __init__(self, device: torch.device, held: Iterable[torch.Tensor] | None) -> None:
@@ -322,9 +350,9 @@ class _CudaMeter:
 
 
 class RisingPeak:
-    """Finds from CUDA's peak counter, which it only reads, whether a step took more than anything before it.
+    """Finds out whether a step took more bytes than all steps before it, from CUDA's peak counter. The counter is only read.
 
-    Other devices do not have a counter; then it returns 0.
+    Other devices do not have a counter, so the methods return 0.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -332,14 +360,14 @@ class RisingPeak:
         self._before_bytes = 0
 
     def begin(self) -> int:
-        """Begin a step. Return the bytes allocated now."""
+        """Begin a step. Return the bytes that are allocated now."""
         if self._device.type != "cuda":
             return 0
         self._before_bytes = torch.cuda.max_memory_allocated(self._device)
         return torch.cuda.memory_allocated(self._device)
 
     def risen_to(self) -> int:
-        """Return the process's peak if it has risen since the step began; else 0."""
+        """Return the process's peak in bytes if it has risen since the step began, else 0."""
         if self._device.type != "cuda":
             return 0
         peak_bytes = torch.cuda.max_memory_allocated(self._device)
@@ -347,14 +375,17 @@ class RisingPeak:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Return an id of the tensor's storage, valid as long as the storage lives."""
+    """Return an id of the tensor's storage. The id is valid as long as the storage exists."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def _watch_deaths(
     tensors: Iterable[torch.Tensor], note: Callable[[int], None]
 ) -> list[weakref.ref[torch.UntypedStorage]]:
-    """Return weak references to the storages of tensors. While they are held, ``note`` gets the bytes of each freed storage."""
+    """Return weak references to the storages of tensors.
+
+    While the caller holds these references, ``note`` is called with the bytes of each storage that is freed.
+    """
     storages = {storage_of(part): part.untyped_storage() for tensor in tensors for part in dense_parts(tensor)}
     return [
         weakref.ref(storage, functools.partial(_tell, note, storage.nbytes()))
@@ -368,7 +399,7 @@ def _tell(note: Callable[[int], None], bytes_: int, _: object) -> None:
 
 
 def live_tensors(device_type: str) -> list[torch.Tensor]:
-    """Return the dense tensors with memory on such a device that Python knows, and their gradients."""
+    """Return the dense tensors with memory on a device of this type that Python knows, and their gradients."""
     found: list[torch.Tensor] = []
     for thing in instances_of(torch.Tensor):
         if not _has_memory(thing, device_type):
@@ -389,7 +420,7 @@ def _gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def instances_of(*bases: type) -> list[Any]:
-    """Return all objects in this process of one of these types or their subclasses."""
+    """Return all objects in this process that are instances of one of these types or their subclasses."""
     kinds = {kind for base in bases for kind in _with_subclasses(base)}
     # `isinstance` would run the code of proxy objects. A look-up of the type is also faster with many objects.
     return [thing for thing in gc.get_objects() if type(thing) in kinds]
@@ -416,11 +447,12 @@ def _flatten(events: Iterable[Any]) -> Iterator[Any]:
 
 
 def _merge(logged: list[_Event], deaths: list[_Event]) -> list[_Event]:
-    """Merge both lists in order of time, without releases of memory that was not made inside.
+    """Return both lists of events as one list in order of time. Releases of memory that was not allocated inside the meter are
+    left out.
 
-    The log contains some of those, with the size that an earlier profiler saw at the address. That is wrong if the address was
-    reused since. The log lacks releases by threads of a process group, which may be the last to hold a collective's memory.
-    Such memory counts as freed when its address is allocated again.
+    The log contains some releases of such memory, with the size that an earlier profiler saw at the address. The size is wrong
+    if the address was reused since. The log also lacks releases by threads of a process group, which may be the last to hold a
+    collective's memory. Such memory counts as freed when its address is allocated again.
     """
     alive: dict[int, int] = {}
     places: list[int] = []

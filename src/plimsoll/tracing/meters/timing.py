@@ -1,7 +1,9 @@
-"""Clocks for single ops, and a fair comparison of several ways to run one step: seconds of each, and ratios between them.
+"""Clocks for single ops, and a fair comparison of several ways to run one step: the seconds of each way, and ratios between
+them.
 
-The steps are run in turns, and the order is reversed every round. So drift (clocks, caches, load by others) affects all of
-them. A ratio is computed within each round, then the median over rounds. Its interval is a percentile bootstrap of that median.
+The steps are run in turns, and the order is reversed every round. So drift (clocks, caches, load by other programs) affects all
+steps equally. A ratio is computed within each round, then the median over rounds. The interval of the ratio is a percentile
+bootstrap of that median.
 
 On the CPU the clock is the process's CPU time, with torch on one thread: other programs on the machine do not count. On CUDA a
 whole step is timed between two events on the current stream; host time is included if the device waits for the host. A single
@@ -26,16 +28,22 @@ import torch
 
 _RESAMPLES = 2000
 _LEAD_SECONDS = 100e-6
-"""How long the stream sleeps before a timed op: ten times the host's time to launch one."""
+"""The seconds that the stream sleeps before a timed op. It is ten times the host's time to launch an op."""
 _MOST_LEAD_SECONDS = 20e-3
-"""The longest sleep. An op that takes the host longer waits for the device itself, because it reads a value."""
+"""The longest sleep in seconds.
+
+If the host takes longer for an op, the op itself waits for the device, because it reads a value.
+"""
 _RATE_CYCLES = 1 << 20
-"""About half a millisecond, so a launch is 2% of it."""
+"""The number of cycles of a sleep that measures the clock rate.
+
+It takes about half a millisecond, and a launch is 2% of that.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of one step, one entry per round."""
+    """Data: the seconds of one step, one entry per round."""
 
     name: str
     seconds: tuple[float, ...]
@@ -46,7 +54,7 @@ class Timing:
 
     @property
     def spread_seconds(self) -> float:
-        """Half the interquartile range."""
+        """Half the interquartile range of the seconds, or 0 with fewer than two rounds."""
         if len(self.seconds) < 2:
             return 0.0
         low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
@@ -55,7 +63,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A median and its 95% confidence interval."""
+    """Data: a median and its 95% confidence interval."""
 
     median: float
     low: float
@@ -67,7 +75,9 @@ class Interval:
 
 @contextlib.contextmanager
 def one_thread(threads: int = 1) -> Iterator[None]:
-    """Let torch compute on ``threads`` threads inside the block; restore the number afterwards."""
+    """Return a context manager that lets torch compute on ``threads`` threads inside its block. At the end the old number is
+    restored.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -84,10 +94,10 @@ def time_in_turns(
     warmups: int = 1,
     threads: int = 1,
 ) -> dict[str, Timing]:
-    """Run every step once per round and time it. Entries of the same round belong together.
+    """Run each step once per round, and return the timing of each step by its name. Entries of the same round belong together.
 
-    On the CPU this is CPU time on ``threads`` threads (another number makes compiled code compile anew); on a CUDA device it is
-    time between events. A step's result is dropped before the next step starts.
+    On the CPU, CPU time on ``threads`` threads is measured (with another number, compiled code is compiled anew). On a CUDA
+    device, time between events is measured. A step's result is dropped before the next step starts.
 
     Example:
         >>> timings = time_in_turns({"ours": lambda: sum(range(2000)), "theirs": lambda: sum(range(1000))}, rounds=3)
@@ -108,12 +118,15 @@ def time_in_turns(
 
 
 def paired_ratio(ours: Timing, theirs: Timing) -> Interval:
-    """Return the median over rounds of our seconds divided by theirs, with its 95% interval."""
+    """Return the median over rounds of the ratio of our seconds to their seconds, with its 95% interval."""
     return median_interval([a / b for a, b in zip(ours.seconds, theirs.seconds, strict=True)])
 
 
 def median_interval(samples: list[float]) -> Interval:
-    """Return the median of ``samples`` with a 95% percentile bootstrap. It is deterministic: it has its own generator."""
+    """Return the median of ``samples``, with a 95% interval from a percentile bootstrap.
+
+    The result is deterministic, because the bootstrap has its own random generator.
+    """
     values = np.asarray(samples, dtype=np.float64)
     picks = np.random.default_rng(0).integers(0, len(values), size=(_RESAMPLES, len(values)))
     low, high = np.quantile(np.median(values[picks], axis=1), [0.025, 0.975])
@@ -121,20 +134,22 @@ def median_interval(samples: list[float]) -> Interval:
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Wait until a GPU has finished all work."""
+    """Wait until a GPU has finished all its work. On other devices do nothing."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 class Marks:
-    """Marks in time: readings of the host's clock, or events on a GPU's stream, read once the stream has passed them."""
+    """Marks in time. They are readings of the host's clock, or on a GPU events, which are read after the stream has passed
+    them.
+    """
 
     def __init__(self, device: torch.device, now: Callable[[], float] = time.perf_counter) -> None:
         self._device, self._now = device, now
         self._marks: list[Any] = []
 
     def mark(self) -> None:
-        """Set a mark now, or when the stream gets here."""
+        """Set a mark at this moment. On a GPU, the mark is the moment when the stream gets to this point."""
         if self._device.type != "cuda":
             self._marks.append(self._now())
             return
@@ -142,7 +157,7 @@ class Marks:
         self._marks[-1].record(torch.cuda.current_stream(self._device))
 
     def seconds(self) -> list[float]:
-        """Return the seconds from the first mark to each of the others. Waits for the device."""
+        """Return a list with the seconds from the first mark to each of the other marks. This waits for the device."""
         first, *others = self._marks
         if self._device.type != "cuda":
             return [each - first for each in others]
@@ -164,7 +179,7 @@ def _step_seconds(step: Callable[[], object], device: torch.device) -> float:
 
 
 class OpClock:
-    """Times an op in CPU seconds of this thread, regardless of other load on the machine."""
+    """A clock for single ops. It measures the CPU seconds of this thread, so other load on the machine does not count."""
 
     def time(self, run: Callable[[], Any]) -> tuple[Any, float]:
         start = time.thread_time()
@@ -173,7 +188,8 @@ class OpClock:
 
 
 class CudaClock(OpClock):
-    """Times an op in seconds of the device alone. It waits for the device each time, so it is slow.
+    """A clock for single ops on CUDA. It measures only the seconds of the device. It waits for the device each time, so it is
+    slow.
 
     The stream sleeps while the host launches the op. So both events and the op's kernels are in the queue, and the device runs
     them back to back. If the host took longer than the sleep, the sample contains some host time, and the next sleep is twice
@@ -182,7 +198,7 @@ class CudaClock(OpClock):
 
     def __init__(self) -> None:
         self.host_seconds = 0.0
-        """The host's time to launch the last timed op."""
+        """The seconds that the host took to launch the last timed op."""
         self._lead_seconds = _LEAD_SECONDS
         self._cycles_per_second = _RATE_CYCLES / self._sleep(_RATE_CYCLES)
 
@@ -200,7 +216,7 @@ class CudaClock(OpClock):
         return out, begin.elapsed_time(end) / 1e3
 
     def _sleep(self, cycles: int) -> float:
-        """Return the seconds that the stream sleeps for a number of cycles."""
+        """Return the seconds that the stream sleeps for this number of cycles."""
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         torch.cuda._sleep(cycles)
@@ -210,5 +226,5 @@ class CudaClock(OpClock):
 
 
 def clock_for(device: torch.device) -> OpClock:
-    """Return the clock of a device."""
+    """Return a clock for ops on this device."""
     return CudaClock() if device.type == "cuda" else OpClock()

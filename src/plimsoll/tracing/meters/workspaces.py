@@ -1,14 +1,15 @@
-"""Measures the hidden workspace of each kind of op: the bytes that it allocates and frees inside itself.
+"""Measure the hidden workspace of each kind of op: the bytes that the op allocates and frees inside itself.
 
 Dispatch sees only an op's inputs and outputs. The allocator also sees what the kernel allocates in between (a convolution's
 columns, a contiguous copy of a strided operand). On the CPU allocator events are read; on CUDA, the allocator's peak counter.
 Each kind of op (``cost_key``) is measured at its first call.
 
-cuBLAS allocates a workspace from torch's allocator in its first product and keeps it, one per thread and stream: on an H100 32
-MiB for forward and 32 MiB for backward. It is measured separately (`release_library_workspaces`).
+cuBLAS allocates a workspace from torch's allocator in its first product, and keeps it. There is one workspace per thread and
+stream: on an H100, 32 MiB for forward and 32 MiB for backward. These workspaces are measured separately
+(`release_library_workspaces`).
 
-Known weakness: on the CPU, events of threads that an op starts itself are not seen, nor what a library allocates outside of
-torch's allocator (oneDNN's scratch pads).
+Known weakness: on the CPU, events of threads that an op starts itself are not seen. Neither is memory that a library allocates
+outside of torch's allocator (oneDNN's scratch pads).
 """
 
 from __future__ import annotations
@@ -27,23 +28,26 @@ from plimsoll.tracing.torch_internals import free_cublas_workspaces
 
 
 class WorkspaceMeter:
-    """Measures nothing: the meter of a fake trace, and of runs that only add timings."""
+    """A meter that measures nothing. It serves fake traces, and runs that only add timings.
+
+    ``bytes`` maps the cost key of an op to the bytes of its workspace.
+    """
 
     def __init__(self) -> None:
         self.bytes: dict[str, int] = {}
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Measure what runs in the block. ``bytes`` is filled when it ends."""
+        """Return a context manager that measures the ops in its block. ``bytes`` is filled when the block ends."""
         yield
 
     def run(self, key: str, call: Callable[[], Any]) -> Any:
-        """Run an op, and measure it if its key is new."""
+        """Run an op, measure it if its key is new, and return its result."""
         return call()
 
 
 class CpuMeter(WorkspaceMeter):
-    """Reads the allocator's events between begin and end of each op."""
+    """A meter for the CPU. It reads the allocator's events between the begin and the end of each op."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +75,10 @@ class CpuMeter(WorkspaceMeter):
 
 
 class CudaMeter(WorkspaceMeter):
-    """Reads the caching allocator's peak around each op. The counters are on the host, so nothing waits for the device."""
+    """A meter for CUDA. It reads the caching allocator's peak around each op.
+
+    The counters are on the host, so the host does not wait for the device.
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -88,11 +95,11 @@ class CudaMeter(WorkspaceMeter):
 
 
 def release_library_workspaces(device: torch.device) -> int:
-    """Free the workspaces that cuBLAS holds on a GPU and return their bytes; 0 on other devices. The next product makes them
-    again.
+    """Free the workspaces that cuBLAS holds on a GPU, and return their bytes. On other devices return 0. The next product
+    allocates the workspaces again.
 
-    A measurement calls this first, so that the step allocates its workspaces anew and they count. A trace calls it last, to get
-    their size. Waits for the device. Not yet run on a GPU.
+    A measurement calls this first, so that the step allocates its workspaces anew and they count. A trace calls this last, to
+    get the size of the workspaces. The function waits for the device. Not yet run on a GPU.
     """
     if device.type != "cuda":
         return 0
@@ -103,7 +110,8 @@ def release_library_workspaces(device: torch.device) -> int:
 
 
 def hidden_bytes(spans: Mapping[str, tuple[int, int]], timeline: Sequence[tuple[int, int]]) -> dict[str, int]:
-    """Return for each span the peak minus the final level. The final level consists of the op's outputs.
+    """Return for each span (one op) the largest number of bytes above both the level at its end and the level at its begin. The
+    bytes at the end consist of the op's outputs.
 
     Spans (begin and end of each op) and timeline (level after every change, in order) are in nanoseconds and bytes.
     """
@@ -118,7 +126,7 @@ def hidden_bytes(spans: Mapping[str, tuple[int, int]], timeline: Sequence[tuple[
 
 
 def meter_for(device: torch.device) -> WorkspaceMeter:
-    """Return the meter of a device."""
+    """Return a workspace meter for this device."""
     if device.type == "cuda":
         return CudaMeter(device)
     return CpuMeter() if device.type == "cpu" else WorkspaceMeter()

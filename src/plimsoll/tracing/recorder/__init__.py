@@ -1,1 +1,1 @@
-"""Records ATen calls as ops over versions of storages: the log that traces and recipes are made from."""
+"""Records ATen calls as ops that read and write versions of storages. Traces and recipes are made from this log."""

@@ -1,4 +1,7 @@
-"""How Plimsoll calls a model: arguments from a batch, a scalar loss from an output, and which module is running."""
+"""How Plimsoll calls a model.
+
+It makes arguments from a batch and a scalar loss from an output, and tracks which module runs.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,17 @@ from plimsoll.errors import InvalidBatch, InvalidLoss, InvalidOption
 
 Loss = Callable[[Any], torch.Tensor]
 Context = Callable[[], contextlib.AbstractContextManager[object]]
-"""Returns a new context before every step, to run the step in."""
+"""A function that returns a new context manager before each step. The step runs inside it."""
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword arguments."""
+"""A pair of positional arguments and keyword arguments."""
 
 
 def split_batch(batch: Any) -> Call:
-    """Positional and keyword arguments: a tensor is one argument, a tuple is positional, a mapping is keywords.
+    """Return positional and keyword arguments. A tensor becomes one argument, a tuple the positional and a mapping the keyword
+    ones.
 
     Raises:
-        InvalidBatch: anything else.
+        InvalidBatch: the batch is of another type.
     """
     if isinstance(batch, torch.Tensor):
         return (batch,), {}
@@ -41,7 +45,7 @@ def split_batch(batch: Any) -> Call:
 
 
 def check_devices(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse a batch if one of its tensors is on another device than all parameters."""
+    """Raise ``InvalidBatch`` if a tensor of the batch is on another device than all parameters. Scalars are accepted."""
     homes = {parameter.device for parameter in model.parameters()}
     for tensor in call_tensors(args, kwargs):
         if tensor.device not in homes and tensor.dim() > 0:
@@ -53,7 +57,7 @@ def check_devices(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def check_context(context: object) -> None:
-    """Refuse a context object: every step needs a new context."""
+    """Raise ``InvalidOption`` if this is a context object instead of a function, because each step needs a new context."""
     if not callable(context):
         raise InvalidOption(
             f"context= is a {type(context).__name__}, which cannot be called.",
@@ -64,7 +68,8 @@ def check_context(context: object) -> None:
 
 
 def scalar_loss(output: Any, loss: Loss | None) -> torch.Tensor:
-    """Return the scalar to call backward on: ``loss(output)``, else ``output.loss``, else the output itself.
+    """Return the scalar to call backward on. It is ``loss(output)`` if there is a loss function, else ``output.loss`` if the
+    output has a loss, else the output itself.
 
     Raises:
         InvalidLoss: the loss is not a scalar, or does not depend on parameters.
@@ -93,17 +98,22 @@ def scalar_loss(output: Any, loss: Loss | None) -> torch.Tensor:
 
 
 def own_loss(output: Any) -> Any:
-    """What a model's output holds under ``loss``, as a key or an attribute; ``None`` if it holds nothing there."""
+    """Return what a model's output holds under ``loss``, as a key or an attribute, or ``None`` if it does not have such an
+    entry.
+    """
     return output["loss"] if isinstance(output, Mapping) and "loss" in output else _given_by(output, "loss")
 
 
 def name_of(function: Any) -> str:
-    """The qualified name of a function. Other callables (an ``nn.Module``, a partial) are named by their class."""
+    """Return the qualified name of a function. Other callables (an ``nn.Module``, a partial) are named by their class."""
     return _given_by(function, "__qualname__") or type(function).__qualname__
 
 
 def _given_by(value: Any, attribute: str) -> Any:
-    """An attribute of a user's object, ``None`` if it has none: its ``__getattr__`` may say so by raising anything."""
+    """Return an attribute of a user's object, or ``None`` if the object does not have it.
+
+    An object's ``__getattr__`` may say so by raising any exception.
+    """
     try:
         return getattr(value, attribute, None)
     except Exception:  # noqa: BLE001 - code of the user's, which says in its own way that nothing is there
@@ -112,8 +122,9 @@ def _given_by(value: Any, attribute: str) -> Any:
 
 @contextlib.contextmanager
 def after_autocast(device_type: str) -> Iterator[None]:
-    """Run backward as in a loop that has left ``with torch.autocast(...)`` before it, with autocast's cache of casts
-    cleared.
+    """Return a context manager that runs backward as after a block ``with torch.autocast(...)``: autocast is off.
+
+    Autocast's cache of casts is cleared.
     """
     torch.clear_autocast_cache()
     with torch.autocast(device_type, enabled=False):
@@ -121,14 +132,15 @@ def after_autocast(device_type: str) -> Iterator[None]:
 
 
 def refuse_foreign_graph(loss: torch.Tensor, first_node: int, *, has_met_threads: bool = False) -> None:
-    """Refuse a loss whose backward continues into a graph from before the forward: it would free what that graph saved. Also
-    refuse a graph that another thread made, because its operations were not recorded.
+    """Refuse a loss whose backward continues into a graph from before the forward, because backward would free what that graph
+    saved. Also refuse a graph that another thread made, because its operations were not recorded.
 
     ``first_node`` is the value of `sequence_number` before the forward. Each thread counts its own nodes, so
     ``has_met_threads`` says whether modules ran in another thread.
 
     Raises:
-        InvalidBatch: the loss depends on an earlier graph that holds tensors for its backward, or on another thread's.
+        InvalidBatch: the loss depends on an earlier graph that holds tensors for its backward, or on the graph of another
+            thread.
     """
     seen, left = set(), [loss.grad_fn]
     while left:
@@ -153,13 +165,13 @@ def refuse_foreign_graph(loss: torch.Tensor, first_node: int, *, has_met_threads
 
 
 def call_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors of a call in a fixed order (keywords sorted by name)."""
+    """Return the tensors among a call's arguments in a fixed order. Keyword arguments are sorted by name."""
     tree = (args, {name: kwargs[name] for name in sorted(kwargs)})
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def count_items(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, str]:
-    """Count the tokens of a batch of token ids, else the examples."""
+    """Return the size of a batch and its unit: the number of tokens for token ids, else the number of examples."""
     ids = kwargs.get("input_ids")
     if isinstance(ids, torch.Tensor):
         return ids.numel(), "tokens"
@@ -185,10 +197,11 @@ def flat_tensors(tree: Any) -> list[torch.Tensor]:
 
 
 class ModuleStack(threading.local):
-    """Tracks which submodule of ``root`` is running, by temporary forward hooks.
+    """Tracks which submodule of a model is running, by temporary forward hooks.
 
-    ``path`` is relative to ``root`` (``""`` in the root itself). A module that is reachable under several names keeps its
-    first. Every thread has its own stack, because other threads may call the same modules at the same time.
+    ``path`` is the name of the running module, relative to the root given to `watch` (``""`` in the root itself). A module that
+    has several names in the model keeps the first name. Each thread has its own stack, because other threads may call the same
+    modules at the same time.
     """
 
     def __init__(
@@ -196,11 +209,11 @@ class ModuleStack(threading.local):
     ) -> None:  # called in every thread, with the arguments of the first
         self._stack: list[str] = []
         self._threads = set[int]() if threads is None else threads
-        """Every thread that ran modules, if the caller passes a set."""
+        """The ids of all threads that ran modules. The caller can pass a set, which is then filled."""
 
     @property
     def has_met_threads(self) -> bool:
-        """Whether modules have run in other threads as well."""
+        """Whether modules have run in other threads than this one."""
         return not self._threads <= {threading.get_ident()}
 
     @property
@@ -209,7 +222,10 @@ class ModuleStack(threading.local):
 
     @contextlib.contextmanager
     def watch(self, root: nn.Module, prefix: str = "") -> Iterator[None]:
-        """Follow the modules below ``root`` until the block ends. Every hook is removed, also after an error."""
+        """Return a context manager that follows the modules below ``root`` until its block ends.
+
+        All hooks are removed at the end, also after an error. ``prefix`` is put in front of the modules' names.
+        """
         handles: list[Any] = []
         depth = len(self._stack)
         self._stack.append(prefix)

@@ -1,4 +1,4 @@
-"""Ops that must not simply run again: those that communicate with other ranks, and those that route tokens.
+"""Ops that must not simply run again: ops that communicate with other ranks, and ops that route tokens.
 
 If one rank alone repeats a collective, it waits forever. If an op that chooses experts and tokens (top-k, sort, ``nonzero``)
 chooses differently the second time, backward computes gradients for tokens that forward never sent there.
@@ -16,14 +16,14 @@ from plimsoll.tracing.recorder.calling import flat_tensors
 from plimsoll.tracing.torch_internals import resolve_group
 
 IS_ROUTING = "chooses where tokens are routed"
-"""The obstacle of ops whose results choose tokens, experts or rows."""
+"""The obstacle (the reason why an op must not run again) of ops whose results choose tokens, experts or rows."""
 _NAMESPACES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor", "symm_mem"})
 _REPEATABLE = frozenset({"_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
 _POINT_TO_POINT = frozenset({"isend", "irecv", "batch_p2p_ops"})
 WITHOUT_ALIASES = "c10d"
-"""The namespace whose schemas do not declare writes: the first argument receives the data."""
+"""The namespace of ops whose schemas do not declare that they write. Their first argument receives the data."""
 _CALLERS = frozenset({"torch.distributed.distributed_c10d", "torch.distributed._functional_collectives"})
-"""Modules of torch that every collective of a model passes through."""
+"""Names of torch's modules that each collective of a model passes through."""
 _GROUPS = frozenset({"group_name", "process_group"})
 _NO_MESSAGE = frozenset({"_wrap_tensor_autograd", "check_for_nan", "mesh_get_process_group"})
 _ROUTES = frozenset(
@@ -48,26 +48,31 @@ _ROUTES = frozenset(
     }
 )
 _SELECTS = frozenset({"index", "_index_put_impl_", "index_put", "index_put_", "masked_select", "nonzero"})
-"""Ops that take rows where a mask is true."""
+"""Names of ops that take rows where a mask is true."""
 
 
 def is_collective(func: torch._ops.OpOverload) -> bool:
-    """True if the op communicates with other ranks, or waits for their data."""
+    """Return True if the op communicates with other ranks, or waits for their data."""
     return func.namespace in _NAMESPACES and _name(func) not in _NO_MESSAGE
 
 
 def names_collective(cost_key: str) -> bool:
-    """True if an op, given by its cost key in a trace, communicates with other ranks."""
+    """Return True if an op communicates with other ranks. The op is given by its cost key, its name in a trace's table of
+    costs.
+    """
     return cost_key.partition(".")[0] in _NAMESPACES
 
 
 def is_repeatable_collective(func: torch._ops.OpOverload) -> bool:
-    """True if a collective is a function of its arguments. Those of ``c10d`` are not: they are awaited outside of any op."""
+    """Return True if the results of a collective depend only on its arguments.
+
+    The collectives of ``c10d`` are excluded: they are awaited outside of any op.
+    """
     return func.namespace in _REPEATABLE and _name(func) not in _POINT_TO_POINT
 
 
 def is_wait(func: torch._ops.OpOverload) -> bool:
-    """True if the op ends a collective: it returns its argument, whose contents have arrived now."""
+    """Return True if the op ends a collective. Such an op returns its argument, whose contents have arrived now."""
     return func.namespace in _NAMESPACES and _name(func) == "wait_tensor"
 
 
@@ -77,12 +82,12 @@ def undeclared_writes(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> tup
 
 
 def is_routing(func: torch._ops.OpOverload) -> bool:
-    """True if the op's results choose tokens, experts or rows."""
+    """Return True if the results of the op choose tokens, experts or rows."""
     return func.namespace == "aten" and _name(func) in _ROUTES
 
 
 def masks_of(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """Return the Boolean tensors that an op selects by."""
+    """Return the Boolean tensors among the arguments that an op selects by, or an empty list if the op does not select."""
     if func.namespace != "aten" or _name(func) not in _SELECTS:
         return []
     return [tensor for tensor in flat_tensors(args) if tensor.dtype is torch.bool]
@@ -90,20 +95,20 @@ def masks_of(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> list[torch.T
 
 @functools.cache
 def group_arguments(func: torch._ops.OpOverload) -> frozenset[str]:
-    """Return the arguments that pass a collective its process group."""
+    """Return the names of the arguments that pass the process group to a collective. For other ops the result is empty."""
     return _GROUPS.intersection(argument_names(func)) if is_collective(func) else frozenset()
 
 
 @functools.cache
 def argument_names(func: torch._ops.OpOverload) -> tuple[str, ...]:
-    """Return the names of an op's arguments, in order."""
+    """Return the names of an op's arguments, in the order of its schema."""
     return tuple(argument.name for argument in func._schema.arguments)
 
 
 def failed_in_collective(error: BaseException) -> bool:
-    """True if an error, or its cause, was raised in a collective: another rank has died or does something else.
+    """Return True if an error, or its cause, was raised in a collective. Then another rank has died, or runs other code.
 
-    torch raises plain errors there, so the place where it was raised decides.
+    torch raises plain errors in collectives, so the place where the error was raised decides.
     """
     frames = traceback.walk_tb(error.__traceback__)
     is_here = isinstance(error, RuntimeError) and any(f.f_globals.get("__name__") in _CALLERS for f, _ in frames)
@@ -111,7 +116,7 @@ def failed_in_collective(error: BaseException) -> bool:
 
 
 def peers_of(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
-    """Return the global ranks that a collective communicates between."""
+    """Return the global ranks that take part in a collective. For other ops the result is empty."""
     names = group_arguments(func)
     listed = zip(argument_names(func), args, strict=False) if names else ()
     groups = [_group(value) for name, value in (*listed, *kwargs.items()) if name in names]
@@ -121,9 +126,9 @@ def peers_of(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
 
 
 def group_text(value: Any) -> str:
-    """Return a process group, or a group's name, as text that is equal on every rank; empty for other values.
+    """Return a process group, or a group's name, as text that is equal on all ranks. Return "" for other values.
 
-    Names of groups are numbered and differ between the rows of one mesh. A group's description and size do not.
+    Names of groups contain numbers and differ between the rows of one mesh. A group's description and size do not differ.
     """
     group = _group(value)
     return "" if group is None else f"{group.group_desc} of {group.size()}"

@@ -1,7 +1,7 @@
-"""Records the contents of a value, to any depth, and restores them: containers, generators, objects, iterators.
+"""Store the contents of values, to any depth, and restore them later: containers, generators, objects, iterators.
 
 Containers, random generators and attributes of objects are restored in place. Python cannot rewind an iterator, so a trial step
-runs on a replacement: an exact copy if Python can make one, otherwise an iterator that raises when advanced.
+runs on a replacement: an exact copy if Python can make one, otherwise an iterator that raises when it is advanced.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ _NOT_OF_THE_MODEL = (
     *(sys.stdlib_module_names - _WITH_ATTRIBUTES),
     *("torch", "numpy", "triton", "plimsoll", "deepspeed", "lightning", "pytorch_lightning", "lightning_fabric"),
 )
-"""Packages whose objects are never restored: locks, loggers, compiled kernels, and trainers (through which data sets are
-reachable).
+"""Names of packages whose objects are never restored.
+
+Such objects are locks, loggers, compiled kernels, and trainers (through trainers, data sets could be reached).
 """
 _SEQUENCES: tuple[Iterable[Any], ...] = (
     [],
@@ -52,7 +53,10 @@ _COPIED: tuple[type, ...] = (
     *(itertools.count, itertools.repeat, reversed, type(reversed([]))),
     *(type(iter(each)) for each in _EMPTY),
 )
-"""Iterators whose copies are independent. Copies of other kinds (``map``, ``cycle``) share the iterator that they draw from."""
+"""Types of iterators whose copies are independent.
+
+Copies of other iterators (``map``, ``cycle``) share the iterator that they draw from.
+"""
 
 
 def _refill_dict(value: dict[Any, Any], contents: Any) -> None:
@@ -86,7 +90,7 @@ _EMPTY_SLOT = object()
 
 
 def _filled_by(kind: Any) -> Callable[[Any, Any], object]:
-    """Return a function that writes the contents of a sequence in place, by the methods of this type."""
+    """Return a function that writes the contents of a sequence in place. It uses the methods of this type."""
     return lambda value, contents: kind.__setitem__(value, slice(None), contents)
 
 
@@ -121,13 +125,16 @@ _KINDS: Mapping[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]]
         np.ndarray: (np.array, _refill_array),
     }
 )
-"""How contents are read and restored. These types' own methods are used, because a subclass may do more on a write."""
+"""A mapping from type to a function that reads the contents of a value, and a function that restores them.
+
+They use these types' own methods, because a subclass may do more on a write.
+"""
 
 
 def kind_of(value: Any) -> type | None:
-    """Return the container or generator type whose methods read and write a value's contents; ``None`` for anything else.
+    """Return the container or generator type whose methods read and write the contents of this value.
 
-    A user's class may derive from it.
+    The user's class may derive from that type. Return ``None`` for any other value.
     """
     own = type(value)
     if own in _KINDS or not is_of_user(own):
@@ -136,12 +143,12 @@ def kind_of(value: Any) -> type | None:
 
 
 def contents_of(value: Any) -> Any:
-    """Return the contents of a value that has a kind, for ``refill``."""
+    """Return the contents of a value, in the form that `refill` takes. The value must have a kind (see `kind_of`)."""
     return _KINDS[_known(value)][0](value)
 
 
 def refill(value: Any, contents: Any) -> None:
-    """Put the contents back in place."""
+    """Put contents that `contents_of` returned back into the value."""
     _KINDS[_known(value)][1](value, contents)
 
 
@@ -152,14 +159,15 @@ def _known(value: Any) -> type:
 
 
 def is_of_user(kind: type | FunctionType) -> bool:
-    """True if a class or a function does not belong to Python, torch or a trainer."""
+    """Return True if a class or a function is the user's: it does not belong to Python, torch or a trainer."""
     return kind.__module__.partition(".")[0] not in _NOT_OF_THE_MODEL
 
 
 def with_contents(values: Iterable[Any], *, attributes_as_well: bool = False) -> dict[int, Any]:
-    """Return values and everything in them, each once, by ``id``.
+    """Return values and all values inside them, each once, as a mapping from ``id`` to value.
 
-    Nested lists, tuples, sets and dictionaries are searched, and on request attributes of other objects.
+    Nested lists, tuples, sets and dictionaries are searched. With ``attributes_as_well``, the attributes of other objects are
+    searched too.
     """
     found: dict[int, Any] = {}
     pending = list(values)
@@ -176,7 +184,10 @@ def with_contents(values: Iterable[Any], *, attributes_as_well: bool = False) ->
 
 
 def _within(value: Any) -> Iterable[Any]:
-    """Return what a container contains, if it is one of Python's own or of a class that derives from one."""
+    """Return the items of a container, if it is one of Python's own types or derives from one.
+
+    For other values return nothing.
+    """
     kind = kind_of(value)
     if isinstance(value, tuple | frozenset):
         return value
@@ -194,9 +205,9 @@ def _within(value: Any) -> Iterable[Any]:
 
 
 def is_holder(value: Any) -> bool:
-    """True if an object's attributes should be restored: it is a user's function, or of a user's class.
+    """Return True if an object's attributes should be restored.
 
-    Tensors, modules and classes are excluded.
+    This is so for functions of the user, and for objects of the user's classes. Tensors, modules and classes are excluded.
     """
     if isinstance(value, FunctionType):
         return value.__module__ is not None and is_of_user(value)
@@ -210,7 +221,10 @@ def _has_attributes(value: Any) -> bool:
 
 
 def _attributes_of(value: Any) -> dict[str, Any] | None:
-    """The dictionary with an object's attributes; no ``__getattr__`` of the user's is called, as it may raise anything."""
+    """Return the dictionary with an object's attributes, or ``None`` if it does not have one.
+
+    The user's ``__getattr__`` is not called, because it may raise anything.
+    """
     try:
         found = object.__getattribute__(value, "__dict__")
     except AttributeError:  # of a class with slots alone
@@ -219,7 +233,7 @@ def _attributes_of(value: Any) -> dict[str, Any] | None:
 
 
 def _slots_of(value: Any) -> list[MemberDescriptorType]:
-    """Return the attributes of an object that a user's class declares in ``__slots__``."""
+    """Return the descriptors of those attributes of an object that a user's class declares in ``__slots__``."""
     classes = [vars(kind) for kind in type(value).__mro__ if "__slots__" in vars(kind) and is_of_user(kind)]
     return [slot for held in classes for slot in held.values() if isinstance(slot, MemberDescriptorType)]
 
@@ -232,7 +246,7 @@ def _in_slot(slot: MemberDescriptorType, value: Any) -> Any:
 
 
 class KeptValues:
-    """The contents of those ``values`` that are containers, generators or objects. ``put_back`` restores them."""
+    """Stores the contents of those ``values`` that are containers, generators or objects. `put_back` restores them."""
 
     def __init__(self, values: Iterable[Any]) -> None:
         values = list(values)
@@ -257,7 +271,7 @@ class KeptValues:
             refill(value, contents)
 
     def lend(self, *tables: dict[str, Any]) -> None:
-        """Replace iterators, in the values and in ``tables``, until everything is restored."""
+        """Replace iterators in the values and in the dictionaries ``tables`` by copies. `put_back` restores the iterators."""
         known: dict[int, Any] = {}
         for write, owner, key, value in self._places(tables):
             stand_in = _with_stand_ins(value, known)
@@ -267,7 +281,10 @@ class KeptValues:
     def _places(
         self, tables: Iterable[dict[str, Any]]
     ) -> Iterator[tuple[Callable[[Any, Any, Any], object], Any, Any, Any]]:
-        """Yield where values are: a function that writes there, its two arguments before the value, and the value."""
+        """Yield the places that hold values.
+
+        A place is given by a function that writes to it, the two arguments of this function before the value, and the value.
+        """
         for table in (*tables, *(held for held, _ in self._attributes)):
             yield from ((dict.__setitem__, table, key, value) for key, value in list(table.items()))
         yield from ((MemberDescriptorType.__set__, slot, value, held) for slot, value, held in self._slots)
@@ -282,7 +299,7 @@ class KeptValues:
 
 
 def put_back_entries(held: dict[Any, Any], kept: Mapping[Any, Any], but: frozenset[str] = frozenset()) -> None:
-    """Make a dictionary hold the same entries in the same order. Entries named in ``but`` are not changed."""
+    """Make a dictionary hold the entries of ``kept`` in the same order. Entries whose names are in ``but`` are not changed."""
     for name in held.keys() - kept.keys() - but:
         del held[name]
     if [name for name in held if name not in but] != list(kept):
@@ -293,19 +310,22 @@ def put_back_entries(held: dict[Any, Any], kept: Mapping[Any, Any], but: frozens
 
 
 def lent(batch: Any) -> Any:
-    """Return the batch with its iterators replaced."""
+    """Return the batch with its iterators replaced, so that a trial step does not advance them."""
     known: dict[int, Any] = {}
     return tree_map(lambda leaf: _with_stand_ins(leaf, known), batch)
 
 
 def _is_iterator(value: Any) -> bool:
-    """True for an iterator of Python's own, whose position is hidden."""
+    """Return True for an iterator of Python's own types, because its position is hidden."""
     is_bare = isinstance(value, Iterator) and not isinstance(value, io.IOBase | nn.Module)
     return is_bare and not _has_attributes(value)
 
 
 def _with_stand_ins(value: Any, known: dict[int, Any]) -> Any:
-    """Return what a trial step gets instead of an iterator, or of a tuple with iterators; return any other value itself."""
+    """Return what a trial step gets in place of a value.
+
+    An iterator, or a tuple with iterators, is replaced. Any other value is returned itself.
+    """
     if isinstance(value, tuple):
         parts = [_with_stand_ins(each, known) for each in value]
         is_same = all(one is other for one, other in zip(parts, value, strict=True))
@@ -316,7 +336,7 @@ def _with_stand_ins(value: Any, known: dict[int, Any]) -> Any:
 
 
 def _stand_in(iterator: Any) -> Any:
-    """Return what a trial step may advance instead of an iterator: an exact copy, or an iterator that raises."""
+    """Return what a trial step may advance in place of an iterator: an exact copy, or an iterator that raises."""
     if type(iterator) in _COPIED:
         try:
             with warnings.catch_warnings():  # Python 3.12 warns that from 3.14 on counts cannot be copied
@@ -341,7 +361,7 @@ class _NotAdvanced(Iterator[Any]):
         )
 
     def send(self, *_: Any) -> Any:
-        """Raise as in ``__next__``; generators are also advanced this way."""
+        """Raise the same error as ``__next__``. Generators can also be advanced by this method."""
         return next(self)
 
     throw = close = send

@@ -1,7 +1,7 @@
-"""Names the structure of a model and the signature of a call by a short text each.
+"""Make two short texts: a fingerprint for the structure of a model, and a signature for a call.
 
-Neither looks at values: two models with equal fingerprints run the same program, two calls with equal signatures take the
-same path through it (as far as shapes, types and flags decide that).
+Neither text depends on the values of tensors. Two models with equal fingerprints run the same program. Two calls with equal
+signatures take the same path through the model (as far as shapes, types and flags decide that).
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from plimsoll.tracing.zero import shape_of
 
 _HASH_LENGTH = 12
 AUTOCAST = "autocast "
-"""How the part of a signature begins that says what autocast casts to."""
+"""The beginning of the part of a signature that says which dtype autocast casts to."""
 
 
 def fingerprint(model: nn.Module, regions: Iterable[str] = ()) -> str:
-    """``LlamaForCausalLM-1a2b3c4d5e6f``: the model's class, and a hash of its structure.
+    """Return a text such as ``LlamaForCausalLM-1a2b3c4d5e6f``: the model's class, and a hash of its structure.
 
-    The structure is the class of every submodule (by name alone: its file is another one where it runs as a script), and name,
-    shape, dtype and ``requires_grad`` of every parameter and buffer (a tied parameter under each of its names), and the names
-    of the regions. Of a DTensor it is the global shape, with placements and mesh shape: the same on every rank.
-    ``DistributedDataParallel`` and torch.compile around the model do
-    not count.
+    The structure is the class of each submodule, properties of each parameter and buffer, and the names of the regions. Only
+    the name of a class counts: its file differs where it runs as a script. The properties are name, shape, dtype and
+    ``requires_grad``. A tied parameter counts under each of its names. For a DTensor, the global shape counts, with placements
+    and mesh shape, which are the same on all ranks. Wrappers around the model by ``DistributedDataParallel`` and torch.compile
+    do not count.
     """
     model = inner_module(model)
     digest = hashlib.sha256()
@@ -53,9 +53,11 @@ def fingerprint(model: nn.Module, regions: Iterable[str] = ()) -> str:
 
 
 def signature(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, loss: Any = None) -> str:
-    """``input_ids=i64[2x512]; labels=i64[2x512]; training; loss: output``: what decides the path of a step.
+    """Return a text that describes what decides the path of a step: ``input_ids=i64[2x512]; labels=i64[2x512]; training; loss:
+    output``.
 
-    That is the call, the model's training flags, and whether gradients are there already (accumulation).
+    It describes the arguments of the call, the model's training flags, whether gradients exist already (accumulation), and the
+    loss.
     """
     parts = [_describe(value) for value in args]
     parts += [f"{name}={_describe(kwargs[name])}" for name in sorted(kwargs)]
@@ -69,7 +71,7 @@ def signature(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *
 
 
 def casts_in_force() -> list[str]:
-    """``autocast cpu bf16`` for every kind of device on which autocast is on."""
+    """Return texts such as ``autocast cpu bf16``, one for each kind of device that has autocast on."""
     return [
         f"{AUTOCAST}{device} {dtype_name(torch.get_autocast_dtype(device))}"
         for device in ("cpu", "cuda")

@@ -1,4 +1,7 @@
-"""Cuts a region out of the op log: a torch-free ``RegionGraph`` with its own ids."""
+"""Cut a region (a module that a plan manages) out of the op log.
+
+The result is a torch-free ``RegionGraph`` with its own ids.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,11 @@ from plimsoll.tracing.recorder.recorder import RecordedOp, RecordedValue
 
 @dataclass(slots=True)
 class SlotRecord:
-    """One saved tensor as the hooks saw it. ``value`` is an id of the log, or ``-1`` for a tensor that is not managed."""
+    """Data about one saved tensor, as the saved-tensor hooks saw it.
+
+    ``value`` is the id of its value in the log, or ``-1`` for a tensor that is not managed. ``packed``, ``unpacked`` and
+    ``released`` are the ticks (positions in the log) when it was saved, first read and freed.
+    """
 
     value: int
     storage: int = -1
@@ -24,7 +31,7 @@ class SlotRecord:
 
 @dataclass(frozen=True, slots=True)
 class LocalIds:
-    """The mapping between ids of the log and ids of the region graph."""
+    """Two mappings: from ids of the log to ids of the region's graph, and from ids of the graph to ids of the log."""
 
     to_local: dict[int, int]
     to_log: tuple[int, ...]
@@ -40,7 +47,8 @@ def build_region_graph(
     prefix: str,
     steady: Collection[int] = (),
 ) -> tuple[RegionGraph, LocalIds]:
-    """Cut a region out of the log: its ops, and the slots in the order of saving.
+    """Cut a region out of the log: its ops, and its saved tensors (slots) in the order of saving. Return the region's graph,
+    and the mappings between ids of the log and ids of the graph.
 
     ``backward_order`` is backward's order of reading the slots (the reverse order of saving if unknown). ``leaves`` are values
     that the region did not make, with origin and name, in an order that is the same in every region of one kind. ``steady`` are
@@ -97,15 +105,18 @@ def build_region_graph(
 
 
 def _first_reads(ops: Sequence[RecordedOp], slots: Sequence[SlotRecord]) -> dict[int, int]:
-    """Return when a region first uses each value: the same in a trace of the whole step and in a recording of the region
-    alone.
+    """Return a mapping from value to the position of its first use in a region.
+
+    The position is the same in a trace of the whole step and in a recording of the region only.
     """
     met = [*(value for op in ops for value in op.reads), *(slot.value for slot in slots)]
     return {value: position for position, value in reversed(list(enumerate(met)))}
 
 
 def _numbered(outside: Sequence[int]) -> dict[int, tuple[Origin, str]]:
-    """Name values from outside that are neither arguments nor the module's own, such as another block's keys."""
+    """Return names for values from outside that are neither arguments nor parameters of the module, such as another block's
+    keys.
+    """
     return {value: (Origin.EXTERNAL, f"external#{number}") for number, value in enumerate(outside)}
 
 
@@ -135,7 +146,9 @@ def _value(
 
 
 def _external_writes(values: Sequence[RecordedValue], ops: Sequence[RecordedOp]) -> dict[int, str]:
-    """Return obstacles for ops that use memory from outside the region which the region overwrites: they cannot run again."""
+    """Return a mapping from op to obstacle, for ops that use memory from outside which the region overwrites. They cannot run
+    again.
+    """
     made_here = {storage for op in ops for storage in op.births}
     overwritten = {values[w].storage for op in ops for w in op.writes} - made_here
     obstacles: dict[int, str] = {}
@@ -148,7 +161,10 @@ def _external_writes(values: Sequence[RecordedValue], ops: Sequence[RecordedOp])
 
 
 def relative_name(name: str, prefix: str) -> str:
-    """Return ``mlp.act_fn::silu#0`` for ``model.layers.3.mlp.act_fn::silu#0`` and the prefix ``model.layers.3``."""
+    """Return a name relative to the module path ``prefix``.
+
+    For ``model.layers.3.mlp.act_fn::silu#0`` and the prefix ``model.layers.3``, the result is ``mlp.act_fn::silu#0``.
+    """
     if not prefix:
         return name
     return name.removeprefix(prefix + "::").removeprefix(prefix + ".")

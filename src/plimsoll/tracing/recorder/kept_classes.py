@@ -1,4 +1,4 @@
-"""Records the data that classes hold in attributes (a counter, a list), and restores it.
+"""Store the data that classes hold in attributes (a counter, a list), and restore it later.
 
 Methods, properties and other descriptors are ignored.
 """
@@ -12,7 +12,10 @@ from plimsoll.tracing.recorder.contents import is_of_user
 
 
 class KeptClasses:
-    """The data attributes of user-defined classes among the types of these objects and their bases."""
+    """Stores the data attributes of classes: the types of these objects and their bases, as far as a user has defined them.
+
+    `put_back` restores the attributes.
+    """
 
     def __init__(self, objects: Iterable[Any]) -> None:
         classes = {base: None for kind in dict.fromkeys(map(type, objects)) for base in kind.__mro__}
@@ -20,11 +23,11 @@ class KeptClasses:
 
     @property
     def values(self) -> list[Any]:
-        """The values of the attributes when this was made."""
+        """The values of the attributes at the time when this object was made."""
         return [value for _, table in self._tables for value in table.values()]
 
     def put_back(self) -> None:
-        """Restore the same objects under the same names, and remove additional names."""
+        """Restore the same values under the same names, and remove names that were added."""
         for kind, table in self._tables:
             now = _data_of(kind)
             for name in now.keys() - table.keys():

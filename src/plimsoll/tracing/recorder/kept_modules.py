@@ -1,10 +1,11 @@
-"""Records the structure of modules and restores it: class, attributes, parts and hooks, and attributes of parameters.
+"""Store the structure of modules and restore it later: class, attributes, parts and hooks, and attributes of parameters.
 
 A model may register a hook in its first call and note that in a flag (transformers does so to collect hidden states). If a
-trial step has set both, both are restored. If only the flag were restored, the next call would register the hook a second time.
+trial step has set both the hook and the flag, both are restored. If only the flag were restored, the next call would register
+the hook a second time.
 
-Two things are not restored. Hooks of Plimsoll and of libraries that shard models: their owners note elsewhere that these hooks
-exist, and remove them. And ``forward``, which plans exchange: see ``KeptForwards``.
+Two things are not restored. The first are hooks of Plimsoll and of libraries that shard models: their owners note in another
+place that these hooks exist, and remove them. The second is ``forward``, which plans exchange: see ``KeptForwards``.
 """
 
 from __future__ import annotations
@@ -22,25 +23,28 @@ from plimsoll.tracing.recorder.storages import is_plain
 from plimsoll.tracing.zero import is_gathered_by_zero
 
 _EXCHANGED = frozenset({"forward", "_compiled_call_impl", "training"})
-"""Trial steps exchange these; the code that does so restores them."""
+"""Names of attributes that trial steps exchange. The code that exchanges them restores them too."""
 _MEMBERS = ("_parameters", "_buffers", "_modules")
 _OF_MODULES = frozenset({*vars(nn.Module()), *_EXCHANGED} - {"_non_persistent_buffers_set"})
 _HOOKS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict) and name not in _MEMBERS)
 _COMPANIONS = ("_with_kwargs", "_always_called")
-"""Suffixes of the names of tables that say how the hooks of another table are called (seen in torch 2.9 to 2.13)."""
+"""Suffixes of the names of tables that say how the hooks in another table are called (seen in torch 2.9 to 2.13)."""
 _WHERE_STEPS_ARE_TAKEN = "_post_accumulate_grad_hooks"
 _OF_PARAMETERS = ("_backward_hooks", _WHERE_STEPS_ARE_TAKEN)
-"""Where tensors hold their hooks: a dict or ``None`` (seen in torch 2.9 to 2.13)."""
+"""Names of the attributes where tensors hold their hooks: a dict or ``None`` (seen in torch 2.9 to 2.13)."""
 _KEEP_ACCOUNT = ("plimsoll.", "torch.distributed.", "deepspeed.")
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes that the user's code has set on a module, without its parts and hooks."""
+    """Return the attributes that the user's code has set on a module.
+
+    Submodules, parameters, buffers and hooks are left out.
+    """
     return {name: value for name, value in vars(module).items() if name not in _OF_MODULES}
 
 
 class KeptModules:
-    """The current structure of a model. ``put_back`` restores it, with the same objects in the same order."""
+    """Stores the current structure of a model. `put_back` restores it, with the same objects in the same order."""
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
@@ -65,7 +69,7 @@ class KeptModules:
         ]
 
     def put_back(self) -> None:
-        """Restore the same classes, attributes, parts and hooks."""
+        """Restore the classes, attributes, parts and hooks that the modules had when this object was made."""
         for module, kind in self._classes:
             if type(module) is not kind:
                 module.__class__ = kind
@@ -96,13 +100,13 @@ class KeptModules:
 
 
 class KeptForwards:
-    """Each module's instance attribute ``forward``, if it has one. ``put_back`` restores it."""
+    """Stores the instance attribute ``forward`` of each module that has one. `put_back` restores these attributes."""
 
     def __init__(self, model: nn.Module) -> None:
         self._found = [(vars(module), vars(module).get("forward")) for module in model.modules()]
 
     def put_back(self) -> None:
-        """Restore the same attributes."""
+        """Restore the same ``forward`` attributes, and remove ``forward`` from modules that did not have it."""
         for attributes, forward in self._found:
             if forward is not None:
                 attributes["forward"] = forward
@@ -120,15 +124,19 @@ def _without(held: Mapping[str, Any], names: frozenset[str]) -> dict[str, Any]:
 
 
 def _put_back_unless_same(table: dict[Any, Any], wanted: Mapping[Any, Any]) -> None:
-    """Change the table in place, because handles refer to it, and only if it differs: compiled code checks for writes."""
+    """Change a table in place, because handles refer to it. Do so only if the table differs, because compiled code checks for
+    writes.
+    """
     if list(table) != list(wanted) or any(table[key] is not value for key, value in wanted.items()):
         table.clear()
         table.update(wanted)
 
 
 def _hooks_to_be(now: Mapping[int, Any], kept: Mapping[int, Any]) -> dict[int, Any]:
-    """Return the hooks to restore: those that were there, minus those that their owners removed, plus those that owners
-    added.
+    """Return the hooks to restore, as a mapping from id to hook.
+
+    They are the hooks that were there before. Hooks that their owners have removed since are left out, and hooks that owners
+    have added are included.
     """
     if now.keys() == kept.keys():
         return dict(kept)
@@ -144,12 +152,12 @@ def _hooks_to_be(now: Mapping[int, Any], kept: Mapping[int, Any]) -> dict[int, A
 
 
 def _within(hooks: Mapping[int, Any], now: Mapping[int, Any], kept: Mapping[int, Any]) -> dict[int, Any]:
-    """Return how hooks are called, for the hooks that exist."""
+    """Return how hooks are called, but only for the hooks that exist (the keys of ``hooks``)."""
     return {key: value for key, value in {**kept, **now, **kept}.items() if key in hooks}
 
 
 def _keeps_account(hook: Any) -> bool:
-    """True if the hook belongs to a library that notes elsewhere that it exists, and removes it itself."""
+    """Return True if the hook belongs to a library that itself keeps a list of its hooks and removes them."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     return f"{getattr(hook, '__module__', '')}.".startswith(_KEEP_ACCOUNT)

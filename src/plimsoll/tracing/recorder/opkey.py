@@ -1,7 +1,8 @@
-"""Describes an op call: the key of its cost, its arithmetic and the bytes that it moves.
+"""Describe an op call: the key of its cost, its number of FLOPs, and the bytes that it moves.
 
 The key contains the op, the dtypes, sizes and strides of its tensors, and its constants: calls with equal keys cost the same. A
-fraction that elementwise arithmetic scales by, or a drop rate, does not matter. So blocks that differ only in it are equal.
+fraction that elementwise arithmetic scales by, or a drop rate, does not matter. So blocks that differ only in such a number
+have equal keys.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _ATTENTION = re.compile(
     r"^_scaled_dot_product_(flash|efficient|cudnn|fused)_attention(_for_cpu|_overrideable)?(?=_backward$|$)"
 )
 _COLLECTIVES = "plimsoll"
-"""The namespace of our ops that represent collectives; each has an argument ``group``."""
+"""The namespace of our ops that take the place of collectives. Each of these ops has an argument ``group``."""
 
 _SHORT = {
     torch.float32: "f32",
@@ -44,7 +45,7 @@ _SHORT = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return ``f32`` for ``torch.float32``; for rare dtypes, their own name."""
+    """Return a short name of a dtype, such as ``f32`` for ``torch.float32``. For rare dtypes, return their own name."""
     return _SHORT.get(dtype) or str(dtype).removeprefix("torch.")
 
 
@@ -64,13 +65,15 @@ def _describe(value: Any) -> str:
 
 
 def op_name(func: torch._ops.OpOverload) -> str:
-    """Return ``mm`` for ``aten.mm.default``; other namespaces keep theirs (``mylib.scan``)."""
+    """Return the name of an op, such as ``mm`` for ``aten.mm.default``. Ops of other namespaces keep the namespace
+    (``mylib.scan``).
+    """
     namespace, name = func._schema.name.split("::")
     return name if namespace == "aten" else f"{namespace}.{name}"
 
 
 def value_stem(name: str) -> str:
-    """Return the name of the values that an op makes: the op's own, and one name for every kernel of fused attention.
+    """Return the name of the values that an op makes: the op's own name, but the same name for all kernels of fused attention.
 
     The device, the versions of torch and cuDNN, and the mask decide which kernel attention takes. All of them return output,
     logsumexp, seed and offset in this order, so a plan for one kernel holds for the others.
@@ -85,7 +88,10 @@ def value_stem(name: str) -> str:
 
 
 def cost_key(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return the key of the op's cost. Long keys (lists of hundreds of tensors) end in a hash."""
+    """Return the key of an op's cost: a text that is equal for calls that cost the same.
+
+    Long keys (lists of hundreds of tensors) end in a hash.
+    """
     groups = group_arguments(func)
     takes_any = func._schema.name in _ANY_FRACTION
 
@@ -103,13 +109,16 @@ def cost_key(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _grouped_flops(rows: torch.Tensor, weights: torch.Tensor) -> int:
-    """Return the FLOPs of a grouped product, since torch lacks a formula: every row is multiplied with one group's weights."""
+    """Return the FLOPs of a grouped product, because torch lacks a formula: each row is multiplied with the weights of one
+    group.
+    """
     groups = rows.shape[0] if rows.dim() == weights.dim() == 3 else 1
     return 2 * groups * rows.shape[-2] * rows.shape[-1] * weights.shape[-1]
 
 
 def _with_equal_heads(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return attention's arguments as shapes with as many heads of keys and values as of queries.
+    """Return attention's arguments with shapes in place of tensors. In these shapes, keys and values have as many heads as
+    queries.
 
     torch's formulas before 2.13 do not support grouped queries. They accept a shape instead of a tensor.
     """
@@ -121,10 +130,11 @@ def _with_equal_heads(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def op_spec(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpSpec:
-    """Return the FLOPs of an op (by torch's formulas) and the bytes that it moves (every tensor read or written once).
+    """Return the FLOPs of an op (by torch's formulas) and the bytes that it moves (each tensor is read or written once).
 
     An op without a formula counts one operation per element that it makes or updates. That is too few for fused optimizers, but
-    their bytes take longer anyway. A collective counts 0 FLOPs, the size of the whole tensor, and the group it runs over.
+    their bytes take longer anyway. A collective counts 0 FLOPs and the size of the whole tensor, and has the group that it runs
+    over.
     """
     inputs = flat_tensors(args) + flat_tensors(list(kwargs.values()))
     outputs = flat_tensors(out) if func._schema.returns else _updated(func, args, kwargs)
@@ -151,7 +161,7 @@ def op_spec(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _product(name: str, args: tuple[Any, ...]) -> tuple[int, int, int, int] | None:
-    """Return batch, rows, columns and inner size of a matrix product."""
+    """Return batch, rows, columns and inner size of a matrix product, or ``None`` for another op."""
     if name not in _PRODUCTS:
         return None
     left, right = (arg for arg in args if isinstance(arg, torch.Tensor)) if name in ("mm", "bmm") else args[1:3]
@@ -159,7 +169,9 @@ def _product(name: str, args: tuple[Any, ...]) -> tuple[int, int, int, int] | No
 
 
 def _updated(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Return what an op without results updates in place: a multi-tensor or fused step of an optimizer."""
+    """Return the tensors that an op without results updates in place. Such an op is a multi-tensor or fused step of an
+    optimizer.
+    """
     updated = [
         value
         for argument, value in zip(func._schema.arguments, args, strict=False)

@@ -1,14 +1,15 @@
 """Logs ATen calls as ops over versions of storages. Both the trace and the recipes are made from this log.
 
-Every storage has a current *value*. An op that writes to it (according to its schema) makes a new value; a view does not. So
-the log is in static single assignment form: each value has one producer, and views cost nothing.
+Every storage has a current *value*, which is a version of its contents. An op that writes to the storage (according to the op's
+schema) makes a new value. A view does not. So the log is in static single assignment form: each value has one producer, and
+views cost nothing.
 
-DTensors turn their ops into ops on local shards and collectives by themselves; the log has those. The result of a collective is
-a value. The result of waiting for it is a later version of the same storage.
+DTensors themselves turn their ops into ops on local shards and collectives, and the log has these. The result of a collective
+is a value. The result of waiting for it is a later version of the same storage.
 
 Source: torch's functorch ``FunctionalTensor`` also functionalises in-place ops on storages. This log keeps the original ops and
-only numbers the versions. Known weakness: writes that a schema does not declare are invisible here; the runtime's verifying
-recorder finds them by comparing contents.
+only numbers the versions. Known weakness: writes that a schema does not declare are invisible here. The verifying recorder,
+which runs in training, finds them by comparing contents.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ _UNINITIALISED = frozenset(
     {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "empty_quantized"}
 )
 _NOT_OF_THE_STEP = frozenset({"profiler", "prim"})
-"""Namespaces of ops that only mark a range or ask a tensor subclass for its device."""
+"""Namespaces of ops that are not logged. They only mark a range, or ask a tensor subclass for its device."""
 _READS_A_VALUE = frozenset({"_local_scalar_dense", "equal", "is_nonzero"})
 
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A tensor argument of a recorded op: a value seen through a geometry."""
+    """A tensor argument or result of a recorded op: the id of a value, and the geometry that the op sees of it."""
 
     value: int
     geometry: Geometry
@@ -55,7 +56,7 @@ class Ref:
 
 @dataclass(slots=True)
 class RecordedValue:
-    """One version of one storage."""
+    """Data about a value: one version of the contents of one storage. ``base`` is the geometry that it had when it was made."""
 
     id: int
     storage: int
@@ -69,7 +70,7 @@ class RecordedValue:
 
 @dataclass(slots=True)
 class RecordedOp:
-    """One op call: its arguments (tensors as ``Ref``) and what it read, wrote and returned."""
+    """Data about one op call: its arguments (tensors as ``Ref``), and the values that it read, wrote and returned, by id."""
 
     id: int
     func: torch._ops.OpOverload
@@ -85,16 +86,20 @@ class RecordedOp:
     obstacle: str = ""
     births: tuple[int, ...] = ()
     random_point: tuple[int, int] | None = None
-    """For a random op that can be repeated: its generator, and the point in the region at which its state is taken."""
+    """For a random op that can be repeated: its generator's index, and the point in the region where the generator's state is
+    taken.
+    """
     scratch: frozenset[int] = frozenset()
-    """Buffers that the op writes without declaring it. Running it again needs copies of them."""
+    """The ids of buffers' storages that the op writes without declaring it. To run the op again, copies of these buffers are
+    needed.
+    """
     undeclared: tuple[int, ...] = ()
-    """Other storages that it writes without declaring it. Each gets a new version, like any write."""
+    """The ids of other storages that the op writes without declaring it. Each of them gets a new version, as with any write."""
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """The properties of an op that its schema declares."""
+    """Data: the properties of an op that its schema declares."""
 
     written_positions: tuple[int, ...]
     written_names: tuple[str, ...]
@@ -108,7 +113,10 @@ class Signature:
 
 
 def read_schema(func: torch._ops.OpOverload) -> Signature:
-    """Return which arguments the op writes, and whether it draws random numbers, only makes a view, or leaves memory unset."""
+    """Return the properties of an op from its schema.
+
+    They say which arguments the op writes, and whether it draws random numbers, only makes a view, or leaves memory unset.
+    """
     written = [
         (position, argument.name)
         for position, argument in enumerate(func._schema.arguments)
@@ -129,15 +137,17 @@ def read_schema(func: torch._ops.OpOverload) -> Signature:
 
 
 class OpRecorder(TorchDispatchMode):
-    """Logs the ops that run while it is active.
+    """A dispatch mode that logs the ops that run while it is active.
 
-    Subclasses override ``execute`` to time, watch or verify the call itself. ``current_module`` returns the path of the running
-    module. While ``suspended``, the engine's own ops are not logged. With ``repeats_collectives``, all ranks may together run
-    ops again that communicate with other ranks.
+    Subclasses override ``execute`` to time, watch or verify the call itself. ``current_module`` is a function that returns the
+    path of the running module. While ``suspended``, the engine's own ops are not logged. With ``repeats_collectives``, all
+    ranks may together run ops again that communicate with other ranks.
     """
 
     supports_higher_order_operators = True
-    """Operators that take functions (flexible attention, scans) run unchanged. Their results come from outside the log."""
+    """Let operators that take functions (flexible attention, scans) run unchanged. The log treats their results as from
+    outside.
+    """
 
     def __init__(self, current_module: Callable[[], str] = lambda: "", *, repeats_collectives: bool = False) -> None:
         super().__init__()
@@ -150,13 +160,16 @@ class OpRecorder(TorchDispatchMode):
         self.suspended = False
         self.value_reads = 0
         self.takes_functions = False
-        """Whether an operator that takes functions has run."""
+        """Whether an operator that takes functions has run so far."""
         self._current_module = current_module
         self._occurrences: Counter[tuple[str, str]] = Counter()
         self._signatures: dict[torch._ops.OpOverload, Signature] = {}
 
     def add_leaf(self, tensor: torch.Tensor, origin: Origin, name: str) -> int:
-        """Register the tensor's storage as one that existed before. The first name given is kept."""
+        """Register a tensor's storage as one that existed before. Return the id of its value.
+
+        If the storage is known already, the first name stays.
+        """
         local = local_of(tensor)
         storage = self.table.add(local)
         known = self.current.get(storage)
@@ -165,22 +178,25 @@ class OpRecorder(TorchDispatchMode):
         return self._new_value(storage, local, origin, name, producer=-1)
 
     def value_of(self, tensor: torch.Tensor) -> int:
-        """Return the id of the tensor's current value, or ``-1`` if its storage is unknown."""
+        """Return the id of the value that the tensor shows now, or ``-1`` if its storage is unknown."""
         local = local_of(tensor)
         return self.current.get(self.table.find(local), -1) if is_plain(local) else -1
 
     def is_on_the_way(self, args: tuple[Any, ...]) -> bool:
-        """True if a collective is still filling some of these tensors, so that their contents change without an op."""
+        """Return True if a collective is still filling some of these tensors, so that their contents change without an op."""
         return bool(self._on_the_way) and any(
             self.table.find(tensor) in self._on_the_way for tensor in flat_tensors(args)
         )
 
     def forget_names(self) -> None:
-        """Count occurrences of (module, op) from zero again, as at the start of a region."""
+        """Forget how often each op has run in each module, as at the start of a region.
+
+        Names of values contain these counts.
+        """
         self._occurrences.clear()
 
     def execute(self, op: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature) -> Any:
-        """Run the op. It is not in the log yet: only its result shows whether it is a view."""
+        """Run the op, and return its result. The op is not in the log yet: only its result shows whether it is a view."""
         return op.func(*args, **kwargs)
 
     def __torch_dispatch__(
@@ -197,6 +213,7 @@ class OpRecorder(TorchDispatchMode):
         signature = self._signatures.get(func)
         if signature is None:
             signature = self._signatures[func] = read_schema(func)
+        # Views are not logged: recipes make the view that an op reads with one as_strided.
         if signature.is_view:
             for tensor in flat_tensors(args):
                 self.known(tensor)
@@ -208,14 +225,17 @@ class OpRecorder(TorchDispatchMode):
     def record(
         self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature
     ) -> Any:
-        """Run an op that is more than a view, and log it."""
+        """Run an op that may be more than a view, log it, and return its result."""
         op = self._open(func, args, kwargs, signature)
         out = self.execute(op, args, kwargs, signature)
         self._close(op, out, args, kwargs, signature)
         return out
 
     def known(self, tensor: torch.Tensor) -> int:
-        """The value that the tensor shows, ``-1`` if it is not a plain one. A new storage comes from outside the log."""
+        """Return the id of the value that a tensor shows, or ``-1`` if the tensor is not plain (see `is_plain`).
+
+        If its storage is new, the value is registered as one from outside the log.
+        """
         if not is_plain(tensor):
             return -1
         return self.add_leaf(tensor, Origin.EXTERNAL, "external")
@@ -263,7 +283,10 @@ class OpRecorder(TorchDispatchMode):
         )
 
     def _keep_masks(self, func: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
-        """Prevent masks that an op selects rows by from being recomputed: the op that made a mask must not run again."""
+        """Note that the masks which an op selects rows by must not be recomputed.
+
+        The op that made a mask must not run again.
+        """
         for mask in masks_of(func, args):
             producer = self.values[value].producer if (value := self.value_of(mask)) >= 0 else -1
             if producer >= 0:
@@ -272,7 +295,7 @@ class OpRecorder(TorchDispatchMode):
     def _written(
         self, op: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature
     ) -> list[torch.Tensor]:
-        """Return the arguments whose contents the op changes."""
+        """Return the tensors among an op's arguments whose contents the op changes."""
         written: list[Any] = [args[i] for i in signature.written_positions if i < len(args)]
         written += [kwargs[name] for name in signature.written_names if name in kwargs]
         if signature.is_collective:

@@ -1,4 +1,4 @@
-"""Where a tensor's memory is, the tensor's geometry in it, and its bits.
+"""Functions about a tensor's memory: which storage it is, how the tensor is laid out in it, and which bits it holds.
 
 An address identifies a storage only while that storage lives. So ``StorageTable`` holds a weak reference to every storage that
 it has seen. While the weak reference exists, the allocator cannot reuse the ``StorageImpl``, so a look-up by address is exact
@@ -20,14 +20,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from plimsoll.tracing.local_tensors import is_wrapper, local_of, parts_of_sparse
 
 INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer dtypes by bytes, to view bits."""
+"""A mapping from the size of an element in bytes to the integer dtype of that size. It is used to view bits."""
 _ROW = 512
 _SMALL_BYTES = 2**16
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Sizes and strides in elements, offset in elements from the start of the storage, and dtype."""
+    """Data: the layout of a tensor in its storage.
+
+    Sizes, strides and the offset from the start of the storage are in elements.
+    """
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -39,7 +42,7 @@ class Geometry:
         return Geometry(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
     def changed(self, change: Callable[[Any], Any]) -> Geometry:
-        """Return the geometry with ``change`` applied to every number, in a fixed order."""
+        """Return a copy of the geometry with ``change`` applied to each number, in a fixed order."""
         size = tuple([change(number) for number in self.size])
         return Geometry(size, tuple([change(number) for number in self.stride]), change(self.offset), self.dtype)
 
@@ -52,20 +55,20 @@ class Geometry:
 
 
 def has_lazy_bits(tensor: torch.Tensor) -> bool:
-    """True if the tensor's bits are not its values (lazy conjugate or negation). A geometry cannot express that."""
+    """Return True if the tensor's bits are not its values (lazy conjugate or negation). A geometry cannot express that."""
     return tensor.is_conj() or tensor.is_neg()
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """True if the tensor is dense and strided with its own storage.
+    """Return True if the tensor is plain: dense and strided, with its own storage.
 
-    Excluded are subclasses that wrap several tensors, and the zeros of forward-mode derivatives, which are not in memory.
+    Not plain are subclasses that wrap several tensors, and the zeros of forward-mode derivatives, which are not in memory.
     """
     return tensor.layout is torch.strided and not is_wrapper(tensor) and not tensor._is_zerotensor()
 
 
 class StorageTable:
-    """Gives every storage that it sees a small id. Two storages never get the same id."""
+    """A table that gives each storage that it sees a small id. Two storages never get the same id."""
 
     def __init__(self) -> None:
         self._ids: dict[int, int] = {}
@@ -75,12 +78,14 @@ class StorageTable:
         return len(self._references)
 
     def find(self, tensor: torch.Tensor) -> int:
-        """Return the id of the tensor's storage, or ``-1`` if it is unknown or the tensor has none (a sparse one)."""
+        """Return the id of the tensor's storage. Return ``-1`` if the storage is unknown, or if the tensor is sparse and has
+        none.
+        """
         local = local_of(tensor)
         return self._ids.get(local.untyped_storage()._cdata, -1) if local.layout is torch.strided else -1
 
     def add(self, tensor: torch.Tensor) -> int:
-        """Return the id of the tensor's storage; a new id if it is unknown."""
+        """Return the id of the tensor's storage. If the storage is unknown, it gets a new id."""
         storage = local_of(tensor).untyped_storage()
         found = self._ids.get(storage._cdata)
         if found is not None:
@@ -91,7 +96,7 @@ class StorageTable:
         return fresh
 
     def address(self, id_: int) -> int:
-        """Return the address of a storage that is still in the table, for ``is_storage_gone``."""
+        """Return the address of a storage that is still in the table. The address is an argument for ``is_storage_gone``."""
         reference = self._references[id_]
         assert reference is not None
         return int(reference.cdata)
@@ -99,7 +104,7 @@ class StorageTable:
     def let_go(self, id_: int) -> None:
         """Forget a storage that was freed. Its address may be reused from now on.
 
-        A weak reference keeps only a small object, but in the C library's heap that object lies between tensors and fragments
+        A weak reference keeps only a small object, but in the C library's heap that object is between tensors and fragments
         their memory.
         """
         del self._ids[self.address(id_)]
@@ -114,7 +119,7 @@ def as_integers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def storage_fingerprint(tensor: torch.Tensor) -> int:
-    """Return a checksum of all bytes of the tensor's storage and their positions. It does not allocate a copy."""
+    """Return a checksum of all bytes of the tensor's storage and of their positions. The bytes are not copied."""
     storage = tensor.untyped_storage()
     count = storage.nbytes()
     if count == 0 or storage.device.type == "meta":  # forward-mode derivatives check shapes there
@@ -130,7 +135,7 @@ def storage_fingerprint(tensor: torch.Tensor) -> int:
 
 
 def storage_crc(tensor: torch.Tensor) -> int:
-    """Return the CRC-32 of all bytes of a CPU tensor's storage, read in place."""
+    """Return the CRC-32 of all bytes of a CPU tensor's storage. The bytes are read in place."""
     storage = tensor.untyped_storage()
     return zlib.crc32((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr()))
 
@@ -140,21 +145,21 @@ def _of_storage(dtype: torch.dtype, storage: torch.UntypedStorage, offset: int, 
 
 
 def content_fingerprint(tensor: torch.Tensor) -> int:
-    """Return a checksum of the tensor's elements in their order, independent of its geometry."""
+    """Return a checksum of the tensor's elements in their order. It does not depend on the tensor's strides and offset."""
     count = tensor.numel() * tensor.element_size()
     is_whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == count
     return storage_fingerprint(tensor if is_whole else tensor.detach().clone(memory_format=torch.contiguous_format))
 
 
 def same_bits(first: torch.Tensor, second: Any) -> bool:
-    """True if two tensors have the same geometry and the same bits."""
+    """Return True if two tensors have the same geometry and the same bits. Any NaN equals any NaN."""
     if not isinstance(second, torch.Tensor) or not is_plain(first) or not is_plain(second):
         return False
     return Geometry.of(first) == Geometry.of(second) and same_contents(first, second)
 
 
 def same_contents(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two tensors of equal shape and dtype hold the same bits, element by element."""
+    """Return whether two tensors of equal shape and dtype hold the same bits, element by element. Any NaN equals any NaN."""
     if first.shape != second.shape or first.dtype != second.dtype or first.layout != second.layout:
         return False
     if first.layout is not torch.strided:

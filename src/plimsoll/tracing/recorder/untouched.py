@@ -1,4 +1,4 @@
-"""Restores a model and a batch after a step that does not count: gradients, buffers, flags, random state.
+"""Restore a model and a batch after a step that does not count: gradients, buffers, flags, random state.
 
 Planning, attaching and verifying run steps on the user's own model. This module ensures that these steps leave nothing behind.
 """
@@ -31,14 +31,17 @@ from plimsoll.tracing.zero import KeptGathering, is_gathered_by_zero
 
 _OF_8_BITS = "bitsandbytes.autograd._functions"
 _UNREAD = {"MatMul8bitLt": {"tensors": (None,) * 3, "tensor_states": (None,) * 2}, "MatMul8bitFp": {"A": None}}
-"""Attributes that such a product keeps on ``ctx`` and does not read if the weight is frozen."""
+"""A mapping from product to attributes with empty values. The product stores these attributes on ``ctx``.
+
+If the weight is frozen, the product does not read them.
+"""
 
 
 @contextlib.contextmanager
 def untouched(model: nn.Module, written: Collection[str] = ()) -> Iterator[None]:
-    """Restore gradients, modules with everything that they hold, and random states at the end of the block.
+    """Return a context manager that restores gradients, modules with everything that they hold, and random states at its end.
 
-    A model under ``fully_shard`` is made ready for its next step, also if this one failed. Hooks on parameters (an optimizer
+    A model under ``fully_shard`` is made ready for its next step, even if this step failed. Hooks on parameters (an optimizer
     that steps in backward) and reductions that are not torch's own do not run in the block. Existing gradients are replaced by
     zeros of their shape inside the block, so that accumulating into them has its usual cost, and are never written. Parameters
     are restored if the step is known to write them (``written``, by name), or if it replaces their ``data``.
@@ -90,13 +93,16 @@ def untouched(model: nn.Module, written: Collection[str] = ()) -> Iterator[None]
 
 
 def _hooks_of(parameter: torch.Tensor) -> dict[int, Any] | None:
-    """Return the hooks that run when the gradient is complete. torch 2.9 to 2.15 hold them in this dict, as handles do."""
+    """Return the hooks that run when a parameter's gradient is complete, or ``None`` if it does not have such hooks.
+
+    torch 2.9 to 2.15 hold them in this dict, and handles refer to the same dict.
+    """
     found: dict[int, Any] | None = parameter._post_accumulate_grad_hooks
     return found
 
 
 class RandomState:
-    """The state of Python's, numpy's and torch's generators (of all CUDA devices that are in use)."""
+    """Stores the states of the generators of Python, numpy and torch (for CUDA, of all devices that are in use)."""
 
     def __init__(self) -> None:
         self._python = random.getstate()
@@ -105,7 +111,7 @@ class RandomState:
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
     def put_back(self) -> None:
-        """Restore the states of the generators."""
+        """Restore the states that the generators had when this object was made."""
         random.setstate(self._python)
         np.random.set_state(self._numpy)
         torch.set_rng_state(self._torch)
@@ -113,19 +119,19 @@ class RandomState:
             torch.cuda.set_rng_state_all(self._cuda)
 
     def is_current(self) -> bool:
-        """True if no generator has been used since."""
+        """Return True if none of the generators has been used since this object was made."""
         now = RandomState()
         return self.is_current_on_host() and all(map(torch.equal, (now._torch, *now._cuda), (self._torch, *self._cuda)))
 
     def is_current_on_host(self) -> bool:
-        """True if Python's and numpy's generators have not been used since."""
+        """Return True if the generators of Python and numpy have not been used since this object was made."""
         numpy: Any = np.random.get_state(legacy=True)
         is_same = all(np.array_equal(one, other) for one, other in zip(numpy, self._numpy, strict=True))
         return is_same and random.getstate() == self._python
 
 
 class KeptTensors:
-    """Tensors with copies of their numbers. ``put_back`` writes the copies into tensors that were written."""
+    """Stores copies of the numbers in tensors. `put_back` writes the copies back into those tensors that were written."""
 
     def __init__(
         self, tensors: Iterable[torch.Tensor], copy: Callable[[torch.Tensor], torch.Tensor] = torch.clone
@@ -133,7 +139,7 @@ class KeptTensors:
         self._kept = [(tensor, copy(tensor.detach()), tensor._version) for tensor in tensors]
 
     def put_back(self) -> None:
-        """Write the numbers back into tensors that were written since."""
+        """Write the numbers back into the tensors that were written since this object was made."""
         with torch.no_grad():
             for tensor, copy, version in self._kept:
                 # Compare contents too: batch norm writes without bumping the version counter.
@@ -144,12 +150,12 @@ class KeptTensors:
 
 
 class KeptState:
-    """The current state of a model's modules, to be restored later: classes, attributes, parts, hooks, buffers.
+    """Stores the current state of a model's modules, to restore it later: classes, attributes, parts, hooks, buffers.
 
-    It is restored even if a step replaces these objects, and additions (a cache, a counter, a lazily made part or hook) are
-    removed. If an attribute is a list, a set, a dictionary, a deque, an array, a random generator or an object of the user's
-    class, its contents are restored too, with the tensors and containers in it. ``copy`` decides where copies of tensors are
-    stored.
+    The state is restored even if a step replaces these objects, and additions (a cache, a counter, a lazily made part or hook)
+    are removed. If an attribute is a list, a set, a dictionary, a deque, an array, a random generator or an object of the
+    user's class, its contents are restored too, with the tensors and containers inside. ``copy`` decides where copies of
+    tensors are stored.
     """
 
     def __init__(self, model: nn.Module, copy: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> None:
@@ -171,22 +177,23 @@ class KeptState:
         self._tensors = KeptTensors(tensors, copy)
 
     def put_back(self) -> None:
-        """Restore the same tensors and attributes with their contents. Tensors that were not written are not touched."""
+        """Restore the same tensors and attributes with their contents. Tensors that were not written since are not touched."""
         self._modules.put_back()
         self._classes.put_back()
         self._contents.put_back()
         self._tensors.put_back()
 
     def lend_iterators(self) -> None:
-        """Replace the model's iterators until ``put_back``, for a step that does not count."""
+        """Replace the iterators of the model until `put_back`, so that a step that does not count cannot advance them."""
         self._contents.lend(*self._tables)
 
 
 class Unread:
-    """Makes bitsandbytes' 8-bit products free what they keep for a frozen weight's gradient, until ``put_back``.
+    """Makes 8-bit products of bitsandbytes free the tensors that they keep for the gradient of a frozen weight, until
+    `put_back`.
 
-    They store their input on ``ctx`` (seen in 0.50), where hooks on saved tensors do not see it, and read it only for that
-    gradient.
+    These products store their input on ``ctx`` (seen in 0.50), where hooks on saved tensors do not see the input. They read the
+    input only for that gradient.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -204,7 +211,9 @@ class Unread:
         return output
 
     def put_back(self) -> None:
-        """Restore their forwards. If other code has wrapped ours since, ours only stops acting."""
+        """Restore the forwards of these products. If other code has wrapped our forward since, our forward stays but does
+        nothing more.
+        """
         for (function, original, _), forward in zip(self._found, self._forwards, strict=True):
             if function.forward is forward:
                 function.forward = staticmethod(original)
@@ -213,7 +222,10 @@ class Unread:
 
 @contextlib.contextmanager
 def forwards_kept(model: nn.Module) -> Iterator[None]:
-    """Restore every ``forward`` that a call exchanges: a trainer's redirection lasts for one call, which must be the user's."""
+    """Return a context manager that restores each ``forward`` that a call exchanges.
+
+    A trainer redirects ``forward`` for one call, and this one call must be the user's.
+    """
     forwards = KeptForwards(model)
     try:
         yield
@@ -223,7 +235,7 @@ def forwards_kept(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def arguments_kept(call: Any) -> Iterator[None]:
-    """Restore what objects among a call's arguments hold, such as a user-defined cache that forward extends.
+    """Return a context manager that restores what objects among a call's arguments hold, such as a cache that forward extends.
 
     Attributes of objects are restored, with lists, dictionaries and other containers in them, to any depth, and the numbers of
     tensors in them. A tensor that is itself an argument is not restored: see ``private_copy``.
@@ -242,7 +254,10 @@ def arguments_kept(call: Any) -> Iterator[None]:
 
 
 def returned_tensors(output: Any) -> list[torch.Tensor]:
-    """The tensors that a model returned. Only if pytrees show none, look into objects of the user's classes (a dataclass)."""
+    """Return the tensors that a model returned.
+
+    If pytrees show no tensors, look into objects of the user's classes too (a dataclass).
+    """
     if tensors := output_tensors(output):
         return tensors
     values = with_contents(tree_leaves(output), attributes_as_well=True).values()
@@ -250,7 +265,10 @@ def returned_tensors(output: Any) -> list[torch.Tensor]:
 
 
 def _is_kept(value: Any) -> bool:
-    """True for a tensor that the module itself holds, such as a metric's state: not a parameter, and not made by forward."""
+    """Return True for a tensor that a module itself holds, such as a metric's state.
+
+    Parameters and tensors that forward made are excluded.
+    """
     return (
         isinstance(value, torch.Tensor)
         and not isinstance(value, nn.Parameter)
@@ -261,14 +279,17 @@ def _is_kept(value: Any) -> bool:
 
 
 def _memory_of(tensor: torch.Tensor) -> set[int]:
-    """The storages behind a tensor. A sparse tensor has one for each of its indices and for its values."""
+    """Return the addresses of the storages behind a tensor.
+
+    A sparse tensor has one for each of its indices and for its values.
+    """
     return {part.untyped_storage()._cdata for part in parts_of_sparse(tensor) or (tensor,)}
 
 
 def private_copy(batch: Any) -> Any:
-    """Return the batch with its own storages, so that a model may write to its inputs. Shared storages stay shared.
+    """Return a copy of the batch with its own storages, so that a model may write to its inputs. Shared storages stay shared.
 
-    A step may advance the batch's iterators, because they are replaced.
+    A step may advance iterators of the copy, because they are replaced.
     """
     storages: dict[int, torch.UntypedStorage] = {}
 
