@@ -168,7 +168,7 @@ def test_every_step_runs_in_a_context_of_its_own():
     ("options", "found"),
     [
         ({"context": saved_tensors_hooks(lambda t: t, lambda t: t)}, "context= is a saved_tensors_hooks"),
-        ({"context": lambda: 3}, "context= made a int"),
+        ({"context": lambda: 3}, "context= returned a int"),
         ({"steps": 0}, "steps=0"),
         ({"curve_steps": -1}, "curve_steps=-1"),
         ({"curve_steps": 1.5}, "curve_steps=1.5"),

@@ -165,7 +165,7 @@ def test_what_cannot_be_chunked_in_one_line_is_refused_untouched():
         chunk_loss(twice)
     with pytest.raises(InvalidModel, match=r"not a torch\.nn\.Module"):
         chunk_loss("llama")  # type: ignore[arg-type]
-    with pytest.raises(InvalidOption, match="twice"):
+    with pytest.raises(InvalidOption, match="both given"):
         chunk_loss(llama(), chunk_rows=1, chunk_bytes=1)
 
 
