@@ -129,7 +129,10 @@ class Fit(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def gain(self) -> float | None:
-        """The best throughput divided by the best throughput without a plan, minus 1; ``None`` if no point has both."""
+        """The best throughput divided by the best throughput without a plan, minus 1.
+
+        ``None`` if nothing fits without a plan.
+        """
         best, unmanaged = self.best_point, self.best_unmanaged
         if best is None or unmanaged is None or not unmanaged.items_per_second:
             return None

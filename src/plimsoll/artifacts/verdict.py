@@ -88,8 +88,8 @@ class IntervalEstimate(msgspec.Struct, frozen=True, kw_only=True):
 class NormSummary(msgspec.Struct, frozen=True, kw_only=True):
     """A summary of the gradient norms of one arm (one of the two training runs): quantiles, spikes and tails.
 
-    ``quantiles`` are taken at ``NORM_QUANTILES``. ``spikes`` counts unusually large norms. ``kurtosis`` is the excess over the
-    kurtosis of a normal distribution.
+    ``quantiles`` are taken at ``NORM_QUANTILES``. ``spikes`` counts norms far above the running median. ``kurtosis`` is the
+    excess over the kurtosis of a normal distribution.
     """
 
     median: float
