@@ -85,7 +85,7 @@ class BudgetAboveDevice(PlimsollError):
 
 
 class InvalidModel(PlimsollError):
-    """Plimsoll cannot plan this model: it has no parameters or no regions, or it is already checkpointed."""
+    """Plimsoll cannot plan this model: it is without parameters or regions, or it is already checkpointed."""
 
 
 class InvalidBatch(PlimsollError):
@@ -117,7 +117,7 @@ class UnknownOptimizer(PlimsollError):
 
 
 class InvalidTarget(PlimsollError):
-    """A target (the text that names a model or a step, as on the command line) cannot be loaded as it is given."""
+    """A target (the text that names a model or a step, as on the command line) does not load, or not with these options."""
 
 
 class UnknownDevice(PlimsollError):
@@ -145,7 +145,7 @@ class UnsupportedTorch(PlimsollError):
 
 
 class UntriedTorch(UserWarning):
-    """A warning: the installed torch has a newer minor version than any version with which the tests ran.
+    """A warning: the installed torch has a newer minor version than all versions that were tested.
 
     Example:
         >>> import warnings

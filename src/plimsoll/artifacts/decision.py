@@ -1,4 +1,4 @@
-"""The enums of a plan: decisions for a saved value, engines for a region, and the ways in which a search can end."""
+"""The enums of a plan: decisions for a saved value, ways to handle a region, and possible ends of a search."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Decision(enum.StrEnum):
 
 
 class Engine(enum.StrEnum):
-    """The way in which one region (a module that Plimsoll manages) was handled."""
+    """How one region (a module that Plimsoll manages) was handled."""
 
     RECIPE = "recipe"
     """Plimsoll replaces saved tensors. Dropped tensors are rebuilt by verified recipes (lists of ops to run again)."""

@@ -39,7 +39,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     how: str
     predicted_peak_bytes: int
     lowers_bytes: int
-    """The bytes by which the change lowers the peak; negative if the change raises the peak."""
+    """How many bytes lower the peak is with the change; negative if the change raises the peak."""
     moment: str
     basis: str
 
@@ -70,7 +70,7 @@ class Explanation(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     device: str
     is_fake: bool
     setup: str
-    """A description of what saves memory in this step, such as its own checkpointing; empty if nothing does."""
+    """Says what saves memory in this step, such as its own checkpointing; empty if nothing does."""
     optimizer: str
     verdict: str
     peak: Peak

@@ -123,7 +123,7 @@ class Fit(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def best_unmanaged(self) -> FitPoint | None:
-        """The point with the most throughput among the points that fit without a plan; ``None`` if there is no such point."""
+        """The point with the most throughput of those points that fit without a plan; ``None`` if no point does."""
         found = [point for point in self.points if point.is_unmanaged]
         return max(found, key=lambda point: point.items_per_second, default=None)
 

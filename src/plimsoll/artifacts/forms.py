@@ -39,7 +39,7 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ValueForms(msgspec.Struct, frozen=True, kw_only=True):
-    """The forms in which one saved value may be stored. ``refused`` lists pairs of a rejected codec and the reason.
+    """The forms that one saved value may take. ``refused`` lists pairs of a rejected codec and the reason.
 
     ``sensitivity`` is the relative error of the whole gradient per unit of relative error in this value.
     """

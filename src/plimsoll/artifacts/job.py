@@ -239,7 +239,7 @@ class Techniques(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def on_host(self) -> frozenset[str]:
-        """The words for what is held on the host. If parameters are offloaded, the optimizer is too."""
+        """What is held on the host, as words of ``offload``. If parameters are offloaded, the optimizer is too."""
         words = frozenset(filter(None, self.offload.split("+")))
         return words | {"optimizer"} if "parameters" in words else words
 

@@ -11,7 +11,7 @@ from plimsoll.artifacts.trace import Category
 
 
 class StepForm(enum.StrEnum):
-    """Names of the ways in which an optimizer step iterates over the parameters.
+    """Names for how an optimizer step iterates over the parameters.
 
     ``LOOP``: one parameter after the other. ``FOREACH``: all parameters together, op by op (torch's choice on a GPU).
     ``FUSED``: one kernel, without temporaries.

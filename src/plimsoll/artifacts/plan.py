@@ -90,7 +90,7 @@ class RegionPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def effect(self) -> tuple[object, ...]:
-        """A key of what the region will do. Two region plans with equal keys differ only in predictions and reasons."""
+        """A key: two region plans with equal keys do the same in their region, and differ only in predictions and reasons."""
         packed = tuple(sorted(self.packed.items()))
         return (self.call, self.dropped, packed, self.is_boundary_dropped, self.steady_inputs)
 
@@ -257,12 +257,12 @@ class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def effect(self) -> tuple[object, ...]:
-        """A key of what the plan will do. Two plans with equal keys differ only in predictions and reasons."""
+        """A key: two plans with equal keys do the same, and differ only in predictions and reasons."""
         return tuple((region.name, *region.effect) for region in self.regions)
 
     @property
     def own_compilation(self) -> dict[str, bool | int | float | str | None] | None:
-        """The torch.compile options with which the plan compiles the model, as in ``plimsoll.plan(compile=…)``.
+        """The torch.compile options that the plan uses to compile the model, as in ``plimsoll.plan(compile=…)``.
 
         ``None`` if the plan does not compile anything itself.
         """

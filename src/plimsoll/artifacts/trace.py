@@ -75,8 +75,8 @@ class OpSpec(msgspec.Struct, frozen=True, kw_only=True):
     ``moved_bytes`` is the size of the whole tensor on one rank: the gathered, reduced or exchanged tensor.
     For a matrix product, ``product`` is batch, rows, columns and inner size. ``is_causal`` marks attention whose kernel skips
     the masked half of the scores; ``flops`` counts that half too. ``beside`` lists cost keys of matrix products that overlap
-    with this collective, which then runs in pieces. ``copies`` is the number of ranks to which an exchange sends each row, if
-    the exchange never sends a row twice to the same rank or node; otherwise it is 0.
+    with this collective, which then runs in pieces. ``copies`` is the number of ranks that get each row of an exchange, if the
+    exchange never sends a row twice to the same rank or node; otherwise it is 0.
     """
 
     name: str

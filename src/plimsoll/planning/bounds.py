@@ -227,6 +227,7 @@ class _Rows:
         self.right.append(at_most)
 
     def table(self) -> csr_array:
+        """Return all rows as one sparse table."""
         at = np.array([(row, column) for row, column, _ in self._entries], dtype=np.int64).reshape(-1, 2)
         numbers = np.array([number for _, _, number in self._entries], dtype=np.float64)
         return coo_array((numbers, (at[:, 0], at[:, 1])), shape=(len(self.right), self._columns)).tocsr()

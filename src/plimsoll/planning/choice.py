@@ -26,7 +26,7 @@ from plimsoll.planning.replay_schedule import recipe_ops
 from plimsoll.planning.step import RegionView, StepIndex, provider_of
 
 Packed = frozenset[tuple[int, str]]
-"""A set of (value, form): the id of a value in the region's graph, and the name of the form in which it is held."""
+"""A set of (value, form): the id of a value in the region's graph, and the name of the value's form."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class _Noise:
         return sum(self._of_leaves.get(leaf, 0.0) for leaf in leaves)
 
     def leaves(self, value: int) -> tuple[int, ...]:
-        """Return the held values from which a value is rebuilt; if the value is held, only the value itself."""
+        """Return the held values that a value is rebuilt from; if the value is held, only the value itself."""
         return (value,) if value in self._held else recipe_ops(self._view.graph, value, self._held)[1]
 
     def of_output(self, storage: int) -> float:

@@ -1,4 +1,4 @@
-"""Generates the choices from which the solver picks for each region, and the memory and time that each choice adds.
+"""Generates the choices that the solver picks from for each region, and the memory and time that each choice adds.
 
 A choice says which saved values a region keeps, recomputes, or stores in another form (compressed, offloaded). If a region has
 few such values, all combinations are choices. Otherwise the choices are the vertices of the lower convex hull of bytes held
@@ -156,7 +156,7 @@ class _Generator:
     def _explore_forms(self) -> Hull:
         """Measure the hulls with compressed and offloaded forms, and choices near them, and return the hull with all lines.
 
-        A hull is found for each of several prices of what all regions share: gradient error and bytes on the link.
+        A hull is found for each of several prices of gradient error and of bytes on the link, which all regions share.
         """
         known = set(self.known)
         sweeps = list(packing_sweeps(self.prices, self.most_squared_error / self.alike))
@@ -217,10 +217,10 @@ class _Generator:
     def _descend(self) -> None:
         """Measure choices on the way to a low peak: flip one value, or a pair, as long as this lowers the peak.
 
-        To flip a value means to drop it if it is kept, and to keep it otherwise. The peak is that of the region's backward plus
-        the bytes that other regions of this kind hold. How many regions hold bytes is not known here, so several counts are
-        tried: none, one, all, and all regions of all micro-batches in flight. These descents run side by side, so that one
-        call measures the next flips of all of them.
+        To flip a value means to drop it if it is kept, and to keep it otherwise. Here the peak is the peak of the region's
+        backward plus the bytes that other regions of this kind hold. How many regions hold bytes is not known here, so several
+        counts are tried: none, one, all, and all regions of all micro-batches in flight. These descents run side by side, so
+        that one call measures the next flips of all of them.
         """
         pairs = list(itertools.combinations(self.by_size[:_PAIRED_VALUES], 2))
         flips = ([(value,) for value in self.by_size], pairs)

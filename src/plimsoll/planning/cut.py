@@ -50,7 +50,7 @@ _INFINITE = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """Data: one form in which a value may be held (a codec's payload, or a transfer over a link), and what it costs.
+    """Data: one form that a value may take (a codec's payload, or a transfer over a link), and what the form costs.
 
     ``held_bytes`` stay on the device, ``seconds`` is the least time for packing the value and bringing it back,
     ``squared_error`` the squared gradient error, and ``link_bytes`` the bytes sent. A form that ``is_private`` serves only the
@@ -110,7 +110,7 @@ SOURCE, SINK = 0, 1
 
 
 class Network:
-    """The graph in which one region's cuts are found: edge ``e`` goes from node ``tails[e]`` to node ``heads[e]``.
+    """The graph of one region's cuts: edge ``e`` goes from node ``tails[e]`` to node ``heads[e]``.
 
     The graph is the same for all prices; only the ``capacities`` of its edges differ.
     """

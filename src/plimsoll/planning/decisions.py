@@ -181,7 +181,7 @@ def _seconds_to_rebuild(index: StepIndex, view: RegionView, value: int, choice: 
 
 
 def _schedule(view: RegionView, choice: Choice) -> Schedule:
-    """Return the schedule in which one region recomputes its dropped values, as if its inputs were held."""
+    """Return the schedule of one region's recomputation of dropped values, as if the region's inputs were held."""
     inputs = frozenset(view.movable) - choice.kept - choice.forms.keys()
     dropped = view.everything - choice.kept - choice.forms.keys() - inputs
     return build_schedule(view.graph, view.leaves | choice.kept | inputs, dropped, packed=choice.forms)

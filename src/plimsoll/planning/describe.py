@@ -229,7 +229,7 @@ class _Log:
         self.optimizer_instant = 2 * next(optimizer, len(index.trace.ops))
 
     def sorted(self) -> tuple[AllocationEvent, ...]:
-        """Return all events in the order in which they happen."""
+        """Return all events in the order of the step."""
         self.entries.sort(key=lambda entry: entry[:2])
         return tuple(event for _, _, event in self.entries)
 
@@ -307,7 +307,7 @@ def _contains(spans: Sequence[Span], instant: int) -> bool:
 def _place_at_start(storage: Storage) -> tuple[int, int]:
     """Return a sort key for storages.
 
-    Storages from before the step come first, in the order in which training allocates them. The others follow in the order of
+    Storages from before the step come first, in the order of their allocation by training. The others follow in the order of
     the trace.
     """
     return (_AT_START.get(storage.category, len(_AT_START)) if storage.born < 0 else len(_AT_START), storage.id)

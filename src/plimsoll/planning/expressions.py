@@ -200,7 +200,7 @@ class Fitter:
         return [[power(term, point) for term in self.terms] for point in self._points]
 
     def _solved(self, support: tuple[int, ...], values: tuple[int, ...]) -> tuple[Fraction, ...] | None:
-        """Return the coefficients with which these terms have the right value at all points.
+        """Return the coefficients that make these terms have the right value at all points.
 
         ``None`` if such coefficients do not exist, or if one of them is 0.
         """

@@ -152,7 +152,7 @@ def _steps(prices: Prices) -> list[float]:
 
 
 def modes_of(view: RegionView) -> dict[int, tuple[Mode, ...]]:
-    """Return a mapping from values to the forms (codecs, links) in which the cut may hold them.
+    """Return a mapping from values to the forms (codecs, links) that the cut may hold them in.
 
     Transfers count as hidden by compute, so their seconds are left out. Forms with an infinite error are left out too.
     """

@@ -1,7 +1,7 @@
 """Picks one choice for each region such that the step takes the least seconds within a budget.
 
 It solves a mixed-integer program with HiGHS. A choice says which saved values of a region (a module) are kept, recomputed or
-stored in another form. A window is a stretch of the step in which the bytes are one sum over the regions' choices.
+stored in another form. A window is a stretch of the step; its peak is a sum over the regions' choices.
 
 Legend. ``z[r, c]`` = 1 if region r takes choice c; ``load[w]`` = the bytes that the choices add in window w; ``last`` = 1,
 or the peak if the peak is minimised. ``added`` and ``fixed`` come from ``windows``:
@@ -70,7 +70,7 @@ class Selection:
     """Data: the result of one run of the solver.
 
     ``effects`` has the choice taken for each region, with its memory and time; ``None`` if the solver found no combination.
-    ``lower_value`` is a proven lower bound of what the solver minimised (seconds added to the step, or bytes of the peak).
+    ``lower_value`` is a proven lower bound of the minimised number (seconds added to the step, or bytes of the peak).
     ``is_finished`` is False if the time ran out.
     """
 
@@ -85,7 +85,7 @@ class Relaxed:
 
     ``shares`` has, for each choice of each region in one row, its share in the mix. ``window_prices`` has, for each window, the
     seconds per step that one more byte in this window would save (the duals of row 4). ``reduced_seconds`` has, for each
-    choice, a lower bound of the seconds by which the step exceeds the optimum if the choice is taken whole.
+    choice, a lower bound of the seconds that the step takes beyond the optimum if the choice is taken whole.
     """
 
     shares: Floats
@@ -130,7 +130,7 @@ class ChoiceProblem:
         """An array with, for each choice, the upper bound of its variable: 0 if the choice exceeds the limits alone, else 1."""
         self._usable = np.flatnonzero(self.affordable > 0)
         self._at_work = self._usable[self._usable % _SPARED == 0]
-        """The positions of the choices with which linear programs start; other choices join later."""
+        """The positions of the choices that linear programs start with; other choices join later."""
 
     def choose(self, budget_bytes: int, gap_of_step: float = FINE_GAP) -> Selection:
         """Return the choices with the least seconds whose load fits the budget in every window.
@@ -248,7 +248,7 @@ class ChoiceProblem:
     def _lowest_rounded(self, least_bytes: float, lifts: Floats) -> Taken | None:
         """Return a combination of whole choices with a small peak, or ``None``.
 
-        It is rounded from the relaxed optimum for the first of a few budgets for which this succeeds, and then improved.
+        A few budgets are tried. The relaxed optimum of the first one that can be rounded to whole choices is then improved.
         """
         for gap in (0.0, FLOOR_GAP / 10, FLOOR_GAP, NEAR_FLOOR, 5 * NEAR_FLOOR):
             budget_bytes = max(math.ceil(least_bytes * (1 - _HAIR)), int(least_bytes * (1 + gap)))

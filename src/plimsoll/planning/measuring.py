@@ -61,8 +61,8 @@ class Measuring:
         where = {instant: i for i, instant in enumerate(self.instants)}
         self.instant_of = np.array([where[instant] for instant, _ in moments] + [len(where)], dtype=np.int64)
         self.keys = 4 * len(graph.ops) + 6
-        """The number of keys in one moment: four for each op (to load, run and free), and six for what happens outside of ops,
-        such as loads that no op reads, and the release of the slot's value."""
+        """The number of keys in one moment: four for each op (to load, run and free), and six for events outside of ops, such
+        as loads that no op reads, and the release of the slot's value."""
         self.op_seconds = np.array([index.replay_seconds(op.cost_key) for op in graph.ops])
         self.workspaces = np.array([index.trace.workspaces.get(op.cost_key, 0) for op in graph.ops], dtype=np.int64)
         self.touch_seconds = engine_seconds(index, view)
@@ -86,7 +86,7 @@ class Measuring:
     def _columns(self) -> Ints:
         """Return an array with, for each instant of the region's backward, its column in the table of ``_Pass.rebuilt``.
 
-        Column 0 stands for 0 bytes. At an instant with events the column is their maximum, later the level after them.
+        Column 0 means 0 bytes. At an instant with events the column is their maximum, later the level after them.
         """
         found = []
         for instant in range(self.frame.start, self.frame.stop):
@@ -100,8 +100,8 @@ class Measuring:
 class _Holding:
     """Data: when a storage is alive anyway, from the end of its region's forward on.
 
-    ``gaps`` are the spans in which it is not alive whatever is decided, so that holding it adds its bytes. ``relief`` are the
-    spans before the region's backward in which it is alive anyway. ``is_between`` is True if it is alive all that time.
+    In the spans ``gaps`` it is not alive anyway, so that holding it adds its bytes. In the spans ``relief``, which are before
+    the region's backward, it is alive anyway. ``is_between`` is True if it is alive anyway all the time before backward.
     """
 
     gaps: tuple[Span, ...]
@@ -110,6 +110,7 @@ class _Holding:
 
     @classmethod
     def of(cls, index: StepIndex, frame: RegionFrame, storage: int) -> _Holding:
+        """Return the spans of one storage, for a region with these instants (``frame``)."""
         covered = own_cover(index, frame, storage)
         gaps = subtract([(frame.exit, _FOREVER)], covered)
         return cls(tuple(gaps), is_between(frame, covered), tuple(relief_spans(index, frame, storage)))
@@ -147,7 +148,7 @@ class _Pass:
         """Compute when each value is first needed in backward, and until when slots made of it live.
 
         The walk goes from the last op to the first. ``first`` is the position of the read that first needs the value (the
-        number of reads stands for never). ``until`` is an instant (-1 stands for never).
+        number of reads means never). ``until`` is an instant (-1 means never).
         """
         region, graph = self.region, self.region.view.graph
         never = len(region.reads)
@@ -358,7 +359,7 @@ class _Pass:
     def _held_until(self) -> dict[int, Ints]:
         """Return a mapping from each storage to an array with, for each choice, the instant until which the storage is held.
 
-        It is held for kept values, for slots made of these values, or until a transfer out has ended. -1 stands for never.
+        It is held for kept values, for slots made of these values, or until a transfer out has ended. -1 means never.
         """
         view, values = self.region.view, self.region.view.graph.values
         held: dict[int, Ints] = {}

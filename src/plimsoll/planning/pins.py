@@ -102,7 +102,7 @@ def pin_values(index: StepIndex, overrides: Sequence[Override]) -> StepIndex:
 
 
 def _pins_of(view: RegionView, overrides: Sequence[Override]) -> dict[int, str]:
-    """Return a mapping from values of a region to what the user demands: ``KEEP``, ``RECOMPUTE`` or the name of a form.
+    """Return a mapping from values of a region to the user's demands: ``KEEP``, ``RECOMPUTE`` or the name of a form.
 
     If several overrides match a value, the last one applies.
 

@@ -45,8 +45,8 @@ class BufferEvent(NamedTuple):
 class Replay:
     """Data: the bytes that a set of choices adds to the fixed bytes (those that no decision changes).
 
-    ``holds`` maps storages of the trace to the spans of instants for which kept values hold them; spans may overlap each other
-    and the fixed bytes. ``copies`` are private copies of inputs (span, bytes, label). ``payloads`` are the bytes that packed
+    ``holds`` maps storages of the trace to spans of instants while kept values hold them; spans may overlap each other and the
+    fixed bytes. ``copies`` are private copies of inputs (span, bytes, label). ``payloads`` are the bytes that packed
     (compressed or offloaded) values leave on the device, and ``packing`` is the extra memory for making the payloads, at the
     instant when forward ends. ``levels`` are the bytes of rebuilt values: each entry is valid until the next one, and at an
     even instant it is the maximum during the recomputation that runs there.
@@ -85,6 +85,7 @@ class _Memory:
     labels: list[str] = field(default_factory=list)
 
     def allocate(self, size: int, label: str) -> int:
+        """Allocate a buffer with one reference, and return its number."""
         self.sizes.append(size)
         self.references.append(1)
         self.labels.append(label)
@@ -94,10 +95,12 @@ class _Memory:
         return buffer
 
     def retain(self, buffer: int) -> int:
+        """Add a reference to a buffer, and return its number."""
         self.references[buffer] += 1
         return buffer
 
     def release(self, buffer: int, *, is_due: bool = False) -> None:
+        """Remove a reference from a buffer, and free the buffer if it was the last one."""
         self.references[buffer] -= 1
         if not self.references[buffer]:
             size = self.sizes[buffer]
@@ -105,6 +108,7 @@ class _Memory:
             self.log.append(BufferEvent(self.instant, buffer, -size, self.labels[buffer], is_due))
 
     def alive(self) -> list[Live]:
+        """Return the label and bytes of each buffer that is alive."""
         return [
             (label, size)
             for label, size, references in zip(self.labels, self.sizes, self.references, strict=True)

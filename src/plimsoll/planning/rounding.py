@@ -133,7 +133,7 @@ def search_near(
 
     Args:
         room: the limits.
-        reduced: for each choice of each region, a lower bound of the seconds by which the step exceeds the optimum if the
+        reduced: for each choice of each region, a lower bound of the seconds that the step takes beyond the optimum if the
             choice is taken whole.
         start: a combination within the limits; ``None`` if none is known yet.
         least_seconds: the seconds of the relaxed optimum.

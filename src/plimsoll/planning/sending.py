@@ -113,7 +113,7 @@ class _Group:
 
 
 class _Beside:
-    """The simulation of one step with two streams for copies, one in each direction (*beside* in the module's docstring)."""
+    """The simulation of one step with two streams for copies, one in each direction (the second schedule of this module)."""
 
     def __init__(self, index: StepIndex, choices: Sequence[Choice], sending: Sending) -> None:
         self.index, self.choices, self.sending = index, choices, sending
@@ -128,6 +128,7 @@ class _Beside:
         self.waiting: dict[int, float] = {}
 
     def run(self) -> Simulation:
+        """Schedule all copies, and simulate the step with this schedule."""
         groups = self.groups
         self._send(groups)
         self._fetch(groups)
@@ -270,7 +271,7 @@ def _groups_of(view: RegionView, choice: Choice, layer: _Layer, named: Sequence[
 
 
 def _saver(index: StepIndex, view: RegionView, slot: Slot) -> RegionOp:
-    """Return the op for which autograd saved a tensor (a slot).
+    """Return the op that made autograd save a tensor (a slot).
 
     At the moment of saving, it is either the next op, which reads the value, or the op before, which made the value. The name
     of the backward op that reads the slot starts with this op's name.

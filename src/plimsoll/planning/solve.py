@@ -388,8 +388,8 @@ class Planner:
     def region_prices(self, window_prices: npt.NDArray[np.float64]) -> list[float]:
         """Return a list with, for each region, the seconds per step that one byte held by the region costs.
 
-        It is the sum of the prices of the windows (stretches of the step) in which the region holds bytes. In a pipeline, the
-        waiting micro-batches hold the byte too, so the prices of the windows in which they wait are added.
+        The region holds bytes in some windows (stretches of the step), and the result is the sum of their prices. In a
+        pipeline, waiting micro-batches hold the byte too, so the prices of the windows while they wait are added.
         """
         windows = self.problem.windows
         is_waited = [start < self.index.last_wait for start, _ in windows.spans]

@@ -169,7 +169,7 @@ class _Stack:
 def undominated(figures: npt.NDArray[np.float64], order: Sequence[int]) -> list[int]:
     """Return the positions of the rows that no earlier row equals or beats (is at most as large) in all columns.
 
-    ``order`` says in which order the rows are considered, the cheapest rows first.
+    ``order`` lists the positions of all rows, the cheapest rows first; rows are considered in this order.
     """
     found: list[int] = []
     kept = np.empty_like(figures)

@@ -58,7 +58,7 @@ def host_seconds(spec: OpSpec, device: Device, layout: Layout | None) -> float:
 
 
 def host_forms(trace: Trace, device: Device) -> Forms:
-    """Return the forms with which Plimsoll itself may hold saved values of the blocks (regions) on the host.
+    """Return the forms that Plimsoll itself may use to hold saved values of the blocks (regions) on the host.
 
     The last block keeps its values, because no later block hides its transfers.
 
@@ -73,7 +73,7 @@ def host_forms(trace: Trace, device: Device) -> Forms:
 
 
 def host_forms_of_switches(trace: Trace, device: Device) -> Forms:
-    """Return the forms with which a framework's own offloading switches may hold saved values on the host.
+    """Return the forms that a framework's own offloading switches may use to hold saved values on the host.
 
     They are for all blocks, the last block included, and for values of any size.
 
