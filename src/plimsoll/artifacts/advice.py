@@ -30,14 +30,14 @@ class CheckOutcome(enum.StrEnum):
 
 
 class Kind(enum.StrEnum):
-    """The kind of recommendation."""
+    """The kinds of recommendations about the memory of a step."""
 
     DO_NOTHING = "do nothing"
     """The step fits without changes."""
     MANAGE = "manage activations"
     """A plan fits the budget; the chosen candidate is this plan."""
     LOOK_ELSEWHERE = "look elsewhere"
-    """Something other than activations holds the memory; managing activations frees little."""
+    """Most memory is not in activations, so decisions about activations free little of it."""
     DOES_NOT_FIT = "does not fit"
     """No allowed plan fits the budget."""
 
@@ -85,9 +85,9 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     predicted_peak_bytes: int
     predicted_seconds: float
     predicted_overhead: float
-    """Extra time as a share of the unmanaged step."""
+    """The plan's extra time, as a share of the step time without a plan."""
     predicted_error: float = 0.0
-    """Relative error of the gradient; 0 if every value is restored bit for bit."""
+    """The expected relative error of the gradient; 0 if all values are restored bit for bit."""
     is_lossless: bool = True
     is_chosen: bool = False
     reason: str = ""
@@ -179,7 +179,10 @@ class CaptureHazard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckItem(msgspec.Struct, frozen=True, kw_only=True):
-    """One checklist item or failure mode: ``name`` is a stable key, ``title`` is for people, ``next`` says what to do."""
+    """The check of one checklist item, or of one failure mode: its outcome and the evidence.
+
+    ``name`` is a key that does not change between versions, ``title`` is for people, and ``next`` says what to do.
+    """
 
     name: str
     title: str

@@ -40,7 +40,7 @@ class ComparisonRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_wrong(self) -> bool:
-        """Whether gradients differ although no value is held in a lossy form."""
+        """Whether gradients differ although no value is compressed with loss, and although rounding does not explain it."""
         return self.is_lossless and self.is_bit_equal is False and not self.is_rounding
 
 

@@ -48,10 +48,11 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Basis(enum.StrEnum):
-    """How reliable a figure is; every basis except ``UNSUPPORTED`` comes with a relative error.
+    """Names for how reliable a figure is. A figure of each basis except ``UNSUPPORTED`` comes with a relative error.
 
-    ``EXACT``: counted, and compared with torch. ``MODELLED``: computed with a model whose parts are known, such as a simulated
-    allocator or a roofline. ``ASSUMED``: a figure that others measured, or a convention. ``UNSUPPORTED``: no figure at all.
+    An ``EXACT`` figure was counted and compared with torch. A ``MODELLED`` figure was computed with a model whose parts are
+    known, such as a simulated allocator or a roofline. An ``ASSUMED`` figure was measured by others, or is a convention.
+    ``UNSUPPORTED`` means that a figure cannot be given.
     """
 
     EXACT = "exact"

@@ -28,7 +28,7 @@ class Engine(enum.StrEnum):
     KEEP = "keep"
     """The plan drops a value in this region, but the value cannot be rebuilt safely, so all values are kept."""
     COMPILED = "compiled"
-    """torch.compile's partitioner follows the plan."""
+    """torch.compile compiles the region, and its partitioner, which decides what to save, follows the plan."""
     UNTOUCHED = "untouched"
     """The plan keeps everything in this region, so no hook or wrapper is installed."""
 

@@ -51,7 +51,7 @@ class StageSeconds(msgspec.Struct, frozen=True, kw_only=True):
     exposed_seconds: float
     optimizer_seconds: float
     product_seconds: float = 0.0
-    """The part of forward and backward that matrix products, convolutions and attention take."""
+    """The seconds of matrix products, convolutions and attention within forward and backward."""
 
 
 class StageEstimate(msgspec.Struct, frozen=True, kw_only=True):
@@ -198,7 +198,7 @@ class Estimate(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     layouts: tuple[LayoutChoice, ...] = ()
     """The fastest layouts, if layouts were searched; the estimate describes the first of them."""
     measured: tuple[MeasuredFigure, ...] = ()
-    """What a real run measured; ``measured_source`` names the run."""
+    """The measured figures of a real run, if such a run was given; ``measured_source`` names the run."""
     measured_source: str = ""
     trace_seconds: float = 0.0
     total_seconds: float = 0.0

@@ -46,7 +46,10 @@ class FileRefused(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadLimits:
-    """Limits for reading a file: bytes (after unpacking), JSON items (commas and brackets), and levels of nesting."""
+    """Data: the limits for reading a file.
+
+    They are the number of bytes (after unpacking), of JSON items (commas and opening brackets), and of levels of nesting.
+    """
 
     most_bytes: int
     most_items: int = 5_000_000
@@ -111,10 +114,13 @@ def _too_large(most_bytes: int) -> FileRefused:
 
 
 def _wait_and_read(file: io.FileIO) -> bytes:
-    """Return the next piece of a pipe, or nothing once the writer has closed it; wait only briefly for a writer.
+    """Return the next bytes of a pipe, or an empty result after the writer has closed the pipe.
 
     The first read does not block: it returns nothing if no process has the pipe open for writing, and ``None`` if a writer
     has not sent anything yet. Bytes that were read are never dropped, whenever the writer arrives.
+
+    Raises:
+        FileRefused: no process opens the pipe for writing within 1.5 s, or the writer sends nothing for 60 s.
     """
     waiting = select.poll()
     waiting.register(file.fileno(), select.POLLIN)

@@ -18,7 +18,7 @@ LONG_GAP_SECONDS = 50e-6
 
 
 class WorkUnit(enum.StrEnum):
-    """The unit that a step's work is counted in."""
+    """The unit for counting a step's work: kernels on a GPU, or ops on a CPU."""
 
     KERNELS = "kernels"
     CPU_OPS = "CPU ops"
@@ -33,7 +33,7 @@ class ProfileOrigin(enum.StrEnum):
 
 
 class WorkPhase(enum.StrEnum):
-    """The part of a training step that launched a piece of work."""
+    """The part of a training step that launched a kernel or an op."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -43,7 +43,7 @@ class WorkPhase(enum.StrEnum):
 
 
 class OverheadCause(AdvisedEnum):
-    """One cause of overhead. The causes are disjoint in time; docs/diagnose.md defines each."""
+    """The possible causes of a plan's extra time, each with advice. Causes do not overlap in time (see docs/diagnose.md)."""
 
     RECOMPUTE = (
         "recompute arithmetic",

@@ -40,12 +40,12 @@ class FitPoint(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def items(self) -> int:
-        """Tokens or examples in one micro-batch."""
+        """The number of tokens (or examples, for models without token ids) in one micro-batch."""
         return self.micro_batch * self.sequence
 
     @property
     def does_fit(self) -> bool:
-        """Whether the plan fits the budget."""
+        """Whether the peak at this point, under its best plan, fits the budget."""
         return self.status.is_usable
 
     @property
@@ -65,7 +65,7 @@ class FitPoint(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rebuilt_share(self) -> float:
-        """Share of the saved bytes that are recomputed."""
+        """The share of ``saved_bytes`` that the plan recomputes, from 0 to 1."""
         return self.rebuilt_bytes / self.saved_bytes if self.saved_bytes else 0.0
 
 
@@ -110,7 +110,8 @@ class Fit(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     changes: tuple[FitChange, ...] = ()
     seconds_basis: Basis
     seconds_error: float
-    """Half the width of the range expected to contain the true seconds, as a share of the predicted seconds."""
+    """The true seconds are expected within a range around the predicted seconds. This is half the width of the range, as a
+    share of the predicted seconds."""
     traces: int = 0
     solves: int = 0
     total_seconds: float = 0.0

@@ -132,17 +132,17 @@ class Precision(enum.StrEnum):
 
     @property
     def traced(self) -> Precision:
-        """The precision that the model computes in: FSDP gathers its float32 shards in bf16."""
+        """The precision of the model's computation: ``bf16`` for ``fsdp-bf16``, because FSDP gathers its float32 shards in bf16."""
         return Precision.BF16 if self is Precision.FSDP_BF16 else self
 
     @property
     def parameter_dtype(self) -> str:
-        """The torch name of the parameters' dtype."""
+        """The name that torch uses for the dtype of the parameters, such as ``bfloat16``."""
         return {Precision.BF16: "bfloat16", Precision.FP16: "float16"}.get(self, "float32")
 
     @property
     def autocast_dtype(self) -> str | None:
-        """The torch name of autocast's dtype; ``None`` if autocast is off."""
+        """The name that torch uses for autocast's dtype, such as ``bfloat16``; ``None`` if autocast is off."""
         return {Precision.BF16_MIXED: "bfloat16", Precision.FP16_MIXED: "float16"}.get(self)
 
 
@@ -158,7 +158,7 @@ _ALIASES = {
     "amp": Precision.FP16_MIXED,
     "16-mixed": Precision.FP16_MIXED,
 }
-"""Names that torch and trainers use for these precisions."""
+"""Maps other names, which torch and trainers use, to precisions."""
 
 
 def parse_precision(text: str | Precision | None) -> Precision | None:
@@ -350,13 +350,13 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     experts: int | None = None
     experts_per_token: int | None = None
     parameters: int | None = None
-    """Parameters of the whole model; a tied parameter counts once."""
+    """The number of parameters (elements) of the whole model; a tied parameter counts once."""
     active_parameters: int | None = None
-    """Parameters that one token passes through: only the experts that it is routed to."""
+    """The number of parameters that compute one token's result: of the experts, only those of this token count."""
 
     @property
     def tokens(self) -> int | None:
-        """Text tokens in one micro-batch; ``None`` if samples are not text.
+        """The number of text tokens in one micro-batch; ``None`` if samples are not text.
 
         Example:
             >>> ModelFacts(name="llama-3-8b", architecture="LlamaForCausalLM", batch=2, sequence=8192).tokens

@@ -49,7 +49,7 @@ class OptimizerUse(msgspec.Struct, frozen=True, kw_only=True):
     relative_error: float
     basis: Basis
     link_bytes: int = 0
-    """Bytes that a step transfers between device and host, both directions together."""
+    """Bytes that the optimizer's step transfers between device and host, in both directions together."""
     host_bytes: int = 0
     """Bytes that the host reads and writes if the host runs the step."""
     notes: tuple[str, ...] = ()
@@ -74,7 +74,8 @@ class OptimizerUse(msgspec.Struct, frozen=True, kw_only=True):
 
 DEFAULT_STREAM = 0
 COMMUNICATION_STREAM = 1
-"""The stream on which buffers of collectives are allocated; the allocator does not share cached memory between streams."""
+"""The number of the CUDA stream for allocating buffers of collectives. The allocator does not share cached memory between
+streams."""
 
 
 class AllocationEvent(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,11 +111,11 @@ class AllocatorUse(msgspec.Struct, frozen=True, kw_only=True):
     reserved memory is at its peak."""
     segments: int
     device_allocations: int
-    """How often the first step asked the device for memory (``cudaMalloc``; mappings of expandable segments)."""
+    """How often the first step asked the device for memory, with ``cudaMalloc`` or by mapping expandable segments."""
     steady_device_allocations: int
     """How often the last step asked the device for memory. If this is above 0, each step waits for the device's allocator."""
     retries: int
-    """How often cached memory was returned because the device did not have any more."""
+    """How often the allocator returned its cached memory to the device, because the device did not have any more memory."""
     steps: int
     """How many steps were simulated."""
     refused_bytes: int = 0

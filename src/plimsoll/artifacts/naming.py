@@ -48,7 +48,7 @@ def _varying_number(name: str, names: Sequence[str]) -> re.Match[str] | None:
 
 
 def _ranges(numbers: Iterable[int]) -> str:
-    """Write ``[0, 1, 2, 5]`` as ``0–2,5``."""
+    """Return whole numbers as text with ranges: ``[0, 1, 2, 5]`` becomes ``0–2,5``."""
     parts: list[list[int]] = []
     for number in sorted(set(numbers)):
         if parts and number == parts[-1][-1] + 1:

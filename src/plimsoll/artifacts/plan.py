@@ -75,12 +75,12 @@ class RegionPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_untouched(self) -> bool:
-        """Whether the plan changes nothing in this region."""
+        """Whether the plan keeps everything in this region, so that Plimsoll does not change it."""
         return not self.is_boundary_dropped and all(d.decision is Decision.KEEP for d in self.decisions)
 
     @property
     def dropped(self) -> frozenset[str]:
-        """Names of the values that are recomputed in backward."""
+        """The names of the values that are recomputed in backward."""
         return frozenset(d.value for d in self.decisions if d.decision is Decision.RECOMPUTE)
 
     @property
@@ -180,7 +180,7 @@ def _refuse_twice(names: list[str], what: str) -> None:
 LINK_NAMES = ("disk", "host")
 """The names of the links: offloaded values may go to the disk or to pinned host memory."""
 COLLECTIVES = "collectives"
-"""The word in ``allow`` that permits recipes to run collectives again."""
+"""The word in ``allow`` that permits recomputation to run collectives again."""
 
 
 class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
@@ -194,8 +194,8 @@ class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
 
     KIND: ClassVar[str] = "plan"
     SCHEMA_VERSION: ClassVar[int] = 3
-    """3: timeline points carry the bytes of the unmanaged step. 2: regions carry their price, points their seconds.
-    In older files these fields are ``None``."""
+    """Schema 2 added the price of regions and the seconds of timeline points. Schema 3 added the bytes of the unmanaged step to
+    timeline points. In older files these fields are ``None``."""
 
     schema_version: int = SCHEMA_VERSION
     status: Status
@@ -270,12 +270,12 @@ class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_lossless(self) -> bool:
-        """Whether no value is held in a lossy form, so that gradients must be equal bit for bit."""
+        """Whether all values are restored without loss, so that gradients must be equal bit for bit."""
         return not any(decision.is_lossy for region in self.regions for decision in region.decisions)
 
     @property
     def predicted_overhead(self) -> float:
-        """Predicted extra time as a share of the unmanaged step."""
+        """The predicted extra time of the plan, as a share of the step time without a plan."""
         if not self.baseline_seconds:
             return 0.0
         return self.predicted_seconds / self.baseline_seconds - 1.0
@@ -336,7 +336,8 @@ class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
 
 
 _OUTPUT = re.compile(r"(?P<op>[^#]*#\d+)(?:\.(?P<position>\d+))?")
-"""The name of a value: ``module::op#occurrence``, and the output's position if the op has several outputs."""
+"""Matches the name of a value that an op made: ``module::op#occurrence``, followed by ``.position`` if the op has several
+outputs."""
 
 
 def saved_ops(kept: Iterable[str], dropped: Iterable[str]) -> dict[str, tuple[int, ...]]:

@@ -17,7 +17,7 @@ class Progress(Protocol):
 
 
 def silent(stage: str, share: float) -> None:
-    """Ignore progress; the default callback."""
+    """Do nothing. This is the default callback, which ignores reports of progress."""
 
 
 def part_of(report: Progress, start: float, end: float) -> Progress:

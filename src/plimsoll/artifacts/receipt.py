@@ -210,7 +210,7 @@ class Confirmation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_over_budget(self) -> bool:
-        """Whether the original plan exceeds its budget."""
+        """Whether the measured peak of the original plan exceeds its budget."""
         return self.budget_bytes is not None and self.given.measured_peak_bytes > self.budget_bytes
 
     @property
@@ -241,7 +241,7 @@ class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
 
     KIND: ClassVar[str] = "receipt"
     SCHEMA_VERSION: ClassVar[int] = 3
-    """3: adds ``confirmation`` and ``revised_plan`` for plans made without the device; files of schema 2 lack them."""
+    """Schema 3 added ``confirmation`` and ``revised_plan``, for plans made without the device. Files of schema 2 lack them."""
 
     schema_version: int = SCHEMA_VERSION
     model: str
@@ -259,7 +259,7 @@ class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     compared_buffers: int = 0
     buffer_mismatches: tuple[Mismatch, ...] = ()
     is_lossless: bool = True
-    """Whether the plan holds no value in a lossy form."""
+    """Whether the plan restores all values without loss."""
     max_error: float | None = 0.0
     """The relative gradient error that the plan was allowed to cause; ``None`` if any error was allowed."""
     predicted_error: float = 0.0
@@ -309,7 +309,7 @@ class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_bit_equal(self) -> bool:
-        """Whether every gradient and every buffer equals the unmanaged step's bit for bit."""
+        """Whether all gradients and all buffers are equal bit for bit with and without the plan."""
         return not self.gradient_mismatches and not self.buffer_mismatches
 
     @property
@@ -324,7 +324,7 @@ class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def droppable_share(self) -> float:
-        """Share of the regions' saved activation bytes that could be recomputed bit for bit."""
+        """The share of the bytes saved by autograd in all regions that could be recomputed bit for bit, from 0 to 1."""
         total = sum(region.activation_bytes for region in self.regions)
         return sum(region.droppable_bytes for region in self.regions) / total if total else 0.0
 
@@ -369,7 +369,10 @@ class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
         return gradients
 
     def _verdict_on_gradients(self) -> ReceiptVerdict:
-        """The verdict on gradients alone: ``VERIFIED`` if they are equal bit for bit, else the weaker verdict that applies."""
+        """Return the verdict on gradients alone.
+
+        It is ``VERIFIED`` if they are equal bit for bit, and otherwise the weaker verdict that applies.
+        """
         error = math.inf if self.gradient_error is None else self.gradient_error
         if not self.is_lossless:
             is_allowed = math.isfinite(error) and (self.max_error is None or error <= self.max_error)

@@ -48,9 +48,9 @@ class Value(msgspec.Struct, frozen=True, kw_only=True):
 class RegionOp(msgspec.Struct, frozen=True, kw_only=True):
     """One op of the region's forward.
 
-    ``reads`` and ``writes`` are value ids. An in-place op reads the old version and writes the new one (both have the same
-    ``storage``). ``cost_key`` names the op with its shapes in ``Costs``; ``tick`` is its position in the traced step.
-    ``obstacle`` is empty for an op that may be recomputed; otherwise it says why it may not.
+    ``reads`` and ``writes`` are ids of values. An in-place op reads the old version of a storage and writes the new version.
+    ``cost_key`` names the op with its shapes in ``Costs``; ``tick`` is the op's position in the traced step. ``obstacle`` is
+    empty for an op that may run again in backward; otherwise it says why the op may not.
     """
 
     id: int

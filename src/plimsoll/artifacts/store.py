@@ -30,7 +30,7 @@ from plimsoll.units import MIB
 Reportable = Plan | Receipt | Comparison | Advice | Verdict | Finding | Estimate
 """Artifacts that can be shown as an HTML page: results about one step of one model, and estimates."""
 Artifact = Reportable | Explanation | Fit | Traffic
-"""Every artifact that can be saved and shown."""
+"""The type of all artifacts that can be saved and shown."""
 Kind = TypeVar("Kind", bound=ArtifactBase)
 
 _LIMITS = ReadLimits(most_bytes=128 * MIB)
@@ -98,7 +98,7 @@ def _unwrap_odd_numbers(node: Any) -> Any:
 _AMOUNTS = ("by_category", "classes", "budget_bytes_of_ranks")
 """Fields whose values are mappings from names to bytes."""
 _DIFFERENCES = ("saved_bytes", "lowers_bytes")
-"""Byte fields that may be negative."""
+"""The fields of bytes that may be negative, because they are differences."""
 _MOST_NUMBER = 1e30
 
 

@@ -50,7 +50,7 @@ class Storage(msgspec.Struct, frozen=True, kw_only=True):
     born: int
     dies: int
     region: int = -1
-    """The region call whose forward produced it; ``-1``: it was produced outside every region."""
+    """The position of the region call whose forward allocated the storage; ``-1`` if it was allocated outside all regions."""
     is_overwritten: bool = False
     """Whether the op at tick ``dies`` is the storage's last reader and writes its own output into this memory."""
 
@@ -126,7 +126,7 @@ class RegionCall(msgspec.Struct, frozen=True, kw_only=True):
     obstacle: str = ""
     is_emptied: bool = False
     """Whether parameters that the region reads are freed between its forward and its backward, as a sharded model frees
-    gathered parameters: nothing in the region can then be rebuilt before its own backward."""
+    gathered parameters. Then nothing in the region can be rebuilt before the region's own backward."""
     is_compiled: bool = False
     """Whether torch.compile runs the region. A dropped value is then freed after its last use in forward, not only when the
     region's forward ends."""
@@ -192,7 +192,7 @@ class WatchedStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def runs_gpu_kernels(device_name: str) -> bool:
-    """Whether a device of this name runs GPU kernels: true unless the name contains "cpu".
+    """Return whether a device of this name runs GPU kernels. True unless the name contains "cpu".
 
     Example:
         >>> runs_gpu_kernels("H100-SXM"), runs_gpu_kernels("laptop-CPU")

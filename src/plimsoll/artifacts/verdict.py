@@ -53,9 +53,9 @@ class Outcome(enum.StrEnum):
     """The result of one rule. A rule compares a confidence interval with an allowed range."""
 
     CLEAR = "CLEAR"
-    """The interval lies within the allowed range."""
+    """The confidence interval is within the allowed range."""
     BROKEN = "BROKEN"
-    """The interval lies outside the allowed range."""
+    """The confidence interval is outside the allowed range."""
     OPEN = "OPEN"
     """There is not enough data to decide yet."""
     NOT_MEASURED = "NOT_MEASURED"
@@ -101,10 +101,10 @@ class NormSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 NORM_QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
-"""The quantiles that ``NormSummary.quantiles`` holds."""
+"""The levels of the quantiles in ``NormSummary.quantiles``, in the same order."""
 
 WHOLE_MODEL = "whole model"
-"""The name of the block that holds all parameters together."""
+"""Used as a block's name for the figures of all parameters together."""
 
 
 class NormComparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -192,7 +192,7 @@ class Verdict(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     is_lossless: bool
     optimizer: str
     data: str
-    """Description of where the batches came from."""
+    """A text that says where the batches came from."""
     versions: dict[str, str]
     seed: int
     steps: int
@@ -211,7 +211,7 @@ class Verdict(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     delay: IntervalEstimate | None = None
     """The number of steps that the plan needs for the same loss, divided by the baseline's number (1: equal)."""
     held_out_difference: IntervalEstimate | None = None
-    """The plan's held-out loss minus the baseline's."""
+    """The held-out loss with the plan minus the held-out loss without the plan."""
     comparisons: tuple[NormComparison, ...]
     gradients: tuple[GradientComparison, ...] = ()
     curves: Curves

@@ -29,11 +29,12 @@ from plimsoll.planning.pins import pinned
 from plimsoll.planning.step import RegionView, StepIndex, slot_stop
 
 _ENUMERATED_CHOICES = 512
-"""Regions with at most this many choices get all of them, so that plans can be proven optimal."""
+"""If a region has at most this many possible choices, all of them are generated, so that plans can be proven optimal."""
 _FLIPS_PER_CHOICE = 3
 _PEAKS_REPRICED = 4
 _PEAK_ROUNDS = 2
-"""Variants of variants can lower a peak further; every round measures about as many choices as the round before."""
+"""How often variants of the choices are made. Variants of variants can lower a peak further, but each round measures about as
+many choices as the round before."""
 _DESCENTS_AT_MOST = 12
 _TELLING = 12
 """About this many samples of each curve are compared before whole curves are compared."""

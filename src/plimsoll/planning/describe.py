@@ -245,7 +245,7 @@ class _Log:
                     self._waiting(span, storage.bytes, storage.label, storage.category)
 
     def extras(self, replays: StepReplays) -> None:
-        """Add copies of inputs, payloads of packed values, and the memory for packing them."""
+        """Add copies of inputs, payloads of compressed and offloaded values, and the memory for making the payloads."""
         for (start, stop), size, label in replays.extras():
             span = (start, max(start, stop))
             self._span(span, size, label, Category.ACTIVATION)
@@ -260,7 +260,7 @@ class _Log:
                 self._span((2 * tick + 1, 2 * tick + 2), size, f"workspace of {op.name}", Category.TEMPORARY)
 
     def rebuilt(self, outcome: Replay) -> None:
-        """Add the buffers of one replay, in the order of their allocations and releases."""
+        """Add the buffers of one replay (the recomputation of linked regions), in the order of allocations and releases."""
         first = self.blocks
         for buffer in outcome.buffers:
             if buffer.bytes:

@@ -20,7 +20,7 @@ from plimsoll.planning.step import RegionView
 from plimsoll.units import MIB, budget_text, format_bytes, format_bytes_up, format_seconds
 
 _WORTH_CHUNKING = 0.05
-"""Suggest a chunked loss if it lowers the floor by at least this share."""
+"""An error suggests a chunked loss only if it lowers the floor (the lowest peak of all plans) by more than this share."""
 
 
 def floor_error(

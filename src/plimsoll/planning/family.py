@@ -3,7 +3,7 @@
 A *family* is one model's step at many batch sizes; its *members* are the traces that predictions start from. For a traced
 batch, the batch's own trace is returned. For other batches, the bytes of each storage and value, and the arithmetic, moved
 bytes and workspace of each op, follow from an expression through the traced sizes (see ``expressions``). Ops keep their order
-and storages their lives. Cost keys (names of ops with their shapes) contain sizes, so the ops of a predicted trace get new keys.
+and storages their lives. Cost keys (names of ops with their shapes) contain sizes, so ops of a predicted trace get new keys.
 
 Only traces of the same structure can be used: the same ops in the same order on the same storages with the same lives, so that
 they differ only in numbers. A step may branch on its batch (a mask built only for more than one example, a dimension of size

@@ -33,7 +33,8 @@ _TOLERANCE = 1e-6
 """A point counts only if it is below its chord by more than this share, because smaller distances may come from the rounding of
 capacities."""
 _LEAST_STEP = 1e-4
-"""Differences between forms below this share of a region's bytes are ignored: they would only raise the highest price."""
+"""Differences in bytes between forms are ignored if they are below this share of a region's bytes, because they would only
+raise the highest price."""
 _ERROR_PRICES = (0.01, 0.1, 1.0, 10.0)
 """The prices of error to try. Their unit is the seconds of all ops of the region, divided by the squared error that one region
 may spend."""

@@ -50,7 +50,7 @@ def _turn() -> threading.Lock:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Inside the block, discard output lines of the process that begin with the solver's name."""
+    """Discard those lines that the process prints inside the block and that begin with the solver's name."""
     if sys.platform == "win32":  # its C libraries do not share a buffer that could be flushed
         yield
         return

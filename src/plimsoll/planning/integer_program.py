@@ -57,7 +57,8 @@ STAGE_SECONDS = 2.0
 whole search in shallow models."""
 FLOOR_GAP = 2e-3
 NEAR_FLOOR = 1e-2
-"""The smallest peak is found to within ``FLOOR_GAP`` of itself, or to within ``NEAR_FLOOR`` if there are many choices."""
+"""The search for the smallest peak stops within this share of the optimum: ``FLOOR_GAP``, or ``NEAR_FLOOR`` if there are many
+choices."""
 _HAIR = 1e-9
 """Relative tolerance of the relaxed smallest peak. A reduced cost less than this below 0 counts as 0."""
 _SPARED, _JOINING = 32, 3

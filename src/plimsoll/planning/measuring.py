@@ -31,7 +31,7 @@ Mask = npt.NDArray[np.bool_]
 _AT_ONCE = 256
 """The number of choices in one pass. A larger pass needs more memory, and is hardly faster for each choice."""
 _NEVER = np.iinfo(np.int64).max // 2**22
-"""A key after all others, small enough that it can be multiplied by the number of events."""
+"""A key (a time within backward) after all others. It is small enough that it can be multiplied by the number of events."""
 _FOREVER = np.iinfo(np.int64).max
 _NO_PEAK = np.iinfo(np.int64).min // 2
 """The workspace bytes of a release: a very negative number, so that the level in the middle of several releases is never the
@@ -45,7 +45,7 @@ class Measuring:
         self.index, self.view, self.frame = index, view, frame_of(index, view)
         graph = view.graph
         self.reads = [slot for slot in graph.backward_order if graph.slots[slot].value in view.everything]
-        """The slots whose values a choice may drop or pack, in the order of reading."""
+        """The slots (tensors that autograd saved) whose values a choice may drop or pack, in the order of reading."""
         self.read_values = [graph.slots[slot].value for slot in self.reads]
         at = [2 * graph.slots[slot].unpacked for slot in self.reads]
         self.stops = [slot_stop(index.trace, graph.slots[slot]) for slot in self.reads]

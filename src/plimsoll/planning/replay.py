@@ -19,9 +19,9 @@ from plimsoll.planning.replay_schedule import BOUNDARY, NO_OP, Schedule, Segment
 from plimsoll.planning.step import RegionView, Span, StepIndex, provider_of, slot_stop
 
 Level = tuple[int, int]
-"""An instant, and the bytes from this instant on."""
+"""An instant, and the number of bytes of rebuilt values from this instant until the next level."""
 Live = tuple[str, int]
-"""Label and bytes of one buffer."""
+"""The label and bytes of one buffer that is alive."""
 _ALL_AT_ONCE = -1
 """Used instead of a slot's position in the order of reading, for the moment when a compiled region brings back all compressed
 and offloaded values at once."""

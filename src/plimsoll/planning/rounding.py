@@ -32,7 +32,7 @@ _GROUPS = ((10, 3), (12, 2), (8, 2), (4, 1))
 """One entry for each round of the search, repeated cyclically: how many regions change their choices together, and how many of
 these regions are regions whose present choice does not add time."""
 _ROUNDS_AT_MOST = 12
-"""The maximum number of times that all regions are grouped anew."""
+"""The maximum number of rounds of a search. Each round divides all regions into new groups."""
 _NEAREST = 256
 """Combinations use only this many choices of each region: those with the smallest reduced costs."""
 _LEAST_WIDTH = 32
@@ -219,9 +219,10 @@ class _Beam:
     def run(
         self, regions: Sequence[int], current: Sequence[int], budget_bytes: int, most_reduced: float = np.inf
     ) -> Taken | None:
-        """Return the fastest combination found for these regions; the others keep their choices in ``current``.
+        """Return the fastest combination found if only these regions change; ``None`` if none is found.
 
-        ``most_reduced`` is the most that all regions together may cost beyond the relaxed optimum.
+        All other regions keep their choices in ``current``. ``most_reduced`` limits the sum of the reduced costs of all
+        regions' choices.
         """
         others = [region for region in range(len(current)) if region not in regions]
         most = most_reduced * (1 + 1e-6) - sum(self.costs[r][current[r]] for r in others)

@@ -52,7 +52,8 @@ _ERROR_ROOM = 4.0
 """Choices are generated for an error limit that is this many times as large as the user's, because the measured error of a plan
 may be smaller than the expected error."""
 _OPTIMAL_WITHIN = 1e-6
-"""A plan counts as optimal within this share of the step, the solver's own tolerance."""
+"""A plan counts as optimal if its seconds exceed the lower bound by at most this share of the step's time. This is the solver's
+own tolerance."""
 
 
 def solve(

@@ -38,7 +38,7 @@ from plimsoll.planning.replay_schedule import can_rebuild
 
 Ints = npt.NDArray[np.int64]
 Span = tuple[int, int]
-"""A half-open range of instants."""
+"""A half-open range of instants: the first one, and the one after the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +269,7 @@ class StepIndex:
 
     @property
     def lasting_bytes(self) -> int:
-        """Bytes of the storages that all micro-batches share."""
+        """The total bytes of the storages that all micro-batches share, such as parameters."""
         return sum(storage.bytes for storage in self.lasting)
 
     @cached_property
@@ -368,7 +368,7 @@ def slot_stop(trace: Trace, slot: Slot) -> int:
 
 
 def merge(spans: Iterable[Span]) -> list[Span]:
-    """Return disjoint, sorted spans that cover the same instants.
+    """Return disjoint, sorted spans (half-open ranges) that cover the same instants as the given spans.
 
     Example:
         >>> merge([(4, 6), (0, 2), (1, 3), (9, 9)])
@@ -386,7 +386,7 @@ def merge(spans: Iterable[Span]) -> list[Span]:
 
 
 def subtract(spans: Iterable[Span], covered: Iterable[Span]) -> list[Span]:
-    """Return the parts of ``spans`` outside ``covered`` (both disjoint and sorted).
+    """Return the parts of ``spans`` that are outside ``covered``. Each of the two lists has to be disjoint and sorted.
 
     Example:
         >>> subtract([(0, 10)], [(2, 4), (8, 12)])

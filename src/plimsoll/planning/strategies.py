@@ -65,11 +65,12 @@ _MODULES = {
     "shared": re.compile(r"shared_?experts?", re.IGNORECASE),
 }
 ROUTED = re.compile(r"(?<!shared_)experts", re.IGNORECASE)
-"""Matches modules of experts that a router picks per token."""
+"""Matches the paths of experts that a router picks for each token, but not of shared experts."""
 _REDUCTION = re.compile(r"^(mean|sum|amax|amin|var|var_mean|std|norm|_softmax|max|min|logsumexp|prod|any|all)$")
 TORCHTITAN = "torchtitan"
 _SAVED_BY_TORCHTITAN = ("mm/2", "addmm", "bmm", "baddbmm", "_grouped_mm", "convolution", "sdpa", "topk", "max")
-"""Ops that torchtitan's ``SelectiveAC`` saves (seen in torchtitan 0.3); ``mm/2`` is every second product without bias."""
+"""Names of ops whose outputs torchtitan's ``SelectiveAC`` saves (in torchtitan 0.3). ``mm/2`` means every second matrix product
+without bias."""
 _OP_ALIASES = {"sdpa": "scaled_dot_product"}
 MEMORY_BUDGET, CHECKPOINT, SELECTIVE = "memory-budget", "checkpoint", "checkpoint:selective"
 """Names of strategies that torch itself carries out under torch.compile. ``memory-budget:0.5`` sets torch's activation memory

@@ -27,7 +27,7 @@ _ITEM_BYTES = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2}
 _LEAST_CLASSES = 2
 _BOTH_GRADIENTS = 2
 _WIDE_BYTES = 4
-"""Bytes of one logit while the loss is computed, unless the head already makes it wider."""
+"""Bytes of one logit while the loss is computed, unless the head's output already has wider logits."""
 LEAST_ROWS = 128
 """The smallest default number of rows in a chunk: with fewer rows the device's matrix units would idle."""
 
@@ -52,10 +52,10 @@ class HeadAndLoss(msgspec.Struct, frozen=True, kw_only=True):
     hidden_gradients: tuple[int, ...]
     weight_gradients: tuple[int, ...]
     passing_gradients: tuple[int, ...]
-    """Gradients of the weight in the head's dtype, if the parameter has another dtype."""
+    """Ids of the storages of the weight's gradient in the head's dtype, if the parameter itself has another dtype."""
     weight_casts: tuple[int, ...]
     logit_bytes: int
-    """Bytes of one logit in the head's output."""
+    """Bytes of one number in the head's output."""
     is_capped: bool
     """True if a tanh caps the logits before the loss."""
     is_mixed: bool
@@ -272,7 +272,9 @@ def _workspaces(trace: Trace, head: HeadAndLoss) -> dict[str, int]:
 
 
 def peak_with_chunked_loss(simulation: Simulation) -> int | None:
-    """Return the peak under the same choices with the loss computed in chunks; ``None`` if it cannot be predicted.
+    """Return the predicted peak, in bytes, of the same step and choices if the loss is computed in chunks.
+
+    ``None`` if the peak cannot be predicted.
 
     The step needs a head with a loss over classes, and the chunked step must have the same values to decide about.
     """

@@ -113,7 +113,7 @@ class _Stack:
         self.has_exit_bytes = any(effect.exit_bytes for effect in effects)
         changes = np.flatnonzero((np.diff(self._curves, axis=1) != 0).any(axis=0))
         self.settles = int(changes[-1]) + 1 if len(changes) else 0
-        """The position in backward after which every choice's curve is constant."""
+        """The position in the region's backward after which the bytes of all choices stay constant."""
         self._rows: dict[Hashable, Ints] = {}
         self._undominated: dict[tuple[Hashable, ...], list[int]] = {}
 

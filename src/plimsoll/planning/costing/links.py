@@ -26,12 +26,12 @@ from plimsoll.errors import InvalidLayout
 from plimsoll.planning.costing.devices import Device
 
 RELATIVE_ERROR = 0.3
-"""Expected error of the seconds of large collectives, up or down, as a share: an assumption, not a measurement."""
+"""The assumed relative error of the seconds of large collectives, up or down. It was not measured."""
 
 _LINK_HOP_SECONDS = 1e-6
-"""Latency of one step between two devices of a node."""
+"""Latency in seconds of one hop between two devices of a node."""
 _NETWORK_HOP_SECONDS = 5e-6
-"""Latency of one step between two nodes."""
+"""Latency in seconds of one hop between two nodes."""
 _ACHIEVED_EXCHANGE = 0.9
 """The share of the bandwidth of links and network that kernels for exchanging rows reach. DeepEP's dispatch and combine reached
 153 to 158 of NVLink's 160 GB/s on an H800 within a node, and 43 to 58 GB/s with 50 GB/s ports among two to eight nodes; the

@@ -33,9 +33,10 @@ _HOST_REPLAY_SECONDS = 0.5e-6
 
 
 _TILES = {(256, 128): 1.0, (128, 128): 0.95, (128, 64): 0.8, (64, 64): 0.6}
-"""The rate of products with tiles of these sizes, as a share of the rate with the largest tiles."""
+"""Maps the size of a tile (rows, columns) to the speed of matrix products with such tiles, as a share of the speed with the
+largest tiles. A tile is the part of the result that one multiprocessor computes at a time."""
 _ATTENTION_BACKWARD = 0.8
-"""The rate of fused attention's backward, as a share of its forward's rate."""
+"""The FLOPs per second of fused attention in backward, as a share of those in forward."""
 
 
 def peak_flops_per_second(spec: OpSpec, device: Device) -> float:
