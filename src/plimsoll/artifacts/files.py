@@ -90,6 +90,7 @@ def _opened(path: str | Path) -> Iterator[io.FileIO]:
 
 
 def _pieces(file: io.FileIO, most_bytes: int) -> Iterator[bytes]:
+    """Yield the content of an open file, pipe or device in pieces; raise FileRefused if it is larger than the limit."""
     status = os.fstat(file.fileno())
     if stat.S_ISREG(status.st_mode) and status.st_size > most_bytes:
         raise _too_large(most_bytes)

@@ -132,7 +132,7 @@ class Precision(enum.StrEnum):
 
     @property
     def traced(self) -> Precision:
-        """The precision of the model's computation: ``bf16`` for ``fsdp-bf16``, because FSDP gathers its float32 shards in bf16."""
+        """The precision of the computation: ``bf16`` for ``fsdp-bf16``, because FSDP gathers its float32 shards in bf16."""
         return Precision.BF16 if self is Precision.FSDP_BF16 else self
 
     @property
@@ -302,6 +302,7 @@ def read_techniques(text: str | Techniques) -> Techniques:
 
 
 def _entries(text: str) -> Iterator[tuple[str, str | int]]:
+    """Yield each technique of a text with its value; raise InvalidOption for an unknown technique or value."""
     seen: set[str] = set()
     for part in text.split(",") if text.strip() else ():
         key, equals, value = (piece.strip() for piece in part.partition("="))

@@ -86,6 +86,7 @@ def from_json(text: str | bytes, *, source: str = "the text") -> Artifact:
 
 
 def _unwrap_odd_numbers(node: Any) -> Any:
+    """Return the same data with objects such as ``{"plimsoll.number": "inf"}`` replaced by floats (here infinity)."""
     if isinstance(node, dict):
         if node.keys() == {NUMBER} and node[NUMBER] in ("inf", "-inf", "nan"):
             return float(node[NUMBER])
@@ -130,6 +131,7 @@ def _check_fields(given: object, known: object, place: str, *, is_amount: bool =
 
 
 def _check_version(found: object, known: int, *, kind: str, source: str) -> None:
+    """Raise ``PlanFileError`` if a file's schema version is not valid or newer than the newest known version."""
     if not isinstance(found, int) or isinstance(found, bool) or found < 1:
         raise PlanFileError(
             f"{source} does not have a valid schema version.",

@@ -131,6 +131,7 @@ class LowerBound:
         return self.index.base_seconds + max(float(result.fun) - 1e-7, 0.0) * self.scale_seconds
 
     def _lines(self) -> Iterator[Line]:
+        """Return the lines (lower bounds of seconds) of the hulls of all regions."""
         return (line for region in self.regions for line in region.hull.lines)
 
     def _add_lines(self, rows: _Rows) -> None:
@@ -234,6 +235,7 @@ class _Rows:
 
 
 def _describe(index: StepIndex, view: RegionView, choice_set: ChoiceSet) -> _Region:
+    """Return the numbers of one region that the program needs."""
     frame = frame_of(index, view)
     bytes_of = held_bytes(index, view)
     length = max(frame.stop - frame.start, 0)

@@ -172,6 +172,7 @@ class _Generator:
         return Hull(hull.cuts, tuple(lines))
 
     def _sweep(self, prices: Sequence[Prices]) -> list[Hull]:
+        """Return the hull for each entry of ``prices``, and measure the choices at the hulls' vertices."""
         hulls = self.sweeper.sweep(prices)
         self.measure(cut.choice for hull in hulls for cut in hull.cuts)
         return hulls
@@ -223,6 +224,9 @@ class _Generator:
         counts are tried: none, one, all, and all regions of all micro-batches in flight. These descents run side by side, so
         that one call measures the next flips of all of them.
         """
+        # Keeping less does not always lower the peak, because rebuilt values take memory too: on one Llama block, keeping
+        # nothing had the same peak in backward as keeping everything, and keeping products and attention had a lower one
+        # (docs/lab-notes.md). So peaks are computed, not assumed to fall.
         pairs = list(itertools.combinations(self.by_size[:_PAIRED_VALUES], 2))
         flips = ([(value,) for value in self.by_size], pairs)
         others = sorted({0, 1, self.alike, self.alike * (self.index.waiting + 1)})
@@ -246,6 +250,10 @@ class _Generator:
                 left = stuck
 
     def _height(self, choice: Choice, others: int) -> tuple[int, float]:
+        """Return a choice's peak in bytes if ``others`` regions of this kind hold their bytes too, and its seconds.
+
+        A choice with too large an error has the largest number as its peak.
+        """
         effect = self.known[choice]
         if not self._is_usable(effect):
             return sys.maxsize, effect.seconds

@@ -118,6 +118,7 @@ def _retained_bytes(
 def _decisions(
     index: StepIndex, view: RegionView, choice: Choice, schedule: Schedule, linked: frozenset[int], price: float
 ) -> tuple[ValueDecision, ...]:
+    """Return the decision for each saved value of a region, with its reason, in the order of saving."""
     graph = view.graph
     held = held_bytes(index, view)
     shares = _replay_shares(index, view, schedule)

@@ -112,6 +112,7 @@ class Dimensions:
         )
 
     def _find_leaders(self, points: Sequence[Sizes], column: int) -> tuple[int, ...] | None:
+        """Return the one or two independent sizes whose product times a constant is this size at all points; else ``None``."""
         single = ((leader,) for leader in self._columns)
         groups = itertools.chain(single, itertools.combinations_with_replacement(self._columns, 2))
         return next((g for g in groups if all(self._follows(point, column, g) for point in points)), None)
@@ -184,11 +185,14 @@ class Fitter:
         return tuple(tuple(each) for each in self._simple_classes())
 
     def _simple_classes(self) -> Iterator[Iterator[tuple[int, ...]]]:
+        """Yield groups of combinations of terms (as positions in ``terms``), the simplest group first."""
         everything = range(len(self.terms))
         if len(self._points) == 1 or not self._points[0]:
             yield iter([(0,)])
             return
         yield ((at,) for at in everything)
+        # A form with as many terms as points would always pass: three points determine any parabola, also a wrong one. So one
+        # more point has to confirm it (docs/design/one-ladder-for-all-shapes.md).
         if len(self._points) > 2:
             yield ((0, at) for at in everything[1:])
         for size in range(2, min(_MOST_TERMS, len(self._points) - 1) + 1):

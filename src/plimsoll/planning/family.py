@@ -149,6 +149,7 @@ class Family(Generic[S]):
         )
 
     def _spec(self, keys: tuple[str, ...], shape: S) -> OpSpec:
+        """Return arithmetic and moved bytes of an op at a batch shape; ``keys`` are the op's cost keys in all members."""
         specs = [trace.specs[key] for trace, key in zip(self._members, keys, strict=True)]
         if shape in self._shapes:
             return specs[self._shapes.index(shape)]

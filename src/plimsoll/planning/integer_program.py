@@ -51,7 +51,10 @@ WIDE_GAP = 1e-2
 plans found near the relaxed optimum may be this far from it. Branching is worth its time only beyond this gap."""
 SMALL_COLUMNS = 400
 """A program with at most this many choices is small: it is solved by branching to the end, if its choices are complete."""
+# Equal blocks make the program symmetric, so that closing the last thousandth of the gap can take a minute. With this limit the
+# search took 0.4 s on a Llama of 8 blocks (docs/lab-notes.md).
 MOST_NODES = 400
+"""The most nodes that branching visits, where an answer within a gap is enough."""
 STAGE_SECONDS = 2.0
 """Time limit in seconds for a search of at most ``MOST_NODES`` nodes, because in deep models one node can take longer than a
 whole search in shallow models."""
@@ -147,6 +150,8 @@ class ChoiceProblem:
         if relaxed is None:
             return Selection(effects=None, lower_value=np.inf, is_finished=True)
         room = Room(self.windows, budget_bytes, self.limits)
+        # Search before branching: branching takes seconds, mostly for the last thousandth of the gap, and with a time limit the
+        # plan would depend on the load of the machine (docs/design/many-choices-at-once.md).
         starts = [taken for taken in self._found if room.holds(taken)]
         rounded = round_down(room, relaxed.shares)
         starts += [] if rounded is None else [rounded]
@@ -173,9 +178,11 @@ class ChoiceProblem:
         return Selection(self._effects_of(taken), lower_value, is_finished)
 
     def _effects_of(self, taken: Taken) -> tuple[Effect, ...]:
+        """Return the effect (added memory and time) of each region's choice in a combination."""
         return tuple(choices[c] for choices, c in zip(self.effects, taken, strict=True))
 
     def _taken_of(self, effects: tuple[Effect, ...]) -> Taken:
+        """Return the combination of choices that has these effects, one for each region."""
         return tuple(choices.index(effect) for choices, effect in zip(self.effects, effects, strict=True))
 
     def _branch(self, budget_bytes: int, relaxed: Relaxed, known: Taken | None, gap_of_step: float) -> Selection:
@@ -244,6 +251,7 @@ class ChoiceProblem:
         return Selection(selection.effects, selection.lower_value * self.unit_bytes, selection.is_finished)
 
     def _peak_bytes(self, taken: Taken) -> int:
+        """Return the peak in bytes under a combination of choices."""
         return int(Room(self.windows, 0, self.limits).load(taken).max())
 
     def _lowest_rounded(self, least_bytes: float, lifts: Floats) -> Taken | None:
@@ -399,6 +407,10 @@ class ChoiceProblem:
         gap_of_step: float,
         most_nodes: int | None = None,
     ) -> Selection:
+        """Solve the mixed-integer program with HiGHS, and return the selection; ``more`` are additional constraints.
+
+        With ``most_nodes``, the solver may visit only this many nodes in ``STAGE_SECONDS``; otherwise the deadline limits it.
+        """
         if np.any(bounds.ub < bounds.lb):
             return Selection(effects=None, lower_value=np.inf, is_finished=True)
         right = self._right_side()
@@ -418,6 +430,7 @@ class ChoiceProblem:
         return self._read(result)
 
     def _read(self, result: Any) -> Selection:
+        """Translate the solver's result into a selection."""
         assert result.status in (OPTIMAL, LIMIT, INFEASIBLE, NODES_SPENT), f"HiGHS: {result.message}"
         if result.x is None:
             return Selection(effects=None, lower_value=np.inf, is_finished=result.status == INFEASIBLE)

@@ -119,6 +119,11 @@ def _pins_of(view: RegionView, overrides: Sequence[Override]) -> dict[int, str]:
 
 
 def _pin(view: RegionView, value: int, name: str, override: Override) -> str:
+    """Return what an override demands of one value: ``KEEP``, ``RECOMPUTE`` or the name of a form.
+
+    Raises:
+        InvalidStrategy: the value cannot meet the demand.
+    """
     if override.decision is Decision.KEEP:
         return Decision.KEEP
     if override.decision is Decision.RECOMPUTE and value in view.droppable:

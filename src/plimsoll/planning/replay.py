@@ -171,6 +171,7 @@ class _Machine:
             self.parts[region] = self._part(region, choices[region], linked)
 
     def _part(self, region: int, choice: Choice, linked: Mapping[int, frozenset[int]]) -> _Part:
+        """Return the state of one region at the beginning: its schedule, its dropped inputs, and who rebuilds them."""
         view = self.index.views[region]
         graph = view.graph
         mine = linked.get(region, frozenset())
@@ -283,6 +284,7 @@ class _Machine:
         return 2 * after.forward[1], 2 * after.backward[0]
 
     def _hold(self, part: _Part, value: int, start: int, stop: int) -> None:
+        """Record that the storage of a value is held from one instant to another."""
         self.out.holds.setdefault(part.view.graph.values[value].storage, []).append((start, stop))
 
     def _stop(self, part: _Part, slot_index: int) -> int:
@@ -375,6 +377,7 @@ class _Machine:
             self.memory.release(buffer)
 
     def _read(self, part: _Part, slot_index: int, instant: int) -> None:
+        """Simulate that backward reads a slot: rebuild its value, and keep the value's buffer until the slot is released."""
         slot = part.view.graph.slots[slot_index]
         if slot.value in part.linked or part.linked.intersection(part.schedule.leaves.get(slot_index, ())):
             self._ask(part, instant)
@@ -404,6 +407,7 @@ class _Machine:
             self._forget(provider, segment.frees)
 
     def _run_segment(self, part: _Part, segment: Segment, instant: int) -> None:
+        """Run the ops and loads that rebuild one slot (or the region's outputs), and allocate and free their buffers."""
         graph = part.view.graph
         wanted: dict[int, int] = {}
         if segment.slot == BOUNDARY:
@@ -454,9 +458,11 @@ class _Machine:
         self._work(instant, f"{part.view.call.name} workspace of {form.name}", form.workspace_bytes)
 
     def _keep_until(self, buffer: int, instant: int) -> None:
+        """Add a reference to a buffer that is removed at an instant."""
         self.releases.setdefault(instant, []).append(self.memory.retain(buffer))
 
     def _forget(self, part: _Part, values: Iterable[int]) -> None:
+        """Remove the references that these values have to their buffers."""
         for value in values:
             buffer = part.buffer_of.pop(value, None)
             if buffer is not None:

@@ -65,6 +65,7 @@ class Sending:
 
 
 def _in_line(index: StepIndex, choices: Sequence[Choice]) -> Simulation:
+    """Simulate the step with the *in line* schedule, which sends the inputs of recomputed layers on the computing stream."""
     takers: dict[int, int] = {}
     for view in index.views:
         for value in view.graph.values:
@@ -83,12 +84,14 @@ def _in_line(index: StepIndex, choices: Sequence[Choice]) -> Simulation:
 
 
 def _both_ways(index: StepIndex, size: int) -> float:
+    """Return the seconds to send this many bytes to the host and to copy them back."""
     link = index.forms.link
     assert link is not None, "forms that are sent have a link"
     return 2 * link.latency_seconds + size / link.out_bytes_per_second + size / link.in_bytes_per_second
 
 
 def _with_sent(index: StepIndex, view: RegionView, choice: Choice, sent: Sequence[int]) -> Choice:
+    """Return the same choice, except that these values are offloaded."""
     link = index.forms.link
     packed = frozenset((value, link.name) for value in sent if link is not None)
     return Choice(choice.kept - frozenset(sent), packed, is_boundary_dropped=choice.is_boundary_dropped)
@@ -236,6 +239,7 @@ class _Layer(NamedTuple):
 
 
 def _layers(index: StepIndex) -> list[_Layer]:
+    """Return one entry for each region: the modules of its ops, and the saved tensors of each module."""
     kinds = {view.call.kind: view for view in index.views}
     modules = {kind: modules_of(view) for kind, view in kinds.items()}
     found = []

@@ -86,6 +86,7 @@ def run_choices(index: StepIndex, choices: Sequence[Choice]) -> Simulation:
 
 
 def _as_one_code(index: StepIndex, choices: Sequence[Choice]) -> Sequence[Choice]:
+    """Return the choices such that a value that one call of a compiled region does not keep is dropped in all its calls."""
     choices = list(choices)
     for calls in index.compiled_together:
         names = {
@@ -268,6 +269,7 @@ def actual_cover(index: StepIndex, storage: int, linked: Mapping[int, frozenset[
 
 
 def _add_levels(curve: Ints, outcome: Replay) -> None:
+    """Add the bytes of a replay's rebuilt values to the bytes at each instant."""
     levels = dict(outcome.levels)
     instants = sorted(levels)
     for instant, following in zip(instants, [*instants[1:], len(curve)][: len(instants)], strict=True):

@@ -160,6 +160,7 @@ def _bounded(planner: Planner, simulation: Simulation, lower: float, notes: tupl
 def _write(
     planner: Planner, outcome: _Outcome, budget_bytes: int | None, strategy: str, room_bytes: int | None, started: float
 ) -> Plan:
+    """Return the plan for an outcome, with prices, bounds, notes, and the seconds since ``started`` that planning took."""
     index, simulation, baseline = planner.index, outcome.simulation, planner.baseline
     window_prices = planner.window_prices(simulation, room_bytes)
     overhead = simulation.seconds - baseline.seconds
@@ -399,5 +400,6 @@ class Planner:
 
 
 def _choices(selection: Selection) -> tuple[Choice, ...]:
+    """Return the choice of each region in a selection."""
     assert selection.effects is not None
     return tuple(effect.choice for effect in selection.effects)

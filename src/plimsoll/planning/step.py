@@ -291,6 +291,7 @@ class StepIndex:
         return int(self._fixed_alone()[self.handover]) - self.lasting_bytes
 
     def _fixed_alone(self) -> Ints:
+        """Return an array with the fixed bytes at each instant, without those of waiting micro-batches."""
         change = np.zeros(self.instants + 1, dtype=np.int64)
         for storage in self.trace.storages:
             for start, stop in self.covered(storage.id):
@@ -420,6 +421,10 @@ def _saved_by_several(trace: Trace) -> frozenset[int]:
 def _view(
     trace: Trace, call: RegionCall, forms: dict[str, ValueForms], shared: frozenset[int], *, may_recompute: bool
 ) -> RegionView:
+    """Return the view of one region call: the possible decisions for its values.
+
+    ``forms`` maps names of values to their forms, ``shared`` are the storages that several region calls save.
+    """
     graph = call.graph
     slots_of: dict[int, tuple[Slot, ...]] = {}
     for slot in graph.slots:

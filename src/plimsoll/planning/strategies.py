@@ -251,6 +251,7 @@ def send_kept(index: StepIndex, choices: Sequence[Choice]) -> tuple[Choice, ...]
 
 
 def _in_form(view: RegionView, name: str) -> Choice:
+    """Return the choice that holds each value of a region in the form ``name`` if possible, and keeps the others."""
     packed = set()
     for value in view.decided:
         entry = view.forms.get(value)
@@ -489,10 +490,12 @@ def _module(view: RegionView, value: int) -> str:
 
 
 def _kept_outside(view: RegionView, pattern: re.Pattern[str]) -> frozenset[int]:
+    """Return the droppable values of a region whose module does not match the pattern."""
     return frozenset(v for v in view.droppable if not pattern.search(_module(view, v)))
 
 
 def _kept_outputs(view: RegionView, names: list[str]) -> frozenset[int]:
+    """Return the droppable values of a region that are outputs of these ops; ``mm/2`` means each second ``mm``."""
     ops = view.graph.ops
     kept: set[int] = set()
     for name in names:

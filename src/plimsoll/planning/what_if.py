@@ -137,6 +137,7 @@ def _candidates(trace: Trace, total_bytes: int, item: int) -> Iterator[TracePara
 def _head_before(
     trace: Trace, born: dict[int, list[int]], parameter: TraceParameter, loss_tick: int, rows: int
 ) -> HeadAndLoss | None:
+    """Return the head that has this parameter as its weight and makes the logits of the loss; ``None`` if it is not found."""
     classes, features = parameter.shape
     one_row_flops = 2 * classes * features
 

@@ -65,6 +65,10 @@ def build_windows(index: StepIndex, sets: Sequence[ChoiceSet]) -> Windows:
 
 
 def _split(index: StepIndex, frames: Sequence[RegionFrame], stacks: Sequence[_Stack]) -> list[tuple[int, int]]:
+    """Return the windows of a step as (first instant, end) pairs.
+
+    In a window all regions but at most one add constant bytes. If this is impossible, each instant is its own window.
+    """
     cuts = {0, index.instants}
     if index.waiting:
         cuts |= {index.handover, index.handover + 1, index.last_wait}

@@ -147,6 +147,7 @@ def _row_seconds(whole_bytes: float, copies: float, group: RankGroup, device: De
 
 
 def _transfer_seconds(kind: Collective, whole_bytes: float, group: RankGroup, device: Device) -> float:
+    """Return the seconds of moving the bytes of a collective, without the latency of hops."""
     ranks, within = group.ranks, group.ranks_in_node(device)
     link = device.link_bytes_per_second * device.achieved_link
     network = device.network_bytes_per_second * device.achieved_link

@@ -98,6 +98,7 @@ def achieved_share(spec: OpSpec, device: Device) -> float:
 
 
 def _filled(tiles: int, multiprocessors: int) -> float:
+    """Return the share of the multiprocessors' time that computes tiles, if each computes one tile at a time."""
     waves = tiles / multiprocessors
     return waves / max(math.ceil(waves), 1)
 
@@ -130,6 +131,7 @@ def roofline_costs(trace: Trace, device: Device, layout: Layout | None = None) -
 
 
 def _seconds(spec: OpSpec, device: Device, layout: Layout | None) -> float:
+    """Return the seconds of an op, a collective, or an op that uses the host, if nothing else runs at the same time."""
     if not spec.group:
         return roofline_seconds(spec, device)
     if spec.group == HOST:
