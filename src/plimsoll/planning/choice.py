@@ -44,7 +44,7 @@ class Choice:
 
     @cached_property
     def forms(self) -> dict[int, str]:
-        """Maps each packed value to the name of its form."""
+        """Maps each packed value to the name of its form, a codec or a link."""
         return dict(self.packed)
 
     def without(self, values: frozenset[int]) -> Choice:
@@ -55,7 +55,7 @@ class Choice:
         return Choice(self.kept - values, packed, self.is_boundary_dropped)
 
     def as_is(self, values: frozenset[int]) -> Choice:
-        """Return the same choice, except that these values are kept unchanged if they were packed."""
+        """Return the same choice, except that these values are kept unchanged if they were compressed or offloaded."""
         packed = frozenset((value, form) for value, form in self.packed if value not in values)
         if len(packed) == len(self.packed):
             return self
@@ -91,7 +91,7 @@ class Limits:
 
 
 def forms_of(view: RegionView, choice: Choice) -> list[Form]:
-    """Return a list with the form of each packed value."""
+    """Return a list with the form (codec or link) of each packed value, a value that is compressed or offloaded."""
     return [view.form(value, name) for value, name in choice.packed]
 
 
@@ -101,7 +101,7 @@ def link_bytes(view: RegionView, choice: Choice) -> int:
 
 
 def packing_seconds(index: StepIndex, view: RegionView, choice: Choice) -> float:
-    """Return the seconds that a choice's packed values add: encoding and decoding, and waiting for the link."""
+    """Return the seconds that a choice's compressed and offloaded values add: to encode, to decode, to wait for the link."""
     forms = forms_of(view, choice)
     return sum(form.seconds for form in forms) + _waiting_seconds(index, view, forms)
 
@@ -125,7 +125,7 @@ def _waiting_seconds(index: StepIndex, view: RegionView, forms: list[Form]) -> f
 
 
 def choice_error(view: RegionView, choice: Choice) -> float:
-    """Return the squared relative error of the gradient that one region's packed values are expected to cause.
+    """Return the squared relative gradient error that one region's compressed and offloaded values are expected to cause.
 
     The error is infinite if a value that must be exact (an index, a mask) would be rebuilt from a lossy form, or if another
     value would be rebuilt from a private form, which only the value's own slots can use.
@@ -134,7 +134,7 @@ def choice_error(view: RegionView, choice: Choice) -> float:
 
 
 def step_error(index: StepIndex, choices: Sequence[Choice], linked: Mapping[int, frozenset[int]]) -> float:
-    """Return the squared relative gradient error that the packed values of all regions are expected to cause together.
+    """Return the squared relative gradient error that all regions' compressed and offloaded values are expected to cause.
 
     ``linked`` maps each region whose input is dropped to the input values that are not held.
     """
@@ -152,9 +152,9 @@ def step_error(index: StepIndex, choices: Sequence[Choice], linked: Mapping[int,
 
 
 def form_error(view: RegionView, choice: Choice, value: int) -> float:
-    """Return the relative gradient error that the form of one value adds.
+    """Return the relative gradient error that the form (codec) of one value adds.
 
-    The error comes from the value's own slots, and from all values that are rebuilt from the value.
+    The error comes from the saved tensors (slots) that hold the value, and from all values that are rebuilt from the value.
     """
     noise = view.form(value, choice.forms[value]).noise
     if not noise:
@@ -190,9 +190,9 @@ class _Noise:
         return total
 
     def squared(self, value: int) -> float:
-        """Return the squared noise of a value as its own slots read it.
+        """Return the squared noise (relative error) of a value that backward reads from the value's own saved tensors.
 
-        It is infinite if the value is rebuilt from another value's private form, which only that value's slots may use.
+        It is infinite if the value is rebuilt from another value's private form, which only that value's saved tensors use.
         """
         leaves = self.leaves(value)
         if self._private.intersection(leaves) - {value}:
@@ -204,7 +204,7 @@ class _Noise:
         return (value,) if value in self._held else recipe_ops(self._view.graph, value, self._held)[1]
 
     def of_output(self, storage: int) -> float:
-        """Return the squared noise of the region's output in ``storage``, as the next region reads this output."""
+        """Return the squared noise (relative error) of the region's output in ``storage``, as the next region reads it."""
         graph = self._view.graph
         outputs = [value for value in graph.outputs if graph.values[value].storage == storage]
         return max(math.inf if value in self._private else self.squared(value) for value in outputs)

@@ -118,7 +118,7 @@ class _Generator:
         """Maps each choice to the peak in bytes during the region's own backward, if nothing is held for other regions."""
 
     def measure(self, choices: Iterable[Choice]) -> None:
-        """Compute the effects of these choices, except of choices that are already known."""
+        """Compute the effects (added memory and time) of these choices, except of choices that are already known."""
         new = [c for c in dict.fromkeys(pinned(self.view, choice) for choice in choices) if c not in self.known]
         effects = self.measuring.measure(new)
         self.known.update(zip(new, effects, strict=True))
@@ -126,7 +126,9 @@ class _Generator:
             self.peaks.update((e.choice, int((self.fixed + e.backward).max())) for e in effects)
 
     def generate(self, given: Iterable[Choice], explored: Collection[Choice]) -> ChoiceSet:
-        """Return all choices if they are few; otherwise the hulls without and with other forms, and choices near them.
+        """Return all choices if they are few; otherwise those on hulls, and choices near them.
+
+        A hull is the lower convex hull of bytes held and seconds. One is found without other forms, and one with them.
 
         ``given`` are choices to include. ``explored`` are the choices of similar regions: if they exist, fewer variants are
         measured, because little would be new.
@@ -145,7 +147,10 @@ class _Generator:
         return ChoiceSet(self._usable(), hull, is_complete=False)
 
     def _explore(self, prices: Prices, rounds: int) -> Hull:
-        """Measure the vertices of the hull and choices near them, and return the hull; ``rounds`` says how often to vary."""
+        """Measure choices on the lower convex hull of bytes held and seconds, and near it. Return the hull.
+
+        ``rounds`` says how often variants are made.
+        """
         # All ops take the same time here, so that the lowest peak found does not depend on measured times.
         timeless = dataclasses.replace(prices, op_seconds=(1e-6,) * len(prices.op_seconds))
         hull, _ = self._sweep([prices, timeless])
@@ -155,7 +160,9 @@ class _Generator:
         return hull
 
     def _explore_forms(self) -> Hull:
-        """Measure the hulls with compressed and offloaded forms, and choices near them, and return the hull with all lines.
+        """Measure choices on the hulls with compressed and offloaded forms, and near them; return a hull with the lines of all.
+
+        A hull is the lower convex hull of bytes held and seconds, and its lines bound all choices from below.
 
         A hull is found for each of several prices of gradient error and of bytes on the link, which all regions share.
         """
@@ -172,13 +179,13 @@ class _Generator:
         return Hull(hull.cuts, tuple(lines))
 
     def _sweep(self, prices: Sequence[Prices]) -> list[Hull]:
-        """Return the hull for each entry of ``prices``, and measure the choices at the hulls' vertices."""
+        """Return the lower convex hull (bytes held, seconds) for each entry of ``prices``; measure the choices on it."""
         hulls = self.sweeper.sweep(prices)
         self.measure(cut.choice for hull in hulls for cut in hull.cuts)
         return hulls
 
     def _usable(self) -> tuple[Effect, ...]:
-        """Return the effects of the measured choices whose error is small enough and that no other choice beats."""
+        """Return the effects (memory, time) of measured choices whose error is small enough and that no other choice beats."""
         new = itertools.islice(self.known.values(), self._weighed, None)
         self._left = _undominated([*self._left, *(effect for effect in new if self._is_usable(effect))])
         self._weighed = len(self.known)
@@ -291,7 +298,7 @@ def _flip(choice: Choice, values: Iterable[int]) -> Choice:
 
 
 def _is_read_by(index: StepIndex, view: RegionView, value: int, instant: int) -> bool:
-    """Return True if a value is in memory at an instant whatever is decided, because backward is reading its slot."""
+    """Return True if a value is in memory at an instant whatever is decided, because backward reads its saved tensor."""
     return any(2 * slot.unpacked <= instant < slot_stop(index.trace, slot) for slot in view.slots_of[value])
 
 

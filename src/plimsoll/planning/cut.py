@@ -53,8 +53,8 @@ class Mode:
     """Data: one form that a value may take (a codec's payload, or a transfer over a link), and what the form costs.
 
     ``held_bytes`` stay on the device, ``seconds`` is the least time for packing the value and bringing it back,
-    ``squared_error`` the squared gradient error, and ``link_bytes`` the bytes sent. A form that ``is_private`` serves only the
-    value's own slots, so that no other value can be recomputed from it.
+    ``squared_error`` the squared gradient error, and ``link_bytes`` the bytes sent. A form that ``is_private`` serves only
+    the saved tensors of the value itself: no other value can be recomputed from it.
     """
 
     form: str
@@ -67,7 +67,8 @@ class Mode:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Data: the costs that a cut weighs. ``op_seconds`` has, for each op of the region, the seconds to run it again.
+    """Data: the costs that a minimum cut weighs to find the cheapest choice. ``op_seconds`` has, for each op of the region, the
+    seconds to run it again.
 
     ``held_bytes`` maps each value that can be stored to the bytes that holding it adds: the values that are decided about, and
     the inputs that are copied. ``modes`` maps values to their additional forms. ``error_price`` is in seconds per squared
@@ -80,13 +81,14 @@ class Prices:
     error_price: float = 0.0
 
     def seconds(self, mode: Mode) -> float:
-        """Return the seconds of a form plus the price of its error."""
+        """Return the seconds of a form (a codec or a link) plus the price of its error."""
         return mode.seconds + self.error_price * mode.squared_error
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Data: the cheapest choice at one price: the values kept and packed, the inputs copied, and the ops that run again.
+    """Data: the cheapest choice at one price of memory: values kept, values packed (compressed or offloaded), inputs copied,
+    and ops that run again.
 
     ``seconds`` is the sum of the seconds of these ops and of packing, and of the price of the error. ``lower_value`` is a
     lower bound of ``price · bytes + seconds`` over all choices.
@@ -110,7 +112,7 @@ SOURCE, SINK = 0, 1
 
 
 class Network:
-    """The graph of one region's cuts: edge ``e`` goes from node ``tails[e]`` to node ``heads[e]``.
+    """The graph whose minimum cut is one region's cheapest choice: edge ``e`` goes from node ``tails[e]`` to ``heads[e]``.
 
     The graph is the same for all prices; only the ``capacities`` of its edges differ.
     """
@@ -219,7 +221,8 @@ class Offers:
     """The ways to hold the values of one region, in tables of bytes and seconds with a row for each value.
 
     Each column is a way. The first way holds the value unchanged; it costs infinity if the value cannot be stored. The other
-    ways are the value's forms (compressed, offloaded). Forms that serve only the value's own slots have separate tables.
+    ways are the value's forms (compressed, offloaded). Forms that serve only the saved tensors of
+    the value itself have separate tables.
     """
 
     def __init__(self, view: RegionView, prices: Prices) -> None:
@@ -245,9 +248,9 @@ class Offers:
         return self._least(0, prices_seconds_per_byte)
 
     def private(self, prices_seconds_per_byte: Floats) -> tuple[Floats, npt.NDArray[np.int64]]:
-        """Return two tables like ``shared``, for holding a value only for its own slots.
+        """Return two tables like ``shared``, for holding a value only for its own saved tensors (slots).
 
-        The cost is infinite if the value does not have a private form.
+        The cost is infinite if the value does not have a form of this kind.
         """
         return self._least(1, prices_seconds_per_byte)
 
@@ -258,7 +261,7 @@ class Offers:
         return np.take_along_axis(costs, ways[:, :, None], axis=2)[:, :, 0], ways
 
     def mode(self, value: int, way: int, *, is_private: bool) -> Mode | None:
-        """Return the form that belongs to the number of a way; ``None`` for way 0, the unchanged value."""
+        """Return the form (codec or link) with this number; ``None`` for number 0, the unchanged value."""
         return self._tables[is_private][2][value][way - 1] if way else None
 
 
@@ -293,7 +296,7 @@ def solve_cuts(network: Network, requests: Sequence[tuple[Offers, Floats]]) -> l
 
 
 def _read_off(network: Network, offers: Offers, prices: Floats, reached: Mask, lower: Floats) -> list[Cut]:
-    """Translate the source sides of cuts into a list of cuts, one for each price."""
+    """Translate the source sides of minimum cuts into a list of choices with their costs, one for each price of memory."""
     view, graph = network.view, network.view.graph
     weights = offers.prices
     available = reached[:, 2 : network.first_op]

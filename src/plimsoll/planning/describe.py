@@ -234,7 +234,7 @@ class _Log:
         return tuple(event for _, _, event in self.entries)
 
     def storages(self, replays: StepReplays) -> None:
-        """Add the storages of the trace for the time that they are alive, by themselves or through slots, parameters first."""
+        """Add the storages of the trace for the time that they are alive or saved for backward, parameters first."""
         for storage in sorted(self.index.trace.storages, key=_place_at_start):
             is_state = storage.born < 0 and storage.category is not Category.INPUT
             is_shared = is_state and _contains(self.index.covered(storage.id), self.index.handover)

@@ -66,14 +66,17 @@ class Hull:
 
 
 class Sweeper:
-    """Finds hulls for one region, and for other regions with the same graph and costs. The result of each sweep is cached."""
+    """Finds lower convex hulls (bytes held, seconds) for one region, and for regions with the same graph and costs.
+
+    The hull of each sweep is cached.
+    """
 
     def __init__(self, view: RegionView) -> None:
         self._network = Network(view)
         self._known: dict[Hashable, Hull] = {}
 
     def sweep(self, wanted: Sequence[Prices]) -> list[Hull]:
-        """Return a list with the hull for each entry of ``wanted``.
+        """Return a list with the lower convex hull (bytes held, seconds) for each entry of ``wanted``.
 
         The seconds of a hull count recomputed ops, encoding and decoding, but not Plimsoll's own time. The sweeps run side by
         side: the next prices of all sweeps are solved as one flow.
@@ -116,7 +119,7 @@ class _Bisection:
             self.asked.append(2 * self._total_seconds / smallest)
 
     def take(self, cuts: Sequence[Cut]) -> None:
-        """Process the cuts found at the prices in ``asked``, and replace ``asked`` by the next prices."""
+        """Process the cheapest choices found at the prices in ``asked``, and replace ``asked`` by the next prices."""
         error_price = self.offers.prices.error_price
         self._lines += [Line(p, cut.lower_value, error_price) for p, cut in zip(self.asked, cuts, strict=True)]
         if not self._pairs:
@@ -137,7 +140,7 @@ class _Bisection:
         self.asked = [(less.seconds - more.seconds) / (more.held_bytes - less.held_bytes) for more, less in self._pairs]
 
     def hull(self) -> Hull:
-        """Return the hull of the points and lines found."""
+        """Return the lower convex hull (bytes held, seconds) of the points found, with the lines found."""
         found = sorted(self._found, key=lambda cut: (-cut.held_bytes, cut.seconds))
         return Hull(cuts=tuple(found), lines=tuple(self._lines))
 
@@ -153,7 +156,7 @@ def _steps(prices: Prices) -> list[float]:
 
 
 def modes_of(view: RegionView) -> dict[int, tuple[Mode, ...]]:
-    """Return a mapping from values to the forms (codecs, links) that the cut may hold them in.
+    """Return a mapping from values to the forms (codecs, links) that a minimum cut may choose for them.
 
     Transfers count as hidden by compute, so their seconds are left out. Forms with an infinite error are left out too.
     """
@@ -182,7 +185,7 @@ class Sweep:
     least_error: float = 0.0
 
     def lines(self, lines: Iterable[Line]) -> Iterator[Line]:
-        """Yield the lines of this sweep's hull in a form that holds for all choices.
+        """Yield this sweep's lines (lower bounds of seconds), changed such that they hold for all choices.
 
         A price on error makes them valid also for choices with forms that these prices leave out.
         """
@@ -217,7 +220,7 @@ def packing_sweeps(prices: Prices, squared_error: float) -> Iterator[Sweep]:
 
 
 def _charge(prices: Prices, link_share: float) -> dict[int, tuple[Mode, ...]]:
-    """Return the forms of each value, with a share of the bytes that a form sends added to the bytes that it holds."""
+    """Return the forms (codecs, links) of each value; a share of the bytes sent is added to the bytes held."""
     return {
         value: tuple(dataclasses.replace(m, held_bytes=m.held_bytes + link_share * m.link_bytes) for m in modes)
         for value, modes in prices.modes.items()

@@ -87,9 +87,9 @@ class Selection:
 class Relaxed:
     """Data: the optimum of the relaxed program, which may mix choices of one region.
 
-    ``shares`` has, for each choice of each region in one row, its share in the mix. ``window_prices`` has, for each window, the
-    seconds per step that one more byte in this window would save (the duals of row 4). ``reduced_seconds`` has, for each
-    choice, a lower bound of the seconds that the step takes beyond the optimum if the choice is taken whole.
+    ``shares`` has, for each choice of each region in one row, its share in the mix. ``window_prices`` has, for each window (a
+    stretch of the step), the seconds per step that one more byte in it would save (the duals of row 4). ``reduced_seconds``
+    has, for each choice, a lower bound of the seconds that the step takes beyond the optimum if the choice is taken whole.
     """
 
     shares: Floats
@@ -182,7 +182,7 @@ class ChoiceProblem:
         return tuple(choices[c] for choices, c in zip(self.effects, taken, strict=True))
 
     def _taken_of(self, effects: tuple[Effect, ...]) -> Taken:
-        """Return the combination of choices that has these effects, one for each region."""
+        """Return the combination of choices, as positions, that has these effects (memory and time), one for each region."""
         return tuple(choices.index(effect) for choices, effect in zip(self.effects, effects, strict=True))
 
     def _branch(self, budget_bytes: int, relaxed: Relaxed, known: Taken | None, gap_of_step: float) -> Selection:
@@ -275,7 +275,7 @@ class ChoiceProblem:
         return None
 
     def _relaxed_peak(self, aim: Floats, bounds: Bounds, room: LinearConstraint) -> tuple[float, Floats]:
-        """Return the smallest peak of the relaxed program (infinite if infeasible), and the reduced cost of each choice."""
+        """Return the smallest peak if choices may be mixed (infinite if infeasible), and the reduced cost of each choice."""
         result, _, reduced = self._optimum(aim, bounds, [(room.A, room.ub)])
         return (np.inf, reduced) if result is None else (float(result.fun), np.maximum(reduced, 0.0))
 
@@ -351,7 +351,7 @@ class ChoiceProblem:
         return found[rank < _JOINING]
 
     def _budget_bounds(self, budget_bytes: int) -> Bounds:
-        """Return the bounds of all variables under a budget; row 4 limits the bytes in each window."""
+        """Return the bounds of all variables under a budget; row 4 limits the bytes in each stretch of the step."""
         return self._bounds((budget_bytes - self.windows.fixed_bytes) / self.unit_bytes, (1.0, 1.0))
 
     def _bounds(self, room: Floats, last: tuple[float, float]) -> Bounds:

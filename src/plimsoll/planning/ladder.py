@@ -75,7 +75,7 @@ class Ladder(Generic[S]):
         self._known.clear()
 
     def at(self, shape: S) -> tuple[Forecast, ...]:
-        """Return the forecast (memory and time) of each rung at a batch shape that the family knows, in the order of rungs."""
+        """Return the forecast (memory and time) of each plan (rung) at a batch shape that the family knows, in their order."""
         if shape not in self._known:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()

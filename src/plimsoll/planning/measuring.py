@@ -39,7 +39,7 @@ peak."""
 
 
 class Measuring:
-    """Computes the effects of choices of one region of a step. It holds all that does not depend on the choice."""
+    """Computes the memory and time that choices of one region add. It holds all that does not depend on the choice."""
 
     def __init__(self, index: StepIndex, view: RegionView) -> None:
         self.index, self.view, self.frame = index, view, frame_of(index, view)
@@ -145,7 +145,7 @@ class _Pass:
     # When each value is needed --------------------------------------------------------------------------------------
 
     def _demand(self) -> None:
-        """Compute when each value is first needed in backward, and until when slots made of it live.
+        """Compute when each value is first needed in backward, and until when saved tensors (slots) made of it live.
 
         The walk goes from the last op to the first. ``first`` is the position of the read that first needs the value (the
         number of reads means never). ``until`` is an instant (-1 means never).
@@ -218,10 +218,10 @@ class _Pass:
         self.end = end
 
     def _load_key(self, value: int) -> Ints:
-        """Return for each choice the key at which a packed value is brought back.
+        """Return for each choice the key (time in backward) when a compressed or offloaded value is brought back.
 
-        It is brought back before the first op that reads it; if no op reads it, just before its slot is read. In compiled code
-        all packed values are brought back when backward begins.
+        It is brought back before the first op that reads it; if no op reads it, just before backward reads its slot, the tensor
+        that autograd saved. In compiled code all such values are brought back when backward begins.
         """
         region = self.region
         position = np.where(self.away[value], self.first[value], len(region.reads))
@@ -238,7 +238,7 @@ class _Pass:
     # Rebuilt values -------------------------------------------------------------------------------------------------
 
     def _events(self) -> Iterator[tuple[Ints, Ints, Ints | int]]:
-        """Yield for each event of the buffers of the recomputation: its key, the bytes, and the workspace, over all choices.
+        """Yield for each event of the recomputation's buffers: its key (time in backward), bytes, workspace, over all choices.
 
         The bytes are positive for an allocation and negative for a release.
         """
@@ -268,7 +268,7 @@ class _Pass:
             yield np.where(runs, self.key[op_id], _NEVER), come, runs * self.region.workspaces[op_id]
 
     def _made_until(self, value: int, op_id: int) -> Ints:
-        """Return for each choice the key at which the buffer that an op made for a value is released.
+        """Return for each choice the key (time in backward) when the buffer that an op made for a value is released.
 
         If the value is loaded later, the op's buffer stays.
         """
@@ -359,7 +359,8 @@ class _Pass:
     def _held_until(self) -> dict[int, Ints]:
         """Return a mapping from each storage to an array with, for each choice, the instant until which the storage is held.
 
-        It is held for kept values, for slots made of these values, or until a transfer out has ended. -1 means never.
+        It is held for kept values, for saved tensors (slots) made of these values, or until a transfer out has ended. -1 means
+        never.
         """
         view, values = self.region.view, self.region.view.graph.values
         held: dict[int, Ints] = {}

@@ -30,8 +30,8 @@ and offloaded values at once."""
 class BufferEvent(NamedTuple):
     """The allocation (positive bytes) or release (negative bytes) of a buffer of the recomputation, at an even instant.
 
-    With ``is_due`` the buffer is released because slots end, before anything is rebuilt at that instant. A workspace (memory
-    that an op needs while it runs) is a buffer that lives for one op.
+    With ``is_due`` the buffer is released because saved tensors (slots) end, before anything is rebuilt at that instant. A
+    workspace (memory that an op needs while it runs) is a buffer that lives for one op.
     """
 
     instant: int
@@ -75,7 +75,7 @@ class Replay:
 
 @dataclass(slots=True)
 class _Memory:
-    """The buffers of a replay with their reference counts. It appends each allocation and release to ``log``."""
+    """The buffers of a recomputation with their reference counts. It appends each allocation and release to ``log``."""
 
     log: list[BufferEvent]
     bytes_now: int = 0
@@ -118,7 +118,7 @@ class _Memory:
 
 @dataclass(slots=True)
 class _Part:
-    """The state of one region of the chain during the replay: its schedule, and the buffer that holds each of its values."""
+    """The state of one region during a simulated recomputation: its schedule, and the buffer of each of its values."""
 
     view: RegionView
     choice: Choice
@@ -153,7 +153,7 @@ def replay(
 
 
 class _Machine:
-    """The simulation of one replay; ``out`` has its results once ``hold`` and ``run`` have been called."""
+    """The simulation of one recomputation; ``out`` has the results after ``hold`` and ``run`` have been called."""
 
     def __init__(
         self, index: StepIndex, choices: Mapping[int, Choice], linked: Mapping[int, frozenset[int]], watch: int
@@ -192,7 +192,7 @@ class _Machine:
 
     def hold(self) -> None:
         """Record from when to when memory is held for kept values, for the values that recomputation starts from (leaves), for
-        copies of inputs, and for payloads of packed values.
+        copies of inputs, and for payloads of compressed values.
         """
         for part in self.parts.values():
             for value in part.choice.kept:
@@ -288,7 +288,7 @@ class _Machine:
         self.out.holds.setdefault(part.view.graph.values[value].storage, []).append((start, stop))
 
     def _stop(self, part: _Part, slot_index: int) -> int:
-        """Return the instant at which a slot releases its leaves, the held values that it is rebuilt from.
+        """Return the instant at which a saved tensor (slot) releases its leaves, the held values that it is rebuilt from.
 
         For ``BOUNDARY`` (the region's outputs), it is the instant when all regions that need the outputs are done.
         """
@@ -297,7 +297,7 @@ class _Machine:
         return max(self._needed_until(self.parts[r]) for r in part.consumers)
 
     def _needed_until(self, part: _Part) -> int:
-        """Return the instant of the last release among the slots of ``part`` that are made of its dropped inputs."""
+        """Return the instant when the last of a region's saved tensors that are made of its dropped inputs is released."""
         graph = part.view.graph
         direct = [slot for value in part.linked for slot in part.view.slots_of.get(value, ())]
         through = [
@@ -313,8 +313,8 @@ class _Machine:
     # The replay itself -------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Walk through backward. At each tick, first release buffers whose slots have ended, then run the ops that rebuild
-        the slots read there.
+        """Walk through backward. At each tick, first release buffers whose saved tensors have ended, then run the ops that
+        rebuild the saved tensors read there.
         """
         reads: list[tuple[int, int, int, int]] = []
         for position, (region, part) in enumerate(self.parts.items()):
@@ -348,7 +348,7 @@ class _Machine:
         self._let_go(self.index.instants)
 
     def _let_go(self, instant: int) -> None:
-        """Release the buffers of all slots that are released at or before ``instant``."""
+        """Release the buffers of all saved tensors (slots) that are released at or before ``instant``."""
         for due in sorted(d for d in self.releases if d <= instant):
             self.memory.instant = due
             for buffer in self.releases.pop(due):
@@ -369,7 +369,7 @@ class _Machine:
         self.watched = -1 if instant < self.watch else max(level, self.watched)
 
     def _work(self, instant: int, label: str, workspace_bytes: int) -> None:
-        """Allocate the workspace of an op or a codec for a moment, and raise the replay's maximum if it is exceeded then."""
+        """Allocate the workspace of an op or a codec for a moment, and raise the recomputation's maximum if it is exceeded."""
         buffer = self.memory.allocate(workspace_bytes, label) if workspace_bytes else -1
         self.highest = max(self.highest, self.memory.bytes_now)
         self._look(instant)
@@ -377,7 +377,7 @@ class _Machine:
             self.memory.release(buffer)
 
     def _read(self, part: _Part, slot_index: int, instant: int) -> None:
-        """Simulate that backward reads a slot: rebuild its value, and keep the value's buffer until the slot is released."""
+        """Simulate that backward reads a saved tensor (slot): rebuild it, and keep its buffer until the slot is released."""
         slot = part.view.graph.slots[slot_index]
         if slot.value in part.linked or part.linked.intersection(part.schedule.leaves.get(slot_index, ())):
             self._ask(part, instant)
@@ -407,7 +407,7 @@ class _Machine:
             self._forget(provider, segment.frees)
 
     def _run_segment(self, part: _Part, segment: Segment, instant: int) -> None:
-        """Run the ops and loads that rebuild one slot (or the region's outputs), and allocate and free their buffers."""
+        """Run the ops and loads that rebuild one saved tensor (or the region's outputs); allocate and free their buffers."""
         graph = part.view.graph
         wanted: dict[int, int] = {}
         if segment.slot == BOUNDARY:

@@ -50,7 +50,7 @@ class ReplayStep(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """What happens when backward reads ``slot``: run ``steps``, return the slot's value, then drop the values ``frees``.
+    """What happens when backward reads ``slot``, a saved tensor: run ``steps``, return its value, drop the values ``frees``.
 
     If ``slot`` is ``BOUNDARY``, all outputs of the region are returned, and ``value`` is the first of them that had to be
     rebuilt.
@@ -66,9 +66,9 @@ class Segment(NamedTuple):
 class Schedule:
     """Data: how and when one region recomputes its dropped values, for one choice of stored values.
 
-    ``segments`` has one entry for each dropped slot, in the order of reading. ``leaves`` maps each dropped slot to the stored
-    values that it is rebuilt from, directly or through other ops. A dropped slot keeps exactly these values alive. If a slot's
-    value is packed (compressed or offloaded), that value is the only leaf.
+    ``segments`` has one entry for each dropped slot (saved tensor), in the order of reading. ``leaves`` maps each dropped slot
+    to the stored values that it is rebuilt from, directly or through other ops. A dropped slot keeps exactly these values
+    alive. If a slot's value is packed (compressed or offloaded), that value is the only leaf.
     """
 
     segments: tuple[Segment, ...]
@@ -167,7 +167,7 @@ def build_schedule(
     order: Sequence[int] | None = None,
     packed: Iterable[int] = (),
 ) -> Schedule:
-    """Return the schedule that rebuilds all slots whose value is in ``dropped`` or ``packed``.
+    """Return the schedule that rebuilds all slots (saved tensors) whose value is in ``dropped`` or ``packed``.
 
     Args:
         graph: the region.
@@ -221,7 +221,7 @@ class _Part(NamedTuple):
 
 
 def _in_order(graph: RegionGraph, ops: Sequence[int], loads: Set[int]) -> tuple[tuple[int, int], ...]:
-    """Return steps: the ops in program order, and each packed value's load right before the first op that reads the value.
+    """Return steps: the ops in program order, and each load of a compressed or offloaded value right before its first reader.
 
     Loads that no op reads come last.
     """

@@ -73,7 +73,7 @@ class Room:
         return [0, *np.cumsum([len(choices) for choices in self.windows.effects]).tolist()]
 
     def load(self, taken: Taken) -> Ints:
-        """Return an array with the bytes of each window under a combination of choices."""
+        """Return an array with the bytes of each window (a stretch of the step) under a combination of choices."""
         parts = (table[:, choice] for table, choice in zip(self.windows.added_bytes, taken, strict=True))
         return sum(parts, self.windows.fixed_bytes.copy())
 
@@ -312,7 +312,7 @@ class _Search:
         _, self._error, self._link = room.figures(tuple(taken))
 
     def repair(self) -> bool:
-        """Change choices such that the windows exceed the budget by less, until no window exceeds it.
+        """Change choices such that windows (stretches of the step) exceed the budget by less, until no window exceeds it.
 
         Return whether this succeeded.
         """
@@ -345,7 +345,7 @@ class _Search:
                 break
 
     def _loads(self, region: int) -> Ints:
-        """Return a table of the bytes in each window (row), if one region changed to each of its choices (column)."""
+        """Return a table of the bytes in each window (row: a stretch of the step), for each choice of a region (column)."""
         added = self._added[region]
         loads: Ints = (self._load - added[:, self.taken[region]])[:, None] + added
         return loads

@@ -59,7 +59,7 @@ class Sending:
 
         Args:
             index: the step, with forms of the host for every value that may be sent.
-            choices: the choice of every region, without packed values.
+            choices: the choice of each region; it must not compress or offload any value.
         """
         return _Beside(index, choices, self).run() if self.modules else _in_line(index, choices)
 

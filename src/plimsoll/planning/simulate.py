@@ -149,7 +149,7 @@ class StepReplays:
 def _replayed(
     index: StepIndex, chain: Mapping[int, Choice], linked: Mapping[int, frozenset[int]], watch: int
 ) -> Replay:
-    """Return the replay of a chain of linked regions.
+    """Return the replay (simulated recomputation) of a chain of linked regions.
 
     Replays of single regions are cached, because plans for other budgets change only a few regions.
     """
@@ -255,8 +255,8 @@ def _storage_changes(replays: StepReplays) -> Ints:
 def actual_cover(index: StepIndex, storage: int, linked: Mapping[int, frozenset[int]]) -> list[Span]:
     """Return the spans of instants at which a storage is alive whatever is decided, if the inputs in ``linked`` are dropped.
 
-    It is the result of ``StepIndex.covered``, except that slots with dropped inputs hold their storage only until their
-    region's forward ends.
+    It is the result of ``StepIndex.covered``, except that saved tensors which are dropped inputs hold their storage only
+    until their region's forward ends.
     """
     if not linked:
         return index.covered(storage)

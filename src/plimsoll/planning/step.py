@@ -66,7 +66,7 @@ class RegionView:
 
     @property
     def graph(self) -> RegionGraph:
-        """The graph of the region's ops, values and slots."""
+        """The graph of the region's ops, values and saved tensors."""
         return self.call.graph
 
     @property
@@ -191,12 +191,18 @@ class StepIndex:
         return tuple(tuple(places) for places in calls.values() if len(places) > 1)
 
     def life(self, storage: int) -> Span:
-        """Return the first instant at which a storage is alive, and the first at which it is not, without regard to slots."""
+        """Return the first instant at which a storage is alive, and the first at which it is not any more.
+
+        The time while only saved tensors of regions hold it does not count.
+        """
         entry = self.trace.storages[storage]
         return max(2 * entry.born + 1, 0), min(max(2 * entry.dies + entry.is_overwritten, 0), self.instants)
 
     def covered(self, storage: int) -> list[Span]:
-        """Return the spans of instants at which a storage is alive whatever is decided: its own life, and forced slots."""
+        """Return the spans of instants at which a storage is alive whatever is decided.
+
+        They are the storage's own life, and the time while saved tensors must hold it.
+        """
         if storage not in self._covered:
             forced = self.forced_spans.get(storage, ())
             self._covered[storage] = merge([self.life(storage), *((start, stop) for _, start, stop in forced)])
@@ -300,7 +306,7 @@ class StepIndex:
         return np.cumsum(change)[:-1] + self.workspace
 
     def _forced_spans(self) -> dict[int, list[tuple[int, int, int]]]:
-        """Return a mapping from each storage to a list of (region, start, stop), one entry for each slot.
+        """Return a mapping from each storage to a list of (region, start, stop), one entry for each saved tensor (slot).
 
         From instant ``start`` to ``stop`` the slot holds the storage whatever is decided.
         """
@@ -364,7 +370,7 @@ def provider_of(index: StepIndex, view: RegionView, linked: frozenset[int]) -> i
 
 
 def slot_stop(trace: Trace, slot: Slot) -> int:
-    """Return the instant at which a slot is released; the end of the step if the trace does not have a release."""
+    """Return the instant at which a slot (saved tensor) is released; the end of the step if the trace has not seen it."""
     return 2 * slot.released + slot.is_overwritten if slot.released >= 0 else 2 * len(trace.ops) + 2
 
 

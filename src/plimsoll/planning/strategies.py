@@ -251,7 +251,7 @@ def send_kept(index: StepIndex, choices: Sequence[Choice]) -> tuple[Choice, ...]
 
 
 def _in_form(view: RegionView, name: str) -> Choice:
-    """Return the choice that holds each value of a region in the form ``name`` if possible, and keeps the others."""
+    """Return the choice that holds a region's values in a form (codec, or ``offload``) if possible, and keeps the others."""
     packed = set()
     for value in view.decided:
         entry = view.forms.get(value)

@@ -23,7 +23,7 @@ from plimsoll.planning.step import Ints, StepIndex
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Data: the windows of a step, and the bytes that each choice of each region adds to each window.
+    """Data: the windows (stretches of time) of a step, and the bytes that each choice of each region adds to each window.
 
     ``fixed_bytes[w]`` plus the sum over regions r of ``added_bytes[r][w, choice]`` is the peak of window w.
     ``effects[r]`` are the choices of region r that no other choice equals or beats in seconds, error, bytes on the link and
@@ -138,7 +138,7 @@ class _Stack:
         return ("between", *(relief for relief, (start, stop) in spans.items() if start <= a and b <= stop))
 
     def row(self, key: Hashable) -> Ints:
-        """Return an array with the bytes that each choice adds to a window with this key."""
+        """Return an array with the bytes that each choice adds to a window (stretch of the step) that has this key."""
         if key not in self._rows:
             self._rows[key] = self._row(key)
         return self._rows[key]
