@@ -5,7 +5,7 @@
     PlimsollError
     ├── InvalidBudget          text without a clear unit, or an amount that is not positive
     ├── BudgetBelowFloor       no plan fits
-    ├── BudgetAboveDevice      more than the device has
+    ├── BudgetAboveDevice      the budget is larger than the device's memory
     ├── InvalidModel           no parameters, no regions, already checkpointed
     ├── InvalidBatch           the model refuses it, or it is on another device
     ├── InvalidLoss            no scalar to call backward on
@@ -32,7 +32,7 @@
     ├── RankError              something about other ranks
     │   ├── RankMissing            a rank did not join an exchange in time
     │   ├── RankFailed             a rank failed during work that all ranks do together
-    │   └── RanksDiffer            they have different models, batches, options, plans or versions
+    │   └── RanksDiffer            ranks have different models, batches, options, plans or versions
     ├── CaptureRefused         a CUDA graph is being captured, and a replay would not repeat this work
     ├── OffloadFailed          a link cannot store or return a tensor: disk full, host budget spent, I/O error
     └── ReplayMismatch         backward was about to use a value that differs from the value of forward
@@ -45,7 +45,11 @@ from __future__ import annotations
 
 
 class PlimsollError(Exception):
-    """The root of the tree. ``found`` is one sentence; ``why`` and ``next`` are one line each."""
+    """Base class of all errors that Plimsoll raises for users.
+
+    ``found`` is one sentence that says what was found. ``why`` (the reason) and ``next`` (what to do) are one line each.
+    ``exit_code`` is the exit status of the command line when this error ends it.
+    """
 
     exit_code = 2
 
@@ -77,11 +81,11 @@ class BudgetBelowFloor(PlimsollError):
 
 
 class BudgetAboveDevice(PlimsollError):
-    """The budget is more than the device has."""
+    """The budget is larger than the device's memory."""
 
 
 class InvalidModel(PlimsollError):
-    """The model cannot be planned."""
+    """Plimsoll cannot plan this model: it is without parameters or regions, or it is already checkpointed."""
 
 
 class InvalidBatch(PlimsollError):
@@ -89,7 +93,7 @@ class InvalidBatch(PlimsollError):
 
 
 class InvalidLoss(PlimsollError):
-    """The step does not give a scalar loss."""
+    """The step does not return a scalar loss on which backward can be called."""
 
 
 class InvalidStrategy(PlimsollError):
@@ -97,7 +101,7 @@ class InvalidStrategy(PlimsollError):
 
 
 class InvalidRegions(PlimsollError):
-    """The region pattern matches nothing."""
+    """A pattern for regions (the modules that Plimsoll manages) or for modules matches nothing, or no pattern is given."""
 
 
 class InvalidOption(PlimsollError):
@@ -113,7 +117,7 @@ class UnknownOptimizer(PlimsollError):
 
 
 class InvalidTarget(PlimsollError):
-    """The command-line target does not load."""
+    """A target (the text that names a model or a step, as on the command line) does not load, or not with these options."""
 
 
 class UnknownDevice(PlimsollError):
@@ -137,11 +141,11 @@ class TracingFailed(PlimsollError):
 
 
 class UnsupportedTorch(PlimsollError):
-    """This torch lacks a private name that Plimsoll uses."""
+    """The installed version of torch does not have a private name that Plimsoll uses."""
 
 
 class UntriedTorch(UserWarning):
-    """This torch has a newer minor version than any version that the tests ran with.
+    """A warning: the installed torch has a newer minor version than all versions that were tested.
 
     Example:
         >>> import warnings
@@ -182,7 +186,7 @@ class CompressionMismatch(PlimsollError):
 
 
 class RankError(PlimsollError):
-    """An error that concerns other ranks, which ``ranks`` lists."""
+    """An error that concerns other ranks. ``ranks`` lists the numbers of these ranks, if they are known."""
 
     def __init__(self, found: str, *, why: str, next: str, ranks: tuple[int, ...] = ()) -> None:  # noqa: A002 - as above
         super().__init__(found, why=why, next=next)
@@ -190,7 +194,7 @@ class RankError(PlimsollError):
 
 
 class RankMissing(RankError):
-    """A rank did not join in time the work that all ranks do together."""
+    """A rank did not join an exchange, which needs all ranks, before the time limit."""
 
 
 class RankFailed(RankError):
@@ -206,13 +210,19 @@ class CaptureRefused(PlimsollError):
 
 
 class OffloadFailed(PlimsollError):
-    """A link cannot store or return a tensor. The step has changed nothing and can be run again."""
+    """A link (pinned host memory or a disk) cannot store or return an offloaded tensor.
+
+    The step has not changed the model or the optimizer, so it can be run again.
+    """
 
     exit_code = 3
 
 
 class ReplayMismatch(PlimsollError):
-    """A rebuilt value differs from the value of forward. The optimizer must not use this step's gradients."""
+    """A value that backward recomputed differs from the value that forward computed.
+
+    The optimizer must not use this step's gradients.
+    """
 
     exit_code = 4
 

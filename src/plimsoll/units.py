@@ -1,4 +1,7 @@
-"""Parses and formats bytes, seconds and rates with units, and checks counts. 1024 appears in this file only."""
+"""Parses amounts of memory, formats bytes, seconds and rates with units, and checks counts.
+
+All other modules take the binary units from here: the number 1024 appears in this file only.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +93,7 @@ def parse_bytes(amount: int | str) -> int:
 
 
 def format_bytes(bytes_: float) -> str:
-    """Bytes as text for people: ``7.3 GiB``, ``512.0 MiB``, ``17 B``."""
+    """Return a number of bytes as text for people: ``7.3 GiB``, ``512.0 MiB``, ``17 B``."""
     sign, size = ("-" if bytes_ < 0 else ""), abs(bytes_)
     for unit, scale in (("TiB", 1024**4), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if size >= scale:
@@ -99,7 +102,7 @@ def format_bytes(bytes_: float) -> str:
 
 
 def format_bytes_up(bytes_: int) -> str:
-    """Like ``format_bytes``, but rounded up, so that the text can serve as a budget.
+    """Return a number of bytes as text like ``format_bytes``, but rounded up, so that the text can serve as a budget.
 
     Example:
         >>> format_bytes_up(1024 * 1024 + 1)
@@ -113,7 +116,7 @@ def format_bytes_up(bytes_: int) -> str:
 
 
 def budget_text(bytes_: int) -> str:
-    """The amount as a ``budget=`` argument to paste, rounded up by at most a thousandth.
+    """Return a number of bytes as a ``budget=`` argument that the user can paste, rounded up by at most a thousandth.
 
     Example:
         >>> budget_text(43_234_567)
@@ -129,7 +132,7 @@ def budget_text(bytes_: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Seconds as text for people: ``1.24 s``, ``14.0 ms``, ``0.8 µs``."""
+    """Return a number of seconds as text for people: ``1.24 s``, ``14.0 ms``, ``0.8 µs``."""
     size = abs(seconds)
     if size >= 1:
         return f"{seconds:.2f} s"
@@ -139,17 +142,17 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_share(share: float) -> str:
-    """A share as a signed percentage: ``+3.1%``."""
+    """Return a share (0.031) as text, a signed percentage: ``+3.1%``."""
     return f"{share * 100:+.1f}%"
 
 
 def format_more(share: float) -> str:
-    """A relative change in words: ``3.1% more``, ``0.4% less``."""
+    """Return a relative change (0.031 or -0.004) in words: ``3.1% more``, ``0.4% less``."""
     return f"{abs(share):.1%} {'more' if share >= 0 else 'less'}"
 
 
 def format_rate(bytes_per_second: float) -> str:
-    """A link's speed in bits per second, as text for people.
+    """Return a link's speed, given in bytes per second, as text in bits per second.
 
     Example:
         >>> format_rate(12.5e6)

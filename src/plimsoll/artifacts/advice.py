@@ -1,6 +1,7 @@
 """Advice: where the memory goes, what to do about it, what torch.compile can capture, and what was checked.
 
-Every figure of a candidate is *predicted* from op seconds; ``evidence`` quotes what a receipt or a verdict measured.
+All figures of a candidate (a plan that was considered) are *predicted* from the seconds of ops. ``evidence`` quotes what a
+receipt or a verdict measured.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from plimsoll.artifacts.explained import MemoryPart
 
 
 class CheckOutcome(enum.StrEnum):
-    """Result of one checklist item, or whether the evidence shows a failure mode; nothing passes without evidence."""
+    """The result of a check: pass or fail for a checklist item, found or not found for a failure mode.
+
+    Without evidence the result is ``NOT_CHECKED``, never ``PASS``.
+    """
 
     PASS = "pass"
     FAIL = "fail"
@@ -26,42 +30,42 @@ class CheckOutcome(enum.StrEnum):
 
 
 class Kind(enum.StrEnum):
-    """The kind of recommendation."""
+    """The kinds of recommendations about the memory of a step."""
 
     DO_NOTHING = "do nothing"
     """The step fits without changes."""
     MANAGE = "manage activations"
-    """A plan fits; the chosen candidate says which."""
+    """A plan fits the budget; the chosen candidate is this plan."""
     LOOK_ELSEWHERE = "look elsewhere"
-    """Something other than activations holds the memory; managing activations frees little."""
+    """Most memory is not in activations, so decisions about activations free little of it."""
     DOES_NOT_FIT = "does not fit"
     """No allowed plan fits the budget."""
 
 
 class Bottleneck(msgspec.Struct, frozen=True, kw_only=True):
-    """What holds the unmanaged peak, and how much of it activation management could free.
+    """What takes the memory at the peak without a plan, and how much of this memory decisions about activations could free.
 
-    ``reachable_share`` is (peak - floor) / peak: the most that any plan can take off the peak by recomputation alone.
+    ``floor_bytes`` is the lowest peak that recomputation alone can reach.
     """
 
     part: str
-    """The largest of the groups state, activations, head and loss, temporaries."""
+    """The name of the largest group: state, activations, head and loss, or temporaries."""
     peak_bytes: int
     floor_bytes: int
     moment: str
     parts: tuple[MemoryPart, ...]
     summary: str
     remedies: tuple[str, ...] = ()
-    """What would help if activation management does not, each with its bytes."""
+    """Sentences about changes that lower the peak even if decisions about activations do not, each with its bytes."""
 
     @property
     def reachable_share(self) -> float:
-        """The largest share of the peak that recomputation can free."""
+        """The largest share of the peak that recomputation can free: (peak - floor) / peak."""
         return 1.0 - self.floor_bytes / self.peak_bytes if self.peak_bytes else 0.0
 
 
 class LayerUse(msgspec.Struct, frozen=True, kw_only=True):
-    """One region call: bytes that autograd saves in it, and its time."""
+    """One call of one region (a module that Plimsoll manages): the bytes that autograd saves in it, and its seconds."""
 
     name: str
     call: int
@@ -71,7 +75,7 @@ class LayerUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """One plan that was made, its predicted cost, and why it was chosen or not."""
+    """One plan that was considered, its predicted memory and time, and the reason why it was chosen or not."""
 
     name: str
     strategy: str
@@ -81,9 +85,9 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     predicted_peak_bytes: int
     predicted_seconds: float
     predicted_overhead: float
-    """Extra time as a share of the unmanaged step."""
+    """The plan's extra time, as a share of the step time without a plan."""
     predicted_error: float = 0.0
-    """Relative error of the gradient; 0 if every value is restored bit for bit."""
+    """The expected relative error of the gradient; 0 if all values are restored bit for bit."""
     is_lossless: bool = True
     is_chosen: bool = False
     reason: str = ""
@@ -99,7 +103,10 @@ class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GraphBreak(msgspec.Struct, frozen=True, kw_only=True):
-    """A place where torch.compile stops capturing: the reason, and the line of user code (``""``, 0 if unknown)."""
+    """A place where torch.compile stops capturing: the reason, and the file and line of the user's code.
+
+    File and code are empty and the line is 0 if the place is not known. ``count`` says how often the break occurred.
+    """
 
     reason: str
     file: str = ""
@@ -117,7 +124,7 @@ class CompilerCoverage(msgspec.Struct, frozen=True, kw_only=True):
 
     is_measured: bool
     note: str = ""
-    """Why it was not measured, or what limits the figure."""
+    """The reason why the coverage was not measured, or what limits its accuracy."""
     ops: int = 0
     captured_ops: int = 0
     seconds: float = 0.0
@@ -125,7 +132,7 @@ class CompilerCoverage(msgspec.Struct, frozen=True, kw_only=True):
     graphs: int = 0
     breaks: tuple[GraphBreak, ...] = ()
     uncaptured: tuple[str, ...] = ()
-    """Modules with ops that were not captured, longest time first."""
+    """Names of modules with ops that were not captured, in the order of the time of these ops, longest first."""
     advice: tuple[str, ...] = ()
 
     @property
@@ -140,18 +147,19 @@ class CompilerCoverage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BackwardOp(msgspec.Struct, frozen=True, kw_only=True):
-    """One op of backward, and whether a captured graph made its autograd node."""
+    """One op of backward, and whether a graph that the compiler captured made the op's autograd node."""
 
     cost_key: str
     is_captured: bool
 
 
 class Capture(msgspec.Struct, frozen=True, kw_only=True):
-    """One step under a compiler that captures graphs and runs them op by op.
+    """The record of one step under a compiler backend that captures graphs and runs them op by op.
 
-    ``forward`` has one entry for each run of a captured graph: the ``cost_key``s of its ops. ``backward`` has all ops of
-    backward. Both are in order of execution. ``failure`` is empty if the step ran to its end; otherwise it says why it did
-    not, and nothing counts as captured. If ``is_asked`` is false, the compiler did not run at all, and ``failure`` says why.
+    ``forward`` has one entry for each run of a captured graph: the cost keys (names with shapes) of the graph's ops.
+    ``backward`` has all ops of backward. Both are in order of execution. ``failure`` is empty if the step ran to its end.
+    Otherwise ``failure`` says why the step stopped, and nothing counts as captured. If ``is_asked`` is false, the compiler did
+    not run at all, and ``failure`` says why.
     """
 
     is_asked: bool
@@ -163,7 +171,7 @@ class Capture(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CaptureHazard(msgspec.Struct, frozen=True, kw_only=True):
-    """Something in the step that prevents capturing it as a CUDA graph."""
+    """One thing that prevents capturing the step as a CUDA graph: what it is, where it is, and how often it occurs."""
 
     what: str
     where: str
@@ -171,7 +179,10 @@ class CaptureHazard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckItem(msgspec.Struct, frozen=True, kw_only=True):
-    """One checklist item or failure mode: ``name`` is a stable key, ``title`` is for people, ``next`` says what to do."""
+    """The check of one checklist item, or of one failure mode: its outcome and the evidence.
+
+    ``name`` is a key that does not change between versions, ``title`` is for people, and ``next`` says what to do.
+    """
 
     name: str
     title: str

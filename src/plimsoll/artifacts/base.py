@@ -1,4 +1,4 @@
-"""Base class of every artifact: saves it as a JSON file and prints it through a renderer that the package installs.
+"""The base class of all artifacts (plans, receipts and other results). It saves an artifact as JSON and prints it as text.
 
 Artifacts are the lowest layer and may not import the views. The package's ``__init__`` knows every layer and is always
 imported before any artifact, so it installs the renderer and the text of a policy here. Files carry a schema version and
@@ -18,10 +18,14 @@ from plimsoll.artifacts.files import write_whole
 TAG = "plimsoll"
 """The first field of every file; its value is the artifact's kind."""
 NUMBER = "plimsoll.number"
+"""The key of the object that replaces infinity and NaN in a file, because JSON does not have such numbers."""
 
 
 class AdvisedEnum(enum.StrEnum):
-    """A word with its own help text: each member has a word, advice and an optional meaning, and is saved as the word."""
+    """An enum whose members also carry help text: a word, advice for the user and an optional meaning.
+
+    Files contain only the word.
+    """
 
     advice: str
     """One sentence: what the user should do."""
@@ -35,25 +39,25 @@ class AdvisedEnum(enum.StrEnum):
 
 
 class TextRenderer(Protocol):
-    """Renders an artifact as text; ``with_details`` adds every reason."""
+    """A function that returns an artifact as text; ``with_details`` adds the reason of each decision."""
 
     def __call__(self, artifact: object, *, with_details: bool = False) -> str: ...
 
 
 class ArtifactBase:
-    """Base of everything that is saved and shown: frozen, versioned, tagged with its kind."""
+    """Base class of results that can be saved and shown. They are immutable data; a file names their schema and kind."""
 
     __slots__ = ()
 
     KIND: ClassVar[str]
     """The kind of artifact, written as the file's tag."""
     SCHEMA_VERSION: ClassVar[int]
-    """The schema that this version writes, and the newest one that it reads."""
+    """Number of the schema that this version of Plimsoll writes. It is also the newest schema that this version reads."""
     render: ClassVar[TextRenderer]
-    """Installed by the package's ``__init__``; it imports the views when text is first asked for."""
+    """The function that returns an artifact as text. The package's ``__init__`` sets it; its first call imports the views."""
     policy_text: ClassVar[Callable[[], str]]
-    """Installed by the package's ``__init__`` too: source text of the selective-checkpointing policy that ``Plan.export`` fills
-    in."""
+    """A function that returns the source of the selective-checkpointing policy: ``Plan.export`` writes decisions into this
+    text. The package's ``__init__`` sets this function too."""
 
     def save(self, path: str | Path) -> None:
         """Write the artifact as JSON, whole or not at all; ``plimsoll.load`` reads a plan back exactly.
@@ -88,7 +92,10 @@ def to_json(artifact: ArtifactBase) -> str:
 
 
 def _wrap_odd_numbers(node: Any) -> Any:
-    """Replace infinity and NaN, which JSON lacks, by ``{"plimsoll.number": "inf"}``; ``store`` turns them back."""
+    """Return the same data with infinity and NaN, which JSON lacks, replaced by objects such as ``{"plimsoll.number": "inf"}``.
+
+    ``store`` replaces these objects by numbers again.
+    """
     if isinstance(node, float) and not math.isfinite(node):
         return {NUMBER: repr(node)}
     if isinstance(node, dict):

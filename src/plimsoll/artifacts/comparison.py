@@ -11,15 +11,16 @@ from plimsoll.artifacts.decision import Status
 
 
 class ComparisonRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One strategy.
+    """The predicted and measured figures of one strategy.
 
-    ``measured_ratio`` is the paired median of its step time over the unmanaged step time; its 95% confidence interval is
-    ``measured_ratio_low`` to ``measured_ratio_high``. Figures that were not measured are ``None``, and ``note`` says why.
+    ``measured_ratio`` is the strategy's step time divided by the unmanaged step time: the median over pairs of steps. Its 95%
+    confidence interval is ``measured_ratio_low`` to ``measured_ratio_high``. Figures that were not measured are ``None``, and
+    ``note`` says why.
     """
 
     strategy: str
     status: Status | None = None
-    """How the search for its plan ended; ``None`` for torch's own strategies, which do not have a plan."""
+    """How the search for the strategy's plan ended; ``None`` for torch's own strategies, which do not have a plan."""
     budget_bytes: int | None = None
     predicted_peak_bytes: int | None = None
     measured_peak_bytes: int | None = None
@@ -30,20 +31,21 @@ class ComparisonRow(msgspec.Struct, frozen=True, kw_only=True):
     measured_ratio_high: float | None = None
     is_bit_equal: bool | None = None
     is_rounding: bool = False
-    """If bits differ: whether other torch.compile kernels, which round differently, explain it."""
+    """Whether a difference in bits comes from other torch.compile kernels, which round differently."""
     is_lossless: bool = True
     gradient_error: float | None = None
-    """Measured relative error of the gradient, for strategies with lossy forms or with differing compiled kernels."""
+    """The measured relative error of the gradient, if the strategy holds values in a lossy form (a lossy codec) or runs other
+    compiled kernels."""
     note: str = ""
 
     @property
     def is_wrong(self) -> bool:
-        """Whether gradients differ although no value is held in a lossy form."""
+        """Whether gradients differ although no value is compressed with loss, and although rounding does not explain it."""
         return self.is_lossless and self.is_bit_equal is False and not self.is_rounding
 
 
 class Comparison(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
-    """Strategies side by side. ``plimsoll.compare`` makes one; ``str`` shows it."""
+    """The figures of several strategies on one model and batch. ``plimsoll.compare`` makes one; ``str`` shows it as a table."""
 
     KIND: ClassVar[str] = "comparison"
     SCHEMA_VERSION: ClassVar[int] = 1
@@ -61,5 +63,5 @@ class Comparison(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def exit_code(self) -> int:
-        """1 if a strategy changed the gradients, else 0."""
+        """The exit status of the command line: 1 if a strategy changed the gradients although it should not, else 0."""
         return 1 if any(row.is_wrong for row in self.rows) else 0

@@ -1,4 +1,4 @@
-"""Cost of each distinct op of a trace on one machine, and how reliable a figure is."""
+"""Data: the seconds of each distinct op of a trace on one machine, and words for how reliable a figure is."""
 
 from __future__ import annotations
 
@@ -10,22 +10,25 @@ SCHEMA_VERSION = 1
 
 
 class CostSource(enum.StrEnum):
+    """Where seconds of ops come from: measured on the device, or computed with a roofline."""
+
     MEASURED = "measured"
     ROOFLINE = "roofline"
 
 
 class OpCost(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of one op: the median; its spread is half the distance between the quartiles."""
+    """The time of one op, in seconds: ``seconds`` is the median, ``spread_seconds`` half the distance between the quartiles."""
 
     seconds: float
     spread_seconds: float = 0.0
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds per ``cost_key`` of a trace on ``device``.
+    """The time of each distinct op of a trace on ``device``. ``ops`` maps cost keys (an op's name with its shapes) to costs.
 
-    The engine adds costs of its own: ``region_seconds`` per call of a region that it changes, ``slot_seconds`` per tensor
-    that autograd saves in that region (including parameters), ``replay_seconds`` per recomputed op, in addition to the op.
+    The engine, which carries out plans, adds costs of its own: ``region_seconds`` for each call of a region that it changes,
+    ``slot_seconds`` for each tensor that autograd saves in that region (including parameters), and ``replay_seconds`` for
+    each recomputed op, in addition to the seconds of the op itself.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -36,19 +39,20 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     slot_seconds: float = 0.0
     replay_seconds: float = 0.0
     memory_bytes: int | None = None
-    """The device's memory, when known."""
+    """The device's memory in bytes; ``None`` if it is not known."""
 
     def seconds_of(self, cost_key: str) -> float:
-        """Seconds of one op; 0 if the op does not have a cost."""
+        """Return the seconds of the op with this cost key; 0 if ``ops`` does not contain the key."""
         cost = self.ops.get(cost_key)
         return 0.0 if cost is None else cost.seconds
 
 
 class Basis(enum.StrEnum):
-    """How reliable a figure is; every basis except ``UNSUPPORTED`` comes with a relative error.
+    """Names for how reliable a figure is. A figure of each basis except ``UNSUPPORTED`` comes with a relative error.
 
-    ``EXACT``: counted, and compared with torch. ``MODELLED``: computed with a model whose parts are known, such as a simulated
-    allocator or a roofline. ``ASSUMED``: a figure that others measured, or a convention. ``UNSUPPORTED``: no figure at all.
+    An ``EXACT`` figure was counted and compared with torch. A ``MODELLED`` figure was computed with a model whose parts are
+    known, such as a simulated allocator or a roofline. An ``ASSUMED`` figure was measured by others, or is a convention.
+    ``UNSUPPORTED`` means that a figure cannot be given.
     """
 
     EXACT = "exact"

@@ -1,4 +1,4 @@
-"""The vocabulary of a plan: decisions for a value, engines for a region, and how a search can end."""
+"""The enums of a plan: decisions for a saved value, ways to handle a region, and possible ends of a search."""
 
 from __future__ import annotations
 
@@ -8,31 +8,33 @@ from plimsoll.artifacts.base import AdvisedEnum
 
 
 class Decision(enum.StrEnum):
-    """What happens to a saved value between forward and backward."""
+    """What happens to a saved value (a tensor that autograd saves) between forward and backward."""
 
     KEEP = "KEEP"
+    """The value stays on the device unchanged."""
     RECOMPUTE = "RECOMPUTE"
+    """The value is dropped, and the ops that make it run again before backward reads it."""
     COMPRESS = "COMPRESS"
-    """A codec's payload is held and decoded when backward needs the value."""
+    """Only the value's encoded bytes stay on the device. They are decoded when backward needs the value."""
     OFFLOAD = "OFFLOAD"
-    """The bytes go over a link (to pinned host memory or disk) and return before backward needs them."""
+    """The value's bytes go over a link to pinned host memory or disk, and return before backward needs them."""
 
 
 class Engine(enum.StrEnum):
-    """How one region was handled."""
+    """How one region (a module that Plimsoll manages) was handled."""
 
     RECIPE = "recipe"
-    """Saved tensors are replaced: dropped ones are rebuilt by verified recipes."""
+    """Plimsoll replaces saved tensors. Dropped tensors are rebuilt by verified recipes (lists of ops to run again)."""
     KEEP = "keep"
-    """The plan drops something here, but it cannot be rebuilt safely, so everything is kept."""
+    """The plan drops a value in this region, but the value cannot be rebuilt safely, so all values are kept."""
     COMPILED = "compiled"
-    """torch.compile's partitioner follows the plan."""
+    """torch.compile compiles the region, and its partitioner, which decides what to save, follows the plan."""
     UNTOUCHED = "untouched"
-    """The plan keeps everything: the engine does not install a hook or a wrapper."""
+    """The plan keeps everything in this region, so no hook or wrapper is installed."""
 
 
 class Status(AdvisedEnum):
-    """How the search for a plan ended; each status carries its own advice."""
+    """How the search for a plan ended. Each member carries advice for the user."""
 
     OPTIMAL = "OPTIMAL", "With the costs of this machine, no plan of this engine is faster."
     FEASIBLE = "FEASIBLE", "The plan fits; the gap is the most that a better plan could still save."

@@ -1,7 +1,7 @@
-"""The whole training budget of one model on one layout of devices, rank by rank, with an error for every figure.
+"""Data of an estimate: the memory and speed of training one model on one layout of devices, each figure with an error.
 
-An estimate lists *stages*: the ranks of one pipeline stage hold the same bytes, so one entry represents ``ranks`` of them.
-The items of a stage add up to the bytes that the device has to provide at the peak.
+An estimate lists *stages*. All ranks of one pipeline stage hold the same bytes, so one entry represents ``ranks`` ranks.
+The items of a stage add up to the bytes that a device has to provide at the peak.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from plimsoll.artifacts.plan import Peak, Plan
 class BudgetItem(msgspec.Struct, frozen=True, kw_only=True):
     """One part of a device's memory at the peak.
 
-    ``bytes`` is ``None`` if the figure is ``UNSUPPORTED``; ``note`` then says why. ``relative_error`` is half the width of the
-    range in which the true value is expected, as a share of ``bytes``.
+    ``bytes`` is ``None`` if the figure is ``UNSUPPORTED``; ``note`` then says why. The true value is expected within a range
+    around ``bytes``; ``relative_error`` is half the width of this range, as a share of ``bytes``.
     """
 
     name: str
@@ -31,15 +31,16 @@ class BudgetItem(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def error_bytes(self) -> int:
-        """Half the width of the range expected to contain the true value."""
+        """Half the width, in bytes, of the range that is expected to contain the true value."""
         return 0 if self.bytes is None else round(self.bytes * self.relative_error)
 
 
 class StageSeconds(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of one stage, per micro-batch, except ``optimizer_seconds`` and ``exposed_seconds``, which are per step.
+    """The times of one pipeline stage, in seconds per micro-batch.
 
-    ``communication_seconds`` is the time of collectives within forward and backward, already part of those figures.
-    ``exposed_seconds`` is the time of data-parallel collectives that compute does not hide.
+    ``optimizer_seconds`` and ``exposed_seconds`` are per step instead. ``communication_seconds`` is the time of collectives
+    within forward and backward, and the figures of forward and backward include it. ``exposed_seconds`` is the time of
+    data-parallel collectives that compute does not hide.
     """
 
     forward_seconds: float
@@ -50,16 +51,19 @@ class StageSeconds(msgspec.Struct, frozen=True, kw_only=True):
     exposed_seconds: float
     optimizer_seconds: float
     product_seconds: float = 0.0
-    """The part of forward and backward that matrix products, convolutions and attention take."""
+    """The seconds of matrix products, convolutions and attention within forward and backward."""
 
 
 class StageEstimate(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory and time of one pipeline rank's group of ranks, over all of its virtual stages.
+    """The memory and time of all ranks at one position in the pipeline, with all virtual stages of these ranks.
+
+    ``in_flight`` is the number of micro-batches between forward and backward at the same time.
 
     ``allocated_bytes`` is the peak of live tensors. ``reserved_bytes`` is what the caching allocator holds for them;
     ``None`` on a CPU, which does not have such an allocator.
-    ``unmanaged_bytes`` and ``recomputed_bytes`` are the allocated peaks without a plan and with everything recomputed.
-    ``whole_error`` is the relative error of ``total_bytes``, known only where published runs of this kind were compared.
+    ``unmanaged_bytes`` is the allocated peak without a plan, ``recomputed_bytes`` the allocated peak if all values are
+    recomputed. ``whole_error`` is the relative error of ``total_bytes``; it is known only for kinds of runs that were compared
+    with published figures.
     """
 
     stage: int
@@ -75,7 +79,7 @@ class StageEstimate(msgspec.Struct, frozen=True, kw_only=True):
     seconds: StageSeconds
     bubble_share: float
     plans: tuple[Plan, ...] = ()
-    """One plan for each stage of this rank, if memory was managed under a budget."""
+    """One plan for each virtual stage of these ranks, if memory was managed under a budget; else empty."""
     whole_error: float | None = None
 
     @property
@@ -85,9 +89,10 @@ class StageEstimate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def error_bytes(self) -> int:
-        """Half the width of the range of ``total_bytes``, taken from published runs of this kind where they exist.
+        """Half the width, in bytes, of the range that is expected to contain the true total.
 
-        Otherwise the errors of the items are summed: they are not assumed to cancel.
+        The width comes from published runs of this kind, if they were compared. Otherwise it is the sum of the items' errors,
+        because the errors are not assumed to cancel.
         """
         if self.whole_error is not None:
             return round(self.whole_error * self.total_bytes)
@@ -95,17 +100,18 @@ class StageEstimate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def unsupported(self) -> tuple[BudgetItem, ...]:
-        """Items without a figure."""
+        """The items whose figure is not supported, so that they do not have bytes."""
         return tuple(item for item in self.items if item.basis is Basis.UNSUPPORTED)
 
 
 class Throughput(msgspec.Struct, frozen=True, kw_only=True):
-    """Speed of the whole job. ``tokens_per_second`` is ``None`` for models that do not count tokens.
+    """The speed of the whole job. ``tokens_per_second`` is ``None`` for models that do not count tokens.
 
-    ``mfu`` is the share of the devices' dense peak that the model's own arithmetic reaches; recomputed arithmetic does not
-    count. ``relative_error`` holds for all of these. ``published_mfu`` is the figure that papers and frameworks print: 6 FLOPs
-    per parameter and token plus 12 per layer, width and attended position, over the dense 16-bit peak, whichever type the
-    arithmetic uses. It is ``None`` if the model is not a plain text transformer or the device does not have such a peak.
+    ``mfu`` (model FLOPs utilisation) is the share of the devices' dense peak that the model's own arithmetic reaches;
+    recomputed arithmetic does not count. ``relative_error`` holds for all figures above. ``published_mfu`` is the figure that
+    papers and frameworks print: 6 FLOPs per parameter and token plus 12 per layer, width and attended position, divided by
+    the dense 16-bit peak, whichever type the arithmetic uses. ``published_mfu`` is ``None`` if the model is not a plain text
+    transformer or the device does not have a 16-bit peak.
     """
 
     step_seconds: float
@@ -119,33 +125,33 @@ class Throughput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SwitchSetting(msgspec.Struct, frozen=True, kw_only=True):
-    """Values of a training framework's own switches, the equivalent strategy, and the step's peak and time."""
+    """One setting of a training framework's own switches: their values, the equivalent strategy, the step's peak and time."""
 
     values: dict[str, str | int | float | bool | list[str] | None]
     strategy: str
     peak_bytes: int
-    """Bytes in tensors on the rank that holds most."""
+    """Peak bytes of the tensors on the rank with the highest peak."""
     step_seconds: float
     host_bytes: int = 0
-    """Bytes on the host for the rank that offloads most."""
+    """Bytes on the host for the rank that offloads the most bytes."""
 
 
 class LayoutChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """One layout of a search: its micro-batch and strategy, and the peak and time of its step."""
+    """One result of a search over layouts: a layout, its micro-batch and strategy, and the peak and time of its step."""
 
     layout: Layout
     batch: int
     strategy: str
     peak_bytes: int
-    """Bytes in tensors on the rank that holds most."""
+    """Peak bytes of the tensors on the rank with the highest peak."""
     step_seconds: float
 
 
 class MeasuredFigure(msgspec.Struct, frozen=True, kw_only=True):
-    """One measured figure of a real run and the estimate's figure; ``unit`` is bytes, seconds or per second.
+    """One measured figure of a real run next to the estimate's figure; ``unit`` is bytes, seconds or per second.
 
-    ``estimated`` is ``None`` if the estimate does not have this figure. ``error`` is half the width of the range in which the
-    run was expected; ``note`` says what a run outside that range may mean.
+    ``estimated`` is ``None`` if the estimate does not have this figure. ``error`` is half the width of the range that was
+    expected to contain the measured figure. ``note`` says what a figure outside that range may mean.
     """
 
     name: str
@@ -157,12 +163,12 @@ class MeasuredFigure(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_inside(self) -> bool:
-        """Whether the measurement is within the estimate's range."""
+        """Whether the measured figure is within the estimate's range. False if the estimate does not have this figure."""
         return self.estimated is not None and abs(self.measured - self.estimated) <= self.error
 
 
 class Estimate(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
-    """The training budget of ``target`` on ``device`` under ``layout``. Build one with ``plimsoll.estimate``."""
+    """The memory and speed of training ``target`` on ``device`` under ``layout``. ``plimsoll.estimate`` makes an estimate."""
 
     KIND: ClassVar[str] = "estimate"
     SCHEMA_VERSION: ClassVar[int] = 1
@@ -182,15 +188,17 @@ class Estimate(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     stages: tuple[StageEstimate, ...]
     throughput: Throughput
     expandable_bytes: int | None = None
-    """Bytes that the allocator on the tightest stage's ranks would reserve with ``expandable_segments:True``."""
+    """Bytes that torch's allocator would reserve with ``expandable_segments:True``, on the ranks of the stage that needs the
+    most memory."""
     notes: tuple[str, ...] = ()
     framework: str = ""
-    """The framework whose switches were requested; ``switches`` then lists the chosen setting first, then its neighbours."""
+    """The training framework whose switches were requested; empty if none. ``switches`` then lists the chosen setting first,
+    followed by settings close to it."""
     switches: tuple[SwitchSetting, ...] = ()
     layouts: tuple[LayoutChoice, ...] = ()
     """The fastest layouts, if layouts were searched; the estimate describes the first of them."""
     measured: tuple[MeasuredFigure, ...] = ()
-    """What a real run measured; ``measured_source`` names the run."""
+    """The measured figures of a real run, if such a run was given; ``measured_source`` names the run."""
     measured_source: str = ""
     trace_seconds: float = 0.0
     total_seconds: float = 0.0
@@ -202,7 +210,10 @@ class Estimate(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def does_fit(self) -> bool | None:
-        """Whether every rank fits its device and the budget, if one was given; ``None`` if the error range leaves it open."""
+        """Whether each rank fits its device and the budget (if a budget was given).
+
+        ``None`` if the device's memory is not known, or if the error range contains this memory.
+        """
         if self.budget_bytes is not None and any(stage.allocated_bytes > self.budget_bytes for stage in self.stages):
             return False
         if self.device_bytes is None:

@@ -1,4 +1,4 @@
-"""Explanation of a step's peak: what is resident after forward, what recomputation holds, and what would lower it."""
+"""Explanation of a step's peak: which memory stays after forward, what recomputation takes, and what lowers the peak."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from plimsoll.artifacts.plan import Holder, Peak, TimelinePoint
 
 
 class MemoryPart(msgspec.Struct, frozen=True, kw_only=True):
-    """One part of the bytes at a peak; ``largest`` names its largest holder."""
+    """One part of the bytes at a peak; ``share`` is its share of the peak, ``largest`` names its largest tensor or group."""
 
     name: str
     bytes: int
@@ -20,7 +20,7 @@ class MemoryPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecomputedPart(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory that recomputation makes in one place: the most bytes alive at one time, and how many ops run."""
+    """The memory that recomputation takes in one place (a region): the most bytes alive at one time, and the number of ops."""
 
     place: str
     most_bytes: int
@@ -28,7 +28,7 @@ class RecomputedPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """One change to the step, and the peak of the step with that change.
+    """One possible change to the step, and the predicted peak of the step with that change.
 
     ``basis`` says how the figure was found: ``replayed`` (this step's events with the change applied), ``run again`` (a second
     step with the change), ``modelled`` (replayed with sizes that were not observed in any step of this model) or ``planned``
@@ -39,24 +39,25 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     how: str
     predicted_peak_bytes: int
     lowers_bytes: int
-    """How much the change lowers the peak; negative if it raises it."""
+    """How many bytes lower the peak is with the change; negative if the change raises the peak."""
     moment: str
     basis: str
 
 
 class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
-    """A change whose effect cannot be determined here, and why."""
+    """A change whose effect on the peak cannot be determined for this step, and the reason."""
 
     name: str
     why: str
 
 
 class Explanation(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
-    """Where the peak of one step is, who holds it, and what would lower it. Make one with ``plimsoll.explain``.
+    """When the peak of one step occurs, which tensors take the memory, and what would lower it. ``plimsoll.explain`` makes one.
 
-    ``plain`` figures describe the same step with everything kept (``None``: the step does not save memory by itself, or it
-    could not be run without that). Holders in ``resident`` are regions, modules outside regions, and what stays for the whole
-    step. Bytes are counted op by op; on a fake device (``is_fake``) they do not include workspaces inside kernels.
+    ``plain_peak`` and ``plain_resident_bytes`` describe the same step if all values are kept. They are ``None`` if the step
+    does not save memory by itself, or could not be run without saving memory. ``resident`` lists what holds memory between
+    forward and backward: regions, modules outside regions, and tensors that stay for the whole step. Bytes are counted op by
+    op. On a fake device (``is_fake``) they do not include workspaces inside kernels.
     """
 
     KIND: ClassVar[str] = "explanation"
@@ -69,12 +70,12 @@ class Explanation(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     device: str
     is_fake: bool
     setup: str
-    """What saves memory in this step; empty if nothing does."""
+    """Says what saves memory in this step, such as its own checkpointing; empty if nothing does."""
     optimizer: str
     verdict: str
     peak: Peak
     parts: tuple[MemoryPart, ...]
-    """State, activations, head and loss, temporaries: their bytes at the peak."""
+    """The bytes at the peak of each group: state, activations, head and loss, temporaries."""
     resident_bytes: int
     resident: tuple[Holder, ...]
     recomputed: tuple[RecomputedPart, ...]
@@ -93,4 +94,4 @@ class Explanation(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
 
 
 LEAST_SHARE = 0.005
-"""A change counts only if it lowers the peak by more than this share."""
+"""A change counts as helpful only if it lowers the peak by more than this share of the peak."""

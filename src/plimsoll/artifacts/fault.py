@@ -1,4 +1,4 @@
-"""A fault: a saved tensor whose contents changed before backward read it, with its place and likely cause."""
+"""A fault: a saved tensor whose contents changed before backward read it. A fault names the place and the likely cause."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from plimsoll.artifacts.base import AdvisedEnum
 
 
 class Cause(AdvisedEnum):
-    """Why a tensor was restored wrongly: the usual causes, each with its cure."""
+    """The usual causes why a saved tensor comes back with other contents, each with advice on how to remove the cause."""
 
     RANDOM_STATE = (
         "RANDOM_STATE",
@@ -59,11 +59,12 @@ class Cause(AdvisedEnum):
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """One tensor that backward would have read with other bits than forward saved.
+    """One saved tensor that backward would have read with other bits than forward saved.
 
-    ``value`` and ``op`` are the earliest ones in forward order that differ, as far as saved tensors show it.
-    ``differing_elements`` of ``elements`` have other bits (a NaN equals a NaN), by at most ``max_absolute_difference``
-    (``None`` if it is not finite, or if layouts differ). ``step`` counts training calls of the model, from 1.
+    ``value`` names the earliest tensor in forward order that differs, as far as saved tensors show it, and ``op`` the op that
+    made it. Of ``elements``, ``differing_elements`` have other bits (two NaNs count as equal). ``max_absolute_difference`` is
+    their largest difference (``None`` if it is not finite, or if layouts differ). ``step`` counts training calls of the model,
+    from 1.
     """
 
     step: int

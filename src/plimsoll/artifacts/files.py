@@ -1,9 +1,9 @@
-"""Read untrusted files within limits, and write files without losing what they held before.
+"""Reads untrusted files within limits, and writes files in such a way that a failure does not lose their old content.
 
 *Reading.* A file is read up to a limit of bytes, before and after unpacking; a pipe that stays silent is abandoned. JSON is
 read up to a limit of depth and items. Anything over a limit raises ``FileRefused``, which each reader turns into its own error.
 
-*Writing.* A regular file appears whole or not at all, and keeps its mode. A link is followed to the file that it names.
+*Writing.* A regular file appears whole or not at all, and keeps its mode. A symbolic link is followed to its file.
 Devices, pipes and everything below ``/dev`` and ``/proc`` are written through: they are never replaced.
 """
 
@@ -28,12 +28,12 @@ from plimsoll.units import MIB, format_bytes
 
 T = TypeVar("T")
 _PATIENCE_SECONDS = 1.5
-"""How long to wait for a process to open the other end of a pipe."""
+"""How many seconds to wait for a process to open the other end of a pipe."""
 _MOST_PATIENCE_SECONDS = 60.0
-"""How long a pipe may stay silent while a process has it open for writing."""
+"""How many seconds a pipe may stay silent while a process has it open for writing."""
 _PIECE = MIB
 _MOST_DEVICE_BYTES = 64 * MIB
-"""Limit for character devices: one such as ``/dev/zero`` may never end."""
+"""The most bytes to read from a character device, because a device such as ``/dev/zero`` never ends."""
 _MOST_RATIO = 50
 """Largest accepted ratio of unpacked to packed bytes. Traces and plans pack to a tenth or a thirtieth of their size, a gzip
 bomb of zeros to a thousandth."""
@@ -41,12 +41,15 @@ _GZIP_MAGIC = b"\x1f\x8b"
 
 
 class FileRefused(Exception):
-    """A file cannot be read, or not within its limits; the text says why."""
+    """Raised if a file cannot be read, or exceeds the limits for reading; the text says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadLimits:
-    """Limits for reading a file: bytes (after unpacking), JSON items (commas and brackets), and levels of nesting."""
+    """Data: the limits for reading a file.
+
+    They are the number of bytes (after unpacking), of JSON items (commas and opening brackets), and of levels of nesting.
+    """
 
     most_bytes: int
     most_items: int = 5_000_000
@@ -77,13 +80,17 @@ def read_file(path: str | Path, limits: ReadLimits) -> bytes:
 
 @contextlib.contextmanager
 def _opened(path: str | Path) -> Iterator[io.FileIO]:
-    """Open the file for reading. O_NONBLOCK makes opening a pipe return at once and does not change regular files."""
+    """Open the file for reading, and close it at the end of the block.
+
+    With O_NONBLOCK, opening a pipe returns at once; for regular files this flag changes nothing.
+    """
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
     with io.FileIO(descriptor, "r") as file:
         yield file
 
 
 def _pieces(file: io.FileIO, most_bytes: int) -> Iterator[bytes]:
+    """Yield the content of an open file, pipe or device in pieces; raise FileRefused if it is larger than the limit."""
     status = os.fstat(file.fileno())
     if stat.S_ISREG(status.st_mode) and status.st_size > most_bytes:
         raise _too_large(most_bytes)
@@ -94,7 +101,7 @@ def _pieces(file: io.FileIO, most_bytes: int) -> Iterator[bytes]:
 
 
 def _limited(read: Callable[[], bytes], most_bytes: int) -> Iterator[bytes]:
-    """Yield what ``read`` returns until it returns nothing, and refuse more than ``most_bytes`` in total."""
+    """Yield the pieces that ``read`` returns until a piece is empty; raise FileRefused after more than ``most_bytes`` bytes."""
     left = most_bytes
     while piece := read():
         left -= len(piece)
@@ -108,10 +115,13 @@ def _too_large(most_bytes: int) -> FileRefused:
 
 
 def _wait_and_read(file: io.FileIO) -> bytes:
-    """Return the next piece of a pipe, or nothing once the writer has closed it; wait only briefly for a writer.
+    """Return the next bytes of a pipe, or an empty result after the writer has closed the pipe.
 
     The first read does not block: it returns nothing if no process has the pipe open for writing, and ``None`` if a writer
     has not sent anything yet. Bytes that were read are never dropped, whenever the writer arrives.
+
+    Raises:
+        FileRefused: no process opens the pipe for writing within 1.5 s, or the writer sends nothing for 60 s.
     """
     waiting = select.poll()
     waiting.register(file.fileno(), select.POLLIN)
@@ -128,7 +138,7 @@ def _wait_and_read(file: io.FileIO) -> bytes:
 
 
 def is_read_once(path: str | Path) -> bool:
-    """Whether reading ``path`` consumes it, as for a pipe or device."""
+    """Return whether the content of ``path`` can be read only once, because it is a pipe or a device."""
     return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
@@ -154,7 +164,10 @@ def decode_json(content: str | bytes, limits: ReadLimits, type_: type[T] | Any =
 
 
 def _check_levels(node: object, left: int) -> None:
-    """Check the depth of plain values only: a value that msgspec decoded to a type is as deep as the type."""
+    """Raise RecursionError if plain values (dicts and lists) are nested more than ``left`` levels deep.
+
+    A value that msgspec decoded to a type is not checked, because it cannot be deeper than the type.
+    """
     if isinstance(node, dict | list):
         if left <= 0:
             raise RecursionError
@@ -167,10 +180,12 @@ PART = ".part"
 
 
 def write_whole(content: str | bytes, path: str | Path) -> None:
-    """Write a file: a regular file appears whole or not at all and keeps its mode; links, devices, pipes are written through.
+    """Write a file. A regular file appears whole or not at all, and keeps its mode.
+
+    A symbolic link stays, and its file is replaced. A device or pipe is not replaced; the content is written to it.
 
     Raises:
-        PlanFileError: the place cannot be written.
+        PlanFileError: the path cannot be written.
     """
     encoded = content.encode("utf-8", errors="backslashreplace") if isinstance(content, str) else content
     try:
@@ -182,7 +197,7 @@ def write_whole(content: str | bytes, path: str | Path) -> None:
 
 @contextlib.contextmanager
 def whole_file(target: Path) -> Iterator[BinaryIO]:
-    """Open a file that replaces ``target`` when the block ends; if the block fails, ``target`` stays unchanged.
+    """Open a temporary file that replaces ``target`` when the block ends; if the block fails, ``target`` stays unchanged.
 
     The temporary name is random, not a process id: on a shared disk, processes of two machines may have the same id.
     """
@@ -210,7 +225,10 @@ def whole_file(target: Path) -> Iterator[BinaryIO]:
 
 
 def _is_written_through(target: Path) -> bool:
-    """Whether ``target`` must not be replaced: it is not a regular file, or it names a file that a process has open."""
+    """Return whether ``target`` must be written directly, not replaced.
+
+    This holds for a path that is not a regular file, and for paths under ``/dev`` or ``/proc`` that may name an open file.
+    """
     if os.path.abspath(target).startswith(("/dev/", "/proc/")) and os.path.exists(target):
         return not os.path.abspath(target).startswith("/dev/shm/")
     return os.path.exists(target) and not os.path.isfile(target)
@@ -218,7 +236,7 @@ def _is_written_through(target: Path) -> bool:
 
 @contextlib.contextmanager
 def _opened_through(target: Path) -> Iterator[BinaryIO]:
-    """Open a device or pipe for appending; wait some seconds for a reader if ``target`` is a pipe."""
+    """Open a device or pipe for appending, and close it at the end of the block. Wait up to 1.5 s for a pipe's reader."""
     until = time.monotonic() + _PATIENCE_SECONDS
     while True:
         try:
@@ -239,7 +257,7 @@ def _opened_through(target: Path) -> Iterator[BinaryIO]:
 
 
 def check_place(path: str | Path) -> None:
-    """Refuse a path that cannot be written, before the work that produces its content.
+    """Raise an error if a file cannot be written at this path. Callers check this before the work that makes its content.
 
     Raises:
         PlanFileError: the path is a directory, its directory does not exist, or the user may not write there.
@@ -260,7 +278,7 @@ def check_place(path: str | Path) -> None:
 
 
 def check_folder(path: str | Path) -> None:
-    """Refuse a directory that cannot be created or written to, before the work that produces its content.
+    """Raise an error if a directory cannot be created or written to. Callers check this before the work for its content.
 
     Raises:
         PlanFileError: a file has that name, or the user may not write there.
@@ -278,7 +296,10 @@ def check_folder(path: str | Path) -> None:
 
 
 def _check_new_file(folder: Path) -> None:
-    """Create an unnamed file and close it. Permission bits are not enough: they mislead for root and for ``/proc``."""
+    """Raise OSError if a new file cannot be created in this directory: try it with an unnamed file.
+
+    Permission bits are not enough, because they mislead for root and for ``/proc``.
+    """
     import tempfile
 
     try:

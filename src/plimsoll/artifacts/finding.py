@@ -10,22 +10,22 @@ import msgspec
 from plimsoll.artifacts.base import AdvisedEnum, ArtifactBase
 
 EXCESSIVE_KERNEL_RATIO = 1.5
-"""A ratio of kernels per layer to the baseline's above this is excessive."""
+"""If the plan runs more than this many times as many kernels per layer as the baseline, that is excessive."""
 CONTENDED_BANDWIDTH_SHARE = 0.8
-"""Recomputation that uses a larger share of the device's peak bandwidth than this contends for memory."""
+"""If recomputation uses more than this share of the device's peak bandwidth, it competes with other work for the memory."""
 LONG_GAP_SECONDS = 50e-6
 """An idle gap between two kernels longer than this means waiting for the host, or a broken CUDA graph."""
 
 
 class WorkUnit(enum.StrEnum):
-    """The unit that a step's work is counted in."""
+    """The unit for counting a step's work: kernels on a GPU, or ops on a CPU."""
 
     KERNELS = "kernels"
     CPU_OPS = "CPU ops"
 
 
 class ProfileOrigin(enum.StrEnum):
-    """How the two profiles were obtained."""
+    """Where the two profiles (with and without the plan) come from."""
 
     PROFILED = "profiled here"
     CHROME = "torch.profiler traces"
@@ -33,7 +33,7 @@ class ProfileOrigin(enum.StrEnum):
 
 
 class WorkPhase(enum.StrEnum):
-    """The part of a training step that launched a piece of work."""
+    """The part of a training step that launched a kernel or an op."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -43,7 +43,7 @@ class WorkPhase(enum.StrEnum):
 
 
 class OverheadCause(AdvisedEnum):
-    """One cause of overhead. The causes are disjoint in time; docs/diagnose.md defines each."""
+    """The possible causes of a plan's extra time, each with advice. Causes do not overlap in time (see docs/diagnose.md)."""
 
     RECOMPUTE = (
         "recompute arithmetic",
@@ -88,9 +88,9 @@ class OverheadCause(AdvisedEnum):
 
 
 class OverheadPart(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds per step of one cause; negative where the plan saves time.
+    """One part of a plan's overhead: a cause, and the seconds per step that it adds (negative if the plan saves time).
 
-    ``spread_seconds`` is the standard error over steps, ``None`` if only one step was profiled. ``details`` name the largest
+    ``spread_seconds`` is the standard error over steps, ``None`` if only one step was profiled. ``details`` names the largest
     pieces of work.
     """
 
@@ -101,10 +101,11 @@ class OverheadPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PhaseUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What one phase uses in one step.
+    """The device time, the amount of work and the bytes read in one phase (forward, backward, …) of one step.
 
-    ``read_bytes`` is a lower bound of the bytes read, if the trace has shapes; ``bandwidth_share`` is these bytes
-    over the phase's seconds, as a share of the device's peak bandwidth if that is known.
+    ``count`` is the number of kernels or CPU ops. ``read_bytes`` is a lower bound of the bytes read; it is known if the trace
+    has shapes. ``bandwidth_share`` is ``read_bytes`` divided by the phase's seconds, as a share of the device's peak bandwidth;
+    ``None`` if that peak is not known.
     """
 
     phase: WorkPhase
@@ -115,10 +116,10 @@ class PhaseUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Side(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the two profiles; every figure is per step.
+    """The figures of one of the two profiles (with or without the plan), per step.
 
-    ``attributed_share`` of the busy time could be traced to the operation or range that launched it, ``phased_share`` to a
-    phase, ``module_share`` to a module.
+    Three shares say how much of the busy time could be assigned: ``attributed_share`` to the operation or range that launched
+    the work, ``phased_share`` to a phase, ``module_share`` to a module. ``count`` is the number of kernels or CPU ops.
     """
 
     source: str
@@ -127,7 +128,7 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
     busy_seconds: float
     idle_seconds: float
     waiting_seconds: float
-    """The idle time under a call that waits for the device."""
+    """The part of the idle time, in seconds, during which the host waits for the device in a call."""
     count: float
     kernels_per_layer: float | None = None
     layers: int = 0
@@ -142,7 +143,7 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Layer(msgspec.Struct, frozen=True, kw_only=True):
-    """One layer in both profiles, per step; one operation if the profiles do not have modules."""
+    """The work of one layer in both profiles, per step. If the profiles do not have modules, it is one operation instead."""
 
     name: str
     baseline_count: float
@@ -153,7 +154,10 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WarningSign(msgspec.Struct, frozen=True, kw_only=True):
-    """One threshold and the plan's figure; ``is_raised`` is ``None`` if the trace does not show it."""
+    """One warning sign: ``text`` compares the plan's figure with a threshold, ``is_raised`` says whether this is a warning.
+
+    ``is_raised`` is ``None`` if the trace does not show the figure.
+    """
 
     name: str
     is_raised: bool | None
@@ -161,10 +165,10 @@ class WarningSign(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Finding(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
-    """What a plan's overhead consists of. ``plimsoll.diagnose`` makes one; ``str`` shows it.
+    """The causes of a plan's overhead in time. ``plimsoll.diagnose`` makes a finding; ``str`` shows it as text.
 
-    Seconds are measured under the profiler, except ``measured_*_seconds``: medians of steps without a profiler, if such steps
-    could be run.
+    Seconds are measured under the profiler. Only ``measured_baseline_seconds`` and ``measured_plan_seconds`` are medians of
+    steps without a profiler; they are ``None`` if such steps could not be run.
     """
 
     KIND: ClassVar[str] = "finding"
@@ -188,7 +192,7 @@ class Finding(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     measured_baseline_seconds: float | None = None
     measured_plan_seconds: float | None = None
     notes: tuple[str, ...] = ()
-    """What the traces do not show."""
+    """Sentences about what the traces do not show."""
 
     @property
     def overhead_seconds(self) -> float:
@@ -197,21 +201,21 @@ class Finding(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def overhead_share(self) -> float:
-        """Overhead as a share of the baseline's step."""
+        """Extra seconds under the plan as a share of the baseline's step, measured under the profiler."""
         return self.overhead_seconds / self.baseline.step_seconds if self.baseline.step_seconds else 0.0
 
     @property
     def measured_overhead_share(self) -> float | None:
-        """Overhead without a profiler, as a share of the baseline's step; ``None`` if it was not measured."""
+        """Extra seconds under the plan as a share of the baseline's step, without a profiler; ``None`` if not measured."""
         if not self.measured_baseline_seconds or self.measured_plan_seconds is None:
             return None
         return self.measured_plan_seconds / self.measured_baseline_seconds - 1
 
     @property
     def kernel_ratio(self) -> float:
-        """Kernels (or CPU ops) per step, over the baseline's."""
+        """The plan's number of kernels (or CPU ops) per step, divided by the baseline's number."""
         return self.plan.count / self.baseline.count if self.baseline.count else 0.0
 
     def seconds_of(self, cause: OverheadCause) -> float:
-        """Seconds per step of one cause."""
+        """Return the seconds per step that one cause adds; negative if the plan saves time there."""
         return sum(part.seconds for part in self.parts if part.cause is cause)

@@ -1,6 +1,6 @@
-"""Result of a search for batch and plan: every point that was evaluated, the best one with its plan, and its measurement.
+"""The result of a search for the best batch and plan: all points evaluated, the best point's plan, and its measurement.
 
-``items`` are tokens for models that read token ids, else examples.
+``items`` are tokens for models that read token ids, and examples for all other models.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from plimsoll.artifacts.receipt import Claim
 class FitPoint(msgspec.Struct, frozen=True, kw_only=True):
     """One micro-batch under its best plan: memory and speed.
 
-    ``micro_seconds`` is forward and backward of one micro-batch; ``optimizer_seconds`` is spent once per step, after
-    ``accumulation`` micro-batches. ``predicted_peak_bytes`` of a point that does not fit is the smallest reachable peak.
-    A plan may decide about ``saved_bytes``; ``rebuilt_bytes`` of them are recomputed. With ``is_traced`` the step was traced
-    at exactly this size; otherwise its sizes are derived from other traces.
+    ``micro_seconds`` is the time of forward and backward of one micro-batch. ``optimizer_seconds`` is spent once per step,
+    after ``accumulation`` micro-batches. ``predicted_peak_bytes`` is the plan's peak, or the smallest reachable peak if no plan
+    fits. ``saved_bytes`` are all bytes that a plan may decide about; the plan recomputes ``rebuilt_bytes`` of them. With
+    ``is_traced`` the step was traced at exactly this size; otherwise its sizes are derived from other traces.
     """
 
     micro_batch: int
@@ -40,40 +40,40 @@ class FitPoint(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def items(self) -> int:
-        """Tokens or examples in one micro-batch."""
+        """The number of tokens (or examples, for models without token ids) in one micro-batch."""
         return self.micro_batch * self.sequence
 
     @property
     def does_fit(self) -> bool:
-        """Whether the plan fits the budget."""
+        """Whether the peak at this point, under its best plan, fits the budget."""
         return self.status.is_usable
 
     @property
     def is_unmanaged(self) -> bool:
-        """Whether everything fits without recomputing anything."""
+        """Whether the step fits the budget without recomputing anything."""
         return self.does_fit and not self.rebuilt_bytes
 
     @property
     def step_seconds(self) -> float:
-        """Seconds from one optimizer step to the next."""
+        """Seconds from one optimizer step to the next, over all accumulated micro-batches."""
         return self.accumulation * self.micro_seconds + self.optimizer_seconds
 
     @property
     def items_per_second(self) -> float:
-        """Throughput of one device."""
+        """Tokens or examples per second on one device."""
         return self.accumulation * self.items / self.step_seconds if self.step_seconds else 0.0
 
     @property
     def rebuilt_share(self) -> float:
-        """Share of the saved bytes that are recomputed."""
+        """The share of ``saved_bytes`` that the plan recomputes, from 0 to 1."""
         return self.rebuilt_bytes / self.saved_bytes if self.saved_bytes else 0.0
 
 
 class FitChange(msgspec.Struct, frozen=True, kw_only=True):
-    """One change to a step that does not fit, evaluated with only that change.
+    """One possible change to a step that does not fit the budget, and the figures of the step with only this change.
 
     ``does_fit`` is ``None`` if it cannot be determined here; ``note`` then says why. ``predicted_peak_bytes`` is the peak under
-    the best plan, or the smallest reachable peak if that plan does not fit. Throughput is per device.
+    the best plan, or the smallest reachable peak if no plan fits. ``items_per_second`` is per device.
     """
 
     name: str
@@ -84,10 +84,11 @@ class FitChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fit(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
-    """The micro-batch and the plan with the most throughput under a budget. Build one with ``plimsoll.fit``.
+    """The micro-batch and the plan with the most throughput under a budget. ``plimsoll.fit`` makes one.
 
-    ``best`` is a position in ``points``; ``None``: nothing fits, and ``changes`` lists what would. ``plan`` was solved for the
-    step traced at the best point. ``measured`` is that plan run on the device (``None``: the device is not available).
+    ``best`` is the position of the best point in ``points``. It is ``None`` if nothing fits; then ``changes`` lists changes
+    that may help. ``plan`` was made for the step traced at the best point. ``measured`` has the predicted and measured figures
+    of that plan on the device; ``None`` if the device is not available.
     """
 
     KIND: ClassVar[str] = "fit"
@@ -109,7 +110,8 @@ class Fit(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     changes: tuple[FitChange, ...] = ()
     seconds_basis: Basis
     seconds_error: float
-    """Half the width of the range expected to contain the true seconds, as a share of the predicted seconds."""
+    """The true seconds are expected within a range around the predicted seconds. This is half the width of the range, as a
+    share of the predicted seconds."""
     traces: int = 0
     solves: int = 0
     total_seconds: float = 0.0
@@ -117,18 +119,21 @@ class Fit(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def best_point(self) -> FitPoint | None:
-        """The point with the most throughput."""
+        """The point with the most throughput; ``None`` if nothing fits."""
         return None if self.best is None else self.points[self.best]
 
     @property
     def best_unmanaged(self) -> FitPoint | None:
-        """The point with the most throughput among points that fit without a plan."""
+        """The point with the most throughput of those points that fit without a plan; ``None`` if no point does."""
         found = [point for point in self.points if point.is_unmanaged]
         return max(found, key=lambda point: point.items_per_second, default=None)
 
     @property
     def gain(self) -> float | None:
-        """Best throughput over the best throughput without a plan, less 1; ``None`` if nothing fits without a plan."""
+        """The best throughput divided by the best throughput without a plan, minus 1.
+
+        ``None`` if nothing fits without a plan.
+        """
         best, unmanaged = self.best_point, self.best_unmanaged
         if best is None or unmanaged is None or not unmanaged.items_per_second:
             return None
@@ -136,5 +141,5 @@ class Fit(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def exit_code(self) -> int:
-        """0 if something fits, else 3, the exit code of a budget below the floor."""
+        """The exit status of the command line: 0 if something fits, else 3 (the status of a budget below the lowest peak)."""
         return 0 if self.best is not None else 3

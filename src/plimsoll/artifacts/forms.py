@@ -1,4 +1,4 @@
-"""Compressed and offloaded forms of values between forward and backward, and the cost of each form.
+"""Data: the ways to store a value in another form between forward and backward (compressed or offloaded), and their costs.
 
 A *form* is a codec's payload or a place at the other end of a link. ``noise`` is the relative error of the value that
 backward then reads, ‖decoded - value‖ / ‖value‖. ``sensitivity`` is the relative error of the whole gradient per unit of
@@ -13,11 +13,11 @@ from plimsoll.artifacts.decision import Decision
 
 
 class Form(msgspec.Struct, frozen=True, kw_only=True):
-    """One way to hold one value other than unchanged on the device.
+    """One way to store one value between forward and backward: compressed with a codec, or offloaded over a link.
 
     ``held_bytes`` stay on the device, ``link_bytes`` go over the link and stay at its other end. ``encode_seconds`` are
-    spent when the region's forward ends, ``decode_seconds`` when backward needs the value; transfer time that compute does
-    not hide is added. ``workspace_bytes`` are alive while encoding or decoding.
+    spent when the region's forward ends, ``decode_seconds`` when backward needs the value. Transfer time that compute does
+    not hide is not included in them. ``workspace_bytes`` are alive while encoding or decoding.
     """
 
     name: str
@@ -29,15 +29,20 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
     workspace_bytes: int = 0
     link_bytes: int = 0
     is_private: bool = False
-    """Whether only the value's own slots may be restored from it: the decoded tensor is not the value itself."""
+    """Whether only the value's own slots (the tensors that autograd saved) may be restored from this form, and no other value
+    may be recomputed from it: the decoded tensor is not the value itself."""
 
     @property
     def seconds(self) -> float:
+        """Seconds of encoding and decoding together."""
         return self.encode_seconds + self.decode_seconds
 
 
 class ValueForms(msgspec.Struct, frozen=True, kw_only=True):
-    """The forms that one saved value may take; ``refused`` lists codecs that were tried and rejected, each with its reason."""
+    """The forms that one saved value may take. ``refused`` lists pairs of a rejected codec and the reason.
+
+    ``sensitivity`` is the relative error of the whole gradient per unit of relative error in this value.
+    """
 
     value: str
     sensitivity: float = 0.0
@@ -46,7 +51,7 @@ class ValueForms(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RegionForms(msgspec.Struct, frozen=True, kw_only=True):
-    """The forms of one region call."""
+    """The forms (ways to store a value, compressed or offloaded) that the values of one region call may take."""
 
     name: str
     call: int
@@ -54,7 +59,7 @@ class RegionForms(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LinkCost(msgspec.Struct, frozen=True, kw_only=True):
-    """Measured speed of a link; ``latency_seconds`` is spent on every transfer."""
+    """The speed of a link in both directions (out: from the device). Each transfer also takes ``latency_seconds``."""
 
     name: str
     out_bytes_per_second: float
@@ -63,13 +68,13 @@ class LinkCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Forms(msgspec.Struct, frozen=True, kw_only=True):
-    """Every form that a plan may use for values, other than keeping and recomputing them."""
+    """All compressed and offloaded forms that a plan may use, for each value of each region call; data only."""
 
     regions: tuple[RegionForms, ...] = ()
     link: LinkCost | None = None
     notes: tuple[str, ...] = ()
 
     def of(self, name: str, call: int) -> dict[str, ValueForms]:
-        """The forms of one region call, by the value's name."""
+        """Return a mapping from each value's name to its forms, for call ``call`` of region ``name``."""
         found = next((region for region in self.regions if region.name == name and region.call == call), None)
         return {} if found is None else {entry.value: entry for entry in found.values}

@@ -23,7 +23,7 @@ from plimsoll.errors import InvalidOption
 
 
 class PipelineSchedule(enum.StrEnum):
-    """The order in which a stage runs its micro-batches.
+    """Names of pipeline schedules: the order of forwards and backwards of the micro-batches on a stage.
 
     ``GPIPE`` (Huang et al. 2019): all forwards, then all backwards. ``ONE_F_ONE_B`` (Narayanan et al. 2019): forwards and
     backwards alternate. ``INTERLEAVED`` (Narayanan et al. 2021): every rank holds several stages. ``ZERO_BUBBLE`` (Qi et
@@ -37,13 +37,13 @@ class PipelineSchedule(enum.StrEnum):
 
 
 class StageRule(enum.StrEnum):
-    """The rule that decides how many blocks each stage of a pipeline gets.
+    """Names of rules that decide how many blocks each stage of a pipeline gets.
 
-    ``BLOCKS``: equal numbers; if they do not divide evenly, the first and the last stage get fewer. ``COST``: make the slowest
-    stage as fast as possible, with embedding and head counted. The other rules copy a framework: nanotron weighs the blocks
-    and the head by their parameters; Megatron-Core requires equal numbers of blocks (``MEGATRON_BOTH``: with its
-    ``account_for_embedding_in_pipeline_split`` and ``account_for_loss_in_pipeline_split``); torchtitan counts embedding
-    and head as one block each.
+    ``BLOCKS`` gives all stages equal numbers of blocks; if these do not divide evenly, the first and the last stage get fewer.
+    ``COST`` makes the slowest stage as fast as possible, and counts embedding and head. The other rules copy a framework:
+    nanotron weighs the blocks and the head by their parameters; Megatron-Core requires equal numbers of blocks
+    (``MEGATRON_BOTH`` sets its options ``account_for_embedding_in_pipeline_split`` and
+    ``account_for_loss_in_pipeline_split``); torchtitan counts embedding and head as one block each.
     """
 
     BLOCKS = "blocks"
@@ -55,14 +55,14 @@ class StageRule(enum.StrEnum):
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """Degrees of parallelism of one training step; the default is one rank.
+    """The degrees of parallelism of one training step; the default is one rank.
 
-    ``zero`` is the stage of ZeRO within the data-parallel ranks (and the context-parallel ones): 0 replicates everything, 1
-    shards the optimizer state, 2 also gradients, 3 also parameters (what FSDP does). With ``replicas`` > 1 (HSDP), that many
+    ``zero`` is the stage of ZeRO within the data-parallel and the context-parallel ranks: 0 replicates everything, 1
+    shards the optimizer state, 2 also gradients, 3 also parameters (what FSDP does). With ``replicas`` > 1 (HSDP), this many
     groups of ranks each shard the whole model, and gradients are reduced once more between the groups. ``micro_batches`` is
-    how many run one after the other before the optimizer steps: gradient accumulation, or the micro-batches of a pipeline.
+    the number of micro-batches that run before the optimizer steps, for gradient accumulation or a pipeline.
     ``virtual_stages`` is the number of stages per rank of an interleaved schedule. ``cut`` says how blocks are divided among
-    stages: a rule, or the number of blocks in each stage.
+    stages: it is a rule, or the number of blocks in each stage.
     """
 
     dp: int = 1
@@ -80,17 +80,17 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ranks(self) -> int:
-        """How many ranks take part in a step."""
+        """The number of ranks that take part in a step."""
         return self.dp * self.tp * self.cp * self.pp
 
     @property
     def shards(self) -> int:
-        """Over how many ranks ZeRO shards."""
+        """The number of ranks over which ZeRO shards one copy of the model."""
         return self.dp * self.cp // self.replicas
 
     @property
     def stages(self) -> int:
-        """How many stages the pipeline has."""
+        """The number of stages of the pipeline, virtual stages included."""
         return self.pp * self.virtual_stages
 
     def __str__(self) -> str:
@@ -111,7 +111,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Precision(enum.StrEnum):
-    """The floating-point types of a training step.
+    """Names of the floating-point types of a training step; the module's docstring explains them.
 
     Example:
         >>> Precision.BF16_MIXED.parameter_dtype, Precision.BF16_MIXED.autocast_dtype
@@ -132,17 +132,17 @@ class Precision(enum.StrEnum):
 
     @property
     def traced(self) -> Precision:
-        """The precision that the model computes in: FSDP gathers its float32 shards in bf16."""
+        """The precision of the computation: ``bf16`` for ``fsdp-bf16``, because FSDP gathers its float32 shards in bf16."""
         return Precision.BF16 if self is Precision.FSDP_BF16 else self
 
     @property
     def parameter_dtype(self) -> str:
-        """The torch name of the parameters' dtype."""
+        """The name that torch uses for the dtype of the parameters, such as ``bfloat16``."""
         return {Precision.BF16: "bfloat16", Precision.FP16: "float16"}.get(self, "float32")
 
     @property
     def autocast_dtype(self) -> str | None:
-        """The torch name of autocast's dtype; ``None`` if autocast is off."""
+        """The name that torch uses for autocast's dtype, such as ``bfloat16``; ``None`` if autocast is off."""
         return {Precision.BF16_MIXED: "bfloat16", Precision.FP16_MIXED: "float16"}.get(self)
 
 
@@ -158,7 +158,7 @@ _ALIASES = {
     "amp": Precision.FP16_MIXED,
     "16-mixed": Precision.FP16_MIXED,
 }
-"""Names that torch and trainers use for these precisions."""
+"""Maps other names, which torch and trainers use, to precisions."""
 
 
 def parse_precision(text: str | Precision | None) -> Precision | None:
@@ -194,7 +194,7 @@ def parse_precision(text: str | Precision | None) -> Precision | None:
 
 
 class Techniques(msgspec.Struct, frozen=True, kw_only=True):
-    """Techniques by their keys; an empty string, 0 or ``False`` means that the technique is not used.
+    """The techniques that a training job uses to save memory or time; an empty string, 0 or ``False`` means "not used".
 
     ``gradients``: the dtype that gradients are accumulated and reduced in, if it is not the parameters' dtype (``fp32``;
     ``both``: the gradients in the parameters' dtype are held as well).
@@ -239,7 +239,7 @@ class Techniques(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def on_host(self) -> frozenset[str]:
-        """What is held on the host; offloaded parameters take the optimizer with them."""
+        """What is held on the host, as words of ``offload``. If parameters are offloaded, the optimizer is too."""
         words = frozenset(filter(None, self.offload.split("+")))
         return words | {"optimizer"} if "parameters" in words else words
 
@@ -268,9 +268,9 @@ _VALUES = {
     "lora-on": ("qv", "attention", "all"),
     "moe": ("fused", "deepep"),
 }
-"""Keys whose value is one of these words."""
+"""Maps each technique that takes a word to the words that it accepts."""
 _SETS = ("offload",)
-"""Keys that accept several of their words, joined by ``+``."""
+"""The techniques that accept several of their words, joined by ``+``."""
 _FLAGS = (
     "optimizer-in-backward",
     "tf32",
@@ -280,14 +280,14 @@ _FLAGS = (
     "comm-overlap",
     "expandable-segments",
 )
-"""Keys without a value."""
+"""The techniques that do not take a value."""
 _COUNTS = {"lora": 16, "qlora": 16, "adapters": 64, "packed": 1024, "padded": 30}
-"""Keys whose value is a whole number above 0; the number here is an example for error messages."""
+"""Maps each technique that takes a whole number above 0 to an example of this number, for error messages."""
 _KEYS = (*_VALUES, *_FLAGS, *_COUNTS)
 
 
 def read_techniques(text: str | Techniques) -> Techniques:
-    """Parse techniques from text, with commas between keys.
+    """Return the techniques that a text lists, with commas between them: ``gradients=fp32, tf32``.
 
     Raises:
         InvalidOption: an unknown key or value, or a key twice.
@@ -302,6 +302,7 @@ def read_techniques(text: str | Techniques) -> Techniques:
 
 
 def _entries(text: str) -> Iterator[tuple[str, str | int]]:
+    """Yield each technique of a text with its value; raise InvalidOption for an unknown technique or value."""
     seen: set[str] = set()
     for part in text.split(",") if text.strip() else ():
         key, equals, value = (piece.strip() for piece in part.partition("="))
@@ -331,7 +332,7 @@ def _entries(text: str) -> Iterator[tuple[str, str | int]]:
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes of a model and of one micro-batch; ``None`` where the model's configuration does not give them.
+    """The sizes of a model and of one micro-batch; a size is ``None`` if the model's configuration does not give it.
 
     A model of several towers (encoder and decoder, image and text) is described by its widest tower; ``layers`` counts the
     blocks of all towers. ``batch`` is in samples. ``sequence`` is in text tokens on one rank.
@@ -350,13 +351,13 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     experts: int | None = None
     experts_per_token: int | None = None
     parameters: int | None = None
-    """Parameters of the whole model; a tied parameter counts once."""
+    """The number of parameters (elements) of the whole model; a tied parameter counts once."""
     active_parameters: int | None = None
-    """Parameters that one token passes through: only the experts that it is routed to."""
+    """The number of parameters that compute one token's result: of the experts, only those of this token count."""
 
     @property
     def tokens(self) -> int | None:
-        """Text tokens in one micro-batch; ``None`` if samples are not text.
+        """The number of text tokens in one micro-batch; ``None`` if samples are not text.
 
         Example:
             >>> ModelFacts(name="llama-3-8b", architecture="LlamaForCausalLM", batch=2, sequence=8192).tokens

@@ -1,4 +1,4 @@
-"""Memory other than activations: the optimizer's state, and what the caching allocator reserves."""
+"""Data about memory other than activations: the optimizer's state, and the memory that the caching allocator reserves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from plimsoll.artifacts.trace import Category
 
 
 class StepForm(enum.StrEnum):
-    """How an optimizer step iterates over the parameters.
+    """Names for how an optimizer step iterates over the parameters.
 
     ``LOOP``: one parameter after the other. ``FOREACH``: all parameters together, op by op (torch's choice on a GPU).
     ``FUSED``: one kernel, without temporaries.
@@ -30,12 +30,12 @@ class Temporary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OptimizerUse(msgspec.Struct, frozen=True, kw_only=True):
-    """One optimizer over the parameters that one rank updates.
+    """The memory and work of one optimizer for the parameters that one rank updates.
 
-    ``state_bytes``: state on the device, by parameter name. ``host_state_bytes``: state on the host (the step counters of
-    loop and foreach forms). ``master_bytes``: float32 copies of the weights, by parameter name. ``temporaries``: tensors alive
-    together at the step's peak. ``moved_bytes`` and ``flops``: what the step reads and writes, and computes. The relative
-    error applies to the bytes of state, masters and temporaries.
+    ``state_bytes`` maps each parameter's name to its state on the device, ``master_bytes`` to its float32 copy of the weights.
+    ``host_state_bytes`` is the state on the host (the step counters of the loop and foreach forms). ``temporaries`` are the
+    tensors alive together at the peak of the optimizer's step. ``moved_bytes`` are the bytes that the step reads and writes,
+    ``flops`` is its arithmetic. ``relative_error`` applies to the bytes of state, float32 copies and temporaries.
     """
 
     name: str
@@ -49,38 +49,41 @@ class OptimizerUse(msgspec.Struct, frozen=True, kw_only=True):
     relative_error: float
     basis: Basis
     link_bytes: int = 0
-    """Bytes that a step transfers between device and host, both directions together."""
+    """Bytes that the optimizer's step transfers between device and host, in both directions together."""
     host_bytes: int = 0
-    """Bytes that the host reads and writes if it runs the step."""
+    """Bytes that the host reads and writes if the host runs the step."""
     notes: tuple[str, ...] = ()
-    """Which convention was followed where optimizers differ (what Muon leaves to AdamW, what stays in 32 bits)."""
+    """Sentences about the convention that was followed where implementations differ (which parameters Muon leaves to AdamW,
+    what stays in 32 bits)."""
 
     @property
     def total_state_bytes(self) -> int:
-        """State of all parameters on the device, in bytes."""
+        """Bytes of the optimizer's state of all parameters on the device."""
         return sum(self.state_bytes.values())
 
     @property
     def total_master_bytes(self) -> int:
-        """Master weights of all parameters, in bytes."""
+        """Bytes of the float32 copies (master weights) of all parameters."""
         return sum(self.master_bytes.values())
 
     @property
     def temporary_bytes(self) -> int:
-        """Extra bytes that the step needs at its peak."""
+        """Bytes of the temporary tensors that the optimizer's step needs at its peak."""
         return sum(temporary.bytes for temporary in self.temporaries)
 
 
 DEFAULT_STREAM = 0
 COMMUNICATION_STREAM = 1
-"""The stream on which buffers of collectives are allocated; the allocator does not share cached memory between streams."""
+"""The number of the CUDA stream for allocating buffers of collectives. The allocator does not share cached memory between
+streams."""
 
 
 class AllocationEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """Allocation (positive ``bytes``) or free (negative) of ``block``, at ``instant`` of the simulated step.
+    """One allocation (positive ``bytes``) or release (negative ``bytes``) of a memory block in the simulated step.
 
-    A block that ``lasts`` exists before the step and after it: later steps neither allocate nor free it. The first step
-    allocates it at the instant ``made``; optimizer state is made when the optimizer first runs.
+    ``instant`` is its time in the step. A block that ``lasts`` exists before and after the step, so later steps neither
+    allocate nor free it. The first step allocates such a block at the instant ``made``: for optimizer state, this is when the
+    optimizer first runs.
     """
 
     instant: int
@@ -94,31 +97,33 @@ class AllocationEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AllocatorUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory of the simulated allocator while a step is repeated until its figures no longer change.
+    """The memory figures of torch's caching allocator, simulated for a step that repeats until the figures do not change.
 
-    Requested bytes are the sizes of tensors, allocated bytes the sizes of their blocks (multiples of 512 bytes), reserved
-    bytes the sizes of all segments.
+    Requested bytes are the sizes of tensors, allocated bytes the sizes of their blocks (multiples of 512 bytes), and reserved
+    bytes the sizes of all segments. A segment is memory that the allocator got from the device.
     """
 
     requested_peak_bytes: int
     allocated_peak_bytes: int
     reserved_peak_bytes: int
     inactive_split_bytes: int
-    """Free pieces of segments that are otherwise in use, and so cannot be returned, when reserved memory is at its peak."""
+    """Free bytes inside segments that are partly in use, so that they cannot be returned to the device, at the moment when
+    reserved memory is at its peak."""
     segments: int
     device_allocations: int
-    """How often the first step asked the device for memory (``cudaMalloc``; mappings of expandable segments)."""
+    """How often the first step asked the device for memory, with ``cudaMalloc`` or by mapping expandable segments."""
     steady_device_allocations: int
-    """The same for the last step: above 0, every step waits for the device's own allocator."""
+    """How often the last step asked the device for memory. If this is above 0, each step waits for the device's allocator."""
     retries: int
-    """How often cached memory was returned because the device did not have any more."""
+    """How often the allocator returned its cached memory to the device, because the device did not have any more memory."""
     steps: int
     """How many steps were simulated."""
     refused_bytes: int = 0
-    """Size of the request that the device could not satisfy; 0 if all fit. The other figures then cover the steps until it."""
+    """Bytes of the first request that the device could not satisfy; 0 if all requests fit. If a request failed, the other
+    figures cover the time before it."""
     refused_label: str = ""
 
     @property
     def rounding_bytes(self) -> int:
-        """Bytes of blocks in excess of the requested bytes."""
+        """The peak of the blocks' bytes minus the peak of the requested bytes: the cost of rounding sizes up."""
         return self.allocated_peak_bytes - self.requested_peak_bytes

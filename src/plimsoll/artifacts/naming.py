@@ -1,4 +1,4 @@
-"""Short names for many similar things: ``layers.0–31`` instead of 32 names, one row for labels that differ in numbers only."""
+"""Shortens lists of names for people: ``layers.0–31`` instead of 32 names, one row for labels that differ only in numbers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _NUMBER = re.compile(r"\d+")
 
 
 def name_call(name: str, call: int) -> str:
-    """The name of a region call: the module's name, with the call's number from the second call on."""
+    """Return the name of one call of a region: the module's name, and from the second call on also the call's number."""
     shown = name or "(the model)"
     return shown if call == 0 else f"{shown} (call {call + 1})"
 
 
 def compress_names(names: Sequence[str]) -> str:
-    """Join names, and write names that differ in one number as a range.
+    """Return the names as one text with commas; names that differ only in one number become a range.
 
     Example:
         >>> compress_names(["layers.0", "layers.1", "layers.2", "layers.5", "head"])
@@ -38,7 +38,7 @@ def compress_names(names: Sequence[str]) -> str:
 
 
 def _varying_number(name: str, names: Sequence[str]) -> re.Match[str] | None:
-    """Find the first number in ``name`` that can be replaced to give another of the names."""
+    """Return the match of the first number in ``name`` that, replaced by another number, gives another of the names."""
     for found in _NUMBER.finditer(name):
         before, after = name[: found.start()], name[found.end() :]
         pattern = re.compile(re.escape(before) + r"\d+" + re.escape(after))
@@ -48,7 +48,7 @@ def _varying_number(name: str, names: Sequence[str]) -> re.Match[str] | None:
 
 
 def _ranges(numbers: Iterable[int]) -> str:
-    """Write ``[0, 1, 2, 5]`` as ``0–2,5``."""
+    """Return whole numbers as text with ranges: ``[0, 1, 2, 5]`` becomes ``0–2,5``."""
     parts: list[list[int]] = []
     for number in sorted(set(numbers)):
         if parts and number == parts[-1][-1] + 1:
@@ -59,7 +59,9 @@ def _ranges(numbers: Iterable[int]) -> str:
 
 
 def group_holders(holders: Sequence[Holder]) -> list[tuple[str, int]]:
-    """Sum holders whose labels differ only in numbers into one row each; largest first.
+    """Return rows of (label, bytes), largest first; holders whose labels differ only in numbers are added up in one row.
+
+    A holder is a tensor or group of tensors that takes memory.
 
     Example:
         >>> group_holders([Holder(label="layers.0::mm#1", bytes=2), Holder(label="layers.1::mm#1", bytes=2)])
@@ -76,24 +78,28 @@ def group_holders(holders: Sequence[Holder]) -> list[tuple[str, int]]:
 
 
 def with_rest(rows: Sequence[tuple[str, int]], most: int) -> list[tuple[str, int]]:
-    """Return the first ``most`` rows, and one more row with the sum of the others."""
+    """Return the first ``most`` rows of (label, bytes), and one more row with the sum of the remaining rows."""
     rest = [size for _, size in rows[most:]]
     return [*rows[:most], (f"{len(rest)} others", sum(rest))] if rest else list(rows)
 
 
 def name_largest(rows: Sequence[tuple[str, int]], most: int = 3) -> str:
-    """Describe the first rows in words: ``4.1 GiB parameters; 3.2 GiB logits; 0.4 GiB others``."""
+    """Return the first ``most`` rows in words, and the sum of the others: ``4.1 GiB parameters; 0.4 GiB others``."""
     named = [f"{format_bytes(size)} {label}" for label, size in rows[:most]]
     rest = sum(size for _, size in rows[most:])
     return "; ".join([*named, f"{format_bytes(rest)} others"] if rest else named)
 
 
 def region_in_label(label: str, regions: Iterable[str]) -> str:
-    """Return the region of a label: ``layers.1`` for ``layers.1.mlp::mul#0``, an empty string for ``layers.10::add#0``."""
+    """Return the name of the region that a tensor's label belongs to, or an empty string if no region matches.
+
+    With regions ``layers.0`` and ``layers.1``, the label ``layers.1.mlp::mul#0`` belongs to ``layers.1``, and
+    ``layers.10::add#0`` to none.
+    """
     inside = (name for name in regions if label.startswith((f"{name}.", f"{name}:", f"{name} ")))
     return max(inside, key=len, default="")
 
 
 def kind_of(region: str) -> str:
-    """Replace numbers by ``*``: names that differ only in numbers are of one kind."""
+    """Return a name with its numbers replaced by ``*``. Names that differ only in numbers have the same result."""
     return re.sub(r"\d+", "*", region)

@@ -1,4 +1,7 @@
-"""A plan: one decision for every saved value of every region, with its predicted cost. Data only, never code."""
+"""A plan: one decision for each saved value of each region, with the predicted cost. It contains only data, never code.
+
+A saved value is a tensor that autograd saves for backward; a region is a module that Plimsoll manages.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,13 @@ from plimsoll.units import format_bytes
 
 
 class ValueDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """The decision for one saved value of one region.
+    """The decision for one saved value (a tensor that autograd saves) of one region.
 
-    ``bytes`` counts the storage once, at the first slot that holds it. ``seconds`` is what it costs to bring the value back:
-    its share of the recomputation, or encoding and decoding (0 for KEEP). ``form`` names the codec of COMPRESS or the link of
-    OFFLOAD, ``held_bytes`` is what that form keeps on the device, ``error`` is the relative gradient error that it is
-    expected to add. ``reason`` is one sentence that compares the decision with the price of memory.
+    ``bytes`` is the size of the value's storage. If several values share a storage, only the first of them has its bytes.
+    ``seconds`` is the time to bring the value back: its share of the recomputation, or encoding and decoding (0 for KEEP).
+    ``form`` is the name of the codec of COMPRESS or of the link of OFFLOAD. ``held_bytes`` are the bytes that stay on the
+    device in this form, and ``error`` is the relative gradient error that the form is expected to add. ``reason`` is one
+    sentence that compares the decision with the price of memory.
     """
 
     value: str
@@ -46,13 +50,14 @@ class ValueDecision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RegionPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The decisions for one region call; an empty tuple (or all KEEP) leaves the region untouched.
+    """The decisions for one call of one region. If the decisions are empty or all KEEP, the region stays untouched.
 
-    With ``is_boundary_dropped`` the region's input is not held either: it is rebuilt through the previous region.
-    ``price_seconds_per_byte`` is the price of one byte held from this region's forward to the end of its backward. Early
-    regions hold values across more moments at which memory is scarce than late regions do (``None``: an older plan did not
-    record it). ``steady_inputs`` are inputs that autograd does not save, that forward made, and that forward no longer writes
-    to. If a recipe needs one of these, the tensor itself is held; any other input is copied.
+    With ``is_boundary_dropped`` the region's input is not held either: the previous region rebuilds it.
+    ``price_seconds_per_byte`` is the price of one byte held from this region's forward to the end of its backward: the seconds
+    per step that one such byte costs (``None`` in older plans, which did not record the price). It is higher for early regions,
+    because they hold values across more moments at which memory is scarce. ``steady_inputs`` names the inputs that autograd
+    does not save, that forward made, and that forward does not write to any more. If a recipe (the list of ops that rebuilds
+    dropped values) needs a steady input, the tensor itself is held; any other input is copied.
     """
 
     name: str
@@ -70,28 +75,28 @@ class RegionPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_untouched(self) -> bool:
-        """Whether the plan changes nothing in this region."""
+        """Whether the plan keeps everything in this region, so that Plimsoll does not change it."""
         return not self.is_boundary_dropped and all(d.decision is Decision.KEEP for d in self.decisions)
 
     @property
     def dropped(self) -> frozenset[str]:
-        """Names of the values that are recomputed in backward."""
+        """The names of the values that are recomputed in backward."""
         return frozenset(d.value for d in self.decisions if d.decision is Decision.RECOMPUTE)
 
     @property
     def packed(self) -> dict[str, str]:
-        """Codec or link by the name of the value, for compressed and offloaded values."""
+        """Maps the name of each compressed or offloaded value to its codec or link."""
         return {d.value: d.form for d in self.decisions if d.is_packed}
 
     @property
     def effect(self) -> tuple[object, ...]:
-        """What the region will do. Plans with equal effects differ only in predictions and reasons."""
+        """A key: two region plans with equal keys do the same in their region, and differ only in predictions and reasons."""
         packed = tuple(sorted(self.packed.items()))
         return (self.call, self.dropped, packed, self.is_boundary_dropped, self.steady_inputs)
 
     @property
     def saved_ops(self) -> dict[str, tuple[int, ...]]:
-        """Kept outputs by op name; ops with any dropped output are left out."""
+        """Maps each op's name to the positions of its kept outputs. An op is left out if any of its outputs is dropped."""
         return saved_ops([d.value for d in self.decisions if d.decision is Decision.KEEP], self.dropped)
 
     @property
@@ -101,12 +106,12 @@ class RegionPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def hiding(regions: Iterable[RegionPlan]) -> frozenset[str]:
-    """Names of the regions whose compute hides the previous region's transfers."""
+    """Return the names of the regions that follow a region with offloaded values: their compute hides these transfers."""
     return frozenset(after.name for region, after in itertools.pairwise(regions) if region.has_offload)
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True):
-    """One tensor or group that holds memory at the peak."""
+    """One tensor, or one group of tensors, that takes memory at the peak: its label and its bytes."""
 
     label: str
     bytes: int
@@ -121,11 +126,12 @@ class Peak(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TimelinePoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes alive at one tick, by category.
+    """The bytes alive at one tick (the moment when one op runs), in total and for each memory category.
 
-    ``unmanaged_seconds`` is when the tick's op starts in the unmanaged step under the plan's costs. It does not include
-    recomputation, codecs or transfers (``None``: an older plan did not record it). ``unmanaged_bytes`` is the most that the
-    unmanaged step has alive around this tick, ``None`` if it was not computed.
+    ``unmanaged_seconds`` is the time at which the tick's op starts in the step without a plan, computed with the plan's costs.
+    It does not include recomputation, codecs or transfers (``None`` in older plans, which did not record it).
+    ``unmanaged_bytes`` is the largest number of bytes that the step without a plan has alive around this tick; ``None`` if it
+    was not computed.
     """
 
     tick: int
@@ -142,7 +148,7 @@ class TimelinePoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FrontierPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """The least step time at one peak."""
+    """One point of the trade-off between memory and time: a peak in bytes, and the least step time found for this peak."""
 
     peak_bytes: int
     step_seconds: float
@@ -151,10 +157,10 @@ class FrontierPoint(msgspec.Struct, frozen=True, kw_only=True):
 class CompiledUnit(msgspec.Struct, frozen=True, kw_only=True):
     """A module that torch.compile compiles: its ``path`` in the model, and the paths of the regions inside it.
 
-    ``options`` are torch.compile's options if the plan compiles a plain module itself; ``None``: the user compiled it.
-    ``copied_inputs`` has the format of ``RegionCall.copied_inputs`` in the trace.
-    ``is_in_order``: backward runs in the order of its graph and inductor does not reuse buffers; otherwise inductor orders,
-    fuses and reuses buffers as it does without a plan.
+    ``options`` are torch.compile's options if the plan compiles a plain module itself; ``None`` if the user compiled it.
+    ``copied_inputs`` lists inputs that backward reads as copies, in the format of ``RegionCall.copied_inputs`` in the trace.
+    With ``is_in_order``, backward runs in the order of its graph, and inductor does not reuse buffers. Otherwise inductor
+    orders, fuses and reuses buffers in the same way as without a plan.
     """
 
     path: str
@@ -165,20 +171,20 @@ class CompiledUnit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _refuse_twice(names: list[str], what: str) -> None:
-    """Refuse two decisions with one name: only the last of them would take effect."""
+    """Raise ValueError if two entries have the same name, because only the last of them would take effect."""
     if len(set(names)) < len(names):
         twice = next(name for name, count in Counter(names).items() if count > 1)
         raise ValueError(f"two {what} have the name {twice!r:.200}")
 
 
 LINK_NAMES = ("disk", "host")
-"""Where offloaded values may go."""
+"""The names of the links: offloaded values may go to the disk or to pinned host memory."""
 COLLECTIVES = "collectives"
-"""The word in ``allow`` that permits recipes to run collectives again."""
+"""The word in ``allow`` that permits recomputation to run collectives again."""
 
 
 class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
-    """What to do with every saved value under a budget. Build one with ``plimsoll.plan``; save it with ``save``.
+    """The decisions for all saved values of a step under a budget. ``plimsoll.plan`` makes a plan; ``save`` saves it.
 
     ``lower_bound_seconds`` bounds the step time of *any* plan that this engine could make under this model of the machine
     (each op recomputed at most once, these costs); it does not bound the machine itself. ``price_seconds_per_byte`` is the
@@ -188,8 +194,8 @@ class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
 
     KIND: ClassVar[str] = "plan"
     SCHEMA_VERSION: ClassVar[int] = 3
-    """3: timeline points carry the bytes of the unmanaged step. 2: regions carry their price, points their seconds.
-    In older files these fields are ``None``."""
+    """Schema 2 added the price of regions and the seconds of timeline points. Schema 3 added the bytes of the unmanaged step to
+    timeline points. In older files these fields are ``None``."""
 
     schema_version: int = SCHEMA_VERSION
     status: Status
@@ -214,32 +220,35 @@ class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     peak: Peak
     baseline_peak: Peak
     classes: dict[str, int]
-    """Bytes of each memory category at the peak."""
+    """Maps the name of each memory category to its bytes at the peak."""
     timeline: tuple[TimelinePoint, ...] = ()
     frontier: tuple[FrontierPoint, ...] = ()
     notes: tuple[str, ...] = ()
     solve_seconds: float = 0.0
     allow: tuple[str, ...] = ("recompute",)
     """What the plan was allowed to do apart from keeping: ``recompute``, ``compress``, ``offload``, and ``collectives``
-    (recipes may run collectives again)."""
+    (recomputation may run collectives again)."""
     max_error: float | None = 0.0
-    """The allowed relative error of the gradient, ‖Δg‖ / ‖g‖; ``None``: a named strategy, whose error is not limited."""
+    """The allowed relative error of the gradient, ‖Δg‖ / ‖g‖. ``None`` if a named strategy was followed, because its error is
+    not limited."""
     predicted_error: float = 0.0
     measured_error: float | None = None
     """The relative error of the gradient, measured by running the plan once; ``None`` if it was not measured."""
     link: str = ""
     """Where offloaded values go: ``host`` or ``disk``; empty if the plan does not offload."""
     offloaded_bytes: int = 0
-    """The most bytes that are offloaded at one time."""
+    """The largest number of bytes that are offloaded at the same time."""
     host_budget_bytes: int | None = None
     budget_bytes_of_ranks: dict[str, int] = {}
-    """The budget of each rank, if ranks with different budgets planned together; ``budget_bytes`` is then the smallest."""
+    """Maps each rank to its budget in bytes, if ranks with different budgets planned together. ``budget_bytes`` is then the
+    smallest of these budgets."""
     compiled: tuple[CompiledUnit, ...] = ()
     """The modules that torch.compile compiles; the plan's decisions for regions in them go through its partitioner."""
     written: tuple[str, ...] = ()
-    """Parameters that the step itself writes to; runs outside training (such as measurements) restore them."""
+    """Names of the parameters that forward or backward writes to. Runs outside training (measurements) restore them."""
     in_flight: int = 1
-    """Micro-batches that are between forward and backward at one time on a pipeline stage; all follow this plan."""
+    """How many micro-batches are between their forward and their backward at the same time on a pipeline stage. All of them
+    follow this plan."""
     framework: str = "torch"
     """The framework that the plan was made for; a plan for one framework cannot be applied to functions of another."""
 
@@ -248,28 +257,33 @@ class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def effect(self) -> tuple[object, ...]:
-        """What the plan will do. Plans with equal effects differ only in predictions and reasons."""
+        """A key: two plans with equal keys do the same, and differ only in predictions and reasons."""
         return tuple((region.name, *region.effect) for region in self.regions)
 
     @property
     def own_compilation(self) -> dict[str, bool | int | float | str | None] | None:
-        """torch.compile options that the plan uses for the model, as in ``plimsoll.plan(compile=…)``; ``None``: it does not."""
+        """The torch.compile options that the plan uses to compile the model, as in ``plimsoll.plan(compile=…)``.
+
+        ``None`` if the plan does not compile anything itself.
+        """
         return next((unit.options for unit in self.compiled if unit.options is not None), None)
 
     @property
     def is_lossless(self) -> bool:
-        """Whether no value is held in a lossy form, so that gradients must be equal bit for bit."""
+        """Whether all values are restored without loss, so that gradients must be equal bit for bit."""
         return not any(decision.is_lossy for region in self.regions for decision in region.decisions)
 
     @property
     def predicted_overhead(self) -> float:
-        """Predicted extra time as a share of the unmanaged step."""
+        """The predicted extra time of the plan, as a share of the step time without a plan."""
         if not self.baseline_seconds:
             return 0.0
         return self.predicted_seconds / self.baseline_seconds - 1.0
 
     def explain(self) -> str:
-        """Text with every decision and its reason, the price of memory, what one more GiB buys, and who holds the peak."""
+        """Return a text with all decisions and their reasons, the price of memory, the time that one more GiB of budget saves,
+        and the tensors that take the memory at the peak.
+        """
         return ArtifactBase.render(self, with_details=True)
 
     def export(self, kind: str, path: str | Path) -> None:
@@ -303,7 +317,7 @@ class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
         write_whole(policy_file(ArtifactBase.policy_text(), headline, regions), path)
 
     def _check_recomputing(self) -> None:
-        """Refuse a plan that does anything other than keep and recompute, region by region."""
+        """Raise ``PlanNotUsable`` if the plan does anything other than keep and recompute values, region by region."""
         why = "" if self.status.is_usable else f"its status is {self.status.value}"
         if self.compiled:
             why = "the plan is for parts that torch.compile compiles, where torch's partitioner decides what to save"
@@ -322,11 +336,14 @@ class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
 
 
 _OUTPUT = re.compile(r"(?P<op>[^#]*#\d+)(?:\.(?P<position>\d+))?")
-"""The name of a value: ``module::op#occurrence``, and the output's position if the op has several outputs."""
+"""Matches the name of a value that an op made: ``module::op#occurrence``, followed by ``.position`` if the op has several
+outputs."""
 
 
 def saved_ops(kept: Iterable[str], dropped: Iterable[str]) -> dict[str, tuple[int, ...]]:
-    """Return the kept outputs by op, without ops that have a dropped output: a policy saves all outputs of an op or none.
+    """Return a mapping from each op's name to the positions of its kept outputs.
+
+    An op with a dropped output is left out, because a policy saves either all outputs of an op or none.
 
     Example:
         >>> saved_ops(["input:0", "mlp::mm#0", "topk#0.1", "norm#0.1"], ["norm#0.0"])
@@ -341,7 +358,10 @@ def saved_ops(kept: Iterable[str], dropped: Iterable[str]) -> dict[str, tuple[in
 
 
 def policy_file(text: str, headline: str, regions: Mapping[tuple[str, int], Mapping[str, tuple[int, ...]]]) -> str:
-    """Return the policy's source with the decisions filled in; ``regions`` maps (path, call number) to the saved ops."""
+    """Return the policy's source ``text`` with the decisions filled in.
+
+    ``regions`` maps (region path, call number) to the saved outputs of ops, in the format of ``saved_ops``.
+    """
     saved: list[Mapping[str, tuple[int, ...]]] = []
     calls: dict[str, dict[int, int]] = {}
     for (path, call), ops in regions.items():
@@ -355,7 +375,7 @@ def policy_file(text: str, headline: str, regions: Mapping[tuple[str, int], Mapp
 
 
 def _split(value: str) -> tuple[str, int]:
-    """Split a value's name into its op and the output's position; the op is empty for values from outside the region."""
+    """Return the op's name and the output's position from a value's name; the op is empty for a value that no op made."""
     found = _OUTPUT.fullmatch(value)
     if found is None:
         return "", 0

@@ -1,4 +1,4 @@
-"""Progress of a long call: the callback type that every verb accepts, and how parts of a call share it."""
+"""Progress of a long call: the type of the callback that functions such as ``plimsoll.plan`` accept, and two helpers."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ class Progress(Protocol):
     """
 
     def __call__(self, stage: str, share: float, /) -> None:
-        """Receive one report."""
+        """Receive one report: ``stage`` describes the present work, ``share`` is the completed share, from 0 to 1."""
         ...
 
 
 def silent(stage: str, share: float) -> None:
-    """Ignore progress; the default callback."""
+    """Do nothing. This is the default callback, which ignores reports of progress."""
 
 
 def part_of(report: Progress, start: float, end: float) -> Progress:
-    """Return the callback for one part of a call: its 0 to 1 become ``start`` to ``end`` of the whole.
+    """Return a callback for one part of a call. The part reports shares from 0 to 1; ``report`` gets ``start`` to ``end``.
 
     Example:
         >>> part_of(lambda stage, share: print(stage, share), 0.5, 1.0)("solving", 0.5)

@@ -1,4 +1,4 @@
-"""A receipt: what a plan claimed, what was measured, and whether the two agree.
+"""A receipt: what a plan predicted, what was measured, and whether the two agree.
 
 Differences that are not finite are stored as ``None``, so that a receipt stays valid JSON; ``finite`` converts them. A plan
 made without its target device is *confirmed* once the device is available: the receipt compares predicted with measured
@@ -18,14 +18,15 @@ from plimsoll.artifacts.fault import Fault
 from plimsoll.artifacts.plan import Plan
 
 OWN = "own"
-"""Strategy of a receipt about the model's own checkpointing, offloading or compiled budget, without a plan."""
+"""The strategy's name in a receipt without a plan, about the model's own checkpointing, offloading or compiled budget."""
 SECONDS_TOLERANCE = 0.10
-"""A predicted step time that differs from the measured one by a larger share than this is off."""
+"""A predicted step time is off if it differs from the measured step time by more than this share of the measured time."""
 PEAK_TOLERANCE = 0.05
-"""A predicted peak that differs by a larger share is off too; a peak above the budget is off whatever was predicted."""
+"""A predicted peak is off if it differs from the measured peak by more than this share of the measured peak. A measured peak
+above the budget is off whatever was predicted."""
 _BROKEN_PROMISE = 0.10
-"""Share above its predicted peak at which a plan without a budget fails; small steps on gloo miss by this
-much."""
+"""A plan without a budget fails if the measured peak exceeds the predicted peak by more than this share. Small steps on the
+gloo backend exceed it by about this share."""
 
 
 def finite(number: float) -> float | None:
@@ -34,7 +35,7 @@ def finite(number: float) -> float | None:
 
 
 class ReceiptVerdict(AdvisedEnum):
-    """The verdict of a receipt; the first one that applies, in this order."""
+    """The verdict of a receipt: the first member, in this order, that applies. Each member carries advice for the user."""
 
     GRADIENTS_DIFFER = (
         "GRADIENTS_DIFFER",
@@ -93,7 +94,7 @@ class ReceiptVerdict(AdvisedEnum):
 
 
 class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
-    """One tensor that is not equal bit for bit.
+    """One gradient or buffer that is not equal bit for bit between the step with the plan and the unmanaged step.
 
     ``baseline_max_absolute_difference`` is how far two unmanaged runs of the same step differ on this tensor;
     ``None`` if that difference is not finite.
@@ -106,7 +107,7 @@ class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_within_spread(self) -> bool:
-        """Whether two unmanaged runs differ by at least as much."""
+        """Whether two unmanaged runs differ on this tensor by at least as much as the run with the plan."""
         if self.max_absolute_difference is None:
             return False
         spread = self.baseline_max_absolute_difference
@@ -114,7 +115,10 @@ class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Intermediate(msgspec.Struct, frozen=True, kw_only=True):
-    """A named module's output, or its gradient, compared in both runs. ``call`` counts the module's calls in the step."""
+    """One comparison of a module's output, or of the output's gradient, between the runs with and without the plan.
+
+    ``call`` is the number of the module's call in the step.
+    """
 
     module: str
     call: int
@@ -125,10 +129,11 @@ class Intermediate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Slope(msgspec.Struct, frozen=True, kw_only=True):
-    """Slope of the loss along the gradient: ``expected`` from the gradient, ``measured`` from the loss itself.
+    """A check of the gradient against the loss: the slope of the loss in the direction of the gradient, found in two ways.
 
-    ``measured`` comes from losses at shifted parameters under the same random numbers (central differences, loss per unit
-    of length); ``measured_error`` is how far two step lengths disagree. The check does not need a second gradient.
+    ``expected`` follows from the gradient. ``measured`` comes from losses at shifted parameters under the same random numbers
+    (central differences, loss per unit of length). ``measured_error`` is the difference between the results of two step
+    lengths. The check does not need a second gradient.
     """
 
     expected: float
@@ -148,10 +153,10 @@ class Slope(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RegionOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How one region call was handled, and why.
+    """How one call of one region was handled (``engine``), and why (``reason``).
 
-    Autograd saved ``activation_bytes``; ``droppable_bytes`` of them could be recomputed bit for bit, and this plan did
-    recompute ``dropped_bytes`` of them.
+    Autograd saved ``activation_bytes`` in this call. Of these, ``droppable_bytes`` could be recomputed bit for bit, and this
+    plan recomputed ``dropped_bytes``.
     """
 
     name: str
@@ -164,7 +169,10 @@ class RegionOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """One plan's prediction and its measurement; the measured peak is from the recording step or from a steady step."""
+    """The predicted and the measured peak and step time of one plan.
+
+    The measured peak is the peak of the first managed step, which also records the ops to repeat, or of a later step.
+    """
 
     predicted_peak_bytes: int
     measured_peak_bytes: int
@@ -174,21 +182,21 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def peak_error(self) -> float:
-        """Predicted peak over measured peak, less 1; positive if the prediction was too high."""
+        """Predicted peak divided by measured peak, minus 1; positive if the prediction was too high."""
         return self.predicted_peak_bytes / self.measured_peak_bytes - 1.0 if self.measured_peak_bytes else 0.0
 
     @property
     def seconds_error(self) -> float:
-        """Predicted step seconds over measured ones, less 1."""
+        """Predicted step seconds divided by measured step seconds, minus 1; positive if the prediction was too high."""
         return self.predicted_seconds / self.measured_seconds - 1.0 if self.measured_seconds else 0.0
 
 
 class Confirmation(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan that was made with roofline costs of ``cost_device``, compared with measurements on that device.
+    """The comparison of a plan, made with roofline costs of ``cost_device``, with measurements on that device.
 
-    ``given`` is the claim of the original plan. If it is off, the step was traced and timed on the device and solved again:
-    ``revised`` is the claim of that second plan, ``revised_verdict`` its receipt's verdict, and ``obstacle`` says why there
-    is no second plan.
+    ``given`` holds the predicted and measured figures of the original plan. If they disagree, the step is traced and timed on
+    the device, and a second plan is made: ``revised`` holds its figures, and ``revised_verdict`` its receipt's verdict. If a
+    second plan could not be made, ``obstacle`` says why.
     """
 
     cost_device: str
@@ -202,22 +210,22 @@ class Confirmation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_over_budget(self) -> bool:
-        """Whether the original plan exceeds its budget."""
+        """Whether the measured peak of the original plan exceeds its budget."""
         return self.budget_bytes is not None and self.given.measured_peak_bytes > self.budget_bytes
 
     @property
     def is_peak_off(self) -> bool:
-        """Whether the peak exceeds the budget or differs from the prediction by more than the tolerance."""
+        """Whether the measured peak exceeds the budget or differs from the prediction by more than the tolerance."""
         return self.is_over_budget or abs(self.given.peak_error) > self.peak_tolerance
 
     @property
     def is_time_off(self) -> bool:
-        """Whether the step time differs from the prediction by more than the tolerance."""
+        """Whether the measured step time differs from the prediction by more than the tolerance."""
         return abs(self.given.seconds_error) > self.seconds_tolerance
 
     @property
     def is_confirmed(self) -> bool:
-        """Whether the original plan can be used unchanged."""
+        """Whether peak and step time agree with the predictions, so that the original plan can be used unchanged."""
         return not (self.is_peak_off or self.is_time_off)
 
 
@@ -225,7 +233,7 @@ class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     """The evidence for one plan on one batch. ``plimsoll.verify`` makes one; ``str`` shows it.
 
     If ``strategy`` is ``own``, there was nothing to plan or predict: the receipt compares the model's own checkpointing,
-    offloading or compiled budget with the same model with it switched off. ``method`` then names what was found.
+    offloading or compiled budget with the same model where that method is switched off. ``method`` names the method found.
 
     Peaks count everything that the step allocates on the device. Seconds are medians over ``steps`` steps; their spread is
     half the distance between the quartiles.
@@ -233,7 +241,7 @@ class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
 
     KIND: ClassVar[str] = "receipt"
     SCHEMA_VERSION: ClassVar[int] = 3
-    """3: adds ``confirmation`` and ``revised_plan`` for plans made without the device; files of schema 2 lack them."""
+    """Schema 3 added ``confirmation`` and ``revised_plan``, for plans made without the device. Files of schema 2 lack them."""
 
     schema_version: int = SCHEMA_VERSION
     model: str
@@ -251,14 +259,14 @@ class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     compared_buffers: int = 0
     buffer_mismatches: tuple[Mismatch, ...] = ()
     is_lossless: bool = True
-    """Whether the plan holds no value in a lossy form."""
+    """Whether the plan restores all values without loss."""
     max_error: float | None = 0.0
-    """The relative gradient error that the plan was allowed; ``None``: any."""
+    """The relative gradient error that the plan was allowed to cause; ``None`` if any error was allowed."""
     predicted_error: float = 0.0
     gradient_error: float | None = 0.0
     """The measured relative error of the whole gradient, ‖Δg‖ / ‖g‖; ``None`` if it is not finite."""
     rounding_tolerance: float = 0.0
-    """The relative gradient error that differently compiled arithmetic explains; 0 if both runs use the same kernels."""
+    """The relative gradient error that can come from differently compiled kernels; 0 if both runs use the same kernels."""
     slope: Slope | None = None
     faults: tuple[Fault, ...] = ()
     """Saved tensors that backward would have read with other contents, each with its place and likely cause."""
@@ -270,7 +278,8 @@ class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     baseline_losses: tuple[float | None, ...]
     plan_losses: tuple[float | None, ...]
     baseline_curve: tuple[float | None, ...] = ()
-    """Losses of several steps with the optimizer, from the same weights; empty if no curve was requested."""
+    """The losses of several steps with the optimizer, without the plan. ``plan_curve`` has the losses with the plan, from the
+    same weights. Both are empty if no curves were requested."""
     plan_curve: tuple[float | None, ...] = ()
 
     predicted_baseline_peak_bytes: int | None = None
@@ -278,7 +287,7 @@ class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     measured_baseline_peak_bytes: int | None = None
     measured_peak_bytes: int | None = None
     measured_recording_peak_bytes: int | None = None
-    """Peak of the first managed step, which also records."""
+    """Peak of the first step with the plan, in bytes. This step also records the ops that later steps repeat."""
 
     predicted_baseline_seconds: float | None = None
     predicted_seconds: float | None = None
@@ -290,9 +299,9 @@ class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     regions: tuple[RegionOutcome, ...] = ()
     notes: tuple[str, ...] = ()
     confirmation: Confirmation | None = None
-    """Measurements on the device of a plan that was made without it; ``None`` if the plan was made on the device."""
+    """Measurements on the device of a plan that was made without the device; ``None`` if the plan was made on the device."""
     revised_plan: Plan | None = None
-    """The plan solved again with measured costs, if the original plan was off."""
+    """A second plan with measured costs, made if the original plan's predictions were off."""
 
     def __post_init__(self) -> None:
         if not self.rounding_tolerance >= 0:
@@ -300,25 +309,28 @@ class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_bit_equal(self) -> bool:
-        """Whether every gradient and every buffer equals the unmanaged step's bit for bit."""
+        """Whether all gradients and all buffers are equal bit for bit with and without the plan."""
         return not self.gradient_mismatches and not self.buffer_mismatches
 
     @property
     def unexpected_mismatches(self) -> tuple[Mismatch, ...]:
-        """Tensors that differ and should not. A lossy plan within its error reports only buffers: its gradients must differ."""
+        """The tensors that differ and should not.
+
+        For a lossy plan whose error is within its limit, these are only buffers, because its gradients have to differ.
+        """
         if self.verdict is ReceiptVerdict.WITHIN_ERROR:
             return self.buffer_mismatches
         return (*self.gradient_mismatches, *self.buffer_mismatches)
 
     @property
     def droppable_share(self) -> float:
-        """Share of the regions' saved activation bytes that could be recomputed bit for bit."""
+        """The share of the bytes saved by autograd in all regions that could be recomputed bit for bit, from 0 to 1."""
         total = sum(region.activation_bytes for region in self.regions)
         return sum(region.droppable_bytes for region in self.regions) / total if total else 0.0
 
     @property
     def is_over_budget(self) -> bool:
-        """Whether a measured peak, including the recording step's, exceeds the budget."""
+        """Whether a measured peak exceeds the budget; the peak of the first step, which also records, counts too."""
         if self.budget_bytes is None:
             return False
         peaks = (self.measured_peak_bytes, self.measured_recording_peak_bytes)
@@ -326,7 +338,7 @@ class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_over_prediction(self) -> bool:
-        """Whether a plan without a budget exceeds its predicted peak, its only promise, by over 10%."""
+        """Whether a plan without a budget exceeds its predicted peak by more than 10%. The predicted peak is its only limit."""
         if self.budget_bytes is not None or not self.predicted_peak_bytes or self.measured_peak_bytes is None:
             return False
         return self.measured_peak_bytes > (1 + _BROKEN_PROMISE) * self.predicted_peak_bytes
@@ -357,7 +369,10 @@ class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
         return gradients
 
     def _verdict_on_gradients(self) -> ReceiptVerdict:
-        """The verdict on gradients alone: ``VERIFIED`` if they are equal bit for bit, else the weaker verdict that applies."""
+        """Return the verdict on gradients alone.
+
+        It is ``VERIFIED`` if they are equal bit for bit, and otherwise the weaker verdict that applies.
+        """
         error = math.inf if self.gradient_error is None else self.gradient_error
         if not self.is_lossless:
             is_allowed = math.isfinite(error) and (self.max_error is None or error <= self.max_error)
@@ -371,17 +386,20 @@ class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _is_rounding(self, mismatch: Mismatch) -> bool:
-        """Whether differently compiled kernels explain the difference."""
+        """Return whether differently compiled kernels, which round differently, explain this difference."""
         relative = mismatch.max_relative_difference
         return relative is not None and relative <= self.rounding_tolerance
 
     @property
     def _slope_disagrees(self) -> bool:
-        """Whether the loss contradicts the gradient; not asked of a lossy plan, which is judged by its allowed error."""
+        """Whether the loss contradicts the gradient. False for a lossy plan, which is judged by its allowed error instead."""
         return self.is_lossless and self.slope is not None and self.slope.disagrees
 
     def _losses_agree(self, gradients: ReceiptVerdict) -> bool:
-        """Whether forward gives the same losses. Curves must be equal only if gradients are: otherwise weights drift apart."""
+        """Return whether both runs have the same losses.
+
+        The losses of several steps have to be equal only if the gradients are equal, because otherwise the weights drift apart.
+        """
         if self.rounding_tolerance:
             pairs = zip(self.baseline_losses, self.plan_losses, strict=True)
             return all(_is_close(one, other, self.rounding_tolerance) for one, other in pairs)
@@ -391,7 +409,7 @@ class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def exit_code(self) -> int:
-        """0 where the verdict passes, else 1."""
+        """The exit status of the command line: 0 if training may rely on the plan, else 1."""
         return 0 if self.verdict.is_pass else 1
 
 

@@ -11,11 +11,11 @@ import enum
 import msgspec
 
 IS_COLLECTIVE = "is a collective"
-"""The obstacle of ops that communicate with other ranks."""
+"""The text of ``RegionOp.obstacle`` for ops that communicate with other ranks."""
 
 
 class Origin(enum.StrEnum):
-    """Where a value comes from."""
+    """Where a value of a region comes from: an op of the region, or from outside."""
 
     OP = "op"
     INPUT = "input"
@@ -25,13 +25,14 @@ class Origin(enum.StrEnum):
 
 
 class Value(msgspec.Struct, frozen=True, kw_only=True):
-    """One version of one storage.
+    """One version of one storage: each write to a storage makes a new value.
 
-    ``bytes`` is what rebuilding it allocates: the size of the whole storage, or of one iteration's part if a loop runs the
-    region and the storage holds the values of all iterations. ``storage`` is the trace-wide id of that storage: two values
-    with the same ``storage`` are versions of the same memory and are counted once. ``producer`` is the op that
-    wrote it (``-1`` for leaves). A value that ``is_storable`` may be held from forward to backward (autograd saves it,
-    or it is an input). An input ``is_steady`` if forward made it and no longer writes to it once the region has received it.
+    ``bytes`` is the number of bytes that rebuilding the value allocates: the size of the whole storage, or of one iteration's
+    part if a loop runs the region and the storage holds the values of all iterations. ``storage`` is the id of the storage in
+    the trace. Two values with the same ``storage`` are versions of the same memory, which is counted once. ``producer`` is the
+    op that wrote the value (``-1`` for a value from outside the region). A value that ``is_storable`` may be held from forward
+    to backward, because autograd saves it or because it is an input. An input ``is_steady`` if forward made it and does not
+    write to it any more after the region has received it.
     """
 
     id: int
@@ -47,9 +48,9 @@ class Value(msgspec.Struct, frozen=True, kw_only=True):
 class RegionOp(msgspec.Struct, frozen=True, kw_only=True):
     """One op of the region's forward.
 
-    ``reads`` and ``writes`` are value ids. An in-place op reads the old version and writes the new one (both have the same
-    ``storage``). ``cost_key`` names the op with its shapes in ``Costs``; ``tick`` is its position in the traced step.
-    ``obstacle`` is empty for an op that may be recomputed; otherwise it says why it may not.
+    ``reads`` and ``writes`` are ids of values. An in-place op reads the old version of a storage and writes the new version.
+    ``cost_key`` names the op with its shapes in ``Costs``; ``tick`` is the op's position in the traced step. ``obstacle`` is
+    empty for an op that may run again in backward; otherwise it says why the op may not.
     """
 
     id: int
@@ -63,6 +64,7 @@ class RegionOp(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_replayable(self) -> bool:
+        """Whether the op may run again in backward."""
         return not self.obstacle
 
 
@@ -71,8 +73,8 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True):
 
     ``value`` is ``-1`` for tensors that Plimsoll does not manage (parameters, tensors whose storage it never saw). ``packed``,
     ``unpacked`` and ``released`` are ticks of the traced step: the slot is saved before op ``packed`` starts, first read
-    before op ``unpacked`` starts (``-1``: never), and freed before op ``released`` starts. If it ``is_overwritten``, op
-    ``released`` is its last reader and writes over it.
+    before op ``unpacked`` starts (``-1``: never), and freed before op ``released`` starts. If the slot ``is_overwritten``, op
+    ``released`` is the last reader of its tensor and writes over the tensor.
     """
 
     index: int
@@ -84,15 +86,19 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_managed(self) -> bool:
+        """Whether the tensor is a value that Plimsoll knows."""
         return self.value >= 0
 
 
 class RegionGraph(msgspec.Struct, frozen=True, kw_only=True):
-    """The ops, values and slots of one region call; ids are positions in the tuples."""
+    """The ops, values and slots (tensors that autograd saved) of one region call; an id is a position in its tuple.
+
+    ``outputs`` are the ids of the values that the region returns.
+    """
 
     values: tuple[Value, ...]
     ops: tuple[RegionOp, ...]
     slots: tuple[Slot, ...]
     outputs: tuple[int, ...]
     backward_order: tuple[int, ...]
-    """Slot indices, ordered by when backward first reads them."""
+    """Indices of the slots that backward reads, in the order of their first reading."""

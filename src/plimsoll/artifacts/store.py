@@ -1,6 +1,7 @@
-"""Read artifacts from their JSON files, without loss, for every kind and for older schemas.
+"""Reads artifacts (plans, receipts and other results) of all kinds from their JSON files, also from older schemas.
 
-The file names its kind (``"plimsoll": "plan"``) and its schema. Reading does not execute anything: files hold only data.
+A file names its kind (``"plimsoll": "plan"``) and its schema. Reading loses nothing and does not execute anything, because
+files contain only data.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from plimsoll.errors import PlanFileError
 from plimsoll.units import MIB
 
 Reportable = Plan | Receipt | Comparison | Advice | Verdict | Finding | Estimate
-"""Artifacts that can be shown as an HTML page: those about one step of one model, and estimates."""
+"""Artifacts that can be shown as an HTML page: results about one step of one model, and estimates."""
 Artifact = Reportable | Explanation | Fit | Traffic
-"""Every artifact that can be saved and shown."""
+"""The type of all artifacts that can be saved and shown."""
 Kind = TypeVar("Kind", bound=ArtifactBase)
 
 _LIMITS = ReadLimits(most_bytes=128 * MIB)
@@ -40,8 +41,8 @@ def from_json(text: str | bytes, *, source: str = "the text") -> Artifact:
     """Return an artifact of any kind from its JSON.
 
     Args:
-        text: what ``to_json`` made.
-        source: where it came from, for error messages.
+        text: the result of ``to_json``.
+        source: a description of where the text came from, for error messages.
 
     Raises:
         PlanFileError: the text is truncated, was not written by Plimsoll, or has an unknown kind or a newer schema.
@@ -85,6 +86,7 @@ def from_json(text: str | bytes, *, source: str = "the text") -> Artifact:
 
 
 def _unwrap_odd_numbers(node: Any) -> Any:
+    """Return the same data with objects such as ``{"plimsoll.number": "inf"}`` replaced by floats (here infinity)."""
     if isinstance(node, dict):
         if node.keys() == {NUMBER} and node[NUMBER] in ("inf", "-inf", "nan"):
             return float(node[NUMBER])
@@ -95,20 +97,20 @@ def _unwrap_odd_numbers(node: Any) -> Any:
 
 
 _AMOUNTS = ("by_category", "classes", "budget_bytes_of_ranks")
-"""Fields that map names to bytes."""
+"""Fields whose values are mappings from names to bytes."""
 _DIFFERENCES = ("saved_bytes", "lowers_bytes")
-"""Byte fields that may be negative."""
+"""The fields of bytes that may be negative, because they are differences."""
 _MOST_NUMBER = 1e30
 
 
 def _check_fields(given: object, known: object, place: str, *, is_amount: bool = False) -> None:
-    """Refuse unknown or misspelt fields, which msgspec would silently drop, and impossible amounts.
+    """Raise an error for unknown or misspelt fields, which msgspec would silently drop, and for impossible amounts.
 
     Args:
         given: what the file holds, as plain values.
         known: the same fields as the decoded artifact has them.
-        place: path of both in the artifact, as msgspec writes it.
-        is_amount: whether the values are bytes, which must not be negative.
+        place: the path of both values in the artifact, in msgspec's notation.
+        is_amount: whether the values are numbers of bytes, which must not be negative.
 
     Raises:
         msgspec.ValidationError: names the first wrong field.
@@ -129,6 +131,7 @@ def _check_fields(given: object, known: object, place: str, *, is_amount: bool =
 
 
 def _check_version(found: object, known: int, *, kind: str, source: str) -> None:
+    """Raise ``PlanFileError`` if a file's schema version is not valid or newer than the newest known version."""
     if not isinstance(found, int) or isinstance(found, bool) or found < 1:
         raise PlanFileError(
             f"{source} does not have a valid schema version.",
@@ -174,10 +177,10 @@ def load_plan(path: str | Path) -> Plan:
 
 
 def of_kind(given: Kind | str | Path, kind: type[Kind]) -> Kind:
-    """Return an artifact of one kind; read it if a path is given.
+    """Return ``given`` if it is an artifact of one kind, or read such an artifact if ``given`` is a path.
 
     Raises:
-        PlanFileError: the file does not exist, or it or the object is of another kind.
+        PlanFileError: the file does not exist, or the artifact is of another kind.
     """
     artifact = load_any(given) if isinstance(given, str | Path) else given
     if isinstance(artifact, kind):

@@ -1,4 +1,6 @@
-"""A traced training step: every op, every storage with its lifetime, every region call.
+"""Data of a traced training step: all ops, all storages with their lifetimes, and all region calls.
+
+A region is a module whose saved activations Plimsoll may manage. A slot is one tensor that autograd saved for backward.
 
 Time is counted in *ticks*: op ``t`` of ``Trace.ops`` runs at tick ``t``. A storage is alive during the ticks
 ``[born, dies)``; ``born`` is ``-1`` for storages that existed before the step. **Lifetimes do not include what the saved
@@ -26,7 +28,7 @@ class Phase(enum.StrEnum):
 
 
 class Category(enum.StrEnum):
-    """The memory categories of torch's profiler, and one for the buffers of collectives."""
+    """What a storage is used for: the memory categories of torch's profiler, and one for the buffers of collectives."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -39,7 +41,7 @@ class Category(enum.StrEnum):
 
 
 class Storage(msgspec.Struct, frozen=True, kw_only=True):
-    """One allocation and its lifetime (see the module's docstring for ticks)."""
+    """One allocation of the step. It is alive from tick ``born`` until before tick ``dies``; op ``t`` runs at tick ``t``."""
 
     id: int
     bytes: int
@@ -48,13 +50,16 @@ class Storage(msgspec.Struct, frozen=True, kw_only=True):
     born: int
     dies: int
     region: int = -1
-    """The region call whose forward produced it; ``-1``: it was produced outside every region."""
+    """The position of the region call whose forward allocated the storage; ``-1`` if it was allocated outside all regions."""
     is_overwritten: bool = False
-    """Whether op ``dies`` is the last reader and writes its own output into this memory."""
+    """Whether the op at tick ``dies`` is the storage's last reader and writes its own output into this memory."""
 
 
 class TraceOp(msgspec.Struct, frozen=True, kw_only=True):
-    """One op of the step; ops are listed in order of execution."""
+    """One op of the traced step; ``cost_key`` names the op together with its shapes. ``Trace.ops`` has the order of execution.
+
+    ``region`` is the position of the region call in ``Trace.regions``; ``-1`` for an op outside all regions.
+    """
 
     name: str
     module: str
@@ -64,14 +69,14 @@ class TraceOp(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a roofline needs to know about one ``cost_key``: FLOPs, bytes moved, and the dtype of the arithmetic.
+    """What a roofline needs to compute the time of one distinct op: FLOPs, bytes read and written, dtype of the arithmetic.
 
     For a collective, ``group`` is the dimension of the layout over which it runs (``tp``, ``cp``, ``ep``, ``dp``, ``pp``), and
     ``moved_bytes`` is the size of the whole tensor on one rank: the gathered, reduced or exchanged tensor.
     For a matrix product, ``product`` is batch, rows, columns and inner size. ``is_causal`` marks attention whose kernel skips
     the masked half of the scores; ``flops`` counts that half too. ``beside`` lists cost keys of matrix products that overlap
-    with this collective, which then runs in pieces. ``copies`` is to how many ranks an exchange sends each row if it never
-    sends a row twice to one rank or node; 0 otherwise.
+    with this collective, which then runs in pieces. ``copies`` is the number of ranks that get each row of an exchange, if the
+    exchange never sends a row twice to the same rank or node; otherwise it is 0.
     """
 
     name: str
@@ -86,9 +91,10 @@ class OpSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TraceParameter(msgspec.Struct, frozen=True, kw_only=True):
-    """One parameter of the traced model; ``storage`` is its storage in the trace (``-1``: the step does not use it).
+    """One parameter of the traced model.
 
-    ``aliases`` are the other names of a tied parameter.
+    ``storage`` is the id of the parameter's storage in the trace (``-1``: the step does not use the parameter). ``aliases``
+    are the other names of a tied parameter.
     """
 
     name: str
@@ -98,16 +104,16 @@ class TraceParameter(msgspec.Struct, frozen=True, kw_only=True):
     storage: int
     is_trainable: bool = True
     is_written: bool = False
-    """Whether forward or backward writes to it in place, for example to update a moving average."""
+    """Whether forward or backward writes to the parameter in place, for example to update a moving average."""
     aliases: tuple[str, ...] = ()
 
 
 class RegionCall(msgspec.Struct, frozen=True, kw_only=True):
     """One call of one region in the step.
 
-    ``kind`` is equal for calls with equal graphs (names without the region's own prefix), so that they can share decisions.
-    ``forward`` and ``backward`` are half-open tick ranges. ``obstacle`` is empty if recipes can handle this region;
-    otherwise it says why they cannot, and the region stays untouched.
+    ``kind`` is the same text for all calls with equal graphs (names without the region's own prefix), so that these calls can
+    share decisions. ``forward`` and ``backward`` are half-open ranges of ticks. ``obstacle`` is empty if recipes (lists of ops
+    that rebuild dropped values) can handle this region; otherwise it says why they cannot, and the region stays untouched.
     """
 
     index: int
@@ -120,19 +126,20 @@ class RegionCall(msgspec.Struct, frozen=True, kw_only=True):
     obstacle: str = ""
     is_emptied: bool = False
     """Whether parameters that the region reads are freed between its forward and its backward, as a sharded model frees
-    gathered parameters: nothing in the region can then be rebuilt before its own backward."""
+    gathered parameters. Then nothing in the region can be rebuilt before the region's own backward."""
     is_compiled: bool = False
-    """Whether torch.compile runs it: a dropped value is freed after its last use in forward, not at the region's end."""
+    """Whether torch.compile runs the region. A dropped value is then freed after its last use in forward, not only when the
+    region's forward ends."""
     copied_inputs: tuple[str, ...] = ()
-    """Inputs of compiled code that backward reads as copies because they change before it runs: ``key:`` names each graph by
-    its inputs, ``key:input#3`` an input that changes outside the graph."""
+    """Inputs of compiled code that backward reads as copies, because they change before backward runs. An entry ``key:`` names
+    a graph by a key made of its inputs; an entry ``key:input#3`` names an input that changes outside that graph."""
     unpacks_at_once: bool = False
-    """Whether values may be compressed or offloaded although torch.compile runs the region: all are packed when its forward
-    ends and unpacked when its backward begins."""
+    """Whether values may be compressed or offloaded although torch.compile runs the region. All these values are then packed
+    when the region's forward ends, and unpacked when its backward begins."""
 
 
 class Trace(msgspec.Struct, frozen=True, kw_only=True):
-    """One training step of one model on one batch."""
+    """The record of one training step of one model on one batch; a plan is made from it. Data only."""
 
     schema_version: int = SCHEMA_VERSION
     model: str
@@ -145,31 +152,33 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     storages: tuple[Storage, ...]
     regions: tuple[RegionCall, ...]
     timings: dict[str, tuple[float, ...]]
-    """Seconds of each ``cost_key``, measured while tracing on a real device; empty for a fake trace."""
+    """Maps a cost key to the measured seconds of its op, one number for each measurement, taken while tracing on a real device.
+    Empty for a fake trace, which does not compute anything."""
     workspaces: dict[str, int]
-    """Bytes that an op of this ``cost_key`` allocates and frees inside itself, measured by allocator events."""
+    """Maps a cost key to the bytes that its op allocates and frees inside itself, measured by allocator events."""
     notes: tuple[str, ...] = ()
     parameters: tuple[TraceParameter, ...] = ()
-    """Every parameter once, in the order of ``named_parameters``; empty in traces of older versions."""
+    """The model's parameters, each once, in the order of ``named_parameters``; empty in traces of older versions."""
     written_buffers: tuple[str, ...] = ()
-    """Buffers that forward or backward writes to."""
+    """Names of the buffers that forward or backward writes to."""
 
     @property
     def written(self) -> tuple[str, ...]:
-        """Parameters that forward or backward writes to."""
+        """Names of the parameters that forward or backward writes to in place."""
         return tuple(parameter.name for parameter in self.parameters if parameter.is_written)
 
 
 class WatchedStep(msgspec.Struct, frozen=True, kw_only=True):
-    """One unmodified step, including whatever it does by itself to save memory.
+    """The record of one step that ran unmodified, including what the step does by itself to save memory (checkpointing).
 
-    Unlike in a trace for planning, lifetimes include what saved tensors hold, and ``trace`` includes the ops of forward that
-    run again in backward.
+    In a trace for planning, lifetimes of storages do not include the time that saved tensors hold them. Here they do, and
+    ``trace`` includes the ops of forward that run again in backward.
 
     ``trace`` does not have regions. Ticks below ``forward_end`` belong to forward, ticks from there to ``backward_end`` to
-    backward. ``recomputed`` lists the ticks of ops that ran forward again within backward. ``output_ends`` says when each
-    storage of the step's output would be freed if the output did not hold it. ``first_writes`` says when a gradient that
-    existed before the step is first written. ``without_gradient`` names the parameters that do not get a gradient.
+    backward. ``recomputed`` lists the ticks of ops that ran forward again within backward. ``output_ends`` maps each storage
+    of the step's output to the tick at which it would be freed if the output did not hold it. ``first_writes`` maps a
+    gradient's storage that existed before the step to the tick at which it is first written. ``without_gradient`` names the
+    parameters that do not get a gradient.
     """
 
     trace: Trace
@@ -183,7 +192,7 @@ class WatchedStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def runs_gpu_kernels(device_name: str) -> bool:
-    """Whether a device of this name runs GPU kernels: true unless the name contains "cpu".
+    """Return whether a device of this name runs GPU kernels. True unless the name contains "cpu".
 
     Example:
         >>> runs_gpu_kernels("H100-SXM"), runs_gpu_kernels("laptop-CPU")

@@ -1,4 +1,4 @@
-"""Gradient traffic: what sending gradients costs a data-parallel step with each method of compression.
+"""Gradient traffic: the time that sending gradients adds to a data-parallel step, for each method of compressing them.
 
 How each figure is defined is in docs/gradient-compression.md.
 """
@@ -13,17 +13,18 @@ from plimsoll.artifacts.base import ArtifactBase
 from plimsoll.artifacts.verdict import IntervalEstimate
 
 UNCOMPRESSED = "none"
-"""The baseline that all other methods are compared with."""
+"""The name of the method that does not compress: the baseline for all other methods."""
 LEAST_SAVED_SHARE = 0.02
-"""The least share of the step that must be saved to justify gradients with an error."""
+"""A method must save at least this share of the step, because it makes the gradients inexact."""
 
 
 class MethodTraffic(msgspec.Struct, frozen=True, kw_only=True):
-    """One way to send the gradients.
+    """The figures of one method of sending the gradients.
 
-    ``sent_bytes`` is what each rank sends per step. ``measured_local_seconds`` is the work before, between and after the
-    transfers (encoding, decoding). Both step times are without the optimizer. A saved share is a share of the uncompressed
-    step (negative: the method costs time). ``gradient_error`` is ‖Δg‖ / ‖g‖ of the first gradient that is sent.
+    ``sent_bytes`` are the bytes that each rank sends per step. ``measured_local_seconds`` is the time of the work before,
+    between and after the transfers (encoding, decoding). Both step times are without the optimizer. A saved share is the time
+    that the method saves, as a share of the step without compression (negative: the method costs time). ``gradient_error`` is
+    ‖Δg‖ / ‖g‖ of the first gradient that is sent.
     """
 
     method: str
@@ -37,12 +38,12 @@ class MethodTraffic(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Traffic(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
-    """The cost of a step with every method of gradient compression. ``str`` shows it.
+    """The time of a step with each method of gradient compression. ``str`` shows it as text.
 
     ``methods`` begins with the uncompressed method. ``exchanges`` is the number of DDP's buckets or of FSDP2's units.
-    ``measured_silent_seconds`` is a step that sends no gradients, ``measured_forward_seconds`` its forward. A transfer takes
-    ``measured_latency_seconds`` + bytes that each rank sends / ``measured_bytes_per_second``. If ``assumed_bytes_per_second``
-    is set, predictions are for that bandwidth.
+    ``measured_silent_seconds`` is the time of a step that does not send gradients, ``measured_forward_seconds`` the time of
+    its forward. A transfer takes ``measured_latency_seconds`` + bytes that each rank sends / ``measured_bytes_per_second``.
+    If ``assumed_bytes_per_second`` is set, predictions use that bandwidth instead.
     """
 
     KIND: ClassVar[str] = "traffic"
@@ -67,12 +68,15 @@ class Traffic(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     methods: tuple[MethodTraffic, ...]
 
     def least_saved_share(self, method: MethodTraffic) -> float:
-        """The share of the step that a method saves: the low end of the measured interval, or for an assumed link predicted."""
+        """Return the share of the step that a method saves at least.
+
+        It is the low end of the measured interval. For an assumed bandwidth it is the predicted share.
+        """
         is_measured = self.assumed_bytes_per_second is None
         return method.measured_saved_share.low if is_measured else method.predicted_saved_share
 
     @property
     def fastest(self) -> str:
-        """The method that saves most; ``none`` if no method saves at least 2% of the step."""
+        """The name of the method that saves the most time; ``none`` if no method saves at least 2% of the step."""
         first = max(self.methods, key=self.least_saved_share)
         return first.method if self.least_saved_share(first) >= LEAST_SAVED_SHARE else UNCOMPRESSED

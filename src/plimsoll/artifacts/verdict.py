@@ -1,4 +1,6 @@
-"""A verdict: how training under a plan changes gradients, loss and speed, compared with the same training without it.
+"""A verdict: how training under a plan changes gradients, loss and speed, compared with the same training without the plan.
+
+Each of the two runs is an *arm*: the baseline arm trains without the plan, the plan arm with it.
 
 Numbers that are not finite are ``None``. How each figure is defined is in docs/probe.md.
 """
@@ -14,7 +16,7 @@ from plimsoll.artifacts.base import AdvisedEnum, ArtifactBase
 
 
 class Ruling(AdvisedEnum):
-    """The verdict of a probe; the first one that applies."""
+    """The ruling of a probe, which trains with and without a plan: the first member, in this order, that applies."""
 
     BASELINE_DIVERGED = (
         "BASELINE_DIVERGED",
@@ -48,20 +50,23 @@ class Ruling(AdvisedEnum):
 
 
 class Outcome(enum.StrEnum):
-    """The result of one rule."""
+    """The result of one rule. A rule compares a confidence interval with an allowed range."""
 
     CLEAR = "CLEAR"
-    """The interval lies within the allowed range."""
+    """The confidence interval is within the allowed range."""
     BROKEN = "BROKEN"
-    """The interval lies outside the allowed range."""
+    """The confidence interval is outside the allowed range."""
     OPEN = "OPEN"
     """There is not enough data to decide yet."""
     NOT_MEASURED = "NOT_MEASURED"
-    """The probe could not measure it, for example without held-out data."""
+    """The probe could not measure the rule's figure, for example because held-out data is missing."""
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True):
-    """One rule: what it allows, what was found (in words and numbers), its outcome, and what is missing if it is open."""
+    """One rule of a verdict: what the rule allows, what was found (in words and numbers), and the outcome.
+
+    If the outcome is ``OPEN``, ``missing`` says which data is missing.
+    """
 
     name: str
     ruling: Ruling
@@ -73,7 +78,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class IntervalEstimate(msgspec.Struct, frozen=True, kw_only=True):
-    """A number with its confidence interval."""
+    """A number with its confidence interval, from ``low`` to ``high``."""
 
     value: float
     low: float
@@ -81,9 +86,10 @@ class IntervalEstimate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NormSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """Gradient norms of one arm: quantiles, spikes, and how heavy the tails are.
+    """A summary of the gradient norms of one arm (one of the two training runs): quantiles, spikes and tails.
 
-    ``quantiles`` are taken at ``NORM_QUANTILES``; ``kurtosis`` is the excess over a normal distribution's.
+    ``quantiles`` are taken at ``NORM_QUANTILES``. ``spikes`` counts norms far above the running median. ``kurtosis`` is the
+    excess over the kurtosis of a normal distribution.
     """
 
     median: float
@@ -95,18 +101,18 @@ class NormSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 NORM_QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
-"""The quantiles that ``NormSummary.quantiles`` holds."""
+"""The levels of the quantiles in ``NormSummary.quantiles``, in the same order."""
 
 WHOLE_MODEL = "whole model"
-"""The name of the block that holds all parameters together."""
+"""Used as a block's name for the figures of all parameters together."""
 
 
 class NormComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """The gradient norms of one block (or of the whole model) in both arms, at the same steps.
+    """The gradient norms of one block (or of the whole model) with and without the plan, at the same steps.
 
     ``shift`` is the mean change of the norm, as a share: 0.1 is a tenth larger. ``p_value`` comes from a two-sample test
     (Kolmogorov-Smirnov distance, arms swapped by whole runs of steps); ``adjusted_p_value`` is corrected for the number of
-    blocks. These are ``None`` if there are too few steps.
+    blocks. ``shift`` and both p-values are ``None`` if there are too few steps.
     """
 
     block: str
@@ -118,11 +124,12 @@ class NormComparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GradientComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """The plan's gradient compared with the unmanaged one for equal parameters, batch and random state, over ``samples`` steps.
+    """The plan's gradient compared with the unmanaged gradient g, over ``samples`` steps.
 
-    ``relative_error`` is ‖Δg‖ / ‖g‖ (``largest_error``: the largest seen), ``cosine`` the cosine of the angle between the two,
-    ``gain`` the length of the plan's gradient along the unmanaged one (1: neither shortened nor stretched). ``cosine`` and
-    ``gain`` are ``None`` if there are too few samples for an interval.
+    In each step, parameters, batch and random state are the same for both gradients. ``relative_error`` is ‖Δg‖ / ‖g‖, and
+    ``largest_error`` is the largest such error seen. ``cosine`` is the cosine of the angle between the two gradients. ``gain``
+    is the length of the plan's gradient in the direction of g, divided by the length of g (1: neither shortened nor
+    stretched). ``cosine`` and ``gain`` are ``None`` if there are too few samples for an interval.
     """
 
     block: str
@@ -134,12 +141,12 @@ class GradientComparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ArmSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """Results of one arm of the training comparison.
+    """The results of one arm (one of the two training runs): losses, speed and peak.
 
-    ``final_loss`` is the mean over the last ``Verdict.window`` steps. ``steps_to_target`` is the first step at which
-    the mean over a window of that length is at most the target, ``None`` if it never is; ``seconds_to_target`` is that
-    number of steps times the median step. ``held_out_loss`` is the mean over the held-out batches, ``perplexity`` its
-    exponential.
+    ``final_loss`` is the mean loss of the last ``Verdict.window`` steps. ``steps_to_target`` is the first step at which
+    the mean loss over a window of that length is at most the target loss; ``None`` if it never is. ``seconds_to_target`` is
+    this number of steps times the median seconds of a step. ``held_out_loss`` is the mean over the held-out batches, and
+    ``perplexity`` is its exponential.
     """
 
     name: str
@@ -154,7 +161,7 @@ class ArmSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Curves(msgspec.Struct, frozen=True, kw_only=True):
-    """Loss and norm of the whole gradient, step by step, for both arms (``None``: not finite)."""
+    """For each step, the loss and the norm of the whole gradient, with and without the plan; ``None`` if not finite."""
 
     baseline_losses: tuple[float | None, ...]
     plan_losses: tuple[float | None, ...]
@@ -185,26 +192,26 @@ class Verdict(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     is_lossless: bool
     optimizer: str
     data: str
-    """Description of where the batches came from."""
+    """A text that says where the batches came from."""
     versions: dict[str, str]
     seed: int
     steps: int
-    """Steps that each arm took."""
+    """The number of steps that each of the two runs took."""
     planned_steps: int
     confidence: float
-    """Confidence level of each interval: 1 less its error probability."""
+    """Confidence level of each interval: 1 minus its error probability."""
     rules: tuple[Rule, ...]
     baseline: ArmSummary
     plan: ArmSummary
     target_loss: float | None
     window: int
-    """Steps over which losses are averaged."""
+    """The number of consecutive steps over which losses are averaged."""
     items: str
     """What ``items_per_second`` counts: tokens or examples."""
     delay: IntervalEstimate | None = None
-    """Steps that the plan needs for the same loss, over the baseline's (1: equal)."""
+    """The number of steps that the plan needs for the same loss, divided by the baseline's number (1: equal)."""
     held_out_difference: IntervalEstimate | None = None
-    """The plan's held-out loss minus the baseline's."""
+    """The held-out loss with the plan minus the held-out loss without the plan."""
     comparisons: tuple[NormComparison, ...]
     gradients: tuple[GradientComparison, ...] = ()
     curves: Curves
@@ -217,5 +224,5 @@ class Verdict(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def exit_code(self) -> int:
-        """0 if training may rely on the plan, else 1."""
+        """The exit status of the command line: 0 if training may rely on the plan, else 1."""
         return 0 if self.ruling.is_pass else 1

@@ -1,4 +1,6 @@
-"""Proves a lower bound on the step time: seconds that no plan within a budget can beat, by a linear program.
+"""Computes a proven lower bound of the step time of all plans within a budget, with a linear program.
+
+"Packing" means to compress or offload a value, "replay" the recomputation of dropped values.
 
 Legend. ``R[r]`` = bytes that region r holds between its forward and its backward, ``s[r]`` = its seconds of replay and
 packing, ``w[r]`` = its seconds of waiting for the link, ``E[r]`` = its squared error, ``B[r]`` = the bytes it sends.
@@ -45,10 +47,11 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class _Region:
-    """The numbers of one region for rows 2 to 5: ``read`` and ``past`` are per instant of its backward.
+    """Data: the numbers of one region for rows 2 to 5 of the program (see the module's docstring).
 
-    ``kept_bytes`` is R if everything is kept, ``most_bytes`` is R if inputs are copied as well. A sent value has its source on
-    the device until ``sent_until`` and a buffer from ``back_from`` on. Per byte sent, these are at least ``source_share`` and
+    ``read`` and ``past`` have one entry for each instant of the region's backward. ``kept_bytes`` is R if everything is kept,
+    ``most_bytes`` is R if inputs are copied as well. A sent value has its source on the device until the instant
+    ``sent_until``, and a buffer from the instant ``back_from`` on. For each byte sent, these take at least ``source_share`` and
     ``buffer_share`` bytes.
     """
 
@@ -65,16 +68,20 @@ class _Region:
     buffer_share: float = 0.0
 
     def sent_share(self, a: int, b: int) -> float:
-        """The share of B that is on the device between forward and backward, from a to b without edges between."""
+        """Return the least share of the sent bytes B that is on the device from instant a to b, between forward and backward.
+
+        No transfer may begin or end between the two instants.
+        """
         is_leaving = any(b <= until for until in self.sent_until)
         is_back = any(a >= since for since in self.back_from)
         return max(self.source_share * is_leaving, self.buffer_share * is_back)
 
 
 class LowerBound:
-    """The program for one step; with ``boundaries`` the bound also holds for plans that drop region inputs.
+    """The linear program that bounds the step time of one step, for any budget.
 
-    Its columns are R, E, B, s, and the waiting of both ways, each with one entry per region.
+    With ``boundaries`` the bound also holds for plans that drop inputs of regions. The program's variables are R, E, B, s and
+    the waiting in both directions; each has one entry for each region.
     """
 
     def __init__(
@@ -92,7 +99,10 @@ class LowerBound:
         self.memory, self.room = self._memory_rows()
 
     def seconds(self, budget_bytes: int) -> float:
-        """Seconds of the whole step that no plan within the budget can beat; ``inf`` if no plan fits."""
+        """Return a lower bound, in seconds, of the time of the whole step under any plan within the budget.
+
+        The bound is ``inf`` if no plan fits.
+        """
         count = len(self.regions)
         if not count:
             return self.index.base_seconds
@@ -121,10 +131,11 @@ class LowerBound:
         return self.index.base_seconds + max(float(result.fun) - 1e-7, 0.0) * self.scale_seconds
 
     def _lines(self) -> Iterator[Line]:
+        """Return the lines (lower bounds of seconds) of the hulls of all regions."""
         return (line for region in self.regions for line in region.hull.lines)
 
     def _add_lines(self, rows: _Rows) -> None:
-        """Add row 2."""
+        """Add the rows 2, which bound each region's seconds from below, to the program."""
         count = len(self.regions)
         for at, region in enumerate(self.regions):
             for line in region.hull.lines:
@@ -140,7 +151,7 @@ class LowerBound:
                 )
 
     def _add_transfers(self, rows: _Rows) -> None:
-        """Add row 6, one per direction."""
+        """Add the rows 6, which bound the waiting for transfers, to the program: one for each region and direction."""
         count = len(self.regions)
         link = self.index.forms.link
         for at, view in enumerate(self.index.views):
@@ -156,7 +167,7 @@ class LowerBound:
                 )
 
     def _add_limits(self, rows: _Rows) -> None:
-        """Add row 7."""
+        """Add the rows 7, the limits on the error and the sent bytes of all regions, to the program."""
         count = len(self.regions)
         if 0 < self.limits.squared_error < math.inf:
             share = self.scale_error / self.limits.squared_error
@@ -165,7 +176,9 @@ class LowerBound:
             rows.add(*((2 * count + at, 1.0) for at in range(count)), at_most=self.limits.link_bytes / self.scale_bytes)
 
     def _memory_rows(self) -> tuple[Floats, Floats]:
-        """Rows 3 to 5: coefficients of R and of B, and the bytes present in addition."""
+        """Return the rows 3 to 5, which limit the bytes to the budget: a table with the coefficients of R and B, and an array
+        with, for each row, the bytes that are alive in addition.
+        """
         edges = {0, self.index.instants, self.index.last_wait}
         for region in self.regions:
             edges |= {region.frame.exit, region.frame.start, region.frame.stop, *region.sent_until, *region.back_from}
@@ -202,7 +215,7 @@ class LowerBound:
 
 
 class _Rows:
-    """Rows of a sparse table, each with the upper limit of its sum."""
+    """Collects rows of a sparse table. Each row has an upper limit for its sum (``right``)."""
 
     def __init__(self, columns: int) -> None:
         self._columns = columns
@@ -210,17 +223,19 @@ class _Rows:
         self.right: list[float] = []
 
     def add(self, *entries: tuple[int, float], at_most: float) -> None:
-        """Add one row of (column, number)."""
+        """Add one row, given as (column, number) pairs, whose sum is limited to ``at_most``."""
         self._entries += [(len(self.right), column, number) for column, number in entries]
         self.right.append(at_most)
 
     def table(self) -> csr_array:
+        """Return all rows as one sparse table."""
         at = np.array([(row, column) for row, column, _ in self._entries], dtype=np.int64).reshape(-1, 2)
         numbers = np.array([number for _, _, number in self._entries], dtype=np.float64)
         return coo_array((numbers, (at[:, 0], at[:, 1])), shape=(len(self.right), self._columns)).tocsr()
 
 
 def _describe(index: StepIndex, view: RegionView, choice_set: ChoiceSet) -> _Region:
+    """Return the numbers of one region that the program needs."""
     frame = frame_of(index, view)
     bytes_of = held_bytes(index, view)
     length = max(frame.stop - frame.start, 0)
@@ -267,7 +282,11 @@ def _describe(index: StepIndex, view: RegionView, choice_set: ChoiceSet) -> _Reg
 
 
 def _shares_of_sent(view: RegionView) -> tuple[float, float]:
-    """The least bytes of source and of buffer on the device per byte on the link; two values may share one source."""
+    """Return two numbers: the least bytes of sources, and of buffers, that are on the device for each byte sent.
+
+    A source is the tensor that is sent out, a buffer receives the value when it returns. If two values share one source, the
+    first number is 0.
+    """
     ratios, storages = [], []
     for value in view.decided:
         entry = view.forms.get(value)
@@ -280,7 +299,10 @@ def _shares_of_sent(view: RegionView) -> tuple[float, float]:
 
 
 def _relief(index: StepIndex) -> Ints:
-    """Bytes that R may count twice: storages alive anyway for a part of the time between forward and backward."""
+    """Return an array with, for each instant, the bytes that R may count twice.
+
+    These are storages that are alive anyway for a part of the time between forward and backward.
+    """
     change = np.zeros(index.instants + 1, dtype=np.int64)
     for view in index.views:
         frame = frame_of(index, view)
@@ -292,14 +314,17 @@ def _relief(index: StepIndex) -> Ints:
 
 
 def _least_fixed(index: StepIndex, *, boundaries: bool) -> Ints:
-    """The least bytes that are present without the regions' own, for this micro-batch and for those that wait."""
+    """Return an array with, for each instant, the least bytes that are alive without the bytes that regions hold.
+
+    The bytes of micro-batches that wait for their backward are included.
+    """
     less = _relief(index) + (index.fixed - _without_boundaries(index) if boundaries else 0)
     least: Ints = index.fixed - less - index.waits(int(less[index.handover]))
     return least
 
 
 def _without_boundaries(index: StepIndex) -> Ints:
-    """The fixed bytes if every region input that can be rebuilt were dropped."""
+    """Return an array with the fixed bytes at each instant, if all region inputs that can be rebuilt were dropped."""
     linked = {view.call.index: boundary_values(index, view) for view in index.views}
     fixed = index.fixed.copy()
     storages = {index.views[r].graph.values[v].storage for r, values in linked.items() for v in values}

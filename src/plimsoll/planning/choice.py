@@ -1,7 +1,8 @@
-"""What one region does with its saved values, and what that costs apart from memory.
+"""A ``Choice``: what one region does with its saved values (the tensors that autograd saves), and its costs apart from memory.
 
-A ``Choice`` says which values are kept and which are held in another form; it rebuilds all others. Forms cost seconds and
-gradient error, and they take room at the other end of the link. ``Limits`` bounds the sum over all regions.
+A choice says which values are kept and which are *packed*: held in another form, compressed or offloaded over a link. All other
+values are rebuilt. Forms cost seconds and gradient error, and they take room at the other end of the link. ``Limits`` bounds
+the sum over all regions.
 
 *Seconds.* Values that a region sends leave while the next region's forward runs, and come back while that region's backward
 runs. Each region and direction has its own window, so regions do not compete. If a transfer takes longer than its window,
@@ -25,14 +26,16 @@ from plimsoll.planning.replay_schedule import recipe_ops
 from plimsoll.planning.step import RegionView, StepIndex, provider_of
 
 Packed = frozenset[tuple[int, str]]
-"""Values (ids of the region's graph), each with the name of its form."""
+"""A set of (value, form): the id of a value in the region's graph, and the name of the value's form."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """``kept`` values are held unchanged, ``packed`` ones in another form; all others that can be rebuilt are rebuilt.
+    """Data: what one region does with its saved values.
 
-    With ``is_boundary_dropped`` the region's input is not held: the region before rebuilds it.
+    ``kept`` values are held unchanged, ``packed`` values in another form (compressed or offloaded). All other values that can
+    be rebuilt are rebuilt in backward. With ``is_boundary_dropped`` the region's input is not held either: the region before
+    rebuilds it.
     """
 
     kept: frozenset[int]
@@ -41,18 +44,18 @@ class Choice:
 
     @cached_property
     def forms(self) -> dict[int, str]:
-        """The form of every packed value."""
+        """Maps each packed value to the name of its form, a codec or a link."""
         return dict(self.packed)
 
     def without(self, values: frozenset[int]) -> Choice:
-        """The same choice, but these values are not held in any form."""
+        """Return the same choice, except that these values are not held in any form."""
         if not values:
             return self
         packed = frozenset((value, form) for value, form in self.packed if value not in values)
         return Choice(self.kept - values, packed, self.is_boundary_dropped)
 
     def as_is(self, values: frozenset[int]) -> Choice:
-        """The same choice, but with these values kept unchanged if they were packed."""
+        """Return the same choice, except that these values are kept unchanged if they were compressed or offloaded."""
         packed = frozenset((value, form) for value, form in self.packed if value not in values)
         if len(packed) == len(self.packed):
             return self
@@ -61,16 +64,17 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What all regions together may spend, memory aside.
+    """Data: limits on what all regions together may spend apart from memory.
 
-    ``squared_error`` is the square of the relative gradient error; ``link_bytes`` is ``None`` without a host budget.
+    ``squared_error`` limits the square of the relative gradient error. ``link_bytes`` limits the offloaded bytes; ``None`` if
+    they are not limited.
     """
 
     squared_error: float = 0.0
     link_bytes: int | None = None
 
     def allow(self, squared_error: float, link_bytes: int) -> bool:
-        """True if this error and these link bytes are within the limits.
+        """Return True if this squared error and these offloaded bytes are within the limits.
 
         The error may exceed its limit by a millionth, because the solver has that tolerance. An infinite error (a mask
         rebuilt from a lossy value) is a wrong gradient, which no limit allows.
@@ -80,30 +84,33 @@ class Limits:
         return self.link_bytes is None or link_bytes <= self.link_bytes
 
     def are_within(self, others: Limits) -> bool:
-        """True if everything within these limits is also within the others."""
+        """Return True if everything that these limits allow is also allowed by the other limits."""
         if others.link_bytes is not None and (self.link_bytes is None or self.link_bytes > others.link_bytes):
             return False
         return self.squared_error <= others.squared_error
 
 
 def forms_of(view: RegionView, choice: Choice) -> list[Form]:
-    """The forms of the packed values."""
+    """Return a list with the form (codec or link) of each packed value, a value that is compressed or offloaded."""
     return [view.form(value, name) for value, name in choice.packed]
 
 
 def link_bytes(view: RegionView, choice: Choice) -> int:
-    """Bytes at the other end of the link."""
+    """Return the number of bytes that a region's offloaded values take at the other end of the link."""
     return sum(form.link_bytes for form in forms_of(view, choice))
 
 
 def packing_seconds(index: StepIndex, view: RegionView, choice: Choice) -> float:
-    """Seconds of encoding and decoding, and of waiting for the link."""
+    """Return the seconds that a choice's compressed and offloaded values add: to encode, to decode, to wait for the link."""
     forms = forms_of(view, choice)
     return sum(form.seconds for form in forms) + _waiting_seconds(index, view, forms)
 
 
 def _waiting_seconds(index: StepIndex, view: RegionView, forms: list[Form]) -> float:
-    """Seconds of transfers, both ways, that the neighbour's compute does not hide; another schedule has its own figures."""
+    """Return the seconds of transfers, in both directions, that the compute of the next region does not hide.
+
+    If the step's transfers follow another schedule, the seconds are taken from that schedule.
+    """
     if index.transfers is not None:
         return index.transfers.waiting_seconds.get(view.call.index, 0.0)
     sent = [form.link_bytes for form in forms if form.decision is Decision.OFFLOAD]
@@ -118,7 +125,7 @@ def _waiting_seconds(index: StepIndex, view: RegionView, forms: list[Form]) -> f
 
 
 def choice_error(view: RegionView, choice: Choice) -> float:
-    """The squared relative error that one region's packed values are expected to cause in the gradient.
+    """Return the squared relative gradient error that one region's compressed and offloaded values are expected to cause.
 
     The error is infinite if a value that must be exact (an index, a mask) would be rebuilt from a lossy form, or if another
     value would be rebuilt from a private form, which only the value's own slots can use.
@@ -127,7 +134,10 @@ def choice_error(view: RegionView, choice: Choice) -> float:
 
 
 def step_error(index: StepIndex, choices: Sequence[Choice], linked: Mapping[int, frozenset[int]]) -> float:
-    """The squared error of all regions; ``linked`` are the inputs that dropped boundaries do not hold, by region."""
+    """Return the squared relative gradient error that all regions' compressed and offloaded values are expected to cause.
+
+    ``linked`` maps each region whose input is dropped to the input values that are not held.
+    """
     total = 0.0
     noises: list[_Noise] = []
     for view, choice in zip(index.views, choices, strict=True):
@@ -142,7 +152,10 @@ def step_error(index: StepIndex, choices: Sequence[Choice], linked: Mapping[int,
 
 
 def form_error(view: RegionView, choice: Choice, value: int) -> float:
-    """The gradient error that the form of one value adds, through its own slots and through all values rebuilt from it."""
+    """Return the relative gradient error that the form (codec) of one value adds.
+
+    The error comes from the saved tensors (slots) that hold the value, and from all values that are rebuilt from the value.
+    """
     noise = view.form(value, choice.forms[value]).noise
     if not noise:
         return 0.0
@@ -151,9 +164,9 @@ def form_error(view: RegionView, choice: Choice, value: int) -> float:
 
 
 class _Noise:
-    """The squared noise that the values of one region have in backward.
+    """Computes the squared noise (relative error) that the values of one region have when backward reads them.
 
-    ``linked`` is the squared noise of the inputs that the region before rebuilds.
+    ``linked`` maps the inputs that the region before rebuilds to their squared noise.
     """
 
     def __init__(self, view: RegionView, choice: Choice, linked: Mapping[int, float]) -> None:
@@ -164,7 +177,7 @@ class _Noise:
         self._of_leaves = {value: form.noise**2 for value, form in forms.items()} | dict(linked)
 
     def squared_error(self) -> float:
-        """The squared gradient error that the noise of all saved values causes."""
+        """Return the squared relative gradient error that the noise of all saved values causes."""
         # Most choices hold nothing lossy; then the recipes need not be walked.
         if not self._private and not any(self._of_leaves.values()):
             return 0.0
@@ -177,18 +190,21 @@ class _Noise:
         return total
 
     def squared(self, value: int) -> float:
-        """The squared noise of a value as its own slots read it; infinite if it is rebuilt from a private form."""
+        """Return the squared noise (relative error) of a value that backward reads from the value's own saved tensors.
+
+        It is infinite if the value is rebuilt from another value's private form, which only that value's saved tensors use.
+        """
         leaves = self.leaves(value)
         if self._private.intersection(leaves) - {value}:
             return math.inf
         return sum(self._of_leaves.get(leaf, 0.0) for leaf in leaves)
 
     def leaves(self, value: int) -> tuple[int, ...]:
-        """The held values that a value is rebuilt from; the value itself if it is held."""
+        """Return the held values that a value is rebuilt from; if the value is held, only the value itself."""
         return (value,) if value in self._held else recipe_ops(self._view.graph, value, self._held)[1]
 
     def of_output(self, storage: int) -> float:
-        """The squared noise of the region's output in ``storage``, as the next region reads it."""
+        """Return the squared noise (relative error) of the region's output in ``storage``, as the next region reads it."""
         graph = self._view.graph
         outputs = [value for value in graph.outputs if graph.values[value].storage == storage]
         return max(math.inf if value in self._private else self.squared(value) for value in outputs)

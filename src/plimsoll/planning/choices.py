@@ -1,10 +1,12 @@
-"""Generates the choices that the solver picks from for each kind of region, each with its exact effect.
+"""Generates the choices that the solver picks from for each region, and the memory and time that each choice adds.
 
-If a region has few droppable values, every subset is a choice. Otherwise the choices are the vertices of the hull and
-variants around them. Variants are needed because keeping less may raise or lower the peak of a region's own backward: values
-alive at that peak are flipped one by one, and the sweep is repeated with these values dearer or cheaper. If values have other
-forms, the sweep is repeated at several prices of error, and with as many bytes on the link as compute hides. Choices do not
-depend on the budget, so a larger budget never has fewer choices.
+A choice says which saved values a region keeps, recomputes, or stores in another form (compressed, offloaded). If a region has
+few such values, all combinations are choices. Otherwise the choices are the vertices of the lower convex hull of bytes held
+and seconds of recomputation (see ``frontier``), and variants around them. Variants are needed because keeping less may raise or
+lower the peak of a region's own backward. So values alive at that peak are flipped one by one (kept if they were dropped, and
+the reverse), and the search for the hull is repeated with these values dearer or cheaper. If values have other forms, the
+search is repeated at several prices of error, and with as many bytes on the link as compute hides. Choices do not depend on
+the budget, so a larger budget never has fewer choices.
 """
 
 from __future__ import annotations
@@ -27,13 +29,15 @@ from plimsoll.planning.pins import pinned
 from plimsoll.planning.step import RegionView, StepIndex, slot_stop
 
 _ENUMERATED_CHOICES = 512
-"""Regions with at most this many choices get all of them, so that plans can be proven optimal."""
+"""If a region has at most this many possible choices, all of them are generated, so that plans can be proven optimal."""
 _FLIPS_PER_CHOICE = 3
 _PEAKS_REPRICED = 4
 _PEAK_ROUNDS = 2
-"""Variants of variants can lower a peak further; every round measures about as many choices as the round before."""
+"""How often variants of the choices are made. Variants of variants can lower a peak further, but each round measures about as
+many choices as the round before."""
 _DESCENTS_AT_MOST = 12
 _TELLING = 12
+"""About this many samples of each curve are compared before whole curves are compared."""
 _LEAST_RETAINED, _MOST_RETAINED = 4, 5
 """Columns of the least and of the most bytes that a choice retains, in the table that compares choices."""
 _PAIRED_VALUES = 10
@@ -42,9 +46,9 @@ _PAIRED_VALUES = 10
 
 @dataclass(frozen=True, slots=True)
 class ChoiceSet:
-    """The choices of all regions that are alike.
+    """Data: the choices of one region, with the memory and time that each adds (``effects``). Alike regions share one set.
 
-    With ``is_complete``, every other choice equals one of these in effect, and all effects are exact.
+    With ``is_complete``, each other choice has the same effect as one of these, or is worse, and all effects are exact.
     """
 
     effects: tuple[Effect, ...]
@@ -53,7 +57,7 @@ class ChoiceSet:
 
 
 def prices_of(index: StepIndex, view: RegionView) -> Prices:
-    """The bytes and seconds that the cut weighs for a region."""
+    """Return the bytes and seconds that the minimum cut (see ``cut``) weighs for a region."""
     seconds = tuple(index.replay_seconds(op.cost_key) for op in view.graph.ops)
     return Prices(held_bytes=dict(held_bytes(index, view)), op_seconds=seconds, modes=modes_of(view))
 
@@ -64,11 +68,11 @@ def generate_choices(
     most_squared_error: float = 0.0,
     known: dict[Hashable, ChoiceSet] | None = None,
 ) -> tuple[ChoiceSet, ...]:
-    """Return the choice set of every region of a step; regions that are alike share one set.
+    """Return the set of choices of each region of a step, in the order of regions; regions that are alike share one set.
 
     Args:
         index: the step.
-        extra: choices to include, one per region each (from the named strategies).
+        extra: choices to include, from named strategies: each entry has one choice for each region.
         most_squared_error: leave out choices that exceed this error by themselves.
         known: sets of regions of other steps with the same costs, such as other stages of a pipeline; new sets are added.
     """
@@ -93,7 +97,7 @@ def generate_choices(
 
 
 class _Generator:
-    """Measures choices of one kind of region, each once."""
+    """Generates the choices of one kind of region, and computes the effect (memory and time) of each choice once."""
 
     most_squared_error = 0.0
 
@@ -111,9 +115,10 @@ class _Generator:
         self._weighed = 0
         """The number of known choices that ``_left`` already takes into account."""
         self.peaks: dict[Choice, int] = {}
-        """Per choice the peak of the region's own backward, if nothing is held for other regions."""
+        """Maps each choice to the peak in bytes during the region's own backward, if nothing is held for other regions."""
 
     def measure(self, choices: Iterable[Choice]) -> None:
+        """Compute the effects (added memory and time) of these choices, except of choices that are already known."""
         new = [c for c in dict.fromkeys(pinned(self.view, choice) for choice in choices) if c not in self.known]
         effects = self.measuring.measure(new)
         self.known.update(zip(new, effects, strict=True))
@@ -121,9 +126,12 @@ class _Generator:
             self.peaks.update((e.choice, int((self.fixed + e.backward).max())) for e in effects)
 
     def generate(self, given: Iterable[Choice], explored: Collection[Choice]) -> ChoiceSet:
-        """Return every choice if they are few; else hulls without and with other forms, and their neighbours.
+        """Return all choices if they are few; otherwise those on hulls, and choices near them.
 
-        ``explored`` are the choices of similar regions. If there are any, fewer variants are measured: little would be new.
+        A hull is the lower convex hull of bytes held and seconds. One is found without other forms, and one with them.
+
+        ``given`` are choices to include. ``explored`` are the choices of similar regions: if they exist, fewer variants are
+        measured, because little would be new.
         """
         view = self.view
         every = _every_choice(view)
@@ -139,7 +147,10 @@ class _Generator:
         return ChoiceSet(self._usable(), hull, is_complete=False)
 
     def _explore(self, prices: Prices, rounds: int) -> Hull:
-        """Measure the vertices of the hull and choices around them."""
+        """Measure choices on the lower convex hull of bytes held and seconds, and near it. Return the hull.
+
+        ``rounds`` says how often variants are made.
+        """
         # All ops take the same time here, so that the lowest peak found does not depend on measured times.
         timeless = dataclasses.replace(prices, op_seconds=(1e-6,) * len(prices.op_seconds))
         hull, _ = self._sweep([prices, timeless])
@@ -149,7 +160,12 @@ class _Generator:
         return hull
 
     def _explore_forms(self) -> Hull:
-        """Measure the hulls with other forms at several prices of shared limits (error, link), and choices around them."""
+        """Measure choices on the hulls with compressed and offloaded forms, and near them; return a hull with the lines of all.
+
+        A hull is the lower convex hull of bytes held and seconds, and its lines bound all choices from below.
+
+        A hull is found for each of several prices of gradient error and of bytes on the link, which all regions share.
+        """
         known = set(self.known)
         sweeps = list(packing_sweeps(self.prices, self.most_squared_error / self.alike))
         limited = limit_offload(self.index, self.view, self.prices)
@@ -163,23 +179,27 @@ class _Generator:
         return Hull(hull.cuts, tuple(lines))
 
     def _sweep(self, prices: Sequence[Prices]) -> list[Hull]:
+        """Return the lower convex hull (bytes held, seconds) for each entry of ``prices``; measure the choices on it."""
         hulls = self.sweeper.sweep(prices)
         self.measure(cut.choice for hull in hulls for cut in hull.cuts)
         return hulls
 
     def _usable(self) -> tuple[Effect, ...]:
-        """The measured choices whose error is small enough and that no other choice beats."""
+        """Return the effects (memory, time) of measured choices whose error is small enough and that no other choice beats."""
         new = itertools.islice(self.known.values(), self._weighed, None)
         self._left = _undominated([*self._left, *(effect for effect in new if self._is_usable(effect))])
         self._weighed = len(self.known)
         return self._left
 
     def _is_usable(self, effect: Effect) -> bool:
-        """True if its error is finite and small enough."""
+        """Return True if the gradient error of a choice is finite and small enough."""
         return effect.squared_error <= self.most_squared_error and not math.isinf(effect.squared_error)
 
     def _variants(self, prices: Prices, effects: tuple[Effect, ...]) -> dict[Choice, None]:
-        """Choices near the given ones that differ in values alive at the peak of the region's backward."""
+        """Return choices near the given ones, which differ in values that are alive at the peak of the region's backward.
+
+        The result is a dict without values, used as an ordered set.
+        """
         view = self.view
         if not len(self.fixed):
             return {}
@@ -204,12 +224,16 @@ class _Generator:
         return found
 
     def _descend(self) -> None:
-        """Flip one value, or a pair, as long as this lowers the peak of the region's backward plus what others hold.
+        """Measure choices on the way to a low peak: flip one value, or a pair, as long as this lowers the peak.
 
-        Other regions of this kind hold bytes during this region's backward. How many of them do is not known here, so several
-        counts are tried: none, one, all, and all of every micro-batch in flight. These descents run side by side, so that one
-        call measures the next flips of all of them.
+        To flip a value means to drop it if it is kept, and to keep it otherwise. Here the peak is the peak of the region's
+        backward plus the bytes that other regions of this kind hold. How many regions hold bytes is not known here, so several
+        counts are tried: none, one, all, and all regions of all micro-batches in flight. These descents run side by side, so
+        that one call measures the next flips of all of them.
         """
+        # Keeping less does not always lower the peak, because rebuilt values take memory too: on one Llama block, keeping
+        # nothing had the same peak in backward as keeping everything, and keeping products and attention had a lower one
+        # (docs/lab-notes.md). So peaks are computed, not assumed to fall.
         pairs = list(itertools.combinations(self.by_size[:_PAIRED_VALUES], 2))
         flips = ([(value,) for value in self.by_size], pairs)
         others = sorted({0, 1, self.alike, self.alike * (self.index.waiting + 1)})
@@ -233,6 +257,10 @@ class _Generator:
                 left = stuck
 
     def _height(self, choice: Choice, others: int) -> tuple[int, float]:
+        """Return a choice's peak in bytes if ``others`` regions of this kind hold their bytes too, and its seconds.
+
+        A choice with too large an error has the largest number as its peak.
+        """
         effect = self.known[choice]
         if not self._is_usable(effect):
             return sys.maxsize, effect.seconds
@@ -240,7 +268,7 @@ class _Generator:
 
 
 def _every_choice(view: RegionView) -> Iterable[Choice] | None:
-    """All choices of a region; None if there are too many."""
+    """Return an iterable of all choices of a region; ``None`` if there are more than 512."""
     states = [[("keep", v), *([("drop", v)] if v in view.droppable else [])] for v in view.decided]
     for value, options in zip(view.decided, states, strict=True):
         entry = view.forms.get(value)
@@ -257,25 +285,25 @@ def _every_choice(view: RegionView) -> Iterable[Choice] | None:
 
 
 def _keep(choice: Choice, values: Iterable[int]) -> Choice:
-    """The same choice, but these values are kept."""
+    """Return the same choice, except that these values are kept."""
     wanted = frozenset(values)
     return Choice(choice.without(wanted).kept | wanted, choice.without(wanted).packed)
 
 
 def _flip(choice: Choice, values: Iterable[int]) -> Choice:
-    """The same choice, but with these values flipped: kept ones are rebuilt, and all others are kept."""
+    """Return the same choice, except that these values are flipped: kept values are recomputed, all others are kept."""
     wanted = frozenset(values)
     rest = choice.without(wanted)
     return Choice(rest.kept | (wanted - choice.kept), rest.packed)
 
 
 def _is_read_by(index: StepIndex, view: RegionView, value: int, instant: int) -> bool:
-    """True if a slot holds a value in memory at an instant whatever is decided."""
+    """Return True if a value is in memory at an instant whatever is decided, because backward reads its saved tensor."""
     return any(2 * slot.unpacked <= instant < slot_stop(index.trace, slot) for slot in view.slots_of[value])
 
 
 def _undominated(effects: list[Effect]) -> tuple[Effect, ...]:
-    """Drop every choice that another one beats or equals in seconds, error, link bytes and at every instant."""
+    """Return the effects that no other effect beats or equals in seconds, error, bytes on the link and at each instant."""
     order = sorted(
         effects,
         key=lambda e: (
@@ -317,6 +345,6 @@ def _undominated(effects: list[Effect]) -> tuple[Effect, ...]:
 
 
 def _retained_range(effect: Effect) -> tuple[int, int]:
-    """The least and the most bytes that a choice adds at any instant between forward and backward."""
+    """Return the least and the most bytes that a choice adds at any instant between the region's forward and backward."""
     least = effect.retained_bytes - sum(relief.size for relief in effect.relief if relief.size > 0)
     return least, effect.retained_bytes - sum(relief.size for relief in effect.relief if relief.size < 0)

@@ -1,4 +1,7 @@
-"""Finds the cheapest set of values to keep in one region at one price of memory: a minimum s-t cut.
+"""Finds the cheapest set of values to keep in one region at a given price of memory, as a minimum s-t cut.
+
+The cost is the price of the bytes held from forward to backward, plus the seconds of ops that run again. A slot is one tensor
+that autograd saved. A mode is a way to hold a value: unchanged, or in another form (compressed, offloaded).
 
 Legend (design section 1). ``x_v`` = value v is available in backward; ``y_o`` = op o runs again. A node on the source side
 is true. Edges:
@@ -47,9 +50,11 @@ _INFINITE = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """One form of a value: bytes that stay, least seconds for packing and bringing back, squared error, bytes sent.
+    """Data: one form that a value may take (a codec's payload, or a transfer over a link), and what the form costs.
 
-    A form that ``is_private`` serves only the value's own slots.
+    ``held_bytes`` stay on the device, ``seconds`` is the least time for packing the value and bringing it back,
+    ``squared_error`` the squared gradient error, and ``link_bytes`` the bytes sent. A form that ``is_private`` serves only
+    the saved tensors of the value itself: no other value can be recomputed from it.
     """
 
     form: str
@@ -62,10 +67,12 @@ class Mode:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """The inputs of the cut: bytes that holding a value adds, and seconds that running an op again adds.
+    """Data: the costs that a minimum cut weighs to find the cheapest choice. ``op_seconds`` has, for each op of the region, the
+    seconds to run it again.
 
-    ``held_bytes`` has every decided value and every copied input of the region; other values cannot be stored.
-    ``modes`` are the additional forms of each value. ``error_price`` is in seconds per squared relative error.
+    ``held_bytes`` maps each value that can be stored to the bytes that holding it adds: the values that are decided about, and
+    the inputs that are copied. ``modes`` maps values to their additional forms. ``error_price`` is in seconds per squared
+    relative error.
     """
 
     held_bytes: dict[int, float]
@@ -74,16 +81,17 @@ class Prices:
     error_price: float = 0.0
 
     def seconds(self, mode: Mode) -> float:
-        """Seconds of a mode plus the price of its error."""
+        """Return the seconds of a form (a codec or a link) plus the price of its error."""
         return mode.seconds + self.error_price * mode.squared_error
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The values kept, the inputs copied and the ops run again at one price.
+    """Data: the cheapest choice at one price of memory: values kept, values packed (compressed or offloaded), inputs copied,
+    and ops that run again.
 
-    ``seconds`` is the sum for ops, for packing and for the price of the error. ``lower_value`` is a lower bound of
-    ``price · bytes + seconds`` over all choices.
+    ``seconds`` is the sum of the seconds of these ops and of packing, and of the price of the error. ``lower_value`` is a
+    lower bound of ``price · bytes + seconds`` over all choices.
     """
 
     kept: frozenset[int]
@@ -96,6 +104,7 @@ class Cut:
 
     @property
     def choice(self) -> Choice:
+        """The choice that keeps and packs these values."""
         return Choice(self.kept, self.packed)
 
 
@@ -103,7 +112,10 @@ SOURCE, SINK = 0, 1
 
 
 class Network:
-    """The graph of the cuts of one region: ``tails[e]`` to ``heads[e]`` for every edge ``e``; see ``capacities``."""
+    """The graph whose minimum cut is one region's cheapest choice: edge ``e`` goes from node ``tails[e]`` to ``heads[e]``.
+
+    The graph is the same for all prices; only the ``capacities`` of its edges differ.
+    """
 
     def __init__(self, view: RegionView) -> None:
         self.view = view
@@ -113,7 +125,7 @@ class Network:
         self.read = sorted({graph.slots[slot].value for slot in graph.backward_order} & set(view.decided))
         held_anyway = view.free | view.forced
         self.held = [value.id for value in graph.values if value.id not in held_anyway]
-        """Values whose holding has its own edge, in the order of these edges."""
+        """The values that have an edge for being held, in the order of these edges."""
         edges = [(SOURCE, self.value_node(value)) for value in self.read]
         for value in self.held:
             producer = graph.values[value].producer
@@ -127,11 +139,14 @@ class Network:
         self.tails, self.heads = ends[:, 0], ends[:, 1]
 
     def value_node(self, value: int) -> int:
-        """The node of ``x_v``."""
+        """Return the number of the node ``x_v``: value v is available in backward."""
         return 2 + value
 
     def capacities(self, offers: Offers, prices_seconds_per_byte: Floats) -> Floats:
-        """Seconds per price and edge; ``inf`` where a cut must not pass. ``offers`` must be for this graph's view."""
+        """Return a table of the edges' capacities in seconds: one row for each price of memory, one column for each edge.
+
+        An edge that a cut must not cross has the capacity ``inf``. ``offers`` must be made for this graph's region.
+        """
         graph = self.view.graph
         found = np.full((len(prices_seconds_per_byte), len(self.tails)), np.inf)
         reads, holds = len(self.read), len(self.held)
@@ -144,9 +159,10 @@ class Network:
 
     @cached_property
     def _places(self) -> tuple[npt.NDArray[np.int64], ...]:
-        """Rows, columns and edges of a matrix with an entry per edge and per reverse edge (edge number -1).
+        """Three arrays, for the entries of the flow's matrix in one copy of the graph: row, column and number of the edge.
 
-        Two more entries per copy connect its source and sink with the source and sink that all copies share.
+        Each edge has an entry, and so has its reverse (with the number -1). Two more entries connect the copy's source and sink
+        with the source and sink that all copies share.
         """
         count = len(self.tails)
         ends = (SOURCE, SINK)
@@ -157,7 +173,12 @@ class Network:
         return rows[order], columns[order], edges[order]
 
     def minimum_cuts(self, capacities: npt.NDArray[np.int64]) -> tuple[Mask, npt.NDArray[np.int64]]:
-        """Per row of capacities: the nodes on the source side of the minimum cut, and the cut's value."""
+        """Find the minimum cut for each row of capacities.
+
+        Returns:
+            A table that says, for each row of capacities, which nodes are on the source side of the cut; and an array with
+            the value of each cut.
+        """
         rows, columns, edges = self._places
         copies, width = len(capacities), len(rows)
         source, sink = copies * self.nodes, copies * self.nodes + 1
@@ -197,9 +218,11 @@ class Network:
 
 
 class Offers:
-    """The ways to hold the values of one region, as tables of bytes and seconds per value and way.
+    """The ways to hold the values of one region, in tables of bytes and seconds with a row for each value.
 
-    The first way holds the value unchanged; it costs infinity if the value cannot be stored.
+    Each column is a way. The first way holds the value unchanged; it costs infinity if the value cannot be stored. The other
+    ways are the value's forms (compressed, offloaded). Forms that serve only the saved tensors of
+    the value itself have separate tables.
     """
 
     def __init__(self, view: RegionView, prices: Prices) -> None:
@@ -219,11 +242,16 @@ class Offers:
             self._tables.append((held_bytes, seconds, found))
 
     def shared(self, prices_seconds_per_byte: Floats) -> tuple[Floats, npt.NDArray[np.int64]]:
-        """Per price and value: the least cost of holding it for all its readers, and the way that has it."""
+        """Return two tables, with a row for each price and a column for each value: the least cost of holding the value for
+        all its readers, and the number of the way that has this cost.
+        """
         return self._least(0, prices_seconds_per_byte)
 
     def private(self, prices_seconds_per_byte: Floats) -> tuple[Floats, npt.NDArray[np.int64]]:
-        """The same for a value's own slots only; infinite without a private form."""
+        """Return two tables like ``shared``, for holding a value only for its own saved tensors (slots).
+
+        The cost is infinite if the value does not have a form of this kind.
+        """
         return self._least(1, prices_seconds_per_byte)
 
     def _least(self, table: int, prices_seconds_per_byte: Floats) -> tuple[Floats, npt.NDArray[np.int64]]:
@@ -233,7 +261,7 @@ class Offers:
         return np.take_along_axis(costs, ways[:, :, None], axis=2)[:, :, 0], ways
 
     def mode(self, value: int, way: int, *, is_private: bool) -> Mode | None:
-        """The mode of a way; ``None`` for the unchanged value."""
+        """Return the form (codec or link) with this number; ``None`` for number 0, the unchanged value."""
         return self._tables[is_private][2][value][way - 1] if way else None
 
 
@@ -246,7 +274,7 @@ def solve_cuts(network: Network, requests: Sequence[tuple[Offers, Floats]]) -> l
             costs.
 
     Returns:
-        Per request one cut per price.
+        A list with one entry for each request: a list with one cut for each of its prices.
     """
     if not any(len(prices) for _, prices in requests):
         return [[] for _ in requests]
@@ -268,7 +296,7 @@ def solve_cuts(network: Network, requests: Sequence[tuple[Offers, Floats]]) -> l
 
 
 def _read_off(network: Network, offers: Offers, prices: Floats, reached: Mask, lower: Floats) -> list[Cut]:
-    """Translate the source sides of cuts into choices."""
+    """Translate the source sides of minimum cuts into a list of choices with their costs, one for each price of memory."""
     view, graph = network.view, network.view.graph
     weights = offers.prices
     available = reached[:, 2 : network.first_op]

@@ -1,4 +1,4 @@
-"""Writes a simulated step down as a plan, with a reason for every value."""
+"""Makes a plan from a simulated step, with a decision and a reason for each saved value."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from plimsoll.units import MIB, format_seconds
 
 
 def decide(simulation: Simulation, prices_seconds_per_byte: Sequence[float]) -> tuple[RegionPlan, ...]:
-    """Write down what a simulated step decides, one `RegionPlan` per region.
+    """Return the decisions of a simulated step, as one `RegionPlan` for each region.
 
     Args:
         simulation: the step under its choices.
-        prices_seconds_per_byte: per region, the seconds that one byte held from its forward to the end of its backward
-            costs (0 if bytes are not scarce).
+        prices_seconds_per_byte: for each region, the seconds per step that one byte costs if the region holds it from its
+            forward to the end of its backward (0 if bytes are not scarce).
     """
     index = simulation.index
     counted: set[int] = set()
@@ -54,13 +54,13 @@ def decide(simulation: Simulation, prices_seconds_per_byte: Sequence[float]) -> 
 
 
 def write_plan(simulation: Simulation, baseline: Simulation, strategy: str, region_prices: Sequence[float]) -> Plan:
-    """Write down a simulated step as a plan without a budget and without a lower bound.
+    """Return a plan for a simulated step, without a budget and without a lower bound.
 
     Args:
         simulation: the step under its choices.
         baseline: the same step with everything kept.
         strategy: the name of the strategy that made the choices.
-        region_prices: as for ``decide``.
+        region_prices: for each region, the seconds per step that one held byte costs, as for ``decide``.
     """
     trace, costs = simulation.index.trace, simulation.index.costs
     curves = category_curves(simulation)
@@ -95,7 +95,10 @@ def write_plan(simulation: Simulation, baseline: Simulation, strategy: str, regi
 def _retained_bytes(
     index: StepIndex, view: RegionView, choice: Choice, schedule: Schedule, linked: frozenset[int], counted: set[int]
 ) -> int:
-    """Bytes held between forward and backward; a storage that several regions hold counts only at the first of them."""
+    """Return the number of bytes that a region holds between its forward and backward.
+
+    A storage that several regions hold counts only at the first of them: ``counted`` collects the storages counted so far.
+    """
     graph = view.graph
     total = sum(form.held_bytes for form in forms_of(view, choice))
     for value in sorted((choice.kept | view.forced) - linked):
@@ -115,6 +118,7 @@ def _retained_bytes(
 def _decisions(
     index: StepIndex, view: RegionView, choice: Choice, schedule: Schedule, linked: frozenset[int], price: float
 ) -> tuple[ValueDecision, ...]:
+    """Return the decision for each saved value of a region, with its reason, in the order of saving."""
     graph = view.graph
     held = held_bytes(index, view)
     shares = _replay_shares(index, view, schedule)
@@ -150,7 +154,7 @@ def _decisions(
 
 
 def _packed(index: StepIndex, view: RegionView, choice: Choice, value: int, size: int, price: float) -> ValueDecision:
-    """A value that is held in another form."""
+    """Return the decision, with its reason, for a value that is held in another form (compressed or offloaded)."""
     entry, form = view.graph.values[value], view.form(value, choice.forms[value])
     saved = max(entry.bytes - form.held_bytes, 1)
     cost = f"{form.name} costs {format_seconds(form.seconds * MIB / saved)}/MiB"
@@ -170,7 +174,7 @@ def _packed(index: StepIndex, view: RegionView, choice: Choice, value: int, size
 
 
 def _seconds_to_rebuild(index: StepIndex, view: RegionView, value: int, choice: Choice) -> float:
-    """Seconds to recompute this value if nothing else ran again; infinite if it cannot be rebuilt."""
+    """Return the seconds of recomputing a value if nothing else ran again; infinite if the value cannot be rebuilt."""
     if value not in view.droppable:
         return math.inf
     ops, _ = recipe_ops(view.graph, value, (view.leaves | choice.kept | choice.forms.keys()) - {value})
@@ -178,14 +182,17 @@ def _seconds_to_rebuild(index: StepIndex, view: RegionView, value: int, choice: 
 
 
 def _schedule(view: RegionView, choice: Choice) -> Schedule:
-    """The replay of one region as if its inputs were held."""
+    """Return the schedule of one region's recomputation of dropped values, as if the region's inputs were held."""
     inputs = frozenset(view.movable) - choice.kept - choice.forms.keys()
     dropped = view.everything - choice.kept - choice.forms.keys() - inputs
     return build_schedule(view.graph, view.leaves | choice.kept | inputs, dropped, packed=choice.forms)
 
 
 def _replay_shares(index: StepIndex, view: RegionView, schedule: Schedule) -> dict[int, float]:
-    """Seconds to rebuild each dropped value, without ops that already ran for a value read earlier in backward."""
+    """Return a mapping from each dropped value to the seconds of rebuilding it.
+
+    Ops that have already run for a value read earlier in backward do not count.
+    """
     graph = view.graph
     shares: dict[int, float] = {}
     for segment in schedule.segments:

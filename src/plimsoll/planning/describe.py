@@ -1,7 +1,7 @@
-"""Extracts from a simulated step what users and other tools ask for.
+"""Describes a simulated step for users and for other tools.
 
-For users: the holders of the peak, bytes by category, the timeline, and the memory of replays. For the simulated allocator:
-every allocation and release, one by one.
+For users: the tensors that hold memory at the peak, bytes by category, the timeline, and the memory of replays (the
+recomputation of dropped values). For the simulated allocator: all allocations and releases, one by one.
 
 Within an instant events happen in this order: ended buffers are released; new buffers are allocated; replays run, and each of
 their buffers is allocated and released individually. So the highest sum of an instant, after the releases, is the byte count
@@ -42,7 +42,7 @@ _AT_START = {
 
 
 def describe_peak(simulation: Simulation) -> Peak:
-    """Who is alive at the peak, by label and module, largest first."""
+    """Return the peak of a simulated step: its moment, its bytes, and the tensors or groups that take them, largest first."""
     index, instant = simulation.index, simulation.peak_instant
     replays = StepReplays(index, simulation.choices, instant)
     bytes_of: dict[str, int] = {}
@@ -74,19 +74,19 @@ def describe_peak(simulation: Simulation) -> Peak:
 
 
 def waiting_bytes(simulation: Simulation) -> int:
-    """Bytes that the other micro-batches in flight hold while they wait for their backward."""
+    """Return the number of bytes that the other micro-batches in flight hold while they wait for their backward."""
     return held_bytes(simulation) * simulation.index.waiting
 
 
 def held_bytes(simulation: Simulation) -> int:
-    """Bytes that one micro-batch holds between its forward and its backward."""
+    """Return the number of bytes that one micro-batch holds between its forward and its backward."""
     index = simulation.index
     own_bytes = int(simulation.curve[index.handover]) - index.lasting_bytes - index.loss_bytes
     return own_bytes // (index.waiting + 1)
 
 
 def _name_instant(trace: Trace, instant: int) -> str:
-    """Describe where in the step an instant lies: ``backward of layers.3.mlp (mm)``."""
+    """Return a text that says where in the step an instant lies: ``backward of layers.3.mlp (mm)``."""
     if not trace.ops:
         return "before the first op"
     tick = min(instant // 2, len(trace.ops) - 1)
@@ -97,7 +97,10 @@ def _name_instant(trace: Trace, instant: int) -> str:
 
 
 def category_curves(simulation: Simulation) -> dict[str, Ints]:
-    """Bytes per instant by category: rebuilt values and copies are activations, workspaces temporaries."""
+    """Return a mapping from each memory category to an array with its bytes at each instant.
+
+    Rebuilt values and copies count as activations, workspaces as temporaries.
+    """
     index = simulation.index
     replays = StepReplays(index, simulation.choices)
     change = {category: np.zeros(index.instants + 1, dtype=np.int64) for category in Category}
@@ -119,12 +122,12 @@ def describe_timeline(
     curves: Mapping[str, Ints] | None = None,
     unmanaged: Simulation | None = None,
 ) -> tuple[TimelinePoint, ...]:
-    """The bytes over the step at no more than ``points`` ticks: the maximum of each stretch, so the peak is included.
+    """Return the bytes over the step as at most ``points`` points, with the maximum of each stretch. So the peak is included.
 
     Args:
         simulation: the step under the plan.
         points: the maximum number of points.
-        curves: the step's ``category_curves``, if already computed.
+        curves: the result of ``category_curves`` for this step, if it is already computed.
         unmanaged: the same step without a plan, for comparison.
     """
     trace = simulation.index.trace
@@ -153,24 +156,30 @@ def describe_timeline(
 
 
 def classes_at_peak(simulation: Simulation, curves: Mapping[str, Ints] | None = None) -> dict[str, int]:
-    """Bytes per memory category at the peak; ``curves`` means the same as in ``describe_timeline``."""
+    """Return a mapping from each memory category to its bytes at the peak.
+
+    ``curves`` is the result of ``category_curves`` for this step, if it is already computed.
+    """
     curves = curves or category_curves(simulation)
     return {name: int(curve[simulation.peak_instant]) for name, curve in curves.items()}
 
 
 def holders_at(simulation: Simulation, instant: int) -> tuple[Holder, ...]:
-    """The holders of memory at an instant, largest first."""
+    """Return the tensors or groups that take memory at an instant, each with its bytes, largest first."""
     return describe_peak(dataclasses.replace(simulation, peak_instant=instant)).holders
 
 
 def forward_end(trace: Trace) -> int:
-    """The tick of the first op of backward."""
+    """Return the position of the first op that is not in forward."""
     ticks = (tick for tick, op in enumerate(trace.ops) if op.phase is not Phase.FORWARD)
     return next(ticks, len(trace.ops))
 
 
 def rebuilt_parts(simulation: Simulation) -> tuple[RecomputedPart, ...]:
-    """Per region that recomputes: the maximum of its rebuilt values, and the number of ops that run again."""
+    """Return one entry for each region that recomputes: the most bytes of rebuilt values, and the number of ops run again.
+
+    Regions that are rebuilt together (one drops its input, the other rebuilds it) share one entry.
+    """
     replays = StepReplays(simulation.index, simulation.choices)
     return tuple(
         RecomputedPart(
@@ -184,7 +193,7 @@ def rebuilt_parts(simulation: Simulation) -> tuple[RecomputedPart, ...]:
 
 
 def allocation_events(simulation: Simulation) -> tuple[AllocationEvent, ...]:
-    """Every allocation and release of a simulated step, in order.
+    """Return all allocations and releases of a simulated step, in order.
 
     A rebuilt storage is a new block. In a pipeline, waiting micro-batches come first, with one block for each storage that
     they hold. Blocks of zero bytes are left out. Buffers of collectives are on their own stream.
@@ -207,7 +216,10 @@ def allocation_events(simulation: Simulation) -> tuple[AllocationEvent, ...]:
 
 
 class _Log:
-    """Entries (instant, rank within it, event), sorted at the end; equal keys stay in the order of recording."""
+    """Collects allocations and releases of a step, and sorts them by instant and by their order within the instant.
+
+    Events at the same place stay in the order of recording.
+    """
 
     def __init__(self, index: StepIndex) -> None:
         self.index = index
@@ -217,11 +229,12 @@ class _Log:
         self.optimizer_instant = 2 * next(optimizer, len(index.trace.ops))
 
     def sorted(self) -> tuple[AllocationEvent, ...]:
+        """Return all events in the order of the step."""
         self.entries.sort(key=lambda entry: entry[:2])
         return tuple(event for _, _, event in self.entries)
 
     def storages(self, replays: StepReplays) -> None:
-        """Add storages of the trace, alive by themselves or through slots, parameters first."""
+        """Add the storages of the trace for the time that they are alive or saved for backward, parameters first."""
         for storage in sorted(self.index.trace.storages, key=_place_at_start):
             is_state = storage.born < 0 and storage.category is not Category.INPUT
             is_shared = is_state and _contains(self.index.covered(storage.id), self.index.handover)
@@ -232,7 +245,7 @@ class _Log:
                     self._waiting(span, storage.bytes, storage.label, storage.category)
 
     def extras(self, replays: StepReplays) -> None:
-        """Add copies of inputs, payloads of packed values, and the memory for packing them."""
+        """Add copies of inputs, payloads of compressed and offloaded values, and the memory for making the payloads."""
         for (start, stop), size, label in replays.extras():
             span = (start, max(start, stop))
             self._span(span, size, label, Category.ACTIVATION)
@@ -247,7 +260,7 @@ class _Log:
                 self._span((2 * tick + 1, 2 * tick + 2), size, f"workspace of {op.name}", Category.TEMPORARY)
 
     def rebuilt(self, outcome: Replay) -> None:
-        """Add the buffers of one replay, in the order of their allocations and releases."""
+        """Add the buffers of one replay (the recomputation of linked regions), in the order of allocations and releases."""
         first = self.blocks
         for buffer in outcome.buffers:
             if buffer.bytes:
@@ -256,7 +269,7 @@ class _Log:
         self.blocks += 1 + max((buffer.buffer for buffer in outcome.buffers), default=0)
 
     def _waiting(self, span: Span, size: int, label: str, category: Category) -> None:
-        """Add a copy for every waiting micro-batch if a tensor is alive at the handover from forward to backward."""
+        """Add a copy of a tensor for each waiting micro-batch, if the tensor is alive between forward and backward."""
         stop = min(self.index.last_wait, self.index.instants)
         if _contains([span], self.index.handover):
             for _ in range(self.index.waiting):
@@ -292,5 +305,9 @@ def _contains(spans: Sequence[Span], instant: int) -> bool:
 
 
 def _place_at_start(storage: Storage) -> tuple[int, int]:
-    """Sort key: first storages from before the step, in training's order of allocation; then the others in trace order."""
+    """Return a sort key for storages.
+
+    Storages from before the step come first, in the order of their allocation by training. The others follow in the order of
+    the trace.
+    """
     return (_AT_START.get(storage.category, len(_AT_START)) if storage.born < 0 else len(_AT_START), storage.id)

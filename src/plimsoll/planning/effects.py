@@ -1,7 +1,8 @@
-"""What one choice of one region adds to the step's memory and time; `measuring` finds it.
+"""Data about what one choice of one region adds to the step's memory and time; `measuring` computes it.
 
-Two regions are *alike* if they have the same graph, the same ticks relative to their forward and backward, and the same
-storages alive in any case. Alike regions share their effects, so a choice of 80 equal blocks is measured once.
+A choice says which saved values a region keeps, recomputes, compresses or offloads. Two regions are *alike* if they have the
+same graph, the same ticks relative to their forward and backward, and the same storages alive in any case. Alike regions share
+their effects, so a choice of 80 equal blocks is measured once.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from plimsoll.planning.step import Ints, RegionView, Span, StepIndex, merge, slo
 
 @dataclass(frozen=True, slots=True)
 class RegionFrame:
-    """The instants of one region: forward ``[entry, exit)``, and backward ``[start, stop)`` including late releases."""
+    """Data: the instants of one region: its forward ``[entry, exit)``, and its backward ``[start, stop)``.
+
+    Its backward ends when the last of its saved tensors is released, which may be late.
+    """
 
     entry: int
     exit: int
@@ -25,7 +29,9 @@ class RegionFrame:
 
 
 class Relief(NamedTuple):
-    """Bytes that a choice does not add during part of the time between forward and backward (negative: it adds more).
+    """Data: bytes (``size``) that a choice does not add during a part of the time between forward and backward.
+
+    A negative size means that the choice adds more then.
 
     Start and stop count from the region's exit, or, with ``is_before_backward``, from the start of its backward. The time
     between these two differs between regions that are alike.
@@ -37,21 +43,22 @@ class Relief(NamedTuple):
     is_before_backward: bool = False
 
     def span(self, frame: RegionFrame) -> Span:
-        """The instants of this relief in the step, for a region with this frame."""
+        """Return the first instant and the end of this part of the time, in the step of a region with these instants."""
         origin = frame.start if self.is_before_backward else frame.exit
         return origin + self.start, origin + self.stop
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Effect:
-    """What one choice of one region adds to the fixed bytes.
+    """Data: what one choice of one region adds to the bytes that no decision changes, and to the step's time.
 
-    ``copied_bytes`` are added from the region's entry on, ``exit_bytes`` more at the last instant of its forward,
-    ``retained_bytes`` (copies included) between its forward and its backward, ``backward`` per instant of its backward.
-    ``relief`` lists what to subtract from ``retained_bytes`` while a storage is alive anyway; its entries are negative
-    while a transfer's source or buffer is on the device. ``seconds`` are the seconds of replay and packing;
-    ``squared_error`` and ``link_bytes`` mean the same as in ``Simulation``. If ``is_additive``, these figures are exact
-    whatever other regions choose; otherwise the region adds at most this much.
+    ``copied_bytes`` are added from the region's first instant on, and ``exit_bytes`` in addition at the last instant of its
+    forward. ``retained_bytes`` (copies included) are added between its forward and its backward, and ``backward`` has the bytes
+    for each instant of its backward. ``relief`` lists what to subtract from ``retained_bytes`` while a storage is alive anyway;
+    its entries are negative while the source or the buffer of a transfer is on the device. ``seconds`` is the time of
+    recomputation, encoding, decoding and waiting. ``squared_error`` is the squared relative gradient error, ``link_bytes`` are
+    the bytes offloaded. If ``is_additive``, these figures are exact whatever other regions choose; otherwise the region adds at
+    most this much.
     """
 
     choice: Choice
@@ -67,7 +74,7 @@ class Effect:
 
 
 def frame_of(index: StepIndex, view: RegionView) -> RegionFrame:
-    """The instants of a region in its step."""
+    """Return the instants of a region's forward and backward in its step."""
     entry, exit_ = view.call.forward
     start, stop = view.call.backward
     stops = [2 * stop, *(slot_stop(index.trace, slot) for v in view.decided for slot in view.slots_of[v])]
@@ -76,23 +83,29 @@ def frame_of(index: StepIndex, view: RegionView) -> RegionFrame:
 
 
 def own_cover(index: StepIndex, frame: RegionFrame, storage: int) -> list[Span]:
-    """When a storage is alive whatever is decided, from the region's exit to the end of its backward."""
+    """Return the spans of instants at which a storage is alive whatever is decided, within the time of one region.
+
+    This time is from the end of the region's forward to the end of its backward.
+    """
     return merge((max(a, frame.exit), min(b, frame.stop)) for a, b in index.covered(storage))
 
 
 def is_between(frame: RegionFrame, spans: list[Span]) -> bool:
-    """True if one span covers all the time between forward and backward."""
+    """Return True if one of the spans covers all the time between the region's forward and backward."""
     return any(a <= frame.exit and b >= frame.start for a, b in spans)
 
 
 def relief_spans(index: StepIndex, frame: RegionFrame, storage: int) -> list[Span]:
-    """When a storage is alive whatever is decided, between forward and backward; empty if it is alive all that time."""
+    """Return the spans, between a region's forward and backward, at which a storage is alive whatever is decided.
+
+    The result is empty if the storage is alive all that time.
+    """
     covered = own_cover(index, frame, storage)
     return [] if is_between(frame, covered) else merge((a, min(b, frame.start)) for a, b in covered)
 
 
 def likeness(index: StepIndex, view: RegionView) -> Hashable:
-    """A key that is equal for regions whose choices have equal effects."""
+    """Return a key that is equal for two regions if their choices add equal memory and time."""
     frame = frame_of(index, view)
     graph = view.graph
 
@@ -114,12 +127,12 @@ def likeness(index: StepIndex, view: RegionView) -> Hashable:
 
 
 def program(view: RegionView) -> Hashable:
-    """A key that is equal for regions that run the same ops at the same costs and decide about the same values."""
+    """Return a key that is equal for two regions if they run the same ops at the same costs and decide about equal values."""
     return structure(view), tuple(op.cost_key for op in view.graph.ops)
 
 
 def structure(view: RegionView) -> Hashable:
-    """A key that is equal for regions that have the same choices, whatever the choices cost."""
+    """Return a key that is equal for two regions if they have the same choices, whatever the choices cost."""
     graph = view.graph
     ops = tuple((op.reads, op.writes, op.obstacle) for op in graph.ops)
     values = tuple((v.bytes, v.producer, v.origin.value) for v in graph.values)
@@ -132,7 +145,10 @@ def structure(view: RegionView) -> Hashable:
 
 
 def _windows(index: StepIndex, view: RegionView) -> Hashable:
-    """Where transfers of this region begin and end, and how many seconds of compute hide them."""
+    """Return a key of when transfers of this region begin and end, and how many seconds of compute hide them.
+
+    ``None`` if the region cannot offload anything.
+    """
     after = index.neighbour(view.call.index)
     if after is None or not any(form.link_bytes for entry in view.forms.values() for form in entry.forms):
         return None
@@ -142,9 +158,10 @@ def _windows(index: StepIndex, view: RegionView) -> Hashable:
 
 
 def held_bytes(index: StepIndex, view: RegionView) -> dict[int, int]:
-    """Bytes that holding each decided value or copying each input adds between the region's forward and backward.
+    """Return a mapping from values to the bytes that holding them adds between the region's forward and backward.
 
-    A steady input adds 0 here: it is held without a copy, and other regions may hold it too.
+    It contains the values that are decided about, and the inputs that would be copied. An input that forward does not write to
+    any more adds 0 here: it is held without a copy, and other regions may hold it too.
     """
     frame = frame_of(index, view)
     bytes_ = {}

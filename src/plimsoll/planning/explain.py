@@ -1,4 +1,8 @@
-"""Words for errors and notes: who holds the floor, why a peak hardly moves, why a value is kept or dropped."""
+"""Makes the texts of errors and notes about plans.
+
+They say what takes the memory at the floor (the lowest peak that any plan reaches), why a plan hardly lowers the peak, and why
+a value is kept or dropped.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from plimsoll.planning.step import RegionView
 from plimsoll.units import MIB, budget_text, format_bytes, format_bytes_up, format_seconds
 
 _WORTH_CHUNKING = 0.05
-"""Suggest a chunked loss if it lowers the floor by at least this share."""
+"""An error suggests a chunked loss only if it lowers the floor (the lowest peak of all plans) by more than this share."""
 
 
 def floor_error(
@@ -27,13 +31,14 @@ def floor_error(
     chunked_bytes: int | None = None,
     accumulating_bytes: int = 0,
 ) -> BudgetBelowFloor:
-    """The error for a budget below every plan's peak; it names the holders of the floor.
+    """Return the error for a budget below the floor, the lowest peak of all plans. It names the tensors alive at the floor.
 
     Args:
         budget_bytes: the user's budget.
-        floor: the smallest peak.
+        floor: the lowest peak.
         excess_bytes: measured minus predicted peak.
-        chunked_bytes: the same plan's peak with the loss computed in chunks, if the model has a suitable head.
+        chunked_bytes: the same plan's peak with the loss computed in chunks; ``None`` if the model does not have a suitable
+            head.
         accumulating_bytes: the peak measured while gradients of earlier micro-batches are present.
     """
     floor_bytes = floor.bytes + excess_bytes
@@ -54,7 +59,7 @@ def floor_error(
 
 
 def strategy_error(strategy: str, budget_bytes: int, peak: Peak, floor_bytes: int) -> BudgetBelowFloor:
-    """The error for a named strategy whose peak exceeds the budget."""
+    """Return the error for a named strategy whose peak exceeds the budget."""
     if floor_bytes <= budget_bytes:
         advice = f"strategy='auto', whose floor is {format_bytes(floor_bytes)}"
     else:
@@ -67,7 +72,10 @@ def strategy_error(strategy: str, budget_bytes: int, peak: Peak, floor_bytes: in
 
 
 def limits_error(what: str, simulation: Simulation, limits: Limits) -> InvalidStrategy:
-    """The error for overrides or a named strategy (named in ``what``) that exceed the limits."""
+    """Return the error for decisions that exceed the limits on gradient error or offloaded bytes.
+
+    ``what`` says whose decisions they are: a named strategy or the user's overrides.
+    """
     error = math.sqrt(simulation.squared_error)
     advice = "raise the limit, override fewer values, or let strategy='auto' choose"
     if limits.link_bytes is not None and simulation.link_bytes > limits.link_bytes:
@@ -84,12 +92,12 @@ def limits_error(what: str, simulation: Simulation, limits: Limits) -> InvalidSt
 
 
 def name_holders(peak: Peak) -> str:
-    """``4.1 GiB parameters; 3.2 GiB logits; 0.4 GiB others``."""
+    """Return a text with the largest tensors at a peak: ``4.1 GiB parameters; 3.2 GiB logits; 0.4 GiB others``."""
     return name_largest([(holder.label, holder.bytes) for holder in peak.holders])
 
 
 def notes_about_peak(simulation: Simulation, baseline: Simulation) -> tuple[str, ...]:
-    """A sentence for a plan that lowers resident memory, but not the peak; empty for other plans."""
+    """Return one sentence for a plan that lowers the memory after forward much more than the peak; else an empty tuple."""
     resident, before = _resident_bytes(simulation), _resident_bytes(baseline)
     saved = before - resident
     if saved <= 0 or baseline.peak_bytes - simulation.peak_bytes >= saved // 2:
@@ -103,7 +111,7 @@ def notes_about_peak(simulation: Simulation, baseline: Simulation) -> tuple[str,
 
 
 def _resident_bytes(simulation: Simulation) -> int:
-    """Bytes alive between the last region's forward and the first backward."""
+    """Return the number of bytes alive when the last region's forward has ended."""
     views = simulation.index.views
     if not views:
         return 0
@@ -111,7 +119,7 @@ def _resident_bytes(simulation: Simulation) -> int:
 
 
 def notes_about_forms(simulation: Simulation) -> tuple[str, ...]:
-    """Sentences about forms that were allowed but not used: why the plan does not compress, or does not offload."""
+    """Return sentences that say why a plan does not compress, or does not offload, although it was allowed to."""
     index = simulation.index
     forms = [form for view in index.views for entry in view.forms.values() for form in entry.forms]
     used = {name for choice in simulation.choices for _, name in choice.packed}
@@ -131,7 +139,10 @@ def notes_about_forms(simulation: Simulation) -> tuple[str, ...]:
 
 
 def optimizer_floor_error(budget_bytes: int, floor_bytes: int, where: str = "") -> BudgetBelowFloor:
-    """The error for a budget below the measured memory of the optimizer's step; ``where`` names the rank."""
+    """Return the error for a budget below the measured memory of the optimizer's step.
+
+    ``where`` names the rank; it is empty if there is only one rank.
+    """
     return BudgetBelowFloor(
         f"budget {format_bytes(budget_bytes)} is below what the optimizer's step needs, {format_bytes(floor_bytes)}{where}.",
         why="parameters, gradients, the optimizer's state and its temporaries are alive together in its step, and "
@@ -141,7 +152,7 @@ def optimizer_floor_error(budget_bytes: int, floor_bytes: int, where: str = "") 
 
 
 def after_backward_floor_error(budget_bytes: int, floor_bytes: int) -> BudgetBelowFloor:
-    """The error for a budget below what a training step was measured to take from its last backward to the next forward."""
+    """Return the error for a budget below the memory that was measured between the last backward and the next forward."""
     return BudgetBelowFloor(
         f"budget {format_bytes(budget_bytes)} is below what a training step takes after backward, {format_bytes(floor_bytes)}.",
         why="parameters, gradients, the optimizer's step, and what the training loop makes until the next forward are alive "
@@ -151,7 +162,10 @@ def after_backward_floor_error(budget_bytes: int, floor_bytes: int) -> BudgetBel
 
 
 def compared(seconds: float, bytes_: int, price: float) -> str:
-    """``recompute costs 0.8 µs/MiB, memory is worth 2.1 µs/MiB here``."""
+    """Return a text that compares the seconds of recomputing a value with the price of memory (seconds per byte).
+
+    For example: ``recompute costs 0.8 µs/MiB, memory is worth 2.1 µs/MiB here``.
+    """
     if not bytes_:
         return "it does not take memory"
     if math.isinf(seconds):
@@ -162,12 +176,12 @@ def compared(seconds: float, bytes_: int, price: float) -> str:
 
 
 def worth(price: float) -> str:
-    """Describe a price of memory: ``memory is worth 2.1 µs/MiB here``."""
+    """Return a text that states a price of memory, given in seconds per byte: ``memory is worth 2.1 µs/MiB here``."""
     return f"memory is worth {format_seconds(price * MIB)}/MiB here" if price > 0 else "memory is not scarce here"
 
 
 def why_kept(view: RegionView, value: int) -> str:
-    """Say why a value is always kept."""
+    """Return the reason, as text, why a value is always kept."""
     if view.call.obstacle:
         return f"the region is not managed: {view.call.obstacle}"
     entry = view.graph.values[value]

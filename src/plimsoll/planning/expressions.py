@@ -1,4 +1,4 @@
-"""Finds how a counted number depends on the sizes of a batch: the simplest expression through the known points.
+"""Finds how a counted number (such as bytes) depends on the sizes of a batch: the simplest expression through known points.
 
 The numbers counted in a step (bytes, arithmetic) are sums of products of tensor sizes. So each is a polynomial in the sizes
 of the batch with few terms: constants (weights), b·s (activations), b·s² (attention scores), s² (masks). A number is *known*
@@ -23,21 +23,24 @@ import numpy as np
 Sizes = tuple[int, ...]
 """The sizes of a batch, in a fixed order: for example examples and tokens, or every dimension of every tensor."""
 Term = tuple[int, ...]
-"""The exponent of every dimension."""
+"""A product of powers of the dimensions, as the exponent of each dimension."""
 
 _MOST_DEGREES = 3
 _MOST_TERMS = 3
 _MOST_COMBINATIONS = 3000
-"""With more than a few dimensions there are too many combinations of terms to try them all."""
+"""Combinations of several terms are tried only if there are at most this many. If a batch has more than a few dimensions, there
+are too many to try them all."""
 _TOLERANCE = 1e-9
-"""Floating point discards combinations with a larger error; fractions decide about the others."""
+"""A combination of terms whose relative error in floating point is larger than this is discarded; fractions decide about the
+others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """A sum of coefficients times products of dimensions.
+    """A sum of terms: each term is a product of powers of the batch's dimensions, times its coefficient.
 
-    ``is_known``: no other expression that is as simple passes through the points. If False, this is an upper estimate.
+    With ``is_known``, no other expression that is as simple passes through the known points. Otherwise the expression is an
+    upper estimate.
     """
 
     terms: tuple[Term, ...]
@@ -45,17 +48,17 @@ class Expression:
     is_known: bool = True
 
     def exactly_at(self, dimensions: Sizes) -> Fraction:
-        """The exact value at these dimensions."""
+        """Return the exact value of the expression at these dimensions, as a fraction."""
         terms = zip(self.terms, self.coefficients, strict=True)
         return sum((c * power(term, dimensions) for term, c in terms), Fraction(0))
 
     def at(self, dimensions: Sizes) -> int:
-        """The value at these dimensions, rounded up and never negative."""
+        """Return the value of the expression at these dimensions, rounded up; 0 instead of a negative value."""
         return max(0, math.ceil(self.exactly_at(dimensions)))
 
 
 def power(term: Term, dimensions: Sizes) -> int:
-    """The value of a term: each dimension to the power of its exponent, multiplied.
+    """Return the value of a term: the product of all dimensions, each to the power of its exponent.
 
     Example:
         >>> power((1, 2), (3, 10))
@@ -65,17 +68,17 @@ def power(term: Term, dimensions: Sizes) -> int:
 
 
 class Dimensions:
-    """Finds the sizes of a batch that vary independently between the known batches.
+    """Finds which sizes of a batch vary independently between the known batches, and reduces batches to these sizes.
 
-    A size that is always a multiple of another size, or of the product of two, depends on them, as strides do. A size of 0
-    or 1 decides which operations run, so it is a part of the structure and must not vary.
+    A size that is always the same multiple of another size, or of the product of two sizes, depends on them; strides are an
+    example. A size of 0 or 1 decides which operations run, so it is a part of the structure and must not vary.
     """
 
     def __init__(self, points: Sequence[Sizes]) -> None:
         self._first = points[0]
         self._columns: list[int] = []
         self._followers: list[tuple[int, tuple[int, ...]]] = []
-        """Every other size, with the sizes that it is a multiple of (empty if it is constant)."""
+        """The position of each dependent size, with the positions of the sizes it is a multiple of (none if it is constant)."""
         for column, sizes in enumerate(zip(*points, strict=True)):
             leaders = () if len(set(sizes)) == 1 else self._find_leaders(points, column)
             if leaders is None:
@@ -90,46 +93,55 @@ class Dimensions:
         return len(self._columns)
 
     def of(self, sizes: Sizes) -> Sizes:
-        """The independent sizes of a batch."""
+        """Return the independent sizes of a batch, in their order."""
         return tuple(sizes[column] for column in self._columns)
 
     def scaled(self, sizes: Sizes, multiples: Sizes) -> Sizes:
-        """The batch after multiplying each independent size by its entry of ``multiples``."""
+        """Return all sizes of the batch after multiplying each independent size by its entry of ``multiples``.
+
+        The sizes that depend on them grow accordingly.
+        """
         factors = dict(zip(self._columns, multiples, strict=True))
         factors |= {column: math.prod(factors[leader] for leader in leaders) for column, leaders in self._followers}
         return tuple(size * factors[column] for column, size in enumerate(sizes))
 
     def can_tell(self, sizes: Sizes) -> bool:
-        """True if a batch differs from the known ones only in its independent sizes and what depends on them."""
+        """Return True if a batch differs from the known batches only in independent sizes and in sizes that depend on them."""
         return same_structure(sizes, self._first) and all(
             self._follows(sizes, column, leaders) for column, leaders in self._followers
         )
 
     def _find_leaders(self, points: Sequence[Sizes], column: int) -> tuple[int, ...] | None:
+        """Return the one or two independent sizes whose product times a constant is this size at all points; else ``None``."""
         single = ((leader,) for leader in self._columns)
         groups = itertools.chain(single, itertools.combinations_with_replacement(self._columns, 2))
         return next((g for g in groups if all(self._follows(point, column, g) for point in points)), None)
 
     def _follows(self, sizes: Sizes, column: int, leaders: tuple[int, ...]) -> bool:
-        """True if a size is the same multiple of the product of other sizes as in the first batch."""
+        """Return True if a size is a multiple of the product of its leaders, with the same factor as in the first batch.
+
+        The leaders are the positions of other sizes; without leaders the size has to be constant.
+        """
         now, first = (math.prod(of[leader] for leader in leaders) for of in (sizes, self._first))
         return sizes[column] * first == self._first[column] * now
 
 
 def same_structure(one: Sizes, other: Sizes) -> bool:
-    """True if two batches have equally many sizes, and every size of 0 or 1 is the same in both."""
+    """Return True if two batches have equally many sizes, and each size that is 0 or 1 in one batch is the same in both."""
     return len(one) == len(other) and all(a == b or min(a, b) > 1 for a, b in zip(one, other, strict=True))
 
 
 class Fitter:
-    """Finds the expressions of numbers that were all counted at the same points."""
+    """Finds expressions for numbers that were all counted at the same points (the independent sizes of known batches)."""
 
     def __init__(self, points: Sequence[Sizes]) -> None:
         self._points = tuple(points)
         self._known: dict[tuple[int, ...], Expression] = {}
 
     def fit(self, values: tuple[int, ...]) -> Expression:
-        """The expression with the fewest terms through all points; an upper estimate if there is not exactly one.
+        """Return the expression with the fewest terms that has these values at the points.
+
+        If not exactly one such expression exists, return an upper estimate.
 
         Example:
             >>> points = [(1, 8), (2, 8), (2, 16), (3, 16)]
@@ -143,7 +155,7 @@ class Fitter:
 
     @cached_property
     def terms(self) -> tuple[Term, ...]:
-        """Products of dimensions that may occur, the constant first."""
+        """The terms (products of powers of dimensions) that may occur, the constant first."""
         count = len(self._points[0])
         found = (t for t in itertools.product(range(_MOST_DEGREES + 1), repeat=count) if sum(t) <= _MOST_DEGREES)
         return tuple(sorted(found, key=lambda t: (sum(t), t)))
@@ -166,15 +178,21 @@ class Fitter:
 
     @cached_property
     def _classes(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """Sets of terms by simplicity, the simplest first. Each set leaves at least one point to confirm it."""
+        """Groups of combinations of terms. All combinations of a group are equally simple; the simplest group comes first.
+
+        If there are several points, each combination has fewer terms than there are points, so that one more point confirms it.
+        """
         return tuple(tuple(each) for each in self._simple_classes())
 
     def _simple_classes(self) -> Iterator[Iterator[tuple[int, ...]]]:
+        """Yield groups of combinations of terms (as positions in ``terms``), the simplest group first."""
         everything = range(len(self.terms))
         if len(self._points) == 1 or not self._points[0]:
             yield iter([(0,)])
             return
         yield ((at,) for at in everything)
+        # A form with as many terms as points would always pass: three points determine any parabola, also a wrong one. So one
+        # more point has to confirm it (docs/design/one-ladder-for-all-shapes.md).
         if len(self._points) > 2:
             yield ((0, at) for at in everything[1:])
         for size in range(2, min(_MOST_TERMS, len(self._points) - 1) + 1):
@@ -186,7 +204,10 @@ class Fitter:
         return [[power(term, point) for term in self.terms] for point in self._points]
 
     def _solved(self, support: tuple[int, ...], values: tuple[int, ...]) -> tuple[Fraction, ...] | None:
-        """The coefficients that make these terms pass through every point; ``None`` if none exist, or if one is 0."""
+        """Return the coefficients that make these terms have the right value at all points.
+
+        ``None`` if such coefficients do not exist, or if one of them is 0.
+        """
         rows = [[row[at] for at in support] for row in self._powers]
         matrix = np.array(rows, dtype=np.float64)
         matrix /= matrix.max(axis=0)
@@ -197,7 +218,7 @@ class Fitter:
         return exact if exact is not None and all(exact) else None
 
     def _estimate(self, values: tuple[int, ...]) -> Expression:
-        """The closest multiple of a single term that is not below any point."""
+        """Return the multiple of a single term that is not below the value at any point, and that exceeds them least."""
         best: tuple[Fraction, Term, Fraction] | None = None
         for at, term in enumerate(self.terms):
             ratio = max(Fraction(value, row[at]) for value, row in zip(values, self._powers, strict=True))
@@ -209,7 +230,9 @@ class Fitter:
 
 
 def solve_exactly(rows: Sequence[Sequence[int]], values: Sequence[int]) -> tuple[Fraction, ...] | None:
-    """Solve linear equations by elimination in fractions; ``None`` if they contradict each other or are too few.
+    """Return the exact solution of linear equations, by elimination in fractions.
+
+    ``rows`` are the coefficients, ``values`` the right sides. ``None`` if the equations contradict each other or are too few.
 
     Example:
         >>> solve_exactly([[1, 2], [1, 4], [1, 6]], [7, 11, 15])

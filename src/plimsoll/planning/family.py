@@ -1,8 +1,9 @@
 """Predicts the trace of a model at one batch size from its traces at a few other sizes, exactly.
 
-For a traced batch, its own trace is returned. For others, the bytes of every storage and value, and the arithmetic, moved bytes
-and workspace of every op, follow from an expression through the traced sizes (see ``expressions``). Ops keep their order and
-storages their lives. Cost keys contain sizes, so the ops of a predicted trace get new keys.
+A *family* is one model's step at many batch sizes; its *members* are the traces that predictions start from. For a traced
+batch, the batch's own trace is returned. For other batches, the bytes of each storage and value, and the arithmetic, moved
+bytes and workspace of each op, follow from an expression through the traced sizes (see ``expressions``). Ops keep their order
+and storages their lives. Cost keys (names of ops with their shapes) contain sizes, so ops of a predicted trace get new keys.
 
 Only traces of the same structure can be used: the same ops in the same order on the same storages with the same lives, so that
 they differ only in numbers. A step may branch on its batch (a mask built only for more than one example, a dimension of size
@@ -28,9 +29,10 @@ S = TypeVar("S", bound=Sizes)
 
 
 class Family(Generic[S]):
-    """One model at many sizes of its batch.
+    """Predicts the traces of one model's step at many batch sizes.
 
-    The members are the traces with the structure of the largest batch; ``strays`` says how every other trace differs.
+    Predictions start from its members: the given traces that have the structure of the largest batch's trace. ``strays``
+    maps the shape of each other trace to a text that says how this trace differs.
     """
 
     def __init__(self, traces: Mapping[S, Trace]) -> None:
@@ -50,34 +52,34 @@ class Family(Generic[S]):
 
     @property
     def shapes(self) -> tuple[S, ...]:
-        """The traced shapes that share one structure."""
+        """The batch shapes of the members, the traces that share one structure."""
         return self._shapes
 
     def covers(self, shape: S) -> bool:
-        """True if a shape was traced, or its trace can be predicted, even if only by estimates."""
+        """Return True if a batch shape was traced, or if its trace can be predicted, even if some sizes are only estimates."""
         return shape in self._traces or (len(self._shapes) > 1 and self.dimensions.can_tell(shape))
 
     def knows(self, shape: S) -> bool:
-        """True if every storage size at a shape is exact."""
+        """Return True if all storage sizes at a batch shape are exact."""
         return shape in self._traces or (self.covers(shape) and self.is_exact)
 
     @property
     def is_exact(self) -> bool:
-        """True if every storage size follows exactly from the dimensions."""
+        """True if all storage sizes follow exactly from the batch's dimensions."""
         return not self._estimates
 
     def traced(self, shape: S) -> Trace | None:
-        """The trace made at this shape; None if the shape was not traced."""
+        """Return the trace that was made at this batch shape; ``None`` if the shape was not traced."""
         return self._traces.get(shape)
 
     def at(self, shape: S) -> Trace:
-        """The trace of a shape: its own trace if it was traced, else a predicted one."""
+        """Return the trace of a batch shape: the trace that was made at this shape, or else a predicted trace."""
         assert self.covers(shape)
         known = self._traces.get(shape)
         return known if known is not None else self.alike(shape)
 
     def inexact_bytes(self, shape: S) -> int:
-        """Bytes of storages at a shape whose sizes are estimates."""
+        """Return the total bytes of those storages at a batch shape whose sizes are only estimates."""
         dimensions = self.dimensions.of(shape)
         return 0 if shape in self._traces else sum(each.at(dimensions) for each in self._estimates)
 
@@ -86,14 +88,14 @@ class Family(Generic[S]):
         return tuple(each for each in self.storage_sizes() if not each.is_known)
 
     def storage_sizes(self) -> Iterator[Expression]:
-        """The expression of every storage's bytes."""
+        """Yield, for each storage in the order of the trace, the expression that gives its bytes at any batch."""
         for each in zip(*(trace.storages for trace in self._members), strict=True):
             yield self._fitter.fit(tuple(storage.bytes for storage in each))
 
     def workspaces(self) -> Iterator[Expression]:
-        """For every kind of operation, the bytes that it allocates and frees internally.
+        """Yield, for each distinct op, the expression for the bytes that the op allocates and frees inside itself.
 
-        They are often estimates, because kernels choose their block sizes.
+        These expressions are often estimates, because kernels choose their block sizes.
         """
         for keys in self._keys:
             yield self._workspace(keys)
@@ -102,10 +104,10 @@ class Family(Generic[S]):
         return self._fitter.fit(tuple(t.workspaces.get(key, 0) for t, key in zip(self._members, keys, strict=True)))
 
     def seconds_at(self, shape: S, known: Mapping[S, Costs]) -> Costs:
-        """Costs of the trace at another shape, interpolated between costs that were measured at traced shapes.
+        """Return the costs of the trace at another batch shape, interpolated between costs measured at traced shapes.
 
         An op's seconds are assumed to be piecewise linear in its work (arithmetic and moved bytes). Beyond the largest
-        measured work they continue with the last slope. ``known`` are the costs by traced shape, at least one.
+        measured work they continue with the last slope. ``known`` maps at least one traced shape to its costs.
         """
         measured = [(place, known[s]) for place, s in enumerate(self._shapes) if s in known]
         assert measured, "there are no costs to interpolate between"
@@ -125,7 +127,7 @@ class Family(Generic[S]):
         return msgspec.structs.replace(known[self._shapes[nearest]], ops=ops)
 
     def _name_ops(self) -> dict[tuple[str, ...], str]:
-        """A name for every combination of the cost keys of one op in all members."""
+        """Return a mapping from the cost keys that one op has in all members, as a tuple, to a name that is unique for them."""
         names: dict[tuple[str, ...], str] = {}
         for together in zip(*map(_costed_ops, self._members), strict=True):
             keys = tuple(op.cost_key for op in together)
@@ -133,17 +135,21 @@ class Family(Generic[S]):
         return names
 
     def _number(self, values: Iterable[int], shape: S) -> int:
-        """Predict a number at a shape from its values at the members' shapes."""
+        """Return the predicted value, at a batch shape, of a number that has these values at the members' shapes."""
         return self._fitter.fit(tuple(values)).at(self.dimensions.of(shape))
 
     def _resized(self, sized: Sequence[Sequence[Any]], shape: S) -> tuple[Any, ...]:
-        """Storages or values of the first member, with their bytes at a shape."""
+        """Return the first member's storages (or values of a region) with their bytes changed to those at a batch shape.
+
+        ``sized`` has the storages (or values) of each member.
+        """
         return tuple(
             msgspec.structs.replace(each[0], bytes=self._number((one.bytes for one in each), shape))
             for each in zip(*sized, strict=True)
         )
 
     def _spec(self, keys: tuple[str, ...], shape: S) -> OpSpec:
+        """Return arithmetic and moved bytes of an op at a batch shape; ``keys`` are the op's cost keys in all members."""
         specs = [trace.specs[key] for trace, key in zip(self._members, keys, strict=True)]
         if shape in self._shapes:
             return specs[self._shapes.index(shape)]
@@ -154,7 +160,7 @@ class Family(Generic[S]):
         )
 
     def alike(self, shape: S) -> Trace:
-        """The predicted trace of a shape, if its step has the members' structure."""
+        """Return the predicted trace of a batch shape. It is right if the step at this shape has the members' structure."""
         first, suffix = self._members[0], _suffix(shape)
         names = {keys: name + suffix for keys, name in self._keys.items()}
         dimensions = self.dimensions.of(shape)
@@ -184,14 +190,17 @@ class Family(Generic[S]):
 
 
 def _costed_ops(trace: Trace) -> Iterator[TraceOp | RegionOp]:
-    """All ops of the step and of its regions: an op of a compiled region may be part of another kernel in the step."""
+    """Yield all ops of the step and all ops of its regions.
+
+    Both are needed, because an op of a compiled region may be a part of another kernel in the step.
+    """
     yield from trace.ops
     for call in trace.regions:
         yield from call.graph.ops
 
 
 def _renamed(ops: Sequence[Sequence[Any]], names: Mapping[tuple[str, ...], str]) -> tuple[Any, ...]:
-    """Ops of the first member with new cost keys."""
+    """Return the first member's ops with new cost keys. ``names`` maps an op's cost keys in all members to the new key."""
     return tuple(
         msgspec.structs.replace(each[0], cost_key=names[tuple(op.cost_key for op in each)])
         for each in zip(*ops, strict=True)
@@ -203,12 +212,15 @@ def _suffix(shape: Sizes) -> str:
 
 
 def _work(spec: OpSpec) -> int:
-    """The work of an op as one number that grows with its shape."""
+    """Return the work of an op (arithmetic plus moved bytes) as one number that grows with the op's shape."""
     return spec.flops + spec.moved_bytes
 
 
 def _interpolate(samples: list[tuple[int, float]], work: int) -> float:
-    """Piecewise linear between samples of (work, seconds) and beyond them; never negative, and never falling past the last."""
+    """Return the seconds for an amount of work, piecewise linear between samples of (work, seconds) and beyond them.
+
+    The result is never negative. Beyond the last sample, seconds do not fall as work grows.
+    """
     points: dict[int, float] = {}
     for each, seconds in sorted(samples):
         points[each] = max(points.get(each, 0.0), seconds)
@@ -224,7 +236,10 @@ def _interpolate(samples: list[tuple[int, float]], work: int) -> float:
 
 
 def stray_because(one: tuple[Sizes, Trace], other: tuple[Sizes, Trace]) -> str:
-    """Say why two traces, each with its shape, belong to different families; empty if they belong to the same one."""
+    """Return a text that says why two traces, each given with its batch shape, belong to different families.
+
+    The text is empty if they belong to the same family.
+    """
     found = "" if one[0] == other[0] else find_difference(one[1], other[1])
     return (
         found
@@ -234,7 +249,7 @@ def stray_because(one: tuple[Sizes, Trace], other: tuple[Sizes, Trace]) -> str:
 
 
 def find_difference(one: Trace, other: Trace) -> str:
-    """Describe the first difference in structure; empty if only sizes differ."""
+    """Return a text that describes the first difference in structure between two traces; empty if only sizes differ."""
     if len(one.ops) != len(other.ops):
         return f"{len(one.ops)} ops against {len(other.ops)}{_first_op(one, other)}"
     for tick, (mine, theirs) in enumerate(zip(one.ops, other.ops, strict=True)):
@@ -272,9 +287,10 @@ def _same_spec(one: Trace, key: str, other: Trace, other_key: str) -> bool:
 
 
 def _with_equal_buffers(members: list[Trace]) -> list[Trace]:
-    """Traces of one structure; buffers of collectives live as long in all of them as in the trace that freed them last.
+    """Return the same traces with equal lives for the buffers of collectives.
 
-    The backend's threads free these buffers, at moments that differ from run to run.
+    Each buffer lives as long as in the trace that freed it last. The reason is that threads of the backend free these buffers,
+    at moments that differ from run to run.
     """
     last = [max(each.dies for each in together) for together in zip(*(t.storages for t in members), strict=True)]
     found = [tuple(map(_until, trace.storages, last)) for trace in members]
@@ -283,7 +299,7 @@ def _with_equal_buffers(members: list[Trace]) -> list[Trace]:
 
 
 def _until(storage: Storage, dies: int) -> Storage:
-    """A storage; if it is a collective's buffer, with this end of its life."""
+    """Return the storage unchanged; if it is a collective's buffer, return it with ``dies`` as the end of its life."""
     return msgspec.structs.replace(storage, dies=dies) if storage.category is Category.COMMUNICATION else storage
 
 
@@ -296,7 +312,7 @@ def _without_bytes(sized: Sequence[Any]) -> list[Any]:
 
 
 def _bare_region(region: RegionCall) -> tuple[object, ...]:
-    """A region call without sizes."""
+    """Return what defines the structure of a region call, without sizes, to compare it with another call."""
     graph: RegionGraph = region.graph
     ops = [msgspec.structs.replace(op, cost_key="") for op in graph.ops]
     bare = (_without_bytes(graph.values), ops, graph.slots, graph.outputs, graph.backward_order)

@@ -1,6 +1,7 @@
-"""Sweeps the price of memory over one region: the lower convex hull of (bytes held, seconds of replay).
+"""Finds for one region the lower convex hull of (bytes held, seconds of recomputation), by varying the price of memory.
 
-The sweep bisects. Every cut gives a point and a supporting line. A price between two neighbouring points either finds a new
+At one price of a byte, a minimum cut (see ``cut``) finds the cheapest choice of values to keep. A *sweep* does this for many
+prices, by bisection. Every cut gives a point and a supporting line. A price between two neighbouring points either finds a new
 point below their chord or proves that none exists. So the sweep is exact, and the lines bound *every* choice of the region,
 found or not.
 
@@ -29,18 +30,26 @@ from plimsoll.planning.step import RegionView, StepIndex
 
 _POINTS_AT_MOST = 48
 _TOLERANCE = 1e-6
-"""A point less than this share below its chord may only come from the rounding of capacities, so it does not count."""
+"""A point counts only if it is below its chord by more than this share, because smaller distances may come from the rounding of
+capacities."""
 _LEAST_STEP = 1e-4
-"""Differences between forms below this share of a region's bytes are ignored: they would only raise the highest price."""
+"""Differences in bytes between forms are ignored if they are below this share of a region's bytes, because they would only
+raise the highest price."""
 _ERROR_PRICES = (0.01, 0.1, 1.0, 10.0)
-"""Unit: all seconds of the region divided by its whole share of the error budget."""
+"""The prices of error to try. Their unit is the seconds of all ops of the region, divided by the squared error that one region
+may spend."""
 _LINK_SHARES = (0.3, 0.6, 1.0)
+"""The prices of a byte sent over the link to try, as shares of the price of a byte held."""
 _WINDOW_SHARES = (1.0, 0.5)
+"""The shares of a transfer window (the compute that hides transfers) to fill."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """``seconds >= value_seconds - price · bytes - error price · error² - link price · sent`` holds for every choice."""
+    """Data: a lower bound of a region's seconds that holds for each of its choices.
+
+    ``seconds >= value_seconds - price · bytes - error price · error² - link price · bytes sent``
+    """
 
     price_seconds_per_byte: float
     value_seconds: float
@@ -50,23 +59,27 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Hull:
-    """The vertices of the hull, most bytes first, and the lines that bound it from below."""
+    """Data: the vertices of a lower convex hull, most bytes first, and the lines that bound all choices from below."""
 
     cuts: tuple[Cut, ...]
     lines: tuple[Line, ...]
 
 
 class Sweeper:
-    """Sweeps one region, and others with the same graph and costs, at any number of prices; each sweep runs once."""
+    """Finds lower convex hulls (bytes held, seconds) for one region, and for regions with the same graph and costs.
+
+    The hull of each sweep is cached.
+    """
 
     def __init__(self, view: RegionView) -> None:
         self._network = Network(view)
         self._known: dict[Hashable, Hull] = {}
 
     def sweep(self, wanted: Sequence[Prices]) -> list[Hull]:
-        """Return all vertices of the hulls; ``seconds`` count replayed ops and packing, without the engine's own time.
+        """Return a list with the lower convex hull (bytes held, seconds) for each entry of ``wanted``.
 
-        The sweeps run side by side: the next prices of all sweeps are solved as one flow.
+        The seconds of a hull count recomputed ops, encoding and decoding, but not Plimsoll's own time. The sweeps run side by
+        side: the next prices of all sweeps are solved as one flow.
         """
         keys = [_key(prices) for prices in wanted]
         new = {key: prices for key, prices in zip(keys, wanted, strict=True) if key not in self._known}
@@ -85,7 +98,10 @@ def _key(prices: Prices) -> Hashable:
 
 
 class _Bisection:
-    """One sweep. ``asked`` are the prices to solve next, each between two points that may have another point between them."""
+    """The state of one sweep: the points and lines found, and the prices of memory to solve next (``asked``).
+
+    Each price in ``asked`` is the slope between two neighbouring points that may have another point between them.
+    """
 
     def __init__(self, view: RegionView, prices: Prices) -> None:
         self.offers = Offers(view, prices)
@@ -103,7 +119,7 @@ class _Bisection:
             self.asked.append(2 * self._total_seconds / smallest)
 
     def take(self, cuts: Sequence[Cut]) -> None:
-        """Process the cuts at the prices in ``asked``."""
+        """Process the cheapest choices found at the prices in ``asked``, and replace ``asked`` by the next prices."""
         error_price = self.offers.prices.error_price
         self._lines += [Line(p, cut.lower_value, error_price) for p, cut in zip(self.asked, cuts, strict=True)]
         if not self._pairs:
@@ -124,13 +140,13 @@ class _Bisection:
         self.asked = [(less.seconds - more.seconds) / (more.held_bytes - less.held_bytes) for more, less in self._pairs]
 
     def hull(self) -> Hull:
-        """The vertices and lines found."""
+        """Return the lower convex hull (bytes held, seconds) of the points found, with the lines found."""
         found = sorted(self._found, key=lambda cut: (-cut.held_bytes, cut.seconds))
         return Hull(cuts=tuple(found), lines=tuple(self._lines))
 
 
 def _steps(prices: Prices) -> list[float]:
-    """The differences in bytes between ways of holding a value, without differences too small to matter."""
+    """Return a list of the differences in bytes between ways of holding a value, without differences too small to matter."""
     steps = list(prices.held_bytes.values())
     least = sum(steps) * _LEAST_STEP
     for value, modes in prices.modes.items():
@@ -140,7 +156,10 @@ def _steps(prices: Prices) -> list[float]:
 
 
 def modes_of(view: RegionView) -> dict[int, tuple[Mode, ...]]:
-    """The forms of every value for the cut; transfers count as hidden, so their seconds are left out."""
+    """Return a mapping from values to the forms (codecs, links) that a minimum cut may choose for them.
+
+    Transfers count as hidden by compute, so their seconds are left out. Forms with an infinite error are left out too.
+    """
     entries = {value: view.forms[value].forms for value in view.decided if value in view.forms}
     modes = {value: tuple(_mode(view, value, form) for form in forms) for value, forms in entries.items()}
     # No limit allows an infinite error.
@@ -155,10 +174,10 @@ def _mode(view: RegionView, value: int, form: Form) -> Mode:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """Prices to sweep at.
+    """Data: the prices of one sweep.
 
-    With a ``link_share``, a byte sent costs this share of a byte held. Every choice that uses a mode outside of these prices
-    has at least the error ``least_error``.
+    With a ``link_share``, a byte sent costs this share of the price of a byte held. If ``least_error`` is not 0, forms are
+    missing from the prices, and each choice that uses a missing form has at least this squared error.
     """
 
     prices: Prices
@@ -166,7 +185,10 @@ class Sweep:
     least_error: float = 0.0
 
     def lines(self, lines: Iterable[Line]) -> Iterator[Line]:
-        """Extend the lines of these prices to all choices: a price on error pays for modes that these prices leave out."""
+        """Yield this sweep's lines (lower bounds of seconds), changed such that they hold for all choices.
+
+        A price on error makes them valid also for choices with forms that these prices leave out.
+        """
         for line in lines:
             yield Line(
                 line.price_seconds_per_byte,
@@ -177,11 +199,11 @@ class Sweep:
 
 
 def packing_sweeps(prices: Prices, squared_error: float) -> Iterator[Sweep]:
-    """Yield the same prices with error and link priced, and without lossy forms.
+    """Yield variants of the prices: with a price on gradient error, with a price on bytes sent, and without lossy forms.
 
     Args:
-        prices: with all modes.
-        squared_error: the error that one region may spend.
+        prices: the prices with all forms, and without a price on error.
+        squared_error: the squared error that one region may spend.
     """
     modes = [(value, mode) for value, found in prices.modes.items() for mode in found]
     lossy = {(value, mode.form): mode.squared_error for value, mode in modes if mode.squared_error}
@@ -198,7 +220,7 @@ def packing_sweeps(prices: Prices, squared_error: float) -> Iterator[Sweep]:
 
 
 def _charge(prices: Prices, link_share: float) -> dict[int, tuple[Mode, ...]]:
-    """The modes with a share of their bytes sent added to their bytes held."""
+    """Return the forms (codecs, links) of each value; a share of the bytes sent is added to the bytes held."""
     return {
         value: tuple(dataclasses.replace(m, held_bytes=m.held_bytes + link_share * m.link_bytes) for m in modes)
         for value, modes in prices.modes.items()
@@ -206,7 +228,10 @@ def _charge(prices: Prices, link_share: float) -> dict[int, tuple[Mode, ...]]:
 
 
 def limit_offload(index: StepIndex, view: RegionView, prices: Prices) -> Iterator[Prices]:
-    """Yield the same prices with as many values on the link as its window takes, largest or dearest first."""
+    """Yield variants of the prices that allow offloading only for as many values as compute hides.
+
+    Values are taken in one of two orders: the largest first, or those that are dearest to recompute (per byte) first.
+    """
     offloaded = {
         (value, form.name): form.link_bytes
         for value in prices.modes
@@ -238,6 +263,6 @@ def _without(prices: Prices, banned: Set[tuple[int, str]]) -> Prices:
 
 
 def _producer_seconds(view: RegionView, prices: Prices, value: int) -> float:
-    """Seconds of the op that makes a value; for an input, the seconds of all ops, so that it comes first."""
+    """Return the seconds of the op that makes a value. For an input, return the seconds of all ops, so that it comes first."""
     producer = view.graph.values[value].producer
     return prices.op_seconds[producer] if producer >= 0 else sum(prices.op_seconds)

@@ -22,13 +22,15 @@ from scipy.optimize import OptimizeResult, linprog
 _STDOUT = 1
 _PREFIX = b"Highs"
 OPTIMAL, LIMIT, INFEASIBLE, NODES_SPENT = 0, 1, 2, 4
-"""scipy's numbers for results."""
+"""The status codes of scipy's solvers. ``LIMIT``: a limit on iterations or time was reached. ``NODES_SPENT``: the limit on the
+nodes of branching was reached."""
 
 
 def solve_linear(aim: Any, *, may_give_up: bool = False, **program: Any) -> OptimizeResult | None:
-    """Return the optimum of a linear program, with the arguments of `scipy.optimize.linprog`; ``None`` if infeasible.
+    """Return the optimum of a linear program; ``None`` if it is infeasible. The arguments are those of ``linprog`` of scipy.
 
-    With ``may_give_up``, also return ``None`` if HiGHS cannot say. A search for a plan may do so, a proof may not.
+    With ``may_give_up``, also return ``None`` if HiGHS finds neither an optimum nor infeasibility. A search for a plan may
+    use this option, a proof may not.
     """
     for how in ({"method": "highs"}, {"method": "highs", "options": {"presolve": False}}, {"method": "highs-ipm"}):
         result = linprog(aim, **program, **how)
@@ -42,13 +44,13 @@ def solve_linear(aim: Any, *, may_give_up: bool = False, **program: Any) -> Opti
 
 @functools.cache
 def _turn() -> threading.Lock:
-    """The lock for redirecting output: two planners at once would restore each other's redirected output."""
+    """Return the lock for redirecting output. Without it, two planners at once would restore each other's redirected output."""
     return threading.Lock()
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Inside the block, discard output lines of the process that begin with the solver's name."""
+    """Discard those lines that the process prints inside the block and that begin with the solver's name."""
     if sys.platform == "win32":  # its C libraries do not share a buffer that could be flushed
         yield
         return

@@ -1,4 +1,7 @@
-"""Picks one choice per region for the least seconds within a budget: a mixed-integer program, solved by HiGHS.
+"""Picks one choice for each region such that the step takes the least seconds within a budget.
+
+It solves a mixed-integer program with HiGHS. A choice says which saved values of a region (a module) are kept, recomputed or
+stored in another form. A window is a stretch of the step; its peak is a sum over the regions' choices.
 
 Legend. ``z[r, c]`` = 1 if region r takes choice c; ``load[w]`` = the bytes that the choices add in window w; ``last`` = 1,
 or the peak if the peak is minimised. ``added`` and ``fixed`` come from ``windows``:
@@ -44,18 +47,23 @@ FINE_GAP = 1e-4
 COARSE_GAP = 3e-3
 EXACT_GAP = 0.0
 WIDE_GAP = 1e-2
-"""Near the floor many windows bind at once, and plans found near the relaxed optimum may be this far from it. Only beyond
-this gap is branching worth its time."""
+"""The four gaps are distances from the optimum, as shares of the step's time. Near the floor many windows bind at once, and
+plans found near the relaxed optimum may be this far from it. Branching is worth its time only beyond this gap."""
 SMALL_COLUMNS = 400
-"""Columns of the largest program that is branched over readily."""
+"""A program with at most this many choices is small: it is solved by branching to the end, if its choices are complete."""
+# Equal blocks make the program symmetric, so that closing the last thousandth of the gap can take a minute. With this limit the
+# search took 0.4 s on a Llama of 8 blocks (docs/lab-notes.md).
 MOST_NODES = 400
+"""The most nodes that branching visits, where an answer within a gap is enough."""
 STAGE_SECONDS = 2.0
-"""Time limit for ``MOST_NODES`` nodes: in deep models one node can take longer than a whole search in shallow models."""
+"""Time limit in seconds for a search of at most ``MOST_NODES`` nodes, because in deep models one node can take longer than a
+whole search in shallow models."""
 FLOOR_GAP = 2e-3
 NEAR_FLOOR = 1e-2
-"""The smallest peak is found to within ``FLOOR_GAP`` of itself, or to within ``NEAR_FLOOR`` if there are many choices."""
+"""The search for the smallest peak stops within this share of the optimum: ``FLOOR_GAP``, or ``NEAR_FLOOR`` if there are many
+choices."""
 _HAIR = 1e-9
-"""Tolerance: of the relaxed smallest peak, and of a reduced cost below 0 that counts as 0."""
+"""Relative tolerance of the relaxed smallest peak. A reduced cost less than this below 0 counts as 0."""
 _SPARED, _JOINING = 32, 3
 """Linear programs start with one choice in 32; then up to 3 choices of each region join at a time. The optimum is the same as
 with all choices from the start, in a third to a fifth of the time (docs/design/many-choices-at-once.md)."""
@@ -63,10 +71,11 @@ with all choices from the start, in a third to a fifth of the time (docs/design/
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """How one run of the solver ended.
+    """Data: the result of one run of the solver.
 
-    ``effects`` are the choices taken, one per region (``None`` if none were found). ``lower_value`` is the solver's proven
-    bound on its aim (seconds added to the step, or bytes of the peak). ``is_finished`` is False if the time ran out.
+    ``effects`` has the choice taken for each region, with its memory and time; ``None`` if the solver found no combination.
+    ``lower_value`` is a proven lower bound of the minimised number (seconds added to the step, or bytes of the peak).
+    ``is_finished`` is False if the time ran out.
     """
 
     effects: tuple[Effect, ...] | None
@@ -76,10 +85,11 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Relaxed:
-    """The optimum of the relaxed program.
+    """Data: the optimum of the relaxed program, which may mix choices of one region.
 
-    ``shares`` are per (region, choice). ``window_prices`` are the seconds per step that one more byte in each window would
-    save (the duals of row 4). ``reduced_seconds`` is a lower bound: taking a choice whole costs at least this much more.
+    ``shares`` has, for each choice of each region in one row, its share in the mix. ``window_prices`` has, for each window (a
+    stretch of the step), the seconds per step that one more byte in it would save (the duals of row 4). ``reduced_seconds``
+    has, for each choice, a lower bound of the seconds that the step takes beyond the optimum if the choice is taken whole.
     """
 
     shares: Floats
@@ -89,7 +99,7 @@ class Relaxed:
 
 
 class ChoiceProblem:
-    """The program for one step: built once, solved for many budgets."""
+    """The mixed-integer program for one step. It is built once and can be solved for many budgets."""
 
     def __init__(
         self, index: StepIndex, sets: Sequence[ChoiceSet], time_limit_seconds: float, limits: Limits | None = None
@@ -109,7 +119,7 @@ class ChoiceProblem:
         self._set_limits(limits or Limits())
 
     def relimited(self, limits: Limits, time_limit_seconds: float) -> ChoiceProblem:
-        """The same program under other limits."""
+        """Return a copy of the program with other limits on gradient error and offloaded bytes, and a new time limit."""
         other = copy.copy(self)
         other.deadline = time.monotonic() + time_limit_seconds
         other._found = ()
@@ -121,10 +131,10 @@ class ChoiceProblem:
         self.limits = limits
         self.shared = self._shared_rows()
         self.affordable = np.array([float(limits.allow(e.squared_error, e.link_bytes)) for e in taken])
-        """Upper bound of each choice's column: 0 if the choice exceeds the limits by itself, else 1."""
+        """An array with, for each choice, the upper bound of its variable: 0 if the choice exceeds the limits alone, else 1."""
         self._usable = np.flatnonzero(self.affordable > 0)
         self._at_work = self._usable[self._usable % _SPARED == 0]
-        """The choices that linear programs start with."""
+        """The positions of the choices that linear programs start with; other choices join later."""
 
     def choose(self, budget_bytes: int, gap_of_step: float = FINE_GAP) -> Selection:
         """Return the choices with the least seconds whose load fits the budget in every window.
@@ -140,6 +150,8 @@ class ChoiceProblem:
         if relaxed is None:
             return Selection(effects=None, lower_value=np.inf, is_finished=True)
         room = Room(self.windows, budget_bytes, self.limits)
+        # Search before branching: branching takes seconds, mostly for the last thousandth of the gap, and with a time limit the
+        # plan would depend on the load of the machine (docs/design/many-choices-at-once.md).
         starts = [taken for taken in self._found if room.holds(taken)]
         rounded = round_down(room, relaxed.shares)
         starts += [] if rounded is None else [rounded]
@@ -159,20 +171,25 @@ class ChoiceProblem:
         return self._selection(best, relaxed.seconds, is_finished=True)
 
     def _selection(self, taken: Taken | None, lower_value: float, *, is_finished: bool) -> Selection:
-        """A combination of choices; remember it as a start for later searches."""
+        """Return the selection for a combination of choices, and remember the combination as a start for later searches."""
         if taken is None:
             return Selection(None, lower_value, is_finished)
         self._found = tuple(dict.fromkeys((*self._found, taken)))
         return Selection(self._effects_of(taken), lower_value, is_finished)
 
     def _effects_of(self, taken: Taken) -> tuple[Effect, ...]:
+        """Return the effect (added memory and time) of each region's choice in a combination."""
         return tuple(choices[c] for choices, c in zip(self.effects, taken, strict=True))
 
     def _taken_of(self, effects: tuple[Effect, ...]) -> Taken:
+        """Return the combination of choices, as positions, that has these effects (memory and time), one for each region."""
         return tuple(choices.index(effect) for choices, effect in zip(self.effects, effects, strict=True))
 
     def _branch(self, budget_bytes: int, relaxed: Relaxed, known: Taken | None, gap_of_step: float) -> Selection:
-        """The optimum within a gap, if the time suffices; ``known`` is a combination that fits."""
+        """Return the optimum within a gap, found by branching, if the time suffices.
+
+        ``known`` is a combination that fits, or ``None``. Choices that cannot be in a better combination are left out.
+        """
         bounds = self._budget_bounds(budget_bytes)
         known_effects = None if known is None else self._effects_of(known)
         known_seconds = sum(effect.seconds for effect in known_effects) if known_effects is not None else np.inf
@@ -186,7 +203,7 @@ class ChoiceProblem:
         return Selection(selection.effects, lower_seconds, selection.is_finished)
 
     def minimise_peak(self) -> Selection:
-        """The choices with the smallest peak, made as fast as this peak allows."""
+        """Return the choices with the smallest peak. Then faster choices are taken as far as this peak allows."""
         found = self._lowest_peak()
         if found.effects is None:
             return found
@@ -197,7 +214,7 @@ class ChoiceProblem:
         return self._selection(speed_up(room, taken), found.lower_value, is_finished=found.is_finished)
 
     def _lowest_peak(self) -> Selection:
-        """Round the relaxed smallest peak; search if the rounded peak is not close to it."""
+        """Return choices with the smallest peak found: round the relaxed optimum, and search if it is not close enough."""
         windows = len(self.windows.spans)
         aim = np.concatenate([np.zeros(self.columns + windows), [1.0]])
         window = np.arange(windows)
@@ -234,10 +251,14 @@ class ChoiceProblem:
         return Selection(selection.effects, selection.lower_value * self.unit_bytes, selection.is_finished)
 
     def _peak_bytes(self, taken: Taken) -> int:
+        """Return the peak in bytes under a combination of choices."""
         return int(Room(self.windows, 0, self.limits).load(taken).max())
 
     def _lowest_rounded(self, least_bytes: float, lifts: Floats) -> Taken | None:
-        """Whole choices with a small peak: rounded from the relaxed optimum under a few budgets, then improved."""
+        """Return a combination of whole choices with a small peak, or ``None``.
+
+        A few budgets are tried. The relaxed optimum of the first one that can be rounded to whole choices is then improved.
+        """
         for gap in (0.0, FLOOR_GAP / 10, FLOOR_GAP, NEAR_FLOOR, 5 * NEAR_FLOOR):
             budget_bytes = max(math.ceil(least_bytes * (1 - _HAIR)), int(least_bytes * (1 + gap)))
             relaxed = self.relax(budget_bytes)
@@ -254,12 +275,12 @@ class ChoiceProblem:
         return None
 
     def _relaxed_peak(self, aim: Floats, bounds: Bounds, room: LinearConstraint) -> tuple[float, Floats]:
-        """The smallest peak of the relaxed program (infinite if infeasible), and reduced costs."""
+        """Return the smallest peak if choices may be mixed (infinite if infeasible), and the reduced cost of each choice."""
         result, _, reduced = self._optimum(aim, bounds, [(room.A, room.ub)])
         return (np.inf, reduced) if result is None else (float(result.fun), np.maximum(reduced, 0.0))
 
     def relax(self, budget_bytes: int) -> Relaxed | None:
-        """Solve the program without integrality; ``None`` if even that is infeasible."""
+        """Return the optimum of the program if choices may be mixed; ``None`` if even this program is infeasible."""
         windows = len(self.windows.spans)
         unit_seconds = max(float(self.seconds.max(initial=0.0)), 1e-30)
         aim = np.concatenate([self.seconds / unit_seconds, np.zeros(windows + 1)])
@@ -277,10 +298,11 @@ class ChoiceProblem:
     def _optimum(
         self, aim: Floats, bounds: Bounds, more: list[tuple[csr_array, Floats]]
     ) -> tuple[OptimizeResult | None, Floats, Floats]:
-        """The optimum of the relaxed program, shares and reduced costs of all choices; ``more`` are additional rows.
+        """Return the optimum of the relaxed program, and for each choice its share and its reduced cost.
 
-        Column generation: of thousands of choices an optimum uses a few per region, and optima for other budgets use much
-        the same ones. So start with few columns, and add those with helpful reduced costs until no column would help.
+        ``more`` are additional rows. The method is column generation. Of thousands of choices an optimum uses a few per region,
+        and optima for other budgets use mostly the same choices. So start with few columns (choices), and add columns whose
+        reduced costs show that they would help, until no column would help.
         """
         rows = more if self.shared is None else [*more, (self.shared, np.ones(self.shared.shape[0]))]
         above = csc_array(vstack([row for row, _ in rows])) if rows else None
@@ -318,7 +340,7 @@ class ChoiceProblem:
         return result, shares, reduced[: self.columns]
 
     def _joining(self, reduced: Floats, at_work: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The most helpful choices that are not in the program yet, a few per region."""
+        """Return the positions of choices that would help most and are not in the program yet, at most 3 for each region."""
         helps = np.zeros(self.columns, dtype=np.bool_)
         helps[self._usable] = reduced[self._usable] < -_HAIR
         helps[at_work] = False
@@ -329,7 +351,7 @@ class ChoiceProblem:
         return found[rank < _JOINING]
 
     def _budget_bounds(self, budget_bytes: int) -> Bounds:
-        """Row 4: the room in each window under a budget."""
+        """Return the bounds of all variables under a budget; row 4 limits the bytes in each stretch of the step."""
         return self._bounds((budget_bytes - self.windows.fixed_bytes) / self.unit_bytes, (1.0, 1.0))
 
     def _bounds(self, room: Floats, last: tuple[float, float]) -> Bounds:
@@ -340,7 +362,7 @@ class ChoiceProblem:
         return np.concatenate([np.ones(len(self.effects)), np.zeros(len(self.windows.spans))])
 
     def _rows(self) -> csc_array:
-        """Rows 2 and 3 over the columns z, load and last."""
+        """Return the matrix of rows 2 and 3; its columns are the variables z, load and last."""
         regions, windows = len(self.effects), len(self.windows.spans)
         window = np.arange(windows)
         rows, columns, data = [regions + window, regions + window[1:]], [window, window[:-1]], [np.ones(windows)]
@@ -362,7 +384,10 @@ class ChoiceProblem:
         return coo_array((np.concatenate(data), (np.concatenate(rows), np.concatenate(columns))), shape=shape).tocsc()
 
     def _shared_rows(self) -> csr_array | None:
-        """Row 5 over the same columns, scaled to a right side of 1; ``None`` if nothing shared is limited."""
+        """Return the rows 5 (limits on error and offloaded bytes), scaled to a right side of 1; ``None`` if neither is limited.
+
+        Their columns are the variables z, load and last.
+        """
         rows = []
         for limit, spent in (
             (self.limits.squared_error, [effect.squared_error for effects in self.effects for effect in effects]),
@@ -382,6 +407,10 @@ class ChoiceProblem:
         gap_of_step: float,
         most_nodes: int | None = None,
     ) -> Selection:
+        """Solve the mixed-integer program with HiGHS, and return the selection; ``more`` are additional constraints.
+
+        With ``most_nodes``, the solver may visit only this many nodes in ``STAGE_SECONDS``; otherwise the deadline limits it.
+        """
         if np.any(bounds.ub < bounds.lb):
             return Selection(effects=None, lower_value=np.inf, is_finished=True)
         right = self._right_side()
@@ -401,6 +430,7 @@ class ChoiceProblem:
         return self._read(result)
 
     def _read(self, result: Any) -> Selection:
+        """Translate the solver's result into a selection."""
         assert result.status in (OPTIMAL, LIMIT, INFEASIBLE, NODES_SPENT), f"HiGHS: {result.message}"
         if result.x is None:
             return Selection(effects=None, lower_value=np.inf, is_finished=result.status == INFEASIBLE)

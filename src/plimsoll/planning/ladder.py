@@ -1,4 +1,6 @@
-"""A ladder of plans for one family of steps: each batch takes the cheapest rung that fits it, found before it runs.
+"""A ladder of plans for one family of steps: for each batch, the cheapest plan that fits is known before the batch runs.
+
+A *family* is the same step at many batch sizes. A *rung* is one plan of the ladder.
 
 The planner solves a few plans between the lowest peak and the unmanaged peak of the largest known step. Their decisions name
 values, and every batch size has the same values. So each plan can be followed at every size, and its memory there is known
@@ -25,13 +27,13 @@ from plimsoll.planning.replay_schedule import Unreachable
 from plimsoll.planning.solve import Planner
 
 _MOST_KNOWN = 4096
-"""Number of shapes whose forecasts are cached: there can be a hundred thousand pairs of lengths."""
+"""The number of batch shapes whose forecasts are cached, because there can be a hundred thousand pairs of lengths."""
 
 
 def rungs_of(planner: Planner) -> Iterator[Plan]:
-    """The plans that a planner has solved and that no other one beats in both peak and seconds, the cheapest first.
+    """Yield the plans of a planner that no other plan beats in both peak and seconds, the fastest plan first.
 
-    Each plan is written when the iterator reaches it.
+    A plan object is made only when the iterator reaches it, because this takes time.
     """
     lowest_bytes = math.inf
     for simulation in sorted(planner.ladder, key=lambda s: (s.seconds, s.peak_bytes)):
@@ -46,30 +48,34 @@ def rungs_of(planner: Planner) -> Iterator[Plan]:
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """One plan of a ladder, and its forecasts at every shape."""
+    """Data: one plan of a ladder, and the coefficients that give its memory and time at any batch shape."""
 
     plan: Plan
     shaped: ShapedPlan
 
 
 class Ladder(Generic[S]):
-    """Plans for every shape of a family. A plan that cannot be followed is left out."""
+    """Several plans (rungs) for the batch shapes of one family of steps, with the memory and time of each at any shape.
+
+    A plan that cannot be followed in this family is left out.
+    """
 
     def __init__(self, step: ShapedStep[S], plans: Iterable[Plan]) -> None:
         self.step = step
         self._rungs: list[Rung] = []
         self._known: dict[S, tuple[Forecast, ...]] = {}
         self._waiting = list(plans)
-        """Plans not yet turned into rungs: a ladder may be replaced before its first use, if its family gets a new member."""
+        """Plans that are not rungs yet. They become rungs on first use, because a ladder may be replaced before its first use
+        if a trace is added to its family."""
         self._all = ShapedPlans(())
 
     def extend(self, plans: Iterable[Plan]) -> None:
-        """Add more rungs."""
+        """Add more plans to the ladder."""
         self._waiting += plans
         self._known.clear()
 
     def at(self, shape: S) -> tuple[Forecast, ...]:
-        """The forecast of every rung at a shape that the family knows."""
+        """Return the forecast (memory and time) of each plan (rung) at a batch shape that the family knows, in their order."""
         if shape not in self._known:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
@@ -78,7 +84,7 @@ class Ladder(Generic[S]):
 
     @property
     def rungs(self) -> list[Rung]:
-        """The plans that can be followed; if none can, the first plan without its decisions."""
+        """The plans that can be followed in this family; if none can, only the first plan without its decisions."""
         for plan in self._waiting:
             with contextlib.suppress(Unreachable):
                 self._rungs.append(Rung(plan, self.step.under(plan.regions)))
@@ -90,15 +96,15 @@ class Ladder(Generic[S]):
         return self._rungs
 
     def fitting(self, shape: S, room_bytes: int) -> list[tuple[Plan, Forecast]]:
-        """The rungs whose forward and backward fit into the room."""
+        """Return (plan, forecast) for each rung whose forward and backward at this shape take at most ``room_bytes``."""
         rungs = zip(self.rungs, self.at(shape), strict=True)
         return [(rung.plan, forecast) for rung, forecast in rungs if forecast.before_optimizer_bytes <= room_bytes]
 
     def cheapest(self, shape: S, room_bytes: int) -> tuple[Plan, Forecast] | None:
-        """The rung with the least seconds that fits into the room; ``None`` if no rung fits."""
+        """Return plan and forecast of the fastest rung whose forward and backward fit ``room_bytes``; ``None`` if none fits."""
         return min(self.fitting(shape, room_bytes), key=lambda rung: rung[1].seconds, default=None)
 
     def lowest(self, shape: S) -> tuple[Plan, Forecast]:
-        """The rung with the lowest peak at a shape."""
+        """Return plan and forecast of the rung with the lowest peak of forward and backward at this shape."""
         place, forecast = min(enumerate(self.at(shape)), key=lambda entry: entry[1].before_optimizer_bytes)
         return self.rungs[place].plan, forecast

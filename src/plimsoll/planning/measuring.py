@@ -1,8 +1,10 @@
-"""Measures what many choices of one region add to the step's memory and time, all in one pass over the region's ops.
+"""Computes what each of many choices of one region adds to the step's memory and time, in one pass over the region's ops.
 
-The rules are the same as in `replay_schedule` and `replay`, which the simulator follows choice by choice; here every number is
-an array with one entry per choice. Time within backward is counted in *keys*. Keys order the moments at which slots are
-released or read, and within a moment the ops in program order, each op with its loads before it and its frees after it.
+A choice says which saved values the region keeps, recomputes, or packs (compresses or offloads). The rules are the same as in
+`replay_schedule` and `replay`, which the simulator follows choice by choice; here each number is an array with one entry for
+each choice. Time within backward is counted in *keys*. Keys order the moments at which slots (tensors that autograd saved) are
+released or read. Within a moment they order the ops as in the program: before each op the packed values that it needs are
+loaded, after it values are freed.
 """
 
 from __future__ import annotations
@@ -27,22 +29,23 @@ from plimsoll.planning.step import Ints, RegionView, Span, StepIndex, slot_stop,
 Mask = npt.NDArray[np.bool_]
 
 _AT_ONCE = 256
-"""Choices per pass. A larger pass needs more memory, and is hardly faster per choice."""
+"""The number of choices in one pass. A larger pass needs more memory, and is hardly faster for each choice."""
 _NEVER = np.iinfo(np.int64).max // 2**22
-"""A key after all others, small enough that it can be multiplied by the number of events."""
+"""A key (a time within backward) after all others. It is small enough that it can be multiplied by the number of events."""
 _FOREVER = np.iinfo(np.int64).max
 _NO_PEAK = np.iinfo(np.int64).min // 2
-"""The workspace of a release, so that a release is never the peak while several buffers are released one after another."""
+"""The workspace bytes of a release: a very negative number, so that the level in the middle of several releases is never the
+peak."""
 
 
 class Measuring:
-    """One region of a step, prepared for measuring choices of it."""
+    """Computes the memory and time that choices of one region add. It holds all that does not depend on the choice."""
 
     def __init__(self, index: StepIndex, view: RegionView) -> None:
         self.index, self.view, self.frame = index, view, frame_of(index, view)
         graph = view.graph
         self.reads = [slot for slot in graph.backward_order if graph.slots[slot].value in view.everything]
-        """The slots whose values a choice may drop or pack, in the order of reading."""
+        """The slots (tensors that autograd saved) whose values a choice may drop or pack, in the order of reading."""
         self.read_values = [graph.slots[slot].value for slot in self.reads]
         at = [2 * graph.slots[slot].unpacked for slot in self.reads]
         self.stops = [slot_stop(index.trace, graph.slots[slot]) for slot in self.reads]
@@ -58,7 +61,8 @@ class Measuring:
         where = {instant: i for i, instant in enumerate(self.instants)}
         self.instant_of = np.array([where[instant] for instant, _ in moments] + [len(where)], dtype=np.int64)
         self.keys = 4 * len(graph.ops) + 6
-        """Keys per moment: load, run and free for each op; then loads that no op reads, then the free of the slot's value."""
+        """The number of keys in one moment: four for each op (to load, run and free), and six for events outside of ops, such
+        as loads that no op reads, and the release of the slot's value."""
         self.op_seconds = np.array([index.replay_seconds(op.cost_key) for op in graph.ops])
         self.workspaces = np.array([index.trace.workspaces.get(op.cost_key, 0) for op in graph.ops], dtype=np.int64)
         self.touch_seconds = engine_seconds(index, view)
@@ -69,7 +73,7 @@ class Measuring:
         self.own = {graph.values[value].storage for value in view.decided}
 
     def measure(self, choices: Sequence[Choice]) -> list[Effect]:
-        """The effect of every choice, each as if replayed alone.
+        """Return a list with the effect of each choice (the memory and time that it adds), as if it were simulated alone.
 
         Raises:
             Unreachable: a dropped value cannot be rebuilt.
@@ -80,7 +84,10 @@ class Measuring:
         return effects
 
     def _columns(self) -> Ints:
-        """Per instant of backward its column in the table of ``_Pass.rebuilt``: 0, the maximum at, or the level after it."""
+        """Return an array with, for each instant of the region's backward, its column in the table of ``_Pass.rebuilt``.
+
+        Column 0 means 0 bytes. At an instant with events the column is their maximum, later the level after them.
+        """
         found = []
         for instant in range(self.frame.start, self.frame.stop):
             last = bisect_right(self.instants, instant) - 1
@@ -91,7 +98,11 @@ class Measuring:
 
 @dataclass(frozen=True, slots=True)
 class _Holding:
-    """A storage after its region's exit: ``gaps`` are outside of the fixed bytes, ``relief`` is inside, before backward."""
+    """Data: when a storage is alive anyway, from the end of its region's forward on.
+
+    In the spans ``gaps`` it is not alive anyway, so that holding it adds its bytes. In the spans ``relief``, which are before
+    the region's backward, it is alive anyway. ``is_between`` is True if it is alive anyway all the time before backward.
+    """
 
     gaps: tuple[Span, ...]
     is_between: bool
@@ -99,13 +110,14 @@ class _Holding:
 
     @classmethod
     def of(cls, index: StepIndex, frame: RegionFrame, storage: int) -> _Holding:
+        """Return the spans of one storage, for a region with these instants (``frame``)."""
         covered = own_cover(index, frame, storage)
         gaps = subtract([(frame.exit, _FOREVER)], covered)
         return cls(tuple(gaps), is_between(frame, covered), tuple(relief_spans(index, frame, storage)))
 
 
 class _Pass:
-    """Some choices of one region, measured together: rows are values, columns are choices."""
+    """The computation for some choices of one region together. In its arrays, rows are values and columns are choices."""
 
     def __init__(self, region: Measuring, choices: Sequence[Choice]) -> None:
         self.region, self.choices = region, choices
@@ -133,9 +145,10 @@ class _Pass:
     # When each value is needed --------------------------------------------------------------------------------------
 
     def _demand(self) -> None:
-        """Walk from the last op to the first: which read first needs each value, and how long a slot made of it lives.
+        """Compute when each value is first needed in backward, and until when saved tensors (slots) made of it live.
 
-        ``first`` is the position of a read (the number of reads: never), ``until`` an instant (-1: never).
+        The walk goes from the last op to the first. ``first`` is the position of the read that first needs the value (the
+        number of reads means never). ``until`` is an instant (-1 means never).
         """
         region, graph = self.region, self.region.view.graph
         never = len(region.reads)
@@ -147,7 +160,8 @@ class _Pass:
             self.first[value][gone] = position
             np.maximum(self.until[value], region.stops[position], out=self.until[value], where=gone)
         self.runs: dict[int, tuple[Ints, Mask]] = {}
-        """Per op that runs again under some choice: before which read it runs, and under which choices."""
+        """Maps each op that runs again under some choice to two arrays over the choices: the position of the read before which
+        it runs, and whether it runs."""
         for op in reversed(graph.ops):
             writes = list(op.writes)
             is_free = ~self.there[writes]
@@ -167,7 +181,10 @@ class _Pass:
                 raise Unreachable(value_.id, f"{value_.name} is not held for backward")
 
     def _order(self) -> None:
-        """Compute the key of every op and load, the last use of every value, and which in-place op takes over which buffer."""
+        """Compute the key (the time within backward) of each op and load, and of each value's last use and end.
+
+        Also find which in-place op takes over the buffer of the value that it overwrites.
+        """
         region, graph = self.region, self.region.view.graph
         self.key: dict[int, Ints] = {}
         last = np.full(self.kept.shape, -1, dtype=np.int64)
@@ -201,9 +218,10 @@ class _Pass:
         self.end = end
 
     def _load_key(self, value: int) -> Ints:
-        """When a packed value is brought back: before the first op that reads it, else just before its slot is read.
+        """Return for each choice the key (time in backward) when a compressed or offloaded value is brought back.
 
-        In compiled code all packed values are brought back when backward begins.
+        It is brought back before the first op that reads it; if no op reads it, just before backward reads its slot, the tensor
+        that autograd saved. In compiled code all such values are brought back when backward begins.
         """
         region = self.region
         position = np.where(self.away[value], self.first[value], len(region.reads))
@@ -220,7 +238,10 @@ class _Pass:
     # Rebuilt values -------------------------------------------------------------------------------------------------
 
     def _events(self) -> Iterator[tuple[Ints, Ints, Ints | int]]:
-        """Key, bytes allocated (negative: released), and workspace of every event of the replay's own buffers."""
+        """Yield for each event of the recomputation's buffers: its key (time in backward), bytes, workspace, over all choices.
+
+        The bytes are positive for an allocation and negative for a release.
+        """
         graph = self.region.view.graph
         for value, loaded in self.loads.items():
             size = graph.values[value].bytes
@@ -247,7 +268,10 @@ class _Pass:
             yield np.where(runs, self.key[op_id], _NEVER), come, runs * self.region.workspaces[op_id]
 
     def _made_until(self, value: int, op_id: int) -> Ints:
-        """When the buffer that an op made for a value is released. If the value is loaded later, the op's buffer stays."""
+        """Return for each choice the key (time in backward) when the buffer that an op made for a value is released.
+
+        If the value is loaded later, the op's buffer stays.
+        """
         until: Ints = self.end[value]
         loaded = self.loads.get(value)
         if loaded is not None:
@@ -258,7 +282,10 @@ class _Pass:
         return until
 
     def rebuilt(self) -> Ints:
-        """Bytes of rebuilt values per choice and instant of backward; at an even instant the maximum of the replay there."""
+        """Return a table of the bytes of rebuilt values: one row for each choice, one column for each instant of backward.
+
+        At an even instant, where recomputation runs, the entry is the maximum during the recomputation.
+        """
         region = self.region
         instants = len(region.instants)
         events = list(self._events())
@@ -293,7 +320,7 @@ class _Pass:
     # Held values and effects ----------------------------------------------------------------------------------------
 
     def effects(self) -> list[Effect]:
-        """The effect of every choice."""
+        """Return a list with the effect (added memory and time) of each choice of this pass."""
         region, view, frame = self.region, self.region.view, self.region.frame
         self.rows = np.arange(self.count)
         self.change = np.zeros((self.count, frame.stop - frame.start + 1), dtype=np.int64)
@@ -330,7 +357,11 @@ class _Pass:
         return found
 
     def _held_until(self) -> dict[int, Ints]:
-        """Per storage, until when it is held: for kept values, for slots made of them, or for a running transfer."""
+        """Return a mapping from each storage to an array with, for each choice, the instant until which the storage is held.
+
+        It is held for kept values, for saved tensors (slots) made of these values, or until a transfer out has ended. -1 means
+        never.
+        """
         view, values = self.region.view, self.region.view.graph.values
         held: dict[int, Ints] = {}
         for value in (*view.saved, *view.steady):
@@ -363,7 +394,7 @@ class _Pass:
                 self.reliefs[at] += reliefs
 
     def _hold(self, storage: int, until: Ints) -> None:
-        """Add a storage while it is not in the fixed bytes, until ``until``.
+        """Add the bytes of a storage until the instants ``until``, for all times at which the fixed bytes do not include it.
 
         Another region may hold a storage that this region does not decide about (an input). Then a sum over regions
         counts the storage twice, so the effect is not additive.
@@ -387,7 +418,7 @@ class _Pass:
             self._relieve(~is_through & (until == stop), *reliefs)
 
     def _copy(self) -> Ints:
-        """Bytes of the inputs that are copied at the region's entry."""
+        """Add the inputs that are copied when the region begins; return an array with their bytes for each choice."""
         view = self.region.view
         copied = np.zeros(self.count, dtype=np.int64)
         for value in view.copied - view.steady:
@@ -398,7 +429,7 @@ class _Pass:
         return copied
 
     def _hold_payloads(self) -> None:
-        """Add the payloads of packed values, and the buffers that returning transfers write to."""
+        """Add the payloads of compressed values, and the buffers that transfers back of offloaded values write to."""
         view, frame, region = self.region.view, self.region.frame, self.region
         for (value, name), mask in self.packed.items():
             form = view.form(value, name)
@@ -421,7 +452,10 @@ class _Pass:
                     self._relieve(is_there & ~is_through & (stops == stop), relief)
 
     def _packing_bytes(self, held_until: dict[int, Ints]) -> Ints:
-        """The maximum of payloads and workspaces on top of the tensors that forward saved (see ``replay``)."""
+        """Return for each choice the most extra bytes while values are compressed when forward ends.
+
+        They are payloads and workspaces, on top of the tensors that forward saved (see ``replay``).
+        """
         view, exit_ = self.region.view, self.region.frame.exit
         values = view.graph.values
         position = {value: at for at, value in enumerate(view.saved)}

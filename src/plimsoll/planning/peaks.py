@@ -1,4 +1,7 @@
-"""Computes within microseconds what a plan takes at any batch size: a matrix with one row per moment that can be the peak.
+"""Computes within microseconds the memory and seconds of a plan at any batch size, from a small matrix.
+
+The matrix has one row for each moment that can be the peak. A *family* is one model's step at many batch sizes, and a *replay*
+is the recomputation of dropped values.
 
 The bytes alive at a moment are a sum of storages. The bytes of each storage are an expression of the batch's dimensions (see
 ``expressions``), so their sum is one too. Its coefficients come from replaying the plan at as many sizes as there are terms.
@@ -34,15 +37,15 @@ from plimsoll.planning.windows import undominated
 
 Floats = npt.NDArray[np.float64]
 _SNAP = 1e-3
-"""Coefficients this close to a whole number are rounded: the difference comes from floating point."""
+"""A coefficient that is this close to a whole number is rounded to it, because the difference comes from floating point."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """The memory and seconds of one plan at one batch size.
+    """Data: the memory and seconds of one plan at one batch size.
 
     ``before_optimizer_bytes`` is the peak of forward and backward, ``peak_bytes`` the peak of the whole step.
-    ``forward_bytes`` is what forward adds: alive at its end, minus alive at its beginning.
+    ``forward_bytes`` are the bytes alive at the end of forward minus the bytes alive at its beginning.
     """
 
     before_optimizer_bytes: int
@@ -52,9 +55,9 @@ class Forecast:
 
 
 class ShapedStep(Generic[S]):
-    """The step of a family, sampled at a few sizes, for any number of plans.
+    """The step of a family at a few sample sizes; from these it computes the coefficients of any plan.
 
-    ``costs`` are the costs of traced shapes; ``how`` are further arguments of ``StepIndex``.
+    ``costs`` maps traced shapes to their costs; ``how`` are further arguments of ``StepIndex``.
     """
 
     def __init__(self, family: Family[S], costs: Mapping[S, Costs], **how: Any) -> None:
@@ -73,13 +76,13 @@ class ShapedStep(Generic[S]):
         self.lasting_bytes = self._indices[0].lasting_bytes
 
     def traced(self, shape: S) -> tuple[Trace, Costs]:
-        """The step at a shape, predicted from the family's members (or traced there), with its costs."""
+        """Return trace and costs of the step at a batch shape. They are predicted, unless the shape itself was traced."""
         if shape not in self.family.shapes:
             return self.family.alike(shape), self.family.seconds_at(shape, self._costs)
         return self.family.at(shape), self._costs.get(shape) or self.family.seconds_at(shape, self._costs)
 
     def under(self, regions: Sequence[RegionPlan]) -> ShapedPlan:
-        """Return the coefficients of a plan with these decisions.
+        """Return the coefficients that give the memory and seconds of a plan with these decisions at any batch size.
 
         Raises:
             Unreachable: a dropped value cannot be rebuilt in this family.
@@ -104,17 +107,17 @@ class ShapedStep(Generic[S]):
         return ShapedPlan(before, _undominated(optimizer), forward, seconds_row)
 
     def terms_at(self, shape: S) -> Floats:
-        """The terms of a shape, in units of the smallest sizes."""
+        """Return the values of all terms (products of powers of dimensions) at a shape, in units of the smallest shape."""
         scaled: Floats = np.array(self.family.dimensions.of(shape), dtype=np.float64) / self._unit
         return np.asarray(np.prod(scaled**self._exponents, axis=1))
 
 
 @dataclass(frozen=True, slots=True)
 class ShapedPlan:
-    """One plan at every shape of a family.
+    """Data: one plan's memory and seconds at all batch shapes of a family, as coefficients of the family's terms.
 
-    The fields are coefficients: of moments before the optimizer's step, of moments in it, of the bytes that forward adds, and
-    of seconds.
+    ``before`` has a row for each moment before the optimizer's step that can be the peak, ``optimizer`` a row for each such
+    moment in that step. ``forward`` is the row for the bytes that forward adds, ``seconds`` the row for the seconds.
     """
 
     before: Floats
@@ -124,7 +127,7 @@ class ShapedPlan:
 
 
 class ShapedPlans:
-    """Several plans of one family; one matrix product computes the figures of all of them at a shape."""
+    """Several plans of one family. One matrix product computes the memory and seconds of all of them at a batch shape."""
 
     def __init__(self, plans: Sequence[ShapedPlan]) -> None:
         parts = [part for plan in plans for part in (plan.before, plan.optimizer)]
@@ -133,7 +136,7 @@ class ShapedPlans:
         self._starts = np.cumsum([0, *map(len, parts)])
 
     def at(self, terms: Floats) -> tuple[Forecast, ...]:
-        """The forecast of each plan for these values of the family's terms."""
+        """Return the forecast (memory and seconds) of each plan at the batch shape whose terms have these values."""
         if not len(self._rows):
             return ()
         values = self._rows @ terms
@@ -148,7 +151,7 @@ class ShapedPlans:
 
 
 def _moments(replays: StepReplays) -> list[tuple[int, int]]:
-    """Instant and bytes of every moment that can be the peak, in the same order at every size."""
+    """Return a list of (instant, bytes) with all moments that can be the peak. At all batch sizes the order is the same."""
     curve = replays.held()
     summits: dict[int, list[list[int]]] = {}
     for outcome in replays.outcomes:
@@ -166,7 +169,11 @@ def _moments(replays: StepReplays) -> list[tuple[int, int]]:
 
 
 def _levels(outcome: Replay) -> Iterator[tuple[int, int, list[int], int]]:
-    """Per instant with events of a replay's buffers: bytes after due releases, at the replay's local maxima, and at the end."""
+    """Yield four entries for each instant at which a replay allocates or releases buffers.
+
+    They are the instant, the bytes after the releases that are due before anything is rebuilt, a list of the bytes at the local
+    maxima, and the bytes at the end.
+    """
     now = 0
     for instant, together in itertools.groupby(outcome.buffers, key=lambda event: event.instant):
         events = list(together)
@@ -184,14 +191,17 @@ def _levels(outcome: Replay) -> Iterator[tuple[int, int, list[int], int]]:
 
 
 def _undominated(rows: Floats) -> Floats:
-    """The rows without those that another row equals or exceeds in every column."""
+    """Return the rows without rows that another row equals or exceeds in all columns."""
     distinct = np.unique(rows, axis=0)
     largest_first = np.argsort(-distinct.sum(axis=1), kind="stable")
     return np.asarray(distinct[undominated(-distinct, largest_first.tolist())])
 
 
 def _spread(terms: Sequence[Term], points: Sequence[Sizes], unit: Sizes) -> list[Sizes]:
-    """As many multiples of the unit as there are terms, within the range of the points, with linearly independent terms."""
+    """Return the sizes at which to sample a step, as multiples of the smallest size (``unit``): one sample for each term.
+
+    They are about within the range of the known points, and the terms' values at them are linearly independent.
+    """
     choices = []
     for column, size in enumerate(unit):
         most = max(4, -(-max(point[column] for point in points) // size))
@@ -207,7 +217,10 @@ def _spread(terms: Sequence[Term], points: Sequence[Sizes], unit: Sizes) -> list
 
 
 def _inverse(matrix: Sequence[Sequence[int]]) -> Floats:
-    """The inverse, computed in fractions: terms of large sizes differ too much in magnitude for floating point."""
+    """Return the inverse of a matrix of whole numbers.
+
+    It is computed in fractions, because terms of large sizes differ too much in magnitude for floating point.
+    """
     units = np.eye(len(matrix), dtype=np.int64).tolist()
     columns = [solve_exactly(matrix, unit) or () for unit in units]
     return np.array([[float(entry) for entry in column] for column in columns]).T

@@ -1,4 +1,4 @@
-"""Overrides: decisions that a user makes by pattern, and choices that respect them.
+"""Overrides: decisions that a user makes for all values whose paths match a pattern. They are also applied to choices here.
 
 An override is written ``pattern=decision``: ``layers.*.mlp::silu=compress:int8``, ``*.attn*=keep``,
 ``layers.0.*=recompute``, ``*::gelu=offload``. The pattern is a shell pattern over the
@@ -22,14 +22,17 @@ from plimsoll.planning.step import RegionView, StepIndex, boundary_values
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """A pattern, and the decision for the values that it matches; an empty ``form`` allows any form."""
+    """Data: a pattern, and the user's decision for the values that match it.
+
+    ``form`` is the name of the codec or link; if it is empty, any form is allowed.
+    """
 
     pattern: str
     decision: Decision
     form: str = ""
 
     def matches(self, path: str) -> bool:
-        """True if the pattern matches a value.
+        """Return True if the pattern matches the path of a value.
 
         The number (``#0``) and the front of the path may be left out, and a module matches everything inside it:
         ``layers.*.mlp::silu`` also matches ``model.layers.0.mlp.act_fn::silu#0``.
@@ -41,7 +44,7 @@ class Override:
 
 
 def value_path(region: str, value: str) -> str:
-    """Return a value's path, as overrides write it: ``layers.0.mlp::silu#0``, ``layers.0::add#1``.
+    """Return the path of a value in the notation of overrides: region, module, op and the op's number.
 
     Example:
         >>> value_path("layers.0", "mlp::silu#0"), value_path("layers.0", "add#1")
@@ -51,7 +54,7 @@ def value_path(region: str, value: str) -> str:
 
 
 def parse_override(text: str) -> Override:
-    """Read one override.
+    """Parse one override, written ``pattern=decision``.
 
     Raises:
         InvalidStrategy: the pattern is empty, or the decision does not exist.
@@ -74,7 +77,7 @@ def parse_override(text: str) -> Override:
 
 
 def pin_values(index: StepIndex, overrides: Sequence[Override]) -> StepIndex:
-    """Return the same step with the user's decisions in its regions.
+    """Return a copy of the step with the user's decisions in the ``pins`` of its regions.
 
     Raises:
         InvalidStrategy: an override matches no value, or demands what a value cannot do.
@@ -99,7 +102,9 @@ def pin_values(index: StepIndex, overrides: Sequence[Override]) -> StepIndex:
 
 
 def _pins_of(view: RegionView, overrides: Sequence[Override]) -> dict[int, str]:
-    """Demands on the values of a region: ``KEEP``, ``RECOMPUTE`` or the name of a form; the last override that matches wins.
+    """Return a mapping from values of a region to the user's demands: ``KEEP``, ``RECOMPUTE`` or the name of a form.
+
+    If several overrides match a value, the last one applies.
 
     Raises:
         InvalidStrategy: the value cannot meet the demand.
@@ -114,6 +119,11 @@ def _pins_of(view: RegionView, overrides: Sequence[Override]) -> dict[int, str]:
 
 
 def _pin(view: RegionView, value: int, name: str, override: Override) -> str:
+    """Return what an override demands of one value: ``KEEP``, ``RECOMPUTE`` or the name of a form.
+
+    Raises:
+        InvalidStrategy: the value cannot meet the demand.
+    """
     if override.decision is Decision.KEEP:
         return Decision.KEEP
     if override.decision is Decision.RECOMPUTE and value in view.droppable:
@@ -142,7 +152,7 @@ def _pin(view: RegionView, value: int, name: str, override: Override) -> str:
 
 
 def pinned(view: RegionView, choice: Choice) -> Choice:
-    """The same choice, but with the pinned values decided by their pins."""
+    """Return the same choice, except that the user's decisions (pins) are followed for the values that have one."""
     if not view.pins:
         return choice
     rest = choice.without(frozenset(view.pins))
@@ -152,7 +162,10 @@ def pinned(view: RegionView, choice: Choice) -> Choice:
 
 
 def pin_choices(index: StepIndex, choices: Sequence[Choice]) -> tuple[Choice, ...]:
-    """One choice per region with its pins. A dropped boundary is held after all if an override decides about its inputs."""
+    """Return the choices, one for each region, with the user's decisions (pins) followed.
+
+    If a choice drops the region's input and an override decides about this input, the input is held.
+    """
     return tuple(_pinned_in_step(index, view, choice) for view, choice in zip(index.views, choices, strict=True))
 
 

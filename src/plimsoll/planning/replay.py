@@ -1,8 +1,9 @@
-"""Replays one region, or a chain of linked ones, under a choice: what it holds and which ops it runs, instant by instant.
+"""Simulates how one region, or a chain of linked regions, recomputes dropped values: bytes and ops at each instant.
 
-This is the private memory of a replay. Steps allocate buffers, in-place steps take them over, and a buffer lives until both
-the schedule and the slots made of it release it. ``simulate`` adds these bytes to everything else. The choices of the
-integer program are measured by the same rules.
+A *replay* is this recomputation in backward. Regions are *linked* if one drops its input and an earlier one rebuilds it.
+A replay has private memory: ops allocate buffers, in-place ops take buffers over, and a buffer lives until both the schedule
+and the slots (tensors that autograd saved) made of it release it. ``simulate`` adds these bytes to everything else. The choices
+of the integer program are measured by the same rules.
 """
 
 from __future__ import annotations
@@ -18,17 +19,19 @@ from plimsoll.planning.replay_schedule import BOUNDARY, NO_OP, Schedule, Segment
 from plimsoll.planning.step import RegionView, Span, StepIndex, provider_of, slot_stop
 
 Level = tuple[int, int]
-"""An instant, and the bytes from this instant on."""
+"""An instant, and the number of bytes of rebuilt values from this instant until the next level."""
 Live = tuple[str, int]
-"""Label and bytes of one buffer."""
+"""The label and bytes of one buffer that is alive."""
 _ALL_AT_ONCE = -1
-"""Used instead of a slot's rank: all packed values of a compiled region are brought back at once."""
+"""Used instead of a slot's position in the order of reading, for the moment when a compiled region brings back all compressed
+and offloaded values at once."""
 
 
 class BufferEvent(NamedTuple):
-    """The allocation (positive bytes) or release (negative bytes) of a replay's buffer at an even instant.
+    """The allocation (positive bytes) or release (negative bytes) of a buffer of the recomputation, at an even instant.
 
-    ``is_due``: slots release it, before anything is rebuilt at that instant. A workspace is a buffer that lives for one op.
+    With ``is_due`` the buffer is released because saved tensors (slots) end, before anything is rebuilt at that instant. A
+    workspace (memory that an op needs while it runs) is a buffer that lives for one op.
     """
 
     instant: int
@@ -40,12 +43,13 @@ class BufferEvent(NamedTuple):
 
 @dataclass(slots=True)
 class Replay:
-    """The bytes that a set of choices adds to the fixed bytes.
+    """Data: the bytes that a set of choices adds to the fixed bytes (those that no decision changes).
 
-    ``holds`` are spans of trace storages held for kept values (they may overlap each other and the fixed bytes),
-    ``copies`` are private copies of inputs (span, bytes, label), and ``payloads`` are what packed values leave on the device.
-    ``packing`` is the extra memory for making the payloads, at the instant when forward ends. ``levels`` are the bytes of
-    rebuilt values: each entry is valid until the next one; at an even instant it is the maximum of the replay that runs there.
+    ``holds`` maps storages of the trace to spans of instants while kept values hold them; spans may overlap each other and the
+    fixed bytes. ``copies`` are private copies of inputs (span, bytes, label). ``payloads`` are the bytes that packed
+    (compressed or offloaded) values leave on the device, and ``packing`` is the extra memory for making the payloads, at the
+    instant when forward ends. ``levels`` are the bytes of rebuilt values: each entry is valid until the next one, and at an
+    even instant it is the maximum during the recomputation that runs there.
     """
 
     holds: dict[int, list[Span]] = field(default_factory=dict)
@@ -54,16 +58,16 @@ class Replay:
     packing: list[tuple[Span, int, str]] = field(default_factory=list)
     levels: list[Level] = field(default_factory=list)
     ops: list[tuple[int, int]] = field(default_factory=list)
-    """(region, op) pairs in the order of running."""
+    """The ops that run again, as (region, op) pairs in the order of running."""
     loads: list[tuple[int, int]] = field(default_factory=list)
-    """(region, packed value) pairs in the order of bringing back."""
+    """The packed values that are brought back, as (region, value) pairs in the order of bringing back."""
     live: list[Live] = field(default_factory=list)
-    """Rebuilt buffers at the watched instant, when their sum is largest."""
+    """The label and bytes of each rebuilt buffer at the watched instant, at the moment within it when their sum is largest."""
     buffers: list[BufferEvent] = field(default_factory=list)
-    """Every allocation and release, in order."""
+    """All allocations and releases of the replay's buffers, in order."""
 
     def has_rebuilt(self, instant: int) -> bool:
-        """True if any rebuilt value is alive at an instant, counting an even instant at its maximum."""
+        """Return True if any rebuilt value is alive at an instant; at an even instant, at any moment of it."""
         levels = dict(self.levels)
         before = [at for at in levels if at <= instant]
         return bool(before) and levels[max(before)] > 0
@@ -71,7 +75,7 @@ class Replay:
 
 @dataclass(slots=True)
 class _Memory:
-    """Reference-counted buffers, and the log of their allocations and releases."""
+    """The buffers of a recomputation with their reference counts. It appends each allocation and release to ``log``."""
 
     log: list[BufferEvent]
     bytes_now: int = 0
@@ -81,6 +85,7 @@ class _Memory:
     labels: list[str] = field(default_factory=list)
 
     def allocate(self, size: int, label: str) -> int:
+        """Allocate a buffer with one reference, and return its number."""
         self.sizes.append(size)
         self.references.append(1)
         self.labels.append(label)
@@ -90,10 +95,12 @@ class _Memory:
         return buffer
 
     def retain(self, buffer: int) -> int:
+        """Add a reference to a buffer, and return its number."""
         self.references[buffer] += 1
         return buffer
 
     def release(self, buffer: int, *, is_due: bool = False) -> None:
+        """Remove a reference from a buffer, and free the buffer if it was the last one."""
         self.references[buffer] -= 1
         if not self.references[buffer]:
             size = self.sizes[buffer]
@@ -101,6 +108,7 @@ class _Memory:
             self.log.append(BufferEvent(self.instant, buffer, -size, self.labels[buffer], is_due))
 
     def alive(self) -> list[Live]:
+        """Return the label and bytes of each buffer that is alive."""
         return [
             (label, size)
             for label, size, references in zip(self.labels, self.sizes, self.references, strict=True)
@@ -110,13 +118,13 @@ class _Memory:
 
 @dataclass(slots=True)
 class _Part:
-    """One region of the chain: its schedule, and which buffer each of its values is in."""
+    """The state of one region during a simulated recomputation: its schedule, and the buffer of each of its values."""
 
     view: RegionView
     choice: Choice
     schedule: Schedule
     linked: frozenset[int]
-    """Values of inputs that the provider must rebuild."""
+    """The dropped inputs of this region, as ids of values. The provider, an earlier region, must rebuild them."""
     provider: int
     asked: bool = False
     buffer_of: dict[int, int] = field(default_factory=dict)
@@ -127,12 +135,12 @@ class _Part:
 def replay(
     index: StepIndex, choices: Mapping[int, Choice], linked: Mapping[int, frozenset[int]], watch: int = -1
 ) -> Replay:
-    """Replay the regions in ``choices`` together.
+    """Simulate the recomputation of these regions together, and return the bytes and ops that their choices add.
 
     Args:
         index: the step.
-        choices: the choice per region; values that it does not hold are rebuilt.
-        linked: per region with a dropped boundary, the input values that the region before it rebuilds.
+        choices: maps each region to its choice; values that the choice does not hold are rebuilt.
+        linked: maps each region whose input is dropped to the input values that an earlier region rebuilds.
         watch: an instant at which to list the live buffers (-1: none).
 
     Raises:
@@ -145,6 +153,8 @@ def replay(
 
 
 class _Machine:
+    """The simulation of one recomputation; ``out`` has the results after ``hold`` and ``run`` have been called."""
+
     def __init__(
         self, index: StepIndex, choices: Mapping[int, Choice], linked: Mapping[int, frozenset[int]], watch: int
     ) -> None:
@@ -161,6 +171,7 @@ class _Machine:
             self.parts[region] = self._part(region, choices[region], linked)
 
     def _part(self, region: int, choice: Choice, linked: Mapping[int, frozenset[int]]) -> _Part:
+        """Return the state of one region at the beginning: its schedule, its dropped inputs, and who rebuilds them."""
         view = self.index.views[region]
         graph = view.graph
         mine = linked.get(region, frozenset())
@@ -180,7 +191,9 @@ class _Machine:
     # Memory between forward and backward --------------------------------------------------------------------------
 
     def hold(self) -> None:
-        """Record the spans of kept values, of leaves that dropped slots keep alive, of copied inputs and of payloads."""
+        """Record from when to when memory is held for kept values, for the values that recomputation starts from (leaves), for
+        copies of inputs, and for payloads of compressed values.
+        """
         for part in self.parts.values():
             for value in part.choice.kept:
                 for slot in part.view.slots_of[value]:
@@ -208,7 +221,9 @@ class _Machine:
             self._hold_packed(part, packed)
 
     def _hold_packed(self, part: _Part, stops: Mapping[int, int]) -> None:
-        """Record the memory of packed values until their last reader releases them: payloads, or sources of transfers.
+        """Record the memory of packed (compressed or offloaded) values until their last reader releases them.
+
+        A compressed value has a payload on the device. An offloaded value has its source tensor, until the transfer ends.
 
         Payloads are made one after the other, the largest saving first, and each source is freed at once. The extra memory
         of packing is the maximum of this sequence, on top of all that forward saved. Compiled code is different: it hands
@@ -233,7 +248,10 @@ class _Machine:
             self.out.packing.append(((exit_ - 1, exit_), most, f"{part.view.call.name} packing"))
 
     def _packing_bytes(self, part: _Part, values: Collection[int]) -> int:
-        """The maximum of payloads and workspaces on top of the tensors that forward saved, minus sources already freed."""
+        """Return the most extra bytes while values are compressed when forward ends.
+
+        They are payloads and workspaces, on top of the tensors that forward saved, minus source tensors that are already freed.
+        """
         forms = {v: self._form(part, v) for v in part.view.saved if v in values}
         entries = part.view.graph.values
         waiting = [v for v, form in forms.items() if form.decision is not Decision.OFFLOAD]
@@ -257,7 +275,7 @@ class _Machine:
         return f"{part.view.call.name} {part.choice.forms[value]} of {part.view.graph.values[value].name}"
 
     def _transfer(self, part: _Part, value: int) -> Span:
-        """When a value that goes over the link is freed, and when room for it is allocated again."""
+        """Return two instants of an offloaded value: when it is freed, and when room for it is allocated again."""
         region = part.view.call.index
         if self.index.transfers is not None:
             return self.index.transfers.spans[region, value]
@@ -266,16 +284,20 @@ class _Machine:
         return 2 * after.forward[1], 2 * after.backward[0]
 
     def _hold(self, part: _Part, value: int, start: int, stop: int) -> None:
+        """Record that the storage of a value is held from one instant to another."""
         self.out.holds.setdefault(part.view.graph.values[value].storage, []).append((start, stop))
 
     def _stop(self, part: _Part, slot_index: int) -> int:
-        """The instant at which a slot releases its leaves; for the boundary: when all its consumers are done."""
+        """Return the instant at which a saved tensor (slot) releases its leaves, the held values that it is rebuilt from.
+
+        For ``BOUNDARY`` (the region's outputs), it is the instant when all regions that need the outputs are done.
+        """
         if slot_index != BOUNDARY:
             return slot_stop(self.index.trace, part.view.graph.slots[slot_index])
         return max(self._needed_until(self.parts[r]) for r in part.consumers)
 
     def _needed_until(self, part: _Part) -> int:
-        """The last release among the slots of ``part`` that are made of its linked inputs."""
+        """Return the instant when the last of a region's saved tensors that are made of its dropped inputs is released."""
         graph = part.view.graph
         direct = [slot for value in part.linked for slot in part.view.slots_of.get(value, ())]
         through = [
@@ -291,7 +313,9 @@ class _Machine:
     # The replay itself -------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Walk through backward. At every tick first release what is due, then run the segments of the slots read there."""
+        """Walk through backward. At each tick, first release buffers whose saved tensors have ended, then run the ops that
+        rebuild the saved tensors read there.
+        """
         reads: list[tuple[int, int, int, int]] = []
         for position, (region, part) in enumerate(self.parts.items()):
             rebuilt = part.schedule.leaves
@@ -324,7 +348,7 @@ class _Machine:
         self._let_go(self.index.instants)
 
     def _let_go(self, instant: int) -> None:
-        """Release the buffers of all slots that are released at or before ``instant``."""
+        """Release the buffers of all saved tensors (slots) that are released at or before ``instant``."""
         for due in sorted(d for d in self.releases if d <= instant):
             self.memory.instant = due
             for buffer in self.releases.pop(due):
@@ -333,7 +357,10 @@ class _Machine:
             self._look(due)
 
     def _look(self, instant: int) -> None:
-        """Record the live buffers: before the watched instant the latest ones, at the watched instant the largest sum."""
+        """Record the live buffers for ``Replay.live``.
+
+        Before the watched instant, the latest buffers are recorded; at the watched instant, those with the largest sum.
+        """
         if instant > self.watch:
             return
         level = self.memory.bytes_now
@@ -342,7 +369,7 @@ class _Machine:
         self.watched = -1 if instant < self.watch else max(level, self.watched)
 
     def _work(self, instant: int, label: str, workspace_bytes: int) -> None:
-        """Raise the replay's maximum to the level while an op, or a form, has its workspace."""
+        """Allocate the workspace of an op or a codec for a moment, and raise the recomputation's maximum if it is exceeded."""
         buffer = self.memory.allocate(workspace_bytes, label) if workspace_bytes else -1
         self.highest = max(self.highest, self.memory.bytes_now)
         self._look(instant)
@@ -350,6 +377,7 @@ class _Machine:
             self.memory.release(buffer)
 
     def _read(self, part: _Part, slot_index: int, instant: int) -> None:
+        """Simulate that backward reads a saved tensor (slot): rebuild it, and keep its buffer until the slot is released."""
         slot = part.view.graph.slots[slot_index]
         if slot.value in part.linked or part.linked.intersection(part.schedule.leaves.get(slot_index, ())):
             self._ask(part, instant)
@@ -363,7 +391,10 @@ class _Machine:
         self._forget(part, segment.frees)
 
     def _ask(self, part: _Part, instant: int) -> None:
-        """Have the provider rebuild its outputs, once. The provider may have to ask its own provider first."""
+        """Rebuild the outputs of the provider (the region that makes the dropped inputs of ``part``), once.
+
+        The provider may have to ask its own provider first.
+        """
         provider = self.parts[part.provider]
         if provider.asked:
             return
@@ -376,6 +407,7 @@ class _Machine:
             self._forget(provider, segment.frees)
 
     def _run_segment(self, part: _Part, segment: Segment, instant: int) -> None:
+        """Run the ops and loads that rebuild one saved tensor (or the region's outputs); allocate and free their buffers."""
         graph = part.view.graph
         wanted: dict[int, int] = {}
         if segment.slot == BOUNDARY:
@@ -409,7 +441,10 @@ class _Machine:
             self._forget(part, step.frees)
 
     def _load(self, part: _Part, load: int, wanted: Mapping[int, int], instant: int) -> None:
-        """Bring a packed value back into a new buffer. A transferred value also has a buffer from the start of its transfer."""
+        """Decode or fetch a packed value into a new buffer.
+
+        An offloaded value has a buffer on the device already from the start of its transfer back.
+        """
         value = part.view.graph.values[load]
         form = self._form(part, load)
         if form.decision is Decision.OFFLOAD:
@@ -423,9 +458,11 @@ class _Machine:
         self._work(instant, f"{part.view.call.name} workspace of {form.name}", form.workspace_bytes)
 
     def _keep_until(self, buffer: int, instant: int) -> None:
+        """Add a reference to a buffer that is removed at an instant."""
         self.releases.setdefault(instant, []).append(self.memory.retain(buffer))
 
     def _forget(self, part: _Part, values: Iterable[int]) -> None:
+        """Remove the references that these values have to their buffers."""
         for value in values:
             buffer = part.buffer_of.pop(value, None)
             if buffer is not None:

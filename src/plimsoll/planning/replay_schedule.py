@@ -1,8 +1,9 @@
 """Schedules the replay of one region: which ops run again before which slot is read, and which values are freed when.
 
-This file defines the replay semantics. The simulator counts bytes with this schedule and the engine compiles it, so prediction
-and execution cannot drift apart. ``measuring`` repeats the rules for many choices at once, and tests compare it with the
-simulator byte for byte. This file does not import torch.
+A *replay* is the recomputation of dropped values in backward, a *slot* is one tensor that autograd saved. This file defines the
+rules of a replay. The simulator counts bytes with this schedule, and the engine, which carries out plans, compiles the same
+schedule, so prediction and execution cannot drift apart. ``measuring`` repeats the rules for many choices at once, and tests
+compare it with the simulator byte for byte. This file does not import torch.
 
 Semantics. Slots are read in ``order``. Just before a slot is read, the ops run that it needs and that have not yet run; each
 op runs at most once per backward. A rebuilt value is freed after its last use: the last op that reads it, or the last slot
@@ -19,7 +20,7 @@ from typing import NamedTuple
 from plimsoll.artifacts.region import RegionGraph
 
 BOUNDARY = -1
-"""The pseudo-slot for the region's outputs; a later region whose input was dropped asks for them."""
+"""Stands for the region's outputs where a slot's index is expected: a later region whose input was dropped reads them."""
 
 
 class Unreachable(Exception):
@@ -32,13 +33,14 @@ class Unreachable(Exception):
 
 
 NO_OP = -1
-"""The ``op`` of a step that only brings back a packed value."""
+"""The ``op`` of a step that does not run an op, but brings back a packed (compressed or offloaded) value."""
 
 
 class ReplayStep(NamedTuple):
-    """Copy the values ``copies`` (an in-place op must not overwrite them), run ``op``, then drop the values ``frees``.
+    """One step of the recomputation: copy the values ``copies``, run ``op``, then drop the values ``frees``.
 
-    If ``op`` is ``NO_OP``, the step brings back the packed value ``load`` instead.
+    Values are copied if the in-place op would overwrite them too early. If ``op`` is ``NO_OP``, the step instead brings back
+    the packed (compressed or offloaded) value ``load``.
     """
 
     op: int
@@ -48,9 +50,10 @@ class ReplayStep(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """What happens when ``slot`` is read: run ``steps``, hand over the slot's value, then drop the values ``frees``.
+    """What happens when backward reads ``slot``, a saved tensor: run ``steps``, return its value, drop the values ``frees``.
 
-    The boundary hands over all outputs; ``value`` is then the first output that had to be rebuilt.
+    If ``slot`` is ``BOUNDARY``, all outputs of the region are returned, and ``value`` is the first of them that had to be
+    rebuilt.
     """
 
     slot: int
@@ -61,11 +64,11 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The replay of one region under one choice of stored values.
+    """Data: how and when one region recomputes its dropped values, for one choice of stored values.
 
-    ``segments`` has one entry per dropped slot, in the order of reading. ``leaves[slot]`` are the stored values that the
-    slot's recipe needs, directly or through other ops: a dropped slot keeps exactly these alive. If a slot's value is packed,
-    that value is its leaf.
+    ``segments`` has one entry for each dropped slot (saved tensor), in the order of reading. ``leaves`` maps each dropped slot
+    to the stored values that it is rebuilt from, directly or through other ops. A dropped slot keeps exactly these values
+    alive. If a slot's value is packed (compressed or offloaded), that value is the only leaf.
     """
 
     segments: tuple[Segment, ...]
@@ -73,12 +76,14 @@ class Schedule:
 
     @property
     def ops(self) -> tuple[int, ...]:
-        """Ops that run again, in the order of running."""
+        """The ids of the ops that run again, in the order of running."""
         return tuple(step.op for segment in self.segments for step in segment.steps if step.op != NO_OP)
 
 
 def recipe_ops(graph: RegionGraph, value: int, stored: frozenset[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The ops that rebuild ``value`` from ``stored`` values (in program order) and the leaves that they read.
+    """Return the ids of the ops that rebuild ``value`` from ``stored`` values, and of the stored values that they read.
+
+    The ops are in program order.
 
     Raises:
         Unreachable: an op on the way must not run again, or a value on the way is not held.
@@ -88,7 +93,7 @@ def recipe_ops(graph: RegionGraph, value: int, stored: frozenset[int]) -> tuple[
 
 
 def can_rebuild(graph: RegionGraph, values: Iterable[int], stored: Set[int]) -> bool:
-    """True if recipes can rebuild all these values from the ``stored`` ones."""
+    """Return True if ops that may run again can rebuild all these values from the ``stored`` values."""
     try:
         _recipe(graph, values, stored)
     except Unreachable:
@@ -97,7 +102,11 @@ def can_rebuild(graph: RegionGraph, values: Iterable[int], stored: Set[int]) -> 
 
 
 def _recipe(graph: RegionGraph, targets: Iterable[int], stored: Set[int]) -> tuple[set[int], set[int]]:
-    """The ops that rebuild all targets, and the leaves that they read."""
+    """Return the ops that rebuild all targets, and the stored values that these ops read.
+
+    Raises:
+        Unreachable: an op on the way must not run again, or a value on the way is not held.
+    """
     values, entries = graph.values, graph.ops
     ops: set[int] = set()
     leaves: set[int] = set()
@@ -121,7 +130,7 @@ def _recipe(graph: RegionGraph, targets: Iterable[int], stored: Set[int]) -> tup
 
 
 def _bits(mask: int) -> list[int]:
-    """The positions of the 1 bits of ``mask``, lowest first."""
+    """Return the positions of the bits of ``mask`` that are 1, lowest first."""
     found = []
     while mask:
         lowest = mask & -mask
@@ -131,7 +140,10 @@ def _bits(mask: int) -> list[int]:
 
 
 def _recipes(graph: RegionGraph, stored: Set[int]) -> tuple[list[int], list[int]]:
-    """Bit masks per value: the ops that rebuild it (-1 if it cannot be rebuilt), and the leaves that they read."""
+    """Return two lists with one bit mask for each value: the ops that rebuild it, and the stored values that these ops read.
+
+    The first mask is -1 for a value that cannot be rebuilt.
+    """
     ops_of, leaves_of = [-1] * len(graph.values), [0] * len(graph.values)
     for value in stored:
         ops_of[value], leaves_of[value] = 0, 1 << value
@@ -155,7 +167,7 @@ def build_schedule(
     order: Sequence[int] | None = None,
     packed: Iterable[int] = (),
 ) -> Schedule:
-    """Schedule the replay of all slots whose value is in ``dropped`` or ``packed``.
+    """Return the schedule that rebuilds all slots (saved tensors) whose value is in ``dropped`` or ``packed``.
 
     Args:
         graph: the region.
@@ -201,7 +213,7 @@ def build_schedule(
 
 
 class _Part(NamedTuple):
-    """A segment without its frees; ``steps`` are (op, value to load), and one of the two is -1."""
+    """A segment before it is known which values its steps free. A step is (op, value to load); one of the two is -1."""
 
     slot: int
     values: tuple[int, ...]
@@ -209,7 +221,10 @@ class _Part(NamedTuple):
 
 
 def _in_order(graph: RegionGraph, ops: Sequence[int], loads: Set[int]) -> tuple[tuple[int, int], ...]:
-    """Ops in program order, and each load right before its first reader; loads without a reader come last."""
+    """Return steps: the ops in program order, and each load of a compressed or offloaded value right before its first reader.
+
+    Loads that no op reads come last.
+    """
     if not loads:
         return tuple((op, -1) for op in ops)
     steps: list[tuple[int, int]] = []
@@ -223,7 +238,10 @@ def _in_order(graph: RegionGraph, ops: Sequence[int], loads: Set[int]) -> tuple[
 
 
 def _with_frees(graph: RegionGraph, parts: list[_Part], held: frozenset[int]) -> tuple[Segment, ...]:
-    """Add to every step the values that die after it. Walks backwards, so the first reader it meets is the last one."""
+    """Return the segments with, for each step, the values to free after it.
+
+    The walk goes backwards, so the first reader that it meets is the value's last reader.
+    """
     values, ops = graph.values, graph.ops
     needed_later: set[int] = set()
     segments: list[Segment] = []

@@ -1,4 +1,4 @@
-"""Rounds a relaxed optimum to whole choices that fit the budget, and looks for better combinations near it.
+"""Rounds a relaxed optimum, which mixes choices, to whole choices that fit the budget, and searches for better combinations.
 
 A vertex of the relaxed program splits at most as many regions between choices as there are windows at the budget, so rounding
 changes little. `round_down` rounds towards less memory, then repairs, then spends the memory left over. A remainder of room
@@ -23,24 +23,28 @@ from plimsoll.planning.windows import Windows
 
 Floats = npt.NDArray[np.float64]
 Taken = tuple[int, ...]
-"""One choice per region, by its position in the region's list."""
+"""A combination of choices: for each region, the position of its choice in the region's list."""
 
 _SUPPORT = 1e-6
-"""Smaller shares are noise of the linear program, not choices."""
+"""A choice with a smaller share than this is not part of the relaxed optimum: the share is noise of the linear program."""
 _PASSES_AT_MOST = 4
 _GROUPS = ((10, 3), (12, 2), (8, 2), (4, 1))
-"""Per round, cyclically: how many regions change together, and how many of them are regions that add no time yet."""
+"""One entry for each round of the search, repeated cyclically: how many regions change their choices together, and how many of
+these regions are regions whose present choice does not add time."""
 _ROUNDS_AT_MOST = 12
-"""The maximum number of times that all regions are grouped anew."""
+"""The maximum number of rounds of a search. Each round divides all regions into new groups."""
 _NEAREST = 256
-"""The number of choices per region, nearest to the optimum, that combinations use."""
+"""Combinations use only this many choices of each region: those with the smallest reduced costs."""
 _LEAST_WIDTH = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How hard to search: the most combinations kept from one region to the next, the most numbers that a beam may add up,
-    and how many rounds in a row may find nothing before the search stops.
+    """Data: the limits of a search.
+
+    ``width`` is the largest number of combinations that a beam search keeps from one region to the next. ``work`` is the
+    largest number of table entries that it may add up. The search stops after ``stale_rounds`` rounds in a row without
+    success.
     """
 
     width: int
@@ -53,23 +57,28 @@ QUICK, THOROUGH = Effort(256, 2_000_000, 2), Effort(1024, 8_000_000, 4)
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The limits of a combination of choices: bytes in every window, and what all regions may spend together."""
+    """The limits on a combination of choices: the bytes in each window (a stretch of the step), and the gradient error and
+    offloaded bytes of all regions together.
+    """
 
     windows: Windows
     budget_bytes: int
     limits: Limits
 
     def starts(self) -> list[int]:
-        """The column of every region's first choice, in a table with the choices of all regions as columns."""
+        """Return the column of each region's first choice in a table with the choices of all regions as columns.
+
+        The number of all columns comes last.
+        """
         return [0, *np.cumsum([len(choices) for choices in self.windows.effects]).tolist()]
 
     def load(self, taken: Taken) -> Ints:
-        """The bytes of every window."""
+        """Return an array with the bytes of each window (a stretch of the step) under a combination of choices."""
         parts = (table[:, choice] for table, choice in zip(self.windows.added_bytes, taken, strict=True))
         return sum(parts, self.windows.fixed_bytes.copy())
 
     def figures(self, taken: Taken) -> tuple[float, float, int]:
-        """Seconds, squared error, and bytes on the link."""
+        """Return the sums of a combination over all regions: added seconds, squared gradient error, and offloaded bytes."""
         effects = [choices[c] for choices, c in zip(self.windows.effects, taken, strict=True)]
         return (
             sum(effect.seconds for effect in effects),
@@ -78,17 +87,17 @@ class Room:
         )
 
     def holds(self, taken: Taken) -> bool:
-        """True if a combination is within the limits."""
+        """Return True if a combination is within the budget and the limits."""
         _, squared_error, link_bytes = self.figures(taken)
         return self.limits.allow(squared_error, link_bytes) and int(self.load(taken).max()) <= self.budget_bytes
 
 
 def round_down(room: Room, shares: Floats) -> Taken | None:
-    """Round a relaxed optimum to whole choices; return ``None`` if the rounded choices exceed the room and repair fails.
+    """Round a relaxed optimum to one whole choice for each region that fit the limits; ``None`` if they cannot be made to fit.
 
     Args:
         room: the limits.
-        shares: the relaxed optimum's share of each (region, choice).
+        shares: the relaxed optimum's share of each choice, for the choices of all regions one after the other.
     """
     taken: list[int] = []
     for first, choices in zip(room.starts(), room.windows.effects, strict=False):
@@ -102,7 +111,7 @@ def round_down(room: Room, shares: Floats) -> Taken | None:
 
 
 def speed_up(room: Room, taken: Taken) -> Taken:
-    """Return the same combination with faster choices where the room allows them."""
+    """Return the combination with faster choices for all regions where the limits allow this."""
     search = _Search(room, list(taken))
     search.improve()
     return tuple(search.taken)
@@ -124,7 +133,8 @@ def search_near(
 
     Args:
         room: the limits.
-        reduced: per (region, choice) a lower bound of the seconds that taking it whole costs beyond the optimum.
+        reduced: for each choice of each region, a lower bound of the seconds that the step takes beyond the optimum if the
+            choice is taken whole.
         start: a combination within the limits; ``None`` if none is known yet.
         least_seconds: the seconds of the relaxed optimum.
         enough_seconds: stop at a combination with at most these seconds.
@@ -150,9 +160,10 @@ def search_near(
 
 
 def lower_peak(windows: Windows, limits: Limits, reduced: Floats, start: Taken, least_bytes: int) -> Taken:
-    """Search for a combination with a smaller peak than ``start``'s; stop at ``least_bytes``, which no peak can be below.
+    """Return a combination with a smaller peak than the peak of ``start``, or ``start`` if the search finds nothing.
 
-    ``reduced`` is per (region, choice) a lower bound of how far taking it whole raises the peak.
+    The search stops at a peak of ``least_bytes``, because no peak can be smaller. ``reduced`` has, for each choice of each
+    region, a lower bound of how much the peak grows if the choice is taken whole.
     """
     best, stale = start, 0
     beam = _Beam(windows, limits, reduced, QUICK)
@@ -174,7 +185,11 @@ def lower_peak(windows: Windows, limits: Limits, reduced: Floats, start: Taken, 
 def _grouped(
     taken: Taken, costs: Sequence[Floats], seconds: Sequence[Floats], draw: np.random.Generator, turn: int
 ) -> Iterator[list[int]]:
-    """Groups of regions to change together: each region that adds time is in one, the dearest beyond the optimum first."""
+    """Yield groups of regions whose choices are changed together.
+
+    Each region whose present choice adds time is in one group; regions with the largest reduced costs come first. Each group
+    also has some regions that do not add time.
+    """
     order = draw.permutation(len(taken)).tolist()
     order.sort(key=lambda region: -float(costs[region][taken[region]]))
     touched = [region for region in order if seconds[region][taken[region]] > 0]
@@ -188,7 +203,9 @@ def _grouped(
 
 
 class _Beam:
-    """A beam search: combinations for one region after another, those nearest to the relaxed optimum first."""
+    """A beam search: it extends partial combinations by one region after another, and keeps those nearest to the relaxed
+    optimum (with the smallest sums of reduced costs).
+    """
 
     def __init__(self, windows: Windows, limits: Limits, reduced: Floats, effort: Effort) -> None:
         self._windows, self._limits, self._effort = windows, limits, effort
@@ -202,9 +219,10 @@ class _Beam:
     def run(
         self, regions: Sequence[int], current: Sequence[int], budget_bytes: int, most_reduced: float = np.inf
     ) -> Taken | None:
-        """Return the fastest combination found for these regions; the others keep their choices in ``current``.
+        """Return the fastest combination found if only these regions change; ``None`` if none is found.
 
-        ``most_reduced`` is the most that all regions together may cost beyond the relaxed optimum.
+        All other regions keep their choices in ``current``. ``most_reduced`` limits the sum of the reduced costs of all
+        regions' choices.
         """
         others = [region for region in range(len(current)) if region not in regions]
         most = most_reduced * (1 + 1e-6) - sum(self.costs[r][current[r]] for r in others)
@@ -239,9 +257,10 @@ class _Beam:
     def _tables(
         self, near: dict[int, Ints], others: Sequence[int], current: Sequence[int], budget_bytes: int
     ) -> tuple[dict[int, Ints], Ints]:
-        """Bytes that each region's choices add, and the load of the other regions, in the windows that may overflow.
+        """Return a table for each region in ``near``, with the bytes that its choices add, and the load of the other regions.
 
-        Loads are relative to the budget: positive means too much.
+        Both contain only the windows whose bytes may exceed the budget. The load is relative to the budget: positive means
+        too much.
         """
         windows = self._windows
         load = windows.fixed_bytes - budget_bytes
@@ -257,9 +276,10 @@ class _Beam:
 
 
 def _fitting(before: Ints, choice: Ints, loads: Ints, added: Ints, left: Ints, width: int) -> tuple[Ints, Ints, Ints]:
-    """The first ``width`` combinations (0: all) that leave enough room for the smallest choices of the remaining regions.
+    """Return the first ``width`` combinations (0: all) that leave enough room for the smallest choices of the other regions.
 
-    Of combinations with equal loads in all windows only the first is kept.
+    The result has three arrays: the positions of the extended combinations, the added choices, and the new loads. Of
+    combinations with equal loads in all windows only the first is kept.
     """
     # Compare loads by a random weighted sum modulo 2^64. If two different loads collided, only one combination would be lost.
     weights = np.random.default_rng(0).integers(2**62, size=loads.shape[1])
@@ -277,7 +297,7 @@ def _fitting(before: Ints, choice: Ints, loads: Ints, added: Ints, left: Ints, w
 
 
 class _Search:
-    """One choice per region, changed one region at a time."""
+    """A local search: it holds one choice for each region (``taken``) and changes one region's choice at a time."""
 
     def __init__(self, room: Room, taken: list[int]) -> None:
         windows = room.windows
@@ -292,7 +312,10 @@ class _Search:
         _, self._error, self._link = room.figures(tuple(taken))
 
     def repair(self) -> bool:
-        """Take choices that exceed the budget by less, until none exceeds it. Return whether that succeeds."""
+        """Change choices such that windows (stretches of the step) exceed the budget by less, until no window exceeds it.
+
+        Return whether this succeeded.
+        """
         if not self._limits.allow(self._error, self._link):
             return False
         for _ in range(_PASSES_AT_MOST):
@@ -309,7 +332,7 @@ class _Search:
         return bool(self._load.max() <= self._budget_bytes)
 
     def improve(self) -> None:
-        """Take faster choices that fit, until no region has one."""
+        """Change regions to faster choices that fit, until no region has such a choice (or for 4 passes)."""
         for _ in range(_PASSES_AT_MOST):
             before = list(self.taken)
             # Late regions first: they hold their bytes for the shortest time.
@@ -322,7 +345,7 @@ class _Search:
                 break
 
     def _loads(self, region: int) -> Ints:
-        """The load of every window for each choice of one region."""
+        """Return a table of the bytes in each window (row: a stretch of the step), for each choice of a region (column)."""
         added = self._added[region]
         loads: Ints = (self._load - added[:, self.taken[region]])[:, None] + added
         return loads

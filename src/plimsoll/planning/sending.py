@@ -1,4 +1,4 @@
-"""Simulates a framework's own offloading switches: which values go to the host, when each is freed and when it is back.
+"""Simulates the offloading switches of other frameworks: which values go to the host, and when each is freed and comes back.
 
 Two schedules are supported. Neither is the engine's schedule (``choice``: one window per transfer).
 
@@ -45,25 +45,27 @@ _NORM = re.compile(r"norm|(?:^|[._])ln(?:[._\d]|$)", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Sending:
-    """What goes to the host: the tensors that these ``modules`` save, or without modules the inputs of recomputed layers.
+    """Data: the setting of a framework's offloading switches, which says what goes to the host.
 
-    ``fraction`` is the share of all groups that is sent.
+    It is the tensors that autograd saves in these ``modules``; if ``modules`` is empty, the inputs of recomputed layers.
+    ``fraction`` is the share of all groups (a module of one layer) that is sent.
     """
 
     modules: tuple[str, ...] = ()
     fraction: float = 1.0
 
     def run(self, index: StepIndex, choices: Sequence[Choice]) -> Simulation:
-        """Simulate the step with these choices; the values they hold are sent if the switches send them.
+        """Simulate the step with these choices. Of the values that they hold, those that the switches select are sent.
 
         Args:
             index: the step, with forms of the host for every value that may be sent.
-            choices: the choice of every region, without packed values.
+            choices: the choice of each region; it must not compress or offload any value.
         """
         return _Beside(index, choices, self).run() if self.modules else _in_line(index, choices)
 
 
 def _in_line(index: StepIndex, choices: Sequence[Choice]) -> Simulation:
+    """Simulate the step with the *in line* schedule, which sends the inputs of recomputed layers on the computing stream."""
     takers: dict[int, int] = {}
     for view in index.views:
         for value in view.graph.values:
@@ -82,12 +84,14 @@ def _in_line(index: StepIndex, choices: Sequence[Choice]) -> Simulation:
 
 
 def _both_ways(index: StepIndex, size: int) -> float:
+    """Return the seconds to send this many bytes to the host and to copy them back."""
     link = index.forms.link
     assert link is not None, "forms that are sent have a link"
     return 2 * link.latency_seconds + size / link.out_bytes_per_second + size / link.in_bytes_per_second
 
 
 def _with_sent(index: StepIndex, view: RegionView, choice: Choice, sent: Sequence[int]) -> Choice:
+    """Return the same choice, except that these values are offloaded."""
     link = index.forms.link
     packed = frozenset((value, link.name) for value in sent if link is not None)
     return Choice(choice.kept - frozenset(sent), packed, is_boundary_dropped=choice.is_boundary_dropped)
@@ -95,9 +99,10 @@ def _with_sent(index: StepIndex, view: RegionView, choice: Choice, sent: Sequenc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
-    """The tensors that autograd saves in one module of one layer.
+    """Data: the tensors that autograd saves in one module of one layer; they are sent together.
 
-    Ticks: forward is done with them at ``through``, backward needs the first of them at ``needed``, and is done at ``done``.
+    Three fields are ticks (positions of ops in the step): forward has used the tensors for the last time before ``through``,
+    backward needs the first of them at ``needed``, and has used the last of them before ``done``.
     """
 
     region: int
@@ -111,7 +116,7 @@ class _Group:
 
 
 class _Beside:
-    """One step with two streams for copies, one in each direction."""
+    """The simulation of one step with two streams for copies, one in each direction (the second schedule of this module)."""
 
     def __init__(self, index: StepIndex, choices: Sequence[Choice], sending: Sending) -> None:
         self.index, self.choices, self.sending = index, choices, sending
@@ -120,12 +125,13 @@ class _Beside:
         self.link = link
         self.layers = _layers(index)
         self.gone: dict[tuple[int, int], list[float]] = {}
-        """By (region, value) the seconds at which copies to the host are done."""
+        """Maps (region, value) to the times, in seconds, at which copies of the value to the host are done."""
         self.back: dict[tuple[int, int], list[int]] = {}
-        """By (region, value) the ticks at which copies back are requested."""
+        """Maps (region, value) to the ticks at which copies of the value back are requested."""
         self.waiting: dict[int, float] = {}
 
     def run(self) -> Simulation:
+        """Schedule all copies, and simulate the step with this schedule."""
         groups = self.groups
         self._send(groups)
         self._fetch(groups)
@@ -139,7 +145,7 @@ class _Beside:
 
     @cached_property
     def groups(self) -> list[_Group]:
-        """All groups in the order of forward; groups to send are marked."""
+        """All groups (the saved tensors of one module of one layer) in the order of forward; groups to send are marked."""
         found = [
             group
             for view, choice, layer in zip(self.index.views, self.choices, self.layers, strict=True)
@@ -153,7 +159,10 @@ class _Beside:
         return [replace(group, is_sent=at in sent) for at, group in enumerate(found)]
 
     def _free_of_others(self, groups: Sequence[_Group]) -> list[tuple[int, int]]:
-        """Sent (region, value) pairs that the device can free: no group that stays on the device saves them too."""
+        """Return the sent (region, value) pairs that the device can free.
+
+        A value cannot be freed if a group that stays on the device saves it too.
+        """
         sent = {(group.region, group.module) for group in groups if group.is_sent}
         held = {
             (region, slot.value)
@@ -166,7 +175,7 @@ class _Beside:
 
     @cached_property
     def clock(self) -> npt.NDArray[np.float64]:
-        """Seconds of compute before each tick, including recomputed ops."""
+        """An array with, for each tick, the seconds of compute before it, including recomputed ops."""
         index = self.index
         clock: npt.NDArray[np.float64] = index.seconds_before.copy()
         for region, op in run_choices(index, self.choices).replayed:
@@ -175,7 +184,7 @@ class _Beside:
         return clock
 
     def _tick_at(self, seconds: float) -> int:
-        """The first tick that starts after ``seconds`` of compute."""
+        """Return the first tick that starts when at least ``seconds`` of compute are done."""
         return int(np.searchsorted(self.clock, seconds))
 
     def _copy_seconds(self, group: _Group, bytes_per_second: float) -> float:
@@ -192,7 +201,7 @@ class _Beside:
                     self.gone.setdefault((group.region, value), []).append(free)
 
     def _fetch(self, groups: Sequence[_Group]) -> None:
-        """Schedule each copy back when it is requested, and compute's waits for it."""
+        """Schedule the copy of each group back when it is requested, and make compute wait until the copy is done."""
         asked_for = [group for group in groups if group.is_sent]
         there: dict[tuple[int, str], float] = {}
         free = 0.0
@@ -211,7 +220,7 @@ class _Beside:
                 self.waiting[group.region] = self.waiting.get(group.region, 0.0) + wait
 
     def _fetch_group(self, group: _Group, tick: int, start: float, there: dict[tuple[int, str], float]) -> float:
-        """Copy a group back unless it is back already; return when the stream is free again."""
+        """Schedule the copy of a group back, unless it is back already; return the time when the stream is free again."""
         key = (group.region, group.module)
         if key in there:
             return start
@@ -223,13 +232,14 @@ class _Beside:
 
 
 class _Layer(NamedTuple):
-    """The module of every op of a layer, and the slots that each module's ops saved."""
+    """Data: the name of the module of each op of a layer, and a mapping from modules to the tensors that their ops saved."""
 
     modules: list[str]
     slots: dict[str, list[Slot]]
 
 
 def _layers(index: StepIndex) -> list[_Layer]:
+    """Return one entry for each region: the modules of its ops, and the saved tensors of each module."""
     kinds = {view.call.kind: view for view in index.views}
     modules = {kind: modules_of(view) for kind, view in kinds.items()}
     found = []
@@ -243,7 +253,7 @@ def _layers(index: StepIndex) -> list[_Layer]:
 
 
 def _groups_of(view: RegionView, choice: Choice, layer: _Layer, named: Sequence[str]) -> Iterator[_Group]:
-    """The groups of these modules in a region: slots that the choice keeps, and inputs that recomputing reads."""
+    """Yield one group for each of these modules in a region: values that the choice keeps, and inputs of recomputation."""
     graph = view.graph
     for module in layer.slots.keys() & set(named):
         saved, ops = layer.slots[module], [op for op in graph.ops if layer.modules[op.id] == module]
@@ -265,10 +275,10 @@ def _groups_of(view: RegionView, choice: Choice, layer: _Layer, named: Sequence[
 
 
 def _saver(index: StepIndex, view: RegionView, slot: Slot) -> RegionOp:
-    """The op that saved a slot.
+    """Return the op that made autograd save a tensor (a slot).
 
-    It is either the next op at that moment, which reads the value, or the op before, which made it. The backward op that
-    reads the slot starts with the saving op's name.
+    At the moment of saving, it is either the next op, which reads the value, or the op before, which made the value. The name
+    of the backward op that reads the slot starts with this op's name.
     """
     ops, backward = view.graph.ops, index.trace.ops[slot.unpacked].name
     at = min(bisect.bisect_left([op.tick for op in ops], slot.packed), len(ops) - 1)
@@ -279,7 +289,10 @@ def _saver(index: StepIndex, view: RegionView, slot: Slot) -> RegionOp:
 
 
 def modules_of(view: RegionView) -> list[str]:
-    """The Megatron-Core module of every op, found from the op and its position; empty if the op is outside of them."""
+    """Return a list with, for each op of a region, the name of the Megatron-Core module that it belongs to.
+
+    The name is found from the op and its position; it is empty for an op outside of these modules.
+    """
     graph, cores = view.graph, core_ops(view)
     paths = [graph.values[op.writes[0]].name.rpartition("::")[0] if op.writes else "" for op in graph.ops]
     routed = [op.id for op in graph.ops if is_product(op.name) and ROUTED.search(paths[op.id])]

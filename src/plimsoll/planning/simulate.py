@@ -1,7 +1,7 @@
-"""Simulates a step under a plan: the exact bytes of every instant, and the seconds.
+"""Simulates a step under a plan: the exact bytes at each instant, and the seconds of the step.
 
-This is the oracle: every plan of the solver is replayed here, and these figures count. See ``step`` for instants and fixed
-bytes, and ``replay`` for the memory of replays. Not modelled: fragmentation, and memory that no traced op allocates.
+All plans of the solver are simulated here, and the simulated figures decide. See ``step`` for instants and fixed bytes, and
+``replay`` for the memory of recomputation. Not modelled: fragmentation, and memory that no traced op allocates.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ _REPLAYS_KEPT = 1024
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """One step under one plan.
+    """Data: the memory and time of one step under one plan.
 
-    ``curve`` is bytes per instant (two per tick), ``replayed`` the (region, op) pairs that run again, ``peak_instant`` the
-    first instant at which ``peak_bytes`` are alive. ``squared_error`` is the square of the relative gradient error that
-    packed values are expected to cause. ``link_bytes`` is the maximum at the other end of the link.
+    ``curve`` has the bytes alive at each instant (two instants for each op). ``replayed`` lists the (region, op) pairs that run
+    again. ``peak_instant`` is the first instant at which ``peak_bytes`` are alive. ``squared_error`` is the square of the
+    relative gradient error that packed (compressed or offloaded) values are expected to cause. ``link_bytes`` is the largest
+    number of bytes at the other end of the link.
     """
 
     index: StepIndex
@@ -40,7 +41,7 @@ class Simulation:
 
 
 def choices_of(index: StepIndex, regions: Sequence[RegionPlan]) -> tuple[Choice, ...]:
-    """Translate region plans into one choice per region of the trace; a region without a plan keeps everything."""
+    """Translate region plans into one choice for each region of the trace. A region without a plan keeps everything."""
     plans = {(plan.name, plan.call): plan for plan in regions}
     choices = []
     for view in index.views:
@@ -57,10 +58,10 @@ def choices_of(index: StepIndex, regions: Sequence[RegionPlan]) -> tuple[Choice,
 
 
 def run_choices(index: StepIndex, choices: Sequence[Choice]) -> Simulation:
-    """Simulate a step under one choice per region.
+    """Simulate a step with one choice for each region.
 
-    An input that a dropped boundary does not hold cannot be packed either, so it counts as kept. All calls of a compiled
-    block run the same code, so a value that one call drops is dropped in all calls.
+    An input that is dropped cannot be compressed or offloaded too; if the choice says so, the input counts as kept. All calls
+    of a compiled block run the same code, so a value that one call drops is dropped in all calls.
     """
     choices = _as_one_code(index, choices)
     linked = links_of(index, choices)
@@ -85,6 +86,7 @@ def run_choices(index: StepIndex, choices: Sequence[Choice]) -> Simulation:
 
 
 def _as_one_code(index: StepIndex, choices: Sequence[Choice]) -> Sequence[Choice]:
+    """Return the choices such that a value that one call of a compiled region does not keep is dropped in all its calls."""
     choices = list(choices)
     for calls in index.compiled_together:
         names = {
@@ -97,9 +99,10 @@ def _as_one_code(index: StepIndex, choices: Sequence[Choice]) -> Sequence[Choice
 
 
 class StepReplays:
-    """The replays of all regions of a step, and what they hold; regions linked by dropped boundaries are replayed together.
+    """The replays (simulated recomputation) of all regions of a step under one choice for each, and the memory they hold.
 
-    ``watch`` is an instant at which the replays list their live buffers (see ``replay``).
+    Regions are replayed together if one drops its input and the other rebuilds it. ``watch`` is an instant at which the
+    replays list their live buffers (see ``replay``); -1 for none.
     """
 
     def __init__(self, index: StepIndex, choices: Sequence[Choice], watch: int = -1) -> None:
@@ -113,12 +116,12 @@ class StepReplays:
                 self.holds.setdefault(storage, []).extend(spans)
 
     def cover(self, storage: int) -> list[Span]:
-        """The instants at which a storage of the trace is alive, by itself or because a region holds it."""
+        """Return the spans of instants at which a storage of the trace is alive, by itself or because a region holds it."""
         cover = actual_cover(self.index, storage, self.linked)
         return merge([*cover, *self.holds[storage]]) if storage in self.holds else cover
 
     def is_alive(self, storage: int, instant: int) -> bool:
-        """True if a storage of the trace is alive at an instant, by itself or because a region holds it."""
+        """Return True if a storage of the trace is alive at an instant, by itself or because a region holds it."""
         for spans in (actual_cover(self.index, storage, self.linked), self.holds.get(storage, ())):
             for start, stop in spans:
                 if start <= instant < stop:
@@ -126,12 +129,17 @@ class StepReplays:
         return False
 
     def held(self) -> Ints:
-        """Bytes per instant without rebuilt values: the fixed bytes, what choices hold, and waiting micro-batches."""
+        """Return an array with, for each instant, the bytes alive without rebuilt values.
+
+        They are the bytes that no decision changes, the bytes that choices hold, and those of waiting micro-batches.
+        """
         added = np.cumsum(_storage_changes(self))[:-1]
         return self.index.fixed + added + self.index.waits(int(added[self.index.handover]))
 
     def extras(self) -> Iterator[tuple[Span, int, str]]:
-        """Copies of inputs, payloads of packed values, and the memory for packing them: span, bytes and label."""
+        """Yield (span of instants, bytes, label) for each copy of an input, each payload of a packed value, and the memory for
+        making payloads. A packed value is compressed or offloaded.
+        """
         for outcome in self.outcomes:
             yield from outcome.copies
             yield from outcome.payloads
@@ -141,7 +149,10 @@ class StepReplays:
 def _replayed(
     index: StepIndex, chain: Mapping[int, Choice], linked: Mapping[int, frozenset[int]], watch: int
 ) -> Replay:
-    """The replay of a chain. Single regions are cached, because plans for other budgets change only a few of them."""
+    """Return the replay (simulated recomputation) of a chain of linked regions.
+
+    Replays of single regions are cached, because plans for other budgets change only a few regions.
+    """
     if len(chain) > 1:
         return replay(index, chain, linked, watch)
     [key] = chain.items()
@@ -156,7 +167,11 @@ def _replayed(
 
 
 def replay_seconds(index: StepIndex, choices: Mapping[int, Choice], ops: Sequence[tuple[int, int]]) -> float:
-    """Seconds that the given regions add: replayed ops ((region, op) pairs), packing, and the engine's own work."""
+    """Return the seconds that the given regions add to the step under these choices.
+
+    They are the seconds of the recomputed ``ops`` ((region, op) pairs), of encoding, decoding and waiting for transfers, and
+    of Plimsoll's own work in the regions that it changes.
+    """
     seconds = sum(index.replay_seconds(index.views[r].graph.ops[o].cost_key) for r, o in ops)
     seconds += sum(packing_seconds(index, index.views[r], choice) for r, choice in choices.items() if choice.packed)
     touched = [index.views[r] for r, choice in choices.items() if is_touched(index.views[r], choice)]
@@ -164,21 +179,24 @@ def replay_seconds(index: StepIndex, choices: Mapping[int, Choice], ops: Sequenc
 
 
 def engine_seconds(index: StepIndex, view: RegionView) -> float:
-    """Seconds of the engine itself in one call of a region that it touches: its hooks run for every saved tensor."""
+    """Return the seconds of Plimsoll's own work in one call of a region that it changes: a hook runs for each saved tensor."""
     if view.call.is_compiled:
         return 0.0
     return index.costs.region_seconds + len(view.graph.slots) * index.costs.slot_seconds
 
 
 def is_touched(view: RegionView, choice: Choice) -> bool:
-    """True if the engine has work in a region under this choice."""
+    """Return True if a region does not simply keep everything under this choice, so that Plimsoll changes it."""
     return choice.is_boundary_dropped or len(choice.kept) < len(view.decided)
 
 
 def _chains(
     index: StepIndex, choices: Sequence[Choice], linked: Mapping[int, frozenset[int]]
 ) -> list[dict[int, Choice]]:
-    """The choices of regions that decide anything, grouped into chains that dropped boundaries link."""
+    """Return the choices of regions that can decide anything, grouped into chains; each chain maps regions to choices.
+
+    Regions are in the same chain if one drops its input and the other rebuilds it.
+    """
     chain_of: dict[int, dict[int, Choice]] = {}
     found: list[dict[int, Choice]] = []
     for view, choice in zip(index.views, choices, strict=True):
@@ -199,7 +217,10 @@ def _chains(
 
 
 def links_of(index: StepIndex, choices: Sequence[Choice]) -> dict[int, frozenset[int]]:
-    """The inputs, by region, that dropped boundaries do not hold. A boundary that cannot be rebuilt stays held."""
+    """Return a mapping from each region that drops its input to the inputs that are not held.
+
+    An input that cannot be rebuilt stays held, so it is not included.
+    """
     linked = {
         view.call.index: boundary_values(index, view)
         for view, choice in zip(index.views, choices, strict=True)
@@ -209,7 +230,10 @@ def links_of(index: StepIndex, choices: Sequence[Choice]) -> dict[int, frozenset
 
 
 def _storage_changes(replays: StepReplays) -> Ints:
-    """The bytes that choices add to the fixed bytes (or subtract, for dropped boundaries), as changes per instant."""
+    """Return an array with, for each instant, the change of the bytes that choices add to the fixed bytes.
+
+    Dropped inputs of regions are subtracted. The running sum of the array is the number of bytes added at each instant.
+    """
     index = replays.index
     change = np.zeros(index.instants + 1, dtype=np.int64)
     for (start, stop), size, _ in replays.extras():
@@ -229,7 +253,11 @@ def _storage_changes(replays: StepReplays) -> Ints:
 
 
 def actual_cover(index: StepIndex, storage: int, linked: Mapping[int, frozenset[int]]) -> list[Span]:
-    """Like ``StepIndex.covered``, but slots of dropped boundaries hold only until their region's forward ends."""
+    """Return the spans of instants at which a storage is alive whatever is decided, if the inputs in ``linked`` are dropped.
+
+    It is the result of ``StepIndex.covered``, except that saved tensors which are dropped inputs hold their storage only
+    until their region's forward ends.
+    """
     if not linked:
         return index.covered(storage)
     spans = [index.life(storage)]
@@ -241,6 +269,7 @@ def actual_cover(index: StepIndex, storage: int, linked: Mapping[int, frozenset[
 
 
 def _add_levels(curve: Ints, outcome: Replay) -> None:
+    """Add the bytes of a replay's rebuilt values to the bytes at each instant."""
     levels = dict(outcome.levels)
     instants = sorted(levels)
     for instant, following in zip(instants, [*instants[1:], len(curve)][: len(instants)], strict=True):

@@ -1,15 +1,17 @@
 """Decides for every saved value of a step whether to KEEP, RECOMPUTE, COMPRESS or OFFLOAD it. Start reading at ``solve``.
 
-A named strategy is followed, ``auto`` is optimised. Both are simulated, bounded and written down in the same way:
+A named strategy is followed, ``auto`` is optimised. Both are simulated, bounded and written down in the same way. A choice
+says which saved values of one region (a module) are kept, recomputed or stored in another form:
 
-1. ``choices`` lists what each region may do, with the exact memory and seconds of each choice.
+1. ``choices`` lists the choices of each region, with the exact memory and seconds of each choice.
 2. ``integer_program`` picks one choice per region, for the least seconds within the budget.
 3. ``simulate`` decides whether the plan fits. If it exceeds the budget, the program is solved again for a budget that is
    smaller by the excess.
 4. ``bounds`` computes a bound that no plan can beat, ``decisions`` and ``explain`` put the reasons into words.
 
-Budgets on a fixed ladder between floor and unmanaged peak are solved as well. Their plans give the frontier. A plan that one
-of them beats is never returned.
+Budgets on a fixed *ladder* are solved as well: they are spread evenly between the *floor* (the lowest peak of all plans) and
+the peak of the step without a plan. The ladder's plans give the frontier of peak against seconds. ``solve`` never returns a
+plan that a plan of the ladder beats.
 """
 
 from __future__ import annotations
@@ -40,16 +42,18 @@ from plimsoll.planning.strategies import choose_form, choose_full, choose_none, 
 from plimsoll.planning.what_if import peak_with_chunked_loss
 
 TIME_LIMIT_SECONDS = 60.0
-"""The solver's time limit for one planner, all its programs together."""
+"""The solver's time limit for all programs of one planner together, in seconds. The time starts when the planner is made, and
+again when its ladder is solved."""
 _FRONTIER_POINTS = 12
 _TIGHTENINGS, _LEAPS = 8, 5
-"""How often the target is lowered by the excess that the simulator finds (8), and then by 2, 4, 8 … times the excess (5),
-before only the ladder's plans are left."""
+"""If the simulated plan exceeds the budget, the solver's budget is lowered and the program is solved again: 8 times by the
+excess, then 5 times by 2, 4, 8 … times the excess. After that only the ladder's plans are considered."""
 _ERROR_ROOM = 4.0
-"""Choices are generated for an error limit that is larger by this factor, because a plan may err less than expected when it
-is measured."""
+"""Choices are generated for an error limit that is this many times as large as the user's, because the measured error of a plan
+may be smaller than the expected error."""
 _OPTIMAL_WITHIN = 1e-6
-"""A plan counts as optimal within this share of the step, the solver's own tolerance."""
+"""A plan counts as optimal if its seconds exceed the lower bound by at most this share of the step's time. This is the solver's
+own tolerance."""
 
 
 def solve(
@@ -95,7 +99,10 @@ def solve(
 
 
 def lowest_known(planner: Planner) -> Plan:
-    """The plan with the lowest peak, for the first step or two. Other plans with the same peak may be faster."""
+    """Return the plan with the lowest peak, for the first steps, before a better plan is ready.
+
+    Other plans with the same peak may be faster.
+    """
     floor, started = planner.floor, time.monotonic()
     outcome = _Outcome(floor, Status.FEASIBLE, planner.baseline.seconds, is_stopgap=True)
     return _write(planner, outcome, floor.peak_bytes, "auto", floor.peak_bytes, started)
@@ -103,18 +110,18 @@ def lowest_known(planner: Planner) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """The simulated step to write down as a plan, and what is proven about it."""
+    """Data: the simulated step that becomes a plan, the status of the search, and a proven lower bound of the step time."""
 
     simulation: Simulation
     status: Status
     lower_bound_seconds: float
     notes: tuple[str, ...] = ()
     is_stopgap: bool = False
-    """True if the plan is only used until a better one is ready; then its frontier is not computed."""
+    """True if the plan is used only until a better plan is ready; then the frontier is not computed."""
 
 
 def _optimise(planner: Planner, room_bytes: int | None) -> _Outcome:
-    """Follow the strategy ``auto``: the least seconds within the room."""
+    """Find the step with the least seconds whose peak is at most ``room_bytes`` (``None``: no limit): strategy ``auto``."""
     if room_bytes is None or room_bytes >= planner.loosest.peak_bytes:
         return _Outcome(planner.loosest, Status.OPTIMAL, planner.loosest.seconds)
     best = planner.best_within(room_bytes)
@@ -128,7 +135,7 @@ def _optimise(planner: Planner, room_bytes: int | None) -> _Outcome:
 
 
 def _follow(planner: Planner, simulation: Simulation, room_bytes: int | None) -> _Outcome:
-    """Follow a named strategy: the choices are given, and the same figures are computed."""
+    """Check a step under a named strategy, whose choices are given, against budget and limits, and bound its step time."""
     limit_bytes = simulation.peak_bytes if room_bytes is None else room_bytes
     if simulation.peak_bytes > limit_bytes:
         return _Outcome(simulation, Status.INFEASIBLE, planner.baseline.seconds)
@@ -141,7 +148,10 @@ def _follow(planner: Planner, simulation: Simulation, room_bytes: int | None) ->
 
 
 def _bounded(planner: Planner, simulation: Simulation, lower: float, notes: tuple[str, ...] = ()) -> _Outcome:
-    """A step that fits; it is optimal if it meets the bound. Clip the bound: its tolerance may lift it above the step."""
+    """Return the outcome for a step that fits. Its status is OPTIMAL if its seconds meet the lower bound.
+
+    The bound is clipped to the step's seconds, because the solver's tolerance may lift the bound above them.
+    """
     lower = min(lower, simulation.seconds)
     is_optimal = simulation.seconds - lower <= _OPTIMAL_WITHIN * planner.baseline.seconds
     return _Outcome(simulation, Status.OPTIMAL if is_optimal else Status.FEASIBLE, lower, notes)
@@ -150,6 +160,7 @@ def _bounded(planner: Planner, simulation: Simulation, lower: float, notes: tupl
 def _write(
     planner: Planner, outcome: _Outcome, budget_bytes: int | None, strategy: str, room_bytes: int | None, started: float
 ) -> Plan:
+    """Return the plan for an outcome, with prices, bounds, notes, and the seconds since ``started`` that planning took."""
     index, simulation, baseline = planner.index, outcome.simulation, planner.baseline
     window_prices = planner.window_prices(simulation, room_bytes)
     overhead = simulation.seconds - baseline.seconds
@@ -179,7 +190,11 @@ def _write(
 
 @dataclass(frozen=True, slots=True)
 class BestStep:
-    """The best simulated step within a budget (``None``: nothing fits), how it was found, and what bounds it."""
+    """Data: the fastest simulated step within a budget, or ``None`` if nothing fits.
+
+    ``lower_seconds`` is the solver's proven bound on the seconds that a plan adds to the step. ``is_finished`` is False if
+    the solver ran out of time.
+    """
 
     simulation: Simulation | None
     lower_seconds: float
@@ -187,14 +202,18 @@ class BestStep:
 
 
 class Planner:
-    """What a planner needs for one step whatever the budget: choices, program, floor, ladder.
+    """Makes plans for one step under any budget. It holds everything that does not depend on the budget.
+
+    That is: the choices of each region, the program that picks among them, the floor (the plan with the lowest peak), and the
+    ladder (plans at budgets between the floor and the peak without a plan).
 
     Args:
         index: the step with its costs, its forms, whether it may recompute, and its place in a pipeline.
         overrides: the user's decisions.
-        limits: the error and the link bytes that plans may spend; by default no error, and no limit on link bytes.
-        known_choices: choices of regions of other steps with the same costs, such as other stages of a pipeline; new ones
-            are added.
+        limits: the gradient error that plans may cause, and the bytes that they may offload; by default no error, and no
+            limit on offloaded bytes.
+        known_choices: choices of regions of other steps with the same costs, such as other stages of a pipeline. Choices
+            that this planner generates are added.
 
     Raises:
         InvalidStrategy: an override matches no value or demands the impossible, or all overrides together exceed the limits.
@@ -235,13 +254,13 @@ class Planner:
         self.build_seconds = time.monotonic() - started
 
     def heedless_of_error(self) -> Planner:
-        """The same planner without an error limit, for named strategies; floor and ladder stay unchanged."""
+        """Return a copy of the planner without an error limit, for named strategies. The floor and the ladder are the same."""
         other = copy.copy(self)
         other.limits, other._bounds = Limits(math.inf, self.limits.link_bytes), {}
         return other
 
     def relimited(self, limits: Limits) -> Planner:
-        """A planner for the same step and the same choices, with other limits.
+        """Return a planner for the same step and the same choices, with other limits.
 
         Raises:
             InvalidStrategy: the overrides alone exceed the limits.
@@ -256,7 +275,7 @@ class Planner:
         return other
 
     def _search(self, known: Planner | None) -> None:
-        """Find the floor under the limits; reuse results of another planner of this step."""
+        """Find the floor, the plan with the lowest peak within the limits. Reuse results of ``known``, if it is a planner."""
         if not self.allows(self.loosest):
             raise limits_error("all overrides together", self.loosest, self.limits)
         simulations = [s for s in self._extremes if self.allows(s)]
@@ -276,9 +295,9 @@ class Planner:
 
     @property
     def ladder(self) -> list[Simulation]:
-        """Plans at budgets from the floor to the unmanaged peak, and the other known low-peak plans.
+        """The simulated steps of all plans at budgets from the floor to the unmanaged peak, and of the other low-peak plans.
 
-        They are solved on first use, because the first step under ``attach`` only needs the floor.
+        They are computed on first use, because the first step under ``attach`` needs only the floor.
         """
         if not self._rungs:
             self.problem.deadline = time.monotonic() + TIME_LIMIT_SECONDS
@@ -286,14 +305,17 @@ class Planner:
         return [*self._lowest, *filter(self.allows, self._rungs.values())]
 
     def allows(self, simulation: Simulation) -> bool:
-        """True if a simulated step keeps to the limits."""
+        """Return True if a simulated step is within the limits on gradient error and offloaded bytes."""
         return self.limits.allow(simulation.squared_error, simulation.link_bytes)
 
     def _run(self, choices: Sequence[Choice]) -> Simulation:
         return run_choices(self.index, choices)
 
     def _climb(self, known: Mapping[int, Simulation]) -> dict[int, Simulation]:
-        """Plans at budgets spread evenly from the floor to the unmanaged peak; the same plans whatever the budget."""
+        """Return a mapping from budgets to simulated steps: the ladder, spread evenly from the floor to the unmanaged peak.
+
+        A budget is left out if no plan was found for it. ``known`` maps budgets to steps that need not be solved again.
+        """
         # They depend only on the step, so a plan for a larger budget can fall back on every plan of a smaller one.
         low, high = self.floor.peak_bytes, self.loosest.peak_bytes
         budgets = [low + (high - low) * point // (_FRONTIER_POINTS - 1) for point in range(_FRONTIER_POINTS - 1)]
@@ -309,7 +331,7 @@ class Planner:
         return rungs
 
     def best_within(self, budget_bytes: int) -> BestStep:
-        """The plan with the least seconds whose simulated peak is within a budget."""
+        """Return the fastest step whose simulated peak is within a budget; also the steps of the ladder are considered."""
         fitting = [simulation for simulation in self.ladder if simulation.peak_bytes <= budget_bytes]
         lower = 0.0
         is_finished = True
@@ -332,7 +354,7 @@ class Planner:
         return BestStep(best, lower if np.isfinite(lower) else 0.0, is_finished)
 
     def lower_bound_seconds(self, budget_bytes: int, found: BestStep | None, *, boundaries: bool) -> float:
-        """Seconds that no plan within the budget can beat.
+        """Return a proven lower bound, in seconds, of the step time of all plans within the budget.
 
         Args:
             budget_bytes: the budget.
@@ -347,7 +369,7 @@ class Planner:
         return bound
 
     def frontier(self) -> tuple[FrontierPoint, ...]:
-        """The ladder's plans that no other plan beats in both peak and seconds."""
+        """Return peak and step seconds of each plan of the ladder that no other plan beats in both, lowest peak first."""
         points: list[FrontierPoint] = []
         for simulation in sorted(self.ladder, key=lambda s: (s.peak_bytes, s.seconds)):
             if not points or simulation.seconds < points[-1].step_seconds:
@@ -355,7 +377,10 @@ class Planner:
         return tuple(points)
 
     def window_prices(self, simulation: Simulation, room_bytes: int | None) -> npt.NDArray[np.float64]:
-        """Seconds per step that one byte less would cost in every window; 0 if the plan spends no time to save memory."""
+        """Return an array with, for each window (a stretch of the step), the seconds that one byte less in it would cost.
+
+        All are 0 if the plan does not spend time to save memory.
+        """
         if simulation.seconds > self.baseline.seconds:
             relaxed = self.problem.relax(room_bytes if room_bytes is not None else simulation.peak_bytes)
             if relaxed is not None:
@@ -363,7 +388,11 @@ class Planner:
         return np.zeros(len(self.problem.windows.spans))
 
     def region_prices(self, window_prices: npt.NDArray[np.float64]) -> list[float]:
-        """Seconds per byte held by each region: its windows' prices, plus the prices of windows while micro-batches wait."""
+        """Return a list with, for each region, the seconds per step that one byte held by the region costs.
+
+        The region holds bytes in some windows (stretches of the step), and the result is the sum of their prices. In a
+        pipeline, waiting micro-batches hold the byte too, so the prices of the windows while they wait are added.
+        """
         windows = self.problem.windows
         is_waited = [start < self.index.last_wait for start, _ in windows.spans]
         waits = self.index.waiting * float(window_prices[is_waited].sum())
@@ -371,5 +400,6 @@ class Planner:
 
 
 def _choices(selection: Selection) -> tuple[Choice, ...]:
+    """Return the choice of each region in a selection."""
     assert selection.effects is not None
     return tuple(effect.choice for effect in selection.effects)

@@ -1,4 +1,7 @@
-"""A step as the planner sees it: the bytes that no decision changes, per instant, and what each region may decide.
+"""Prepares a traced step for planning: the bytes that no decision changes, at each instant, and what each region may decide.
+
+A region is a module that Plimsoll manages, a value one version of one of its tensors' storages, and a slot one tensor that
+autograd saved for backward. For each saved value a plan decides to keep, recompute, compress or offload it.
 
 Time in this module is counted in *instants*, two per tick. Instant ``2t`` lies before op ``t`` runs: slots are packed,
 unpacked and released there, and replays run there. Instant ``2t + 1`` is while op ``t`` runs. A storage with life
@@ -8,9 +11,10 @@ The *fixed* bytes are the bytes that no decision changes: lives of the trace, wo
 slot until its region's forward ends (the engine keeps real tensors until then).
 
 In a pipeline a stage runs the step of one micro-batch while others *wait* between their forward and their backward. With
-at most ``in_flight`` micro-batches, all but one wait. Each waiting micro-batch holds the tensors alive at the ``handover``
-from forward to backward, except those that all micro-batches share (alive before the step, and not an input). All take the
-same choices, so together they hold a multiple of one micro-batch's bytes. When the optimizer runs, none waits any more.
+at most ``in_flight`` micro-batches, all but one wait. The *handover* is the moment when forward has ended and backward has not
+begun. Each waiting micro-batch holds the tensors alive at the handover, except those that all micro-batches share (alive
+before the step, and not an input). All micro-batches take the same choices, so together they hold a multiple of one
+micro-batch's bytes. When the optimizer runs, no micro-batch waits.
 """
 
 from __future__ import annotations
@@ -34,18 +38,19 @@ from plimsoll.planning.replay_schedule import can_rebuild
 
 Ints = npt.NDArray[np.int64]
 Span = tuple[int, int]
-"""A half-open range of instants."""
+"""A half-open range of instants: the first one, and the one after the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class RegionView:
-    """One region call and what may be decided in it; value ids refer to its graph.
+    """Data: one call of one region, and which decisions are possible for its values. Numbers of values are ids in its graph.
 
-    ``saved`` are the distinct values of its managed slots in the order of saving. Of these, ``droppable`` values may be
-    RECOMPUTE, ``movable`` values must be held but may be held in another form, and ``forced`` values are always kept.
-    ``forms`` maps saved values and inputs to their possible forms, ``pins`` maps values to the user's decisions. ``copied``
-    are inputs that no slot holds: a recipe that needs one copies it at entry, or holds it without a copy if it is in
-    ``steady``. ``free`` are parameters and buffers.
+    ``saved`` are the values that autograd saves in slots that Plimsoll manages, each once, in the order of saving. Of these,
+    ``droppable`` values may be recomputed, ``movable`` values must be held but may be held in another form (compressed or
+    offloaded), and ``forced`` values are always kept. ``forms`` maps saved values and inputs to their possible forms, ``pins``
+    maps values to the user's decisions. ``copied`` are inputs that no slot holds: a recipe (the ops that rebuild a value) that
+    needs such an input copies it when the region begins, or holds it without a copy if it is in ``steady``. ``free`` are
+    parameters and buffers, which are in memory anyway. ``slots_of`` maps each saved value to its slots.
     """
 
     call: RegionCall
@@ -61,51 +66,51 @@ class RegionView:
 
     @property
     def graph(self) -> RegionGraph:
-        """The region's graph."""
+        """The graph of the region's ops, values and saved tensors."""
         return self.call.graph
 
     @property
     def forced(self) -> frozenset[int]:
-        """Saved values that every choice keeps."""
+        """The saved values that are always kept, because no decision about them is possible."""
         return frozenset(self.saved) - frozenset(self.decided)
 
     @property
     def decided(self) -> tuple[int, ...]:
-        """Saved values that a choice decides about."""
+        """The saved values about which a decision is made: the droppable and the movable ones."""
         return self.droppable + self.movable
 
     @property
     def everything(self) -> frozenset[int]:
-        """The kept values of the choice that keeps all it can."""
+        """The values that are kept if the region keeps as much as possible: all values that are decided about."""
         return frozenset(self.decided)
 
     @property
     def nothing(self) -> frozenset[int]:
-        """The kept values of the choice that rebuilds all it can."""
+        """The values that are kept if the region recomputes as much as possible: the movable values."""
         return frozenset(self.movable)
 
     def form(self, value: int, name: str) -> Form:
-        """A form of a value by its name."""
+        """Return the form (a codec's payload, or a transfer over a link) of a value that has this name."""
         return next(form for form in self.forms[value].forms if form.name == name)
 
     def sensitivity(self, value: int) -> float:
-        """Relative error of the gradient per unit of noise in a value; infinite if it was not measured."""
+        """Return the relative error of the gradient per unit of relative error in a value; infinite if it was not measured."""
         entry = self.forms.get(value)
         return math.inf if entry is None else entry.sensitivity
 
     @property
     def leaves(self) -> frozenset[int]:
-        """Values that backward can read whatever is decided: forced slots, inputs, parameters, buffers."""
+        """The values that backward can read whatever is decided: values always kept, inputs, parameters, buffers."""
         return self.forced | self.copied | self.free
 
 
 @dataclass(frozen=True, slots=True)
 class Transfers:
-    """A schedule on which values leave over a link and come back, when the engine's own schedule is not used.
+    """Data: a schedule of transfers over a link, used instead of Plimsoll's own schedule to simulate other frameworks.
 
-    ``spans`` maps (region, value) to two instants: when the device frees the value, and when it allocates room for it again.
-    A value that is read between the two is brought back when it is read. ``waiting_seconds`` are the seconds that each
-    region's transfers add to the step.
+    ``spans`` maps (region, value) to two instants: when the device frees the value, and when the device allocates room for
+    the value again. A value that is read between the two instants is brought back when it is read. ``waiting_seconds`` maps
+    each region to the seconds that its transfers add to the step.
     """
 
     spans: Mapping[tuple[int, int], Span]
@@ -113,7 +118,7 @@ class Transfers:
 
 
 class StepIndex:
-    """What simulations of one trace share under all plans. Immutable once built, apart from caches."""
+    """The facts about one step that all simulations share, whatever the plan. It does not change once built, except caches."""
 
     def __init__(
         self,
@@ -125,7 +130,17 @@ class StepIndex:
         in_flight: int = 1,
         loss_share: float = 0.0,
     ) -> None:
-        """``loss_share``: bytes of a loss outside of the model at the handover, as a share of ``between_bytes``."""
+        """Prepare a step.
+
+        Args:
+            trace: the traced step.
+            costs: the seconds of its ops.
+            forms: the compressed and offloaded forms that plans may use.
+            may_recompute: whether plans may recompute values.
+            in_flight: how many micro-batches are between forward and backward at the same time.
+            loss_share: bytes that a loss outside of the model takes between forward and backward, as a share of
+                ``between_bytes``.
+        """
         self.trace = trace
         self.waiting = in_flight - 1
         self._loss_share = loss_share
@@ -141,34 +156,34 @@ class StepIndex:
         self.forced_spans = self._forced_spans()
         self._covered: dict[int, list[Span]] = {}
         self.replays: dict[Any, Any] = {}
-        """The cache of `simulate`: replays by region and choice."""
+        """The cache of the module ``simulate``: maps (region, choice) to the replay, the recomputation of that region."""
         self.transfers: Transfers | None = None
-        """The transfers' schedule if it is not the engine's, which has one window per transfer."""
+        """The schedule of transfers to simulate; ``None`` for Plimsoll's own schedule, which has one window per transfer."""
 
     def scheduled(self, transfers: Transfers | None) -> StepIndex:
-        """Return the same step with its transfers on another schedule."""
+        """Return a copy of the step whose transfers follow this schedule; ``None`` for Plimsoll's own schedule."""
         other = copy.copy(self)
         other.transfers, other.replays = transfers, {}
         return other
 
     def op_seconds(self, cost_key: str) -> float:
-        """Seconds of one op; 0 for a key that is not in the costs."""
+        """Return the seconds of the op with this cost key; 0 if the costs do not contain the key."""
         cost = self.costs.ops.get(cost_key)
         return 0.0 if cost is None else cost.seconds
 
     def replay_seconds(self, cost_key: str) -> float:
-        """Seconds of one op when the engine runs it again, including the engine's own work per op."""
+        """Return the seconds of recomputing the op with this cost key, including Plimsoll's own work for a recomputed op."""
         own = 0.0 if cost_key in self._kernels else self.costs.replay_seconds
         return self.op_seconds(cost_key) + own
 
     @cached_property
     def _kernels(self) -> frozenset[str]:
-        """Cost keys of ops in compiled regions. Compiled code replays them itself, so the engine adds no time per op."""
+        """The cost keys of ops in compiled regions. Compiled code recomputes them itself, without Plimsoll's time per op."""
         return frozenset(op.cost_key for view in self.views if view.call.is_compiled for op in view.graph.ops)
 
     @cached_property
     def compiled_together(self) -> tuple[tuple[int, ...], ...]:
-        """The calls of each compiled region that is called several times in the step, as positions in ``views``."""
+        """For each compiled region with several calls in the step, a tuple of the calls' positions in ``views``."""
         calls: defaultdict[str, list[int]] = defaultdict(list)
         for at, view in enumerate(self.views):
             if view.call.is_compiled:
@@ -176,22 +191,29 @@ class StepIndex:
         return tuple(tuple(places) for places in calls.values() if len(places) > 1)
 
     def life(self, storage: int) -> Span:
-        """The instants at which a storage is alive without slots, clipped to the step."""
+        """Return the first instant at which a storage is alive, and the first at which it is not any more.
+
+        The time while only saved tensors of regions hold it does not count.
+        """
         entry = self.trace.storages[storage]
         return max(2 * entry.born + 1, 0), min(max(2 * entry.dies + entry.is_overwritten, 0), self.instants)
 
     def covered(self, storage: int) -> list[Span]:
-        """The instants at which a storage is alive whatever is decided: its life and the spans of forced slots."""
+        """Return the spans of instants at which a storage is alive whatever is decided.
+
+        They are the storage's own life, and the time while saved tensors must hold it.
+        """
         if storage not in self._covered:
             forced = self.forced_spans.get(storage, ())
             self._covered[storage] = merge([self.life(storage), *((start, stop) for _, start, stop in forced)])
         return self._covered[storage]
 
     def neighbour(self, region: int) -> RegionCall | None:
-        """The region call that hides transfers of ``region``: the next one, if its backward ends before this one's starts.
+        """Return the region call whose compute hides the transfers of ``region``, or ``None``.
 
-        With one window per transfer, the bytes at every instant do not depend on the link's speed, and the cost of a region's
-        choice does not depend on other regions (docs/design/one-window-per-transfer.md).
+        It is the next region call, if its backward ends before the backward of ``region`` starts. Each transfer has one window:
+        the next call's forward, or its backward. So the bytes at each instant do not depend on the link's speed, and the cost
+        of a region's choice does not depend on other regions (docs/design/one-window-per-transfer.md).
         """
         if region + 1 >= len(self.views):
             return None
@@ -200,7 +222,10 @@ class StepIndex:
         return after if is_between and after.backward[1] <= call.backward[0] else None
 
     def transfer_windows(self, call: RegionCall, after: RegionCall) -> tuple[float, float]:
-        """Seconds of compute in ``after``, the neighbour of ``call``, that hide transfers out and transfers back."""
+        """Return two numbers: the seconds of compute that hide transfers from the device, and those that hide transfers back.
+
+        ``after`` is the neighbour of ``call``, the region call whose compute hides the transfers of ``call``.
+        """
         before = self.seconds_before
         out_window = before[after.forward[1]] - before[call.forward[1]]
         in_window = before[call.backward[0]] - before[after.backward[0]]
@@ -208,12 +233,12 @@ class StepIndex:
 
     @cached_property
     def seconds_before(self) -> npt.NDArray[np.float64]:
-        """Seconds of all ops before each tick."""
+        """An array with, for each tick, the seconds of all ops before it."""
         return np.cumsum([0.0, *(self.op_seconds(op.cost_key) for op in self.trace.ops)])
 
     @cached_property
     def workspace(self) -> Ints:
-        """Workspace bytes per instant."""
+        """An array with, for each instant, the bytes that the running op allocates and frees inside itself."""
         curve = np.zeros(self.instants, dtype=np.int64)
         for tick, op in enumerate(self.trace.ops):
             curve[2 * tick + 1] = self.trace.workspaces.get(op.cost_key, 0)
@@ -221,25 +246,25 @@ class StepIndex:
 
     @cached_property
     def handover(self) -> int:
-        """The instant between forward and backward."""
+        """The instant at which forward has ended and backward has not begun."""
         backward = (tick for tick, op in enumerate(self.trace.ops) if op.phase is not Phase.FORWARD)
         return 2 * next(backward, len(self.trace.ops))
 
     @cached_property
     def last_wait(self) -> int:
-        """The first instant at which no micro-batch waits: the optimizer steps."""
+        """The first instant at which no other micro-batch waits for its backward, because the optimizer steps."""
         steps = (tick for tick, op in enumerate(self.trace.ops) if op.phase is Phase.OPTIMIZER)
         return 2 * next(steps, len(self.trace.ops) + 1)
 
     def waits(self, held_bytes: int) -> Ints:
-        """Bytes per instant that waiting micro-batches hold, if each of them holds ``held_bytes`` at the handover."""
+        """Return, for each instant, the bytes that all waiting micro-batches hold, if each of them holds ``held_bytes``."""
         curve = np.zeros(self.instants, dtype=np.int64)
         curve[: self.last_wait] = self.waiting * held_bytes
         return curve
 
     @cached_property
     def lasting(self) -> tuple[Storage, ...]:
-        """Storages that all micro-batches share: alive at the handover, allocated before the step, and not inputs."""
+        """The storages that all micro-batches share: allocated before the step, not inputs, and alive at the handover."""
         return tuple(
             storage
             for storage in self.trace.storages
@@ -250,12 +275,12 @@ class StepIndex:
 
     @property
     def lasting_bytes(self) -> int:
-        """Bytes of the storages that all micro-batches share."""
+        """The total bytes of the storages that all micro-batches share, such as parameters."""
         return sum(storage.bytes for storage in self.lasting)
 
     @cached_property
     def fixed(self) -> Ints:
-        """Fixed bytes per instant, including what waiting micro-batches hold."""
+        """An array with, for each instant, the bytes that no decision changes, those of waiting micro-batches included."""
         alone = self._fixed_alone()
         curve = alone + self.waits(int(alone[self.handover]) - self.lasting_bytes)
         curve[self.handover] += self.loss_bytes
@@ -263,15 +288,16 @@ class StepIndex:
 
     @cached_property
     def loss_bytes(self) -> int:
-        """Bytes that a loss outside of the trace takes between forward and backward."""
+        """The bytes that a loss outside of the traced model takes between forward and backward."""
         return round(self._loss_share * self.between_bytes)
 
     @cached_property
     def between_bytes(self) -> int:
-        """Bytes that one micro-batch holds at the handover under every plan: inputs, outputs, and unmanaged tensors."""
+        """The bytes that one micro-batch holds between forward and backward under any plan: inputs, outputs, other tensors."""
         return int(self._fixed_alone()[self.handover]) - self.lasting_bytes
 
     def _fixed_alone(self) -> Ints:
+        """Return an array with the fixed bytes at each instant, without those of waiting micro-batches."""
         change = np.zeros(self.instants + 1, dtype=np.int64)
         for storage in self.trace.storages:
             for start, stop in self.covered(storage.id):
@@ -280,7 +306,10 @@ class StepIndex:
         return np.cumsum(change)[:-1] + self.workspace
 
     def _forced_spans(self) -> dict[int, list[tuple[int, int, int]]]:
-        """Per storage: (region, start, stop) of every slot, for the time that it holds the storage whatever is decided."""
+        """Return a mapping from each storage to a list of (region, start, stop), one entry for each saved tensor (slot).
+
+        From instant ``start`` to ``stop`` the slot holds the storage whatever is decided.
+        """
         spans: dict[int, list[tuple[int, int, int]]] = {}
         for view in self.views:
             decided = frozenset(view.decided)
@@ -297,7 +326,10 @@ class StepIndex:
 
 
 def boundary_values(index: StepIndex, view: RegionView) -> frozenset[int]:
-    """Saved inputs of a region that are not held if its boundary is dropped: the region before made and can rebuild them."""
+    """Return the saved inputs of a region that are not held if the region's input is dropped.
+
+    An earlier region made these inputs and can rebuild them. The result is empty if several regions made them.
+    """
     found: set[int] = set()
     if view.call.is_compiled:
         return (
@@ -315,7 +347,10 @@ def boundary_values(index: StepIndex, view: RegionView) -> frozenset[int]:
 
 
 def _can_provide(maker: RegionView, storage: int) -> bool:
-    """True if ``storage`` is an output of ``maker``, and ``maker`` can rebuild all outputs from values that it always holds."""
+    """Return True if ``storage`` is an output of region ``maker``, and ``maker`` can rebuild all its outputs.
+
+    It must be able to rebuild them from the values that it always holds.
+    """
     outputs = maker.graph.outputs
     if (
         not maker.droppable
@@ -328,19 +363,19 @@ def _can_provide(maker: RegionView, storage: int) -> bool:
 
 
 def provider_of(index: StepIndex, view: RegionView, linked: frozenset[int]) -> int:
-    """The region that rebuilds the linked inputs of ``view``; -1 without linked inputs."""
+    """Return the position of the region that rebuilds ``linked``, the dropped inputs of ``view``; -1 if none is dropped."""
     if not linked:
         return -1
     return index.trace.storages[view.graph.values[next(iter(linked))].storage].region
 
 
 def slot_stop(trace: Trace, slot: Slot) -> int:
-    """The instant at which a slot is released; the end of the step if the trace did not see a release."""
+    """Return the instant at which a slot (saved tensor) is released; the end of the step if the trace has not seen it."""
     return 2 * slot.released + slot.is_overwritten if slot.released >= 0 else 2 * len(trace.ops) + 2
 
 
 def merge(spans: Iterable[Span]) -> list[Span]:
-    """Return disjoint, sorted spans that cover the same instants.
+    """Return disjoint, sorted spans (half-open ranges) that cover the same instants as the given spans.
 
     Example:
         >>> merge([(4, 6), (0, 2), (1, 3), (9, 9)])
@@ -358,7 +393,7 @@ def merge(spans: Iterable[Span]) -> list[Span]:
 
 
 def subtract(spans: Iterable[Span], covered: Iterable[Span]) -> list[Span]:
-    """Return the parts of ``spans`` outside ``covered`` (both disjoint and sorted).
+    """Return the parts of ``spans`` that are outside ``covered``. Each of the two lists has to be disjoint and sorted.
 
     Example:
         >>> subtract([(0, 10)], [(2, 4), (8, 12)])
@@ -380,7 +415,7 @@ def subtract(spans: Iterable[Span], covered: Iterable[Span]) -> list[Span]:
 
 
 def _saved_by_several(trace: Trace) -> frozenset[int]:
-    """Storages that more than one region call saves."""
+    """Return the ids of the storages that more than one region call saves for backward."""
     savers: dict[int, set[int]] = {}
     for call in trace.regions:
         for slot in call.graph.slots:
@@ -392,6 +427,10 @@ def _saved_by_several(trace: Trace) -> frozenset[int]:
 def _view(
     trace: Trace, call: RegionCall, forms: dict[str, ValueForms], shared: frozenset[int], *, may_recompute: bool
 ) -> RegionView:
+    """Return the view of one region call: the possible decisions for its values.
+
+    ``forms`` maps names of values to their forms, ``shared`` are the storages that several region calls save.
+    """
     graph = call.graph
     slots_of: dict[int, tuple[Slot, ...]] = {}
     for slot in graph.slots:
@@ -428,7 +467,7 @@ def _view(
 
 
 def _droppable(trace: Trace, call: RegionCall, saved: tuple[int, ...], given: frozenset[int]) -> tuple[int, ...]:
-    """Saved values that this region made and that a recipe can rebuild if every other saved value is held."""
+    """Return the saved values that this region made and can rebuild, each if all other saved values are held."""
     graph = call.graph
     own = (
         v

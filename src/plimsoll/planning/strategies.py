@@ -1,4 +1,4 @@
-"""Named strategies: the well-known schemes of activation checkpointing, each as one choice per region.
+"""Named strategies: the well-known schemes of activation checkpointing, each as one choice for each region (module).
 
 =====================  ================================================================================================
 ``auto``               the optimum under the budget (``solve`` finds it; no other strategy looks at the budget)
@@ -23,8 +23,8 @@
 ``selective:core+norm``  RECOMPUTE what ``core`` or ``norm`` recomputes
 ``selective:torchtitan``  torchtitan's own policy: KEEP attention, convolutions, the choice of experts, and every second
                           product without bias
-``min-cut``             KEEP what products of backward read, and the fewest bytes from which ops other than products,
-                        reductions and random ones rebuild the rest: the default of torch.compile's partitioner
+``min-cut``             KEEP what products of backward read, and the fewest other bytes. Ops other than products,
+                        reductions and random ones rebuild the rest (the default of torch.compile's partitioner)
 ``int8``, ``int4``, ``fp8``  COMPRESS every saved value that can take this form, masks and integers without loss; KEEP the rest
 ``offload``              OFFLOAD every saved value that may go over the link; KEEP the rest (the last region keeps, because
                          no later region hides its transfers)
@@ -65,54 +65,60 @@ _MODULES = {
     "shared": re.compile(r"shared_?experts?", re.IGNORECASE),
 }
 ROUTED = re.compile(r"(?<!shared_)experts", re.IGNORECASE)
-"""Matches modules of experts that a router picks per token."""
+"""Matches the paths of experts that a router picks for each token, but not of shared experts."""
 _REDUCTION = re.compile(r"^(mean|sum|amax|amin|var|var_mean|std|norm|_softmax|max|min|logsumexp|prod|any|all)$")
 TORCHTITAN = "torchtitan"
 _SAVED_BY_TORCHTITAN = ("mm/2", "addmm", "bmm", "baddbmm", "_grouped_mm", "convolution", "sdpa", "topk", "max")
-"""Ops that torchtitan's ``SelectiveAC`` saves (seen in torchtitan 0.3); ``mm/2`` is every second product without bias."""
+"""Names of ops whose outputs torchtitan's ``SelectiveAC`` saves (in torchtitan 0.3). ``mm/2`` means every second matrix product
+without bias."""
 _OP_ALIASES = {"sdpa": "scaled_dot_product"}
 MEMORY_BUDGET, CHECKPOINT, SELECTIVE = "memory-budget", "checkpoint", "checkpoint:selective"
-"""What torch itself offers under torch.compile. ``memory-budget:0.5`` is its activation memory budget as a share.
-``checkpoint`` checkpoints every region. ``checkpoint:selective`` does the same but saves outputs of products and attention."""
+"""Names of strategies that torch itself carries out under torch.compile. ``memory-budget:0.5`` sets torch's activation memory
+budget to this share. ``checkpoint`` checkpoints each region. ``checkpoint:selective`` does the same, but saves the outputs of
+matrix products and attention."""
 _SOFTMAX = ("_softmax", "_safe_softmax")
 _BATCHED = frozenset(["bmm", "baddbmm"])
 _PRODUCTS = _BATCHED | {"mm", "addmm"}
 
 
 def choose_none(index: StepIndex, _argument: str) -> tuple[Choice, ...]:
-    """KEEP everything."""
+    """Return the choice of each region that keeps everything."""
     return tuple(Choice(view.everything) for view in index.views)
 
 
 def choose_full(index: StepIndex, _argument: str) -> tuple[Choice, ...]:
-    """Keep only region inputs and what cannot be rebuilt."""
+    """Return the choice of each region that keeps only the region's input and the values that cannot be rebuilt."""
     return tuple(Choice(view.nothing) for view in index.views)
 
 
 def choose_every(index: StepIndex, argument: str) -> tuple[Choice, ...]:
-    """Form groups of k regions; each group is replayed as one."""
+    """Return the choices for groups of k regions (k is the argument). Each group keeps one input and is recomputed as one."""
     return _grouped(index.views, _group_size(argument))
 
 
 def choose_first(index: StepIndex, argument: str) -> tuple[Choice, ...]:
-    """Let the first n regions keep only their inputs."""
+    """Return the choices: the first n regions (n is the argument) keep only their inputs, the others keep everything."""
     count = _group_size(argument, "first")
     return tuple(Choice(view.nothing if at < count else view.everything) for at, view in enumerate(index.views))
 
 
 def choose_nth(index: StepIndex, argument: str) -> tuple[Choice, ...]:
-    """Let every k-th region keep only its input."""
+    """Return the choices: each k-th region (k is the argument) keeps only its input, the others keep everything."""
     size = _group_size(argument, "nth")
     return tuple(Choice(view.everything if at % size else view.nothing) for at, view in enumerate(index.views))
 
 
 def choose_sqrt(index: StepIndex, _argument: str) -> tuple[Choice, ...]:
-    """Form groups of about √n regions."""
+    """Return the choices for groups of about √n of the n regions. Each group keeps one input and is recomputed as one."""
     return choose_every(index, str(max(round(math.sqrt(len(index.views))), 1)))
 
 
 def choose_selective(index: StepIndex, argument: str) -> tuple[Choice, ...]:
-    """Recompute the values of some modules, or keep the outputs of some ops."""
+    """Return the choices of ``selective:``.
+
+    If the argument names modules or parts of a block (joined by ``+``), their values are recomputed and the rest is kept. If
+    the argument names ops (with commas), their outputs are kept and the rest is recomputed.
+    """
     if "+" in argument:
         each = [choose_selective(index, part) for part in argument.split("+")]
         return tuple(
@@ -141,7 +147,7 @@ def choose_selective(index: StepIndex, argument: str) -> tuple[Choice, ...]:
 
 
 def choose_min_cut(index: StepIndex, _argument: str) -> tuple[Choice, ...]:
-    """Keep the fewest bytes that let cheap ops alone rebuild the rest."""
+    """Return the choices that keep the fewest bytes such that cheap ops alone can rebuild the other values."""
     found: dict[str, Choice] = {}
     for view in index.views:
         kind = view.call.kind
@@ -151,7 +157,10 @@ def choose_min_cut(index: StepIndex, _argument: str) -> tuple[Choice, ...]:
 
 
 def _fewest_bytes(view: RegionView) -> Choice:
-    """Solve one cut with bytes as the price; an op that may run again costs next to nothing, any other op infinity."""
+    """Return one region's choice for ``min-cut``: a minimum cut whose cost is the bytes kept.
+
+    An op that may run again costs next to nothing, any other op infinity.
+    """
     graph = view.graph
     costs = [
         math.inf if is_product(op.name) or _REDUCTION.search(op.name) or op.is_random else 1e-3 for op in graph.ops
@@ -170,18 +179,21 @@ def _fewest_bytes(view: RegionView) -> Choice:
 
 
 def choose_form(index: StepIndex, name: str) -> tuple[Choice, ...]:
-    """Hold every value that can take this form in it; keep the others."""
+    """Return the choices that hold each value in the form ``name`` (a codec, or ``offload``) if it can take this form.
+
+    The other values are kept.
+    """
     return tuple(_in_form(view, name) for view in index.views)
 
 
 def choose_hybrid(index: StepIndex, argument: str) -> tuple[Choice, ...]:
-    """Compress the first regions, checkpoint the rest in groups."""
+    """Return the choices that compress the values of the first N regions, and recompute the other regions in groups of k."""
     first, size = _hybrid_sizes(argument)
     return (*choose_form(index, "int8")[:first], *_grouped(index.views[first:], size))
 
 
 def _grouped(views: Sequence[RegionView], size: int) -> tuple[Choice, ...]:
-    """Drop the input of every region but the first of its group."""
+    """Return the choices that recompute everything, and drop the input of each region except the first of its group."""
     return tuple(Choice(view.nothing, is_boundary_dropped=bool(at % size)) for at, view in enumerate(views))
 
 
@@ -219,7 +231,10 @@ def _hybrid_sizes(argument: str) -> tuple[int, int]:
 
 
 def send_kept(index: StepIndex, choices: Sequence[Choice]) -> tuple[Choice, ...]:
-    """Offload what the choices keep, and also the inputs that their recipes read."""
+    """Return the same choices with kept values offloaded, and also the inputs that recomputation reads.
+
+    A value that may not go over the link stays kept.
+    """
     found = []
     for view, choice in zip(index.views, choices, strict=True):
         is_rebuilding = view.everything > choice.kept | choice.forms.keys()
@@ -236,6 +251,7 @@ def send_kept(index: StepIndex, choices: Sequence[Choice]) -> tuple[Choice, ...]
 
 
 def _in_form(view: RegionView, name: str) -> Choice:
+    """Return the choice that holds a region's values in a form (codec, or ``offload``) if possible, and keeps the others."""
     packed = set()
     for value in view.decided:
         entry = view.forms.get(value)
@@ -266,25 +282,26 @@ STRATEGIES: dict[str, Callable[[StepIndex, str], tuple[Choice, ...]]] = {
     "selective": choose_selective,
     "sqrt": choose_sqrt,
 }
-"""One line per strategy. The text after a colon is its argument. ``auto`` is ``solve`` itself."""
+"""Maps a strategy's name to the function that returns its choices. The function's second argument is the text after the colon.
+``auto`` is missing, because ``solve`` itself finds its choices."""
 
 _MOST_LETTERS = 4000
 _WITH_ARGUMENT = ("every", "first", "hybrid", "nth", "selective")
 
 
 def codecs_of_strategy(strategy: str) -> tuple[str, ...]:
-    """The lossy codecs that a named strategy uses, whichever codecs the user allows."""
+    """Return the names of the lossy codecs that a named strategy uses. It uses them whichever codecs the user allows."""
     name = strategy.partition(":")[0]
     return {"int8": ("int8",), "int4": ("int4",), "fp8": ("fp8",), "hybrid": ("int8",)}.get(name, ())
 
 
 def uses_link(strategy: str) -> bool:
-    """True if a named strategy sends values over a link."""
+    """Return True if a named strategy offloads values over a link."""
     return strategy == "offload"
 
 
 def keeps_the_rest(strategy: str) -> bool:
-    """True if a named strategy says what to drop and keeps the rest; False if it says what to keep and drops the rest.
+    """Return True if a named strategy names what to drop and keeps the rest, False if it names what to keep.
 
     Example:
         >>> keeps_the_rest("none"), keeps_the_rest("selective:core+mlp"), keeps_the_rest("selective:mm,sdpa")
@@ -298,7 +315,7 @@ def keeps_the_rest(strategy: str) -> bool:
 
 
 def is_torchs_own(strategy: str) -> bool:
-    """True if torch itself carries out this strategy under torch.compile, not the planner.
+    """Return True if torch itself carries out this strategy under torch.compile, without a plan.
 
     Example:
         >>> is_torchs_own("memory-budget:0.5"), is_torchs_own("checkpoint"), is_torchs_own("full")
@@ -308,7 +325,9 @@ def is_torchs_own(strategy: str) -> bool:
 
 
 def check_strategy(strategy: str) -> None:
-    """Raise if no model can have this strategy. Whether the ops of ``selective:`` exist depends on the model: not checked.
+    """Raise an error if the strategy is not valid for any model.
+
+    Whether the ops that ``selective:`` names exist depends on the model, so this is not checked.
 
     Args:
         strategy: a name from the module's table, or any other input.
@@ -365,21 +384,26 @@ def strategy_choices(index: StepIndex, strategy: str) -> tuple[Choice, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Extremes:
-    """The unmanaged step's peak in bytes, and the plan that recomputes everything."""
+    """Data: the peak of the step without a plan, in bytes, and the plan that recomputes everything."""
 
     unmanaged_peak_bytes: int
     lowest: Plan
 
 
 def find_extremes(trace: Trace, costs: Costs) -> Extremes:
-    """Simulate a step under ``none`` and under ``full`` without a search, for a step that is only watched."""
+    """Return the unmanaged peak and the plan that recomputes everything, by two simulations without a search.
+
+    It is used for a step that Plimsoll only observes.
+    """
     index = StepIndex(trace, costs)
     baseline, full = run_choices(index, choose_none(index, "")), run_choices(index, choose_full(index, ""))
     return Extremes(baseline.peak_bytes, write_plan(full, baseline, "full", [0.0] * len(index.views)))
 
 
 def between_products(view: RegionView) -> frozenset[int]:
-    """Values from the matrix product before a softmax to the one after it, without the other operands of the two products.
+    """Return the values of attention from its first matrix product (scores) to its second, without the second's result.
+
+    Other operands of the two products are not included.
 
     A softmax over the result of a product with weights (a router) is not attention, so it is skipped.
     """
@@ -406,7 +430,7 @@ def between_products(view: RegionView) -> frozenset[int]:
 
 
 def _up_to_products(view: RegionView, values: Sequence[int]) -> frozenset[int]:
-    """The values of the region that lead to these, back to the first products; products' results are included."""
+    """Return these values and all values they are computed from, back to the nearest matrix products and their results."""
     graph, found, pending = view.graph, set[int](), list(values)
     while pending:
         value = pending.pop()
@@ -420,14 +444,17 @@ def _up_to_products(view: RegionView, values: Sequence[int]) -> frozenset[int]:
 
 
 def core_ops(view: RegionView) -> frozenset[int]:
-    """The ops of attention itself: the fused op, or all from the product that makes scores to the product that reads them."""
+    """Return the ids of the ops of attention itself.
+
+    It is the fused op, or all ops from the product that makes the scores to the product that reads them.
+    """
     between = between_products(view)
     found = {op.id for op in view.graph.ops if between & frozenset((*op.reads, *op.writes))}
     return frozenset(found | {op.id for op in view.graph.ops if _is_op(op.name, "sdpa")})
 
 
 def _experts_activations(view: RegionView) -> frozenset[int]:
-    """Values that routed experts compute between their first and their last matrix product."""
+    """Return the values that routed experts (chosen for each token by a router) make between their first and last product."""
     ops = [op for op in view.graph.ops if op.writes and ROUTED.search(_module(view, op.writes[0]))]
     products = [op.id for op in ops if is_product(op.name)]
     between = (op for op in ops if products and products[0] < op.id < products[-1] and not is_product(op.name))
@@ -435,7 +462,10 @@ def _experts_activations(view: RegionView) -> frozenset[int]:
 
 
 def _up_projected(view: RegionView) -> frozenset[int]:
-    """Queries, keys and values of multi-latent attention, back to the products that expand the compressed ones."""
+    """Return the queries, keys and values of multi-latent attention, and what they are made of.
+
+    The walk goes back to the matrix products that expand the compressed queries, keys and values.
+    """
     if not has_compressed_keys(view):
         return frozenset()
     found = _up_to_products(view, [value for op in view.graph.ops if _is_op(op.name, "sdpa") for value in op.reads])
@@ -443,7 +473,7 @@ def _up_projected(view: RegionView) -> frozenset[int]:
 
 
 def has_compressed_keys(view: RegionView) -> bool:
-    """True if a region's attention is multi-latent attention."""
+    """Return True if a region's attention is multi-latent attention, which compresses keys and values."""
     return any("kv_b_proj" in value.name for value in view.graph.values)
 
 
@@ -452,7 +482,7 @@ _MADE_IN_PARTS: dict[str, Callable[[RegionView], frozenset[int]]] = {
     "mla-up": _up_projected,
     "moe-act": _experts_activations,
 }
-"""Parts of a block that are not modules: the name in ``selective:`` and a function that finds their values."""
+"""Maps the names of parts of a block that are not modules, as in ``selective:core``, to functions that return their values."""
 
 
 def _module(view: RegionView, value: int) -> str:
@@ -460,10 +490,12 @@ def _module(view: RegionView, value: int) -> str:
 
 
 def _kept_outside(view: RegionView, pattern: re.Pattern[str]) -> frozenset[int]:
+    """Return the droppable values of a region whose module does not match the pattern."""
     return frozenset(v for v in view.droppable if not pattern.search(_module(view, v)))
 
 
 def _kept_outputs(view: RegionView, names: list[str]) -> frozenset[int]:
+    """Return the droppable values of a region that are outputs of these ops; ``mm/2`` means each second ``mm``."""
     ops = view.graph.ops
     kept: set[int] = set()
     for name in names:

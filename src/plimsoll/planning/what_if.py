@@ -1,7 +1,8 @@
-"""Predicts a step whose head and loss over many classes are computed chunk by chunk.
+"""Predicts the trace and the peak of a step if its head and its loss over many classes were computed chunk by chunk.
 
-The loss is the largest log-softmax outside of regions. The head is the matrix product before it whose arithmetic matches one
-parameter (classes, features) and a number of rows. No name is used to find them.
+The head is the linear layer that makes the logits. Both are found without names: the loss is the largest log-softmax outside of
+regions, and the head is the matrix product before the loss whose arithmetic matches one parameter (classes, features) and a
+number of rows.
 
 The changed step is the step under ``plimsoll.chunked``. It does not store all logits, only one chunk of them while the loss is
 computed. The gradients of the hidden states and of the weight are alive from the head's forward on, because they are computed
@@ -26,15 +27,17 @@ _ITEM_BYTES = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2}
 _LEAST_CLASSES = 2
 _BOTH_GRADIENTS = 2
 _WIDE_BYTES = 4
-"""Bytes of one logit while the loss is computed, unless the head already makes it wider."""
+"""Bytes of one logit while the loss is computed, unless the head's output already has wider logits."""
 LEAST_ROWS = 128
-"""Default minimum of rows: with fewer rows the matrix units would idle."""
+"""The smallest default number of rows in a chunk: with fewer rows the device's matrix units would idle."""
 
 
 class HeadAndLoss(msgspec.Struct, frozen=True, kw_only=True):
-    """The head and the loss of one step: sizes, and the ticks at which they begin and end.
+    """Data: the head (the linear layer that makes the logits) and the loss of one step.
 
-    ``logit_storages`` are the storages of logits, their casts and caps, their log-softmax and their gradients.
+    ``rows`` is the number of hidden states, ``features`` the size of one, ``classes`` the number of logits of one.
+    ``first_tick`` is the tick of the head's op, ``loss_tick`` the tick after the log-softmax. The other fields with several
+    numbers are ids of storages. ``logit_storages`` are those of logits, their casts and caps, their log-softmax and gradients.
     ``weight_gradients`` and ``hidden_gradients`` are the gradients that the head's backward makes. ``weight_casts`` are copies
     of the weight in another dtype, made only for the head.
     """
@@ -49,10 +52,10 @@ class HeadAndLoss(msgspec.Struct, frozen=True, kw_only=True):
     hidden_gradients: tuple[int, ...]
     weight_gradients: tuple[int, ...]
     passing_gradients: tuple[int, ...]
-    """Gradients of the weight in the head's dtype, if the parameter has another dtype."""
+    """Ids of the storages of the weight's gradient in the head's dtype, if the parameter itself has another dtype."""
     weight_casts: tuple[int, ...]
     logit_bytes: int
-    """Bytes of one logit in the head's output."""
+    """Bytes of one number in the head's output."""
     is_capped: bool
     """True if a tanh caps the logits before the loss."""
     is_mixed: bool
@@ -60,7 +63,7 @@ class HeadAndLoss(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def gradients_found(self) -> int:
-        """The number of gradients found in backward: the weight's and the hidden states' (0 to 2).
+        """The number of gradients found in backward, 0 to 2: one of the weight and one of the hidden states.
 
         If two weights match the head's arithmetic, the weight with more gradients found is taken.
         """
@@ -68,7 +71,7 @@ class HeadAndLoss(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def all_gradients(self) -> tuple[int, ...]:
-        """The storages that the head's products make in backward."""
+        """The ids of the storages that the head's matrix products make in backward."""
         return (*self.hidden_gradients, *self.weight_gradients, *self.passing_gradients)
 
     @property
@@ -78,7 +81,9 @@ class HeadAndLoss(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_head(trace: Trace, *, is_divided: bool = False) -> HeadAndLoss | None:
-    """Find the head and the loss; ``None`` if the step does not have such a loss, or its trace does not list parameters.
+    """Return the head and the loss of a traced step.
+
+    ``None`` if the step does not have a loss over classes, or if its trace does not list parameters.
 
     Args:
         trace: the step's trace, with or without regions.
@@ -109,14 +114,17 @@ def find_head(trace: Trace, *, is_divided: bool = False) -> HeadAndLoss | None:
 
 
 def _is_divided_loss(trace: Trace, tick: int) -> bool:
-    """True if this op subtracts the largest logit, reduced over tensor-parallel ranks."""
+    """Return True if the op at this tick subtracts the largest logit, after a reduction over tensor-parallel ranks."""
     before = [trace.specs[trace.ops[at].cost_key] for at in range(max(tick - 2, 0), tick)]
     names = [trace.ops[at].name for at in range(max(tick - 2, 0), tick)]
     return trace.ops[tick].name == "sub" and names[:1] == ["amax"] and before[-1].group == "tp"
 
 
 def _candidates(trace: Trace, total_bytes: int, item: int) -> Iterator[TraceParameter]:
-    """Matrices whose rows can be the log-softmax's columns, largest first, one of each shape and size."""
+    """Yield the parameters that can be the head's weight: matrices whose number of rows can be the number of classes.
+
+    The largest comes first, and of matrices with equal shape and size only one is included.
+    """
     distinct = {
         (p.shape, p.bytes): p for p in trace.parameters
     }  # if embedding and head are alike, the later one wins: the head
@@ -129,6 +137,7 @@ def _candidates(trace: Trace, total_bytes: int, item: int) -> Iterator[TracePara
 def _head_before(
     trace: Trace, born: dict[int, list[int]], parameter: TraceParameter, loss_tick: int, rows: int
 ) -> HeadAndLoss | None:
+    """Return the head that has this parameter as its weight and makes the logits of the loss; ``None`` if it is not found."""
     classes, features = parameter.shape
     one_row_flops = 2 * classes * features
 
@@ -176,12 +185,15 @@ def _head_before(
 
 
 def _is_logit(bytes_: int, classes: int, rows: int) -> bool:
-    """True if a storage holds one value per logit (of all rows, or of all rows but one that a shift leaves out)."""
+    """Return True if a storage of this size may hold one number for each logit.
+
+    A shift of the labels may leave out one row, and numbers may have different widths, so the size need not match exactly.
+    """
     return bytes_ % classes == 0 and rows // 2 <= bytes_ // classes // 2 <= 4 * rows
 
 
 def _cast_gradients(trace: Trace, narrow: tuple[int, ...], parameter: TraceParameter) -> tuple[int, ...]:
-    """The parameter's own gradient, cast from the gradient in the head's dtype."""
+    """Return the storage (at most one) of the parameter's own gradient, which is cast from the gradient in the head's dtype."""
     after = min((trace.storages[s].born for s in narrow), default=len(trace.ops))
     found = [
         s.id
@@ -192,7 +204,7 @@ def _cast_gradients(trace: Trace, narrow: tuple[int, ...], parameter: TraceParam
 
 
 def _weight_casts(trace: Trace, first: int, bytes_: int) -> tuple[int, ...]:
-    """The last copy of the weight that is made before the head."""
+    """Return the storage (at most one) of the last copy of the weight, in another dtype, that is made before the head."""
     before = [s for s in trace.storages if 0 <= s.born < first and s.bytes == bytes_ and s.region < 0]
     return tuple(s.id for s in before[-1:])
 
@@ -232,15 +244,15 @@ def with_chunked_loss(trace: Trace, head: HeadAndLoss, chunk_rows: int | None = 
 
 
 def default_rows(head: HeadAndLoss) -> int:
-    """The default number of rows of a chunk."""
+    """Return the default number of rows (hidden states) in one chunk."""
     return chunk_rows_for(head.rows, head.features, head.classes, element_bytes=max(head.logit_bytes, _WIDE_BYTES))
 
 
 def chunk_logit_bytes(head: HeadAndLoss) -> int:
-    """Bytes that one logit takes in its chunk.
+    """Return the bytes that one logit takes while its chunk is computed.
 
-    It is the sum of its own bytes, of a wide copy if it is narrow, of the tanh of a cap, and under autocast of a block of the
-    weight's gradient.
+    They are the sum of the logit's own bytes, of a float32 copy if the logit is narrower, of the tanh if logits are capped, and
+    under autocast of a block of the weight's gradient.
     """
     is_narrow = head.logit_bytes < _WIDE_BYTES
     cap_bytes = max(head.logit_bytes, _WIDE_BYTES) if head.is_capped else 0
@@ -249,7 +261,10 @@ def chunk_logit_bytes(head: HeadAndLoss) -> int:
 
 
 def _workspaces(trace: Trace, head: HeadAndLoss) -> dict[str, int]:
-    """Workspaces of the trace without ops that only the head and the loss run: under chunking they only see one chunk."""
+    """Return the trace's workspaces (bytes for each cost key) without the ops that only the head and the loss run.
+
+    With chunks, such an op works on only one chunk.
+    """
     last = max((trace.storages[s].born for s in head.hidden_gradients), default=head.loss_tick)
     inside = range(head.first_tick, last + 1)
     outside = {op.cost_key for tick, op in enumerate(trace.ops) if tick not in inside or op.region >= 0}
@@ -258,7 +273,9 @@ def _workspaces(trace: Trace, head: HeadAndLoss) -> dict[str, int]:
 
 
 def peak_with_chunked_loss(simulation: Simulation) -> int | None:
-    """Return the peak under the same choices with the loss computed in chunks; ``None`` if it cannot be predicted.
+    """Return the predicted peak, in bytes, of the same step and choices if the loss is computed in chunks.
+
+    ``None`` if the peak cannot be predicted.
 
     The step needs a head with a loss over classes, and the chunked step must have the same values to decide about.
     """

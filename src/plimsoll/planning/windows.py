@@ -1,4 +1,4 @@
-"""Splits a step into windows of time, each one linear constraint on memory: which region adds how many bytes, when.
+"""Splits a step into windows of time. Each window gives one linear constraint on the bytes that regions add to it.
 
 A window is a stretch of instants during which every region but at most one adds a constant. Then the peak of the window is a
 sum over regions: the constants of the others, and for the active region the joint maximum of fixed bytes and its own curve.
@@ -23,8 +23,9 @@ from plimsoll.planning.step import Ints, StepIndex
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """``fixed_bytes[w]`` plus the sum over regions r of ``added_bytes[r][w, choice]`` is the peak of window w.
+    """Data: the windows (stretches of time) of a step, and the bytes that each choice of each region adds to each window.
 
+    ``fixed_bytes[w]`` plus the sum over regions r of ``added_bytes[r][w, choice]`` is the peak of window w.
     ``effects[r]`` are the choices of region r that no other choice equals or beats in seconds, error, bytes on the link and
     in every window. ``is_held[r][w]`` is True if region r holds its retained bytes in window w: from the end of its forward
     to the end of its backward.
@@ -38,7 +39,7 @@ class Windows:
 
 
 def build_windows(index: StepIndex, sets: Sequence[ChoiceSet]) -> Windows:
-    """Split a step into windows.
+    """Split a step into windows, and compute the bytes that each choice adds to each window.
 
     Args:
         index: the step.
@@ -64,6 +65,10 @@ def build_windows(index: StepIndex, sets: Sequence[ChoiceSet]) -> Windows:
 
 
 def _split(index: StepIndex, frames: Sequence[RegionFrame], stacks: Sequence[_Stack]) -> list[tuple[int, int]]:
+    """Return the windows of a step as (first instant, end) pairs.
+
+    In a window all regions but at most one add constant bytes. If this is impossible, each instant is its own window.
+    """
     cuts = {0, index.instants}
     if index.waiting:
         cuts |= {index.handover, index.handover + 1, index.last_wait}
@@ -88,9 +93,10 @@ def _split(index: StepIndex, frames: Sequence[RegionFrame], stacks: Sequence[_St
 
 
 class _Stack:
-    """The effects of one choice set as arrays with one entry per choice, and the bytes they add to their regions' windows.
+    """The effects of one set of choices, as arrays with one entry for each choice. It computes what they add to windows.
 
-    The bytes added in a window depend only on its ``key``, so regions that are alike share rows and dominance.
+    The bytes that choices add to a window depend only on the window's ``key``. So regions that are alike share these bytes, and
+    share which choices others beat.
     """
 
     def __init__(self, effects: Sequence[Effect]) -> None:
@@ -101,7 +107,7 @@ class _Stack:
         self._seconds = np.array([effect.seconds for effect in effects])
         self._shared = np.array([(effect.squared_error, effect.link_bytes) for effect in effects])
         self.reliefs: dict[Relief, Ints] = {}
-        """Per stretch of time (a relief of size 0) the bytes of every choice."""
+        """Maps each stretch of time (a relief with size 0) to an array with the bytes that each choice does not add then."""
         for choice, effect in enumerate(effects):
             for relief in effect.relief:
                 stretch = relief._replace(size=0)
@@ -111,12 +117,16 @@ class _Stack:
         self.has_exit_bytes = any(effect.exit_bytes for effect in effects)
         changes = np.flatnonzero((np.diff(self._curves, axis=1) != 0).any(axis=0))
         self.settles = int(changes[-1]) + 1 if len(changes) else 0
-        """The position in backward after which every choice's curve is constant."""
+        """The position in the region's backward after which the bytes of all choices stay constant."""
         self._rows: dict[Hashable, Ints] = {}
         self._undominated: dict[tuple[Hashable, ...], list[int]] = {}
 
     def key(self, index: StepIndex, frame: RegionFrame, a: int, b: int) -> Hashable:
-        """How a window relates to a region. Fixed bytes enter the key without their maximum, so alike regions share it."""
+        """Return a key that says where the window from instant a to b lies relative to a region.
+
+        Equal keys mean that choices add equal bytes. The key contains the fixed bytes relative to their maximum, so that alike
+        regions have equal keys.
+        """
         if b <= frame.entry or a >= frame.stop:
             return ("nothing",)
         if b <= frame.exit:
@@ -128,7 +138,7 @@ class _Stack:
         return ("between", *(relief for relief, (start, stop) in spans.items() if start <= a and b <= stop))
 
     def row(self, key: Hashable) -> Ints:
-        """The bytes that each choice adds to a window."""
+        """Return an array with the bytes that each choice adds to a window (stretch of the step) that has this key."""
         if key not in self._rows:
             self._rows[key] = self._row(key)
         return self._rows[key]
@@ -148,7 +158,10 @@ class _Stack:
         return peaks
 
     def undominated(self, keys: tuple[Hashable, ...]) -> list[int]:
-        """Choices that no other choice equals or beats in seconds, error, link bytes and in every window."""
+        """Return the positions of the choices that no other choice equals or beats.
+
+        Compared are seconds, gradient error, bytes on the link, and the bytes in each window.
+        """
         if keys not in self._undominated:
             rows = np.stack([self.row(key) for key in keys])
             figures = np.ascontiguousarray(np.concatenate([rows.T, self._shared], axis=1))
@@ -158,7 +171,10 @@ class _Stack:
 
 
 def undominated(figures: npt.NDArray[np.float64], order: Sequence[int]) -> list[int]:
-    """The rows that no earlier row equals or beats in every column; ``order`` lists the cheapest rows first."""
+    """Return the positions of the rows that no earlier row equals or beats (is at most as large) in all columns.
+
+    ``order`` lists the positions of all rows, the cheapest rows first; rows are considered in this order.
+    """
     found: list[int] = []
     kept = np.empty_like(figures)
     for position in order:

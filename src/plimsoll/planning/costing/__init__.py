@@ -1,1 +1,1 @@
-"""Seconds of ops and collectives on devices that this machine does not have: a roofline and its catalogue of devices."""
+"""Computes seconds of ops and collectives on devices that this machine does not have: a roofline with a device catalogue."""

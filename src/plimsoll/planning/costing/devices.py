@@ -34,8 +34,9 @@ needs less voltage. 0.5 is an assumption, between 1/3 (voltage proportional to t
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """One device. ``peak_flops_per_second`` is keyed by the dtype names of traces (``f32``, ``bf16``, …) and is dense.
+    """Data: the figures of one device.
 
+    ``peak_flops_per_second`` maps the dtype names of traces (``f32``, ``bf16``, …) to the peak of dense arithmetic.
     ``tf32`` is the peak for f32 convolutions on an NVIDIA device by default; f32 matrix products use ``f32``.
     ``memory_bytes`` is the memory that the driver leaves to programs. ``launch_seconds`` is the least time of one op.
     ``achieved_arithmetic`` is the share of the peak that large matrix products reach, ``achieved_attention`` the share of
@@ -68,16 +69,20 @@ class Device:
     aliases: tuple[str, ...] = ()
     is_corrected: bool = False
     achieved_in: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """By year, the shares that products and fused attention reached with the kernels of that year, if known."""
+    """Maps a year to the shares of the peak that products and fused attention reached with the kernels of that year, if
+    known."""
 
     def flops_per_second(self, dtype: str) -> float:
-        """Dense peak for ``dtype``; a dtype without a peak (integers, booleans) has the peak of f32."""
+        """Return the dense peak for ``dtype``. A dtype without a peak of its own (integers, booleans) gets the peak of f32."""
         family = "f8" if dtype.startswith("float8") else dtype
         return self.peak_flops_per_second.get(family, self.peak_flops_per_second["f32"])
 
 
 class DeviceCorrection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How many times as fast one machine's device is as the catalogue says: products, memory, links, launches."""
+    """Data: factors that say how many times as fast one machine's device is as the catalogue says.
+
+    There is one factor each for matrix products, memory, links and kernel launches.
+    """
 
     device: str
     arithmetic: float = 1.0
@@ -88,7 +93,7 @@ class DeviceCorrection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 def read_correction(path: Path) -> Device:
-    """Return the device of a file that ``plimsoll estimate --save-device`` wrote.
+    """Return the corrected device that a file describes; ``plimsoll estimate --save-device`` writes such files.
 
     Raises:
         UnknownDevice: the file cannot be read or has another format, or the catalogue does not have the corrected device.
@@ -123,7 +128,7 @@ def read_correction(path: Path) -> Device:
 
 @functools.cache
 def known_devices() -> tuple[Device, ...]:
-    """Every device of the catalogue."""
+    """Return all devices of the catalogue."""
     text = resources.files(__package__).joinpath("devices.toml").read_text(encoding="utf-8")
     return tuple(_device(name, table) for name, table in tomllib.loads(text).items())
 
@@ -166,7 +171,7 @@ def find_device(name: str) -> Device:
 
 
 def _changed(device: Device, change: str) -> Device:
-    """The device under another power limit, with another network, or with the kernels of another year."""
+    """Return the device with one change: another power limit, another network, or the kernels of another year."""
     if change.strip() in device.achieved_in:
         arithmetic, attention = device.achieved_in[change.strip()]
         clock = device.achieved_arithmetic / find_device(device.name.partition("@")[0]).achieved_arithmetic

@@ -1,4 +1,4 @@
-"""Costs of using a device's host: seconds of copies and of optimizer steps there, and forms of offloaded activations."""
+"""Computes the costs of using a device's host: seconds of copies and of optimizer steps, and forms of offloaded activations."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from plimsoll.planning.costing.devices import Device
 from plimsoll.units import MIB
 
 HOST, HOST_COPY, HOST_STEP = "host", "host_copy", "host_step"
-"""The group of ops that use the host, and the names of its two ops."""
+"""The name of the group of ops that use the host, and the names of the two ops in it: a copy and an optimizer's step."""
 HOST_LINK_SHARE = 0.8
 _HOST_STEP_BYTES_PER_SECOND = 56e9
 _LEAST_SENT_BYTES = MIB
-"""Smaller values are not worth a transfer."""
+"""Values with fewer bytes than this are not offloaded, because they are not worth a transfer."""
 
 
 def host_link(device: Device) -> LinkCost:
-    """The link between a device and its host.
+    """Return the speed and latency of the link between a device and its host.
 
     Source: a link reaches four fifths of its peak (25 of 32 GB/s for pinned memory over PCIe 4.0).
 
@@ -42,7 +42,7 @@ def host_link(device: Device) -> LinkCost:
 
 
 def host_seconds(spec: OpSpec, device: Device, layout: Layout | None) -> float:
-    """Seconds of a copy between device and host, or of an optimizer's step that the host runs for all ranks of a node.
+    """Return the seconds of a copy between device and host, or of an optimizer's step on the host for all ranks of a node.
 
     Source: Ren et al. 2021 (ZeRO-Offload), table 4: about half a second for a billion parameters, that is 56 GB/s for 28
     bytes per parameter.
@@ -58,7 +58,7 @@ def host_seconds(spec: OpSpec, device: Device, layout: Layout | None) -> float:
 
 
 def host_forms(trace: Trace, device: Device) -> Forms:
-    """The forms that the engine may use to hold the blocks' saved values on the host.
+    """Return the forms that Plimsoll itself may use to hold saved values of the blocks (regions) on the host.
 
     The last block keeps its values, because no later block hides its transfers.
 
@@ -73,7 +73,9 @@ def host_forms(trace: Trace, device: Device) -> Forms:
 
 
 def host_forms_of_switches(trace: Trace, device: Device) -> Forms:
-    """The same for a framework's own offloading switches: of every block, and for values of any size.
+    """Return the forms that a framework's own offloading switches may use to hold saved values on the host.
+
+    They are for all blocks, the last block included, and for values of any size.
 
     Raises:
         InvalidLayout: the catalogue does not list a host link for this device.

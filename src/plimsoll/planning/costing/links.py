@@ -1,4 +1,4 @@
-"""What a collective costs on a device's links and network, in seconds.
+"""Computes the seconds of a collective on a device's links and network.
 
     seconds = share · bytes / (bandwidth · achieved) + hops · latency + launch
 
@@ -26,20 +26,20 @@ from plimsoll.errors import InvalidLayout
 from plimsoll.planning.costing.devices import Device
 
 RELATIVE_ERROR = 0.3
-"""Expected error of the seconds of large collectives, up or down, as a share: an assumption, not a measurement."""
+"""The assumed relative error of the seconds of large collectives, up or down. It was not measured."""
 
 _LINK_HOP_SECONDS = 1e-6
-"""Latency of one step between two devices of a node."""
+"""Latency in seconds of one hop between two devices of a node."""
 _NETWORK_HOP_SECONDS = 5e-6
-"""Latency of one step between two nodes."""
+"""Latency in seconds of one hop between two nodes."""
 _ACHIEVED_EXCHANGE = 0.9
-"""Share of links' and network's bandwidth that kernels for exchanging rows reach. DeepEP's dispatch and combine reached 153 to
-158 of NVLink's 160 GB/s on an H800 within a node, and 43 to 58 GB/s with 50 GB/s ports among two to eight nodes; the latter
-also counts bytes that stay in the node (its ``docs/legacy.md``)."""
+"""The share of the bandwidth of links and network that kernels for exchanging rows reach. DeepEP's dispatch and combine reached
+153 to 158 of NVLink's 160 GB/s on an H800 within a node, and 43 to 58 GB/s with 50 GB/s ports among two to eight nodes; the
+second range also counts bytes that stay in the node (DeepEP's ``docs/legacy.md``)."""
 
 
 class Collective(enum.StrEnum):
-    """The collectives. ``RING_EXCHANGE``: every rank's part passes every rank (ring attention's keys and values)."""
+    """Names of collectives. In a ``RING_EXCHANGE`` each rank's part passes all ranks (keys and values of ring attention)."""
 
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
@@ -51,13 +51,13 @@ class Collective(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankGroup:
-    """A group of ``ranks`` ranks, each ``stride`` after the one before."""
+    """Data: a group of ``ranks`` ranks; the numbers of neighbours in the group differ by ``stride``."""
 
     ranks: int
     stride: int = 1
 
     def ranks_in_node(self, device: Device) -> int:
-        """The largest number of the group's ranks that share a node."""
+        """Return the largest number of ranks of the group that are on the same node."""
         return max(1, min(self.ranks, device.ranks_per_node // self.stride))
 
 
@@ -131,10 +131,10 @@ def collective_seconds(
 
 
 def _row_seconds(whole_bytes: float, copies: float, group: RankGroup, device: Device) -> float:
-    """Seconds for sending each row to each node once over the network, and on to ranks over links, both at the same time.
+    """Return the seconds of an exchange that sends each row to each node once, and then to the node's ranks over links.
 
-    A row goes to a node if any of the node's ranks needs it. Each rank needs it with probability copies / ranks,
-    independently of the others.
+    Network and links work at the same time, so the slower one counts. A row goes to a node if any of the node's ranks needs
+    the row. Each rank needs the row with probability copies / ranks, independently of the others.
     """
     within = group.ranks_in_node(device)
     nodes = group.ranks / within
@@ -147,6 +147,7 @@ def _row_seconds(whole_bytes: float, copies: float, group: RankGroup, device: De
 
 
 def _transfer_seconds(kind: Collective, whole_bytes: float, group: RankGroup, device: Device) -> float:
+    """Return the seconds of moving the bytes of a collective, without the latency of hops."""
     ranks, within = group.ranks, group.ranks_in_node(device)
     link = device.link_bytes_per_second * device.achieved_link
     network = device.network_bytes_per_second * device.achieved_link
@@ -162,7 +163,7 @@ def _transfer_seconds(kind: Collective, whole_bytes: float, group: RankGroup, de
 
 
 def _hop_seconds(kind: Collective, within: int, nodes: int) -> float:
-    """Latency of all steps: a chain within a node, a tree between nodes."""
+    """Return the latency of all hops of a collective, in seconds: a chain within a node, a tree between nodes."""
     if kind is Collective.SEND:
         return _LINK_HOP_SECONDS if within > 1 else _NETWORK_HOP_SECONDS
     one_way = (within - 1) * _LINK_HOP_SECONDS + math.ceil(math.log2(nodes)) * _NETWORK_HOP_SECONDS

@@ -24,21 +24,23 @@ from plimsoll.planning.costing.links import Collective, collective_seconds, grou
 
 _PRODUCTS = frozenset(["mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "linear"])
 FUSED = "fused_with_the_op_before"
-"""An op that runs in the kernel of the op before it, so it does not cost a launch."""
+"""The name of an op that runs in the kernel of the op before it, so that it does not cost a launch."""
 _HOST_SLOT_SECONDS = 4e-6
-"""Pack, guard and unpack of one slot in Python, on a 2024 server core with warm caches; hidden while the device lags behind."""
+"""The host's time for one saved tensor: its hooks in Python, on a 2024 server core with warm caches. It does not show while the
+device lags behind the host."""
 _HOST_REPLAY_SECONDS = 0.5e-6
-"""Python around one replayed op, measured on a 2024 server core."""
+"""The host's time for one recomputed op, in Python, measured on a 2024 server core."""
 
 
 _TILES = {(256, 128): 1.0, (128, 128): 0.95, (128, 64): 0.8, (64, 64): 0.6}
-"""The rate of products with tiles of these sizes, as a share of the rate with the largest tiles."""
+"""Maps the size of a tile (rows, columns) to the speed of matrix products with such tiles, as a share of the speed with the
+largest tiles. A tile is the part of the result that one multiprocessor computes at a time."""
 _ATTENTION_BACKWARD = 0.8
-"""The rate of fused attention's backward, as a share of its forward's rate."""
+"""The FLOPs per second of fused attention in backward, as a share of those in forward."""
 
 
 def peak_flops_per_second(spec: OpSpec, device: Device) -> float:
-    """The dense peak of the op's dtype; f32 convolutions use the tf32 peak if the device has one.
+    """Return the device's dense peak for the op's dtype. F32 convolutions use the tf32 peak if the device has one.
 
     Example:
         >>> convolution = OpSpec(name="convolution", flops=1, moved_bytes=1, dtype="f32")
@@ -50,7 +52,7 @@ def peak_flops_per_second(spec: OpSpec, device: Device) -> float:
 
 
 def is_product(name: str) -> bool:
-    """True if an op is a matrix product, a convolution or attention: compilers do not fuse these with their neighbours.
+    """Return True if an op is a matrix product, a convolution or attention: compilers do not fuse them with other ops.
 
     Example:
         >>> is_product("addmm"), is_product("_scaled_dot_product_flash_attention_backward"), is_product("mul")
@@ -60,7 +62,7 @@ def is_product(name: str) -> bool:
 
 
 def roofline_seconds(spec: OpSpec, device: Device) -> float:
-    """Seconds of one op on ``device``."""
+    """Return the predicted seconds of one op on ``device``."""
     run_flops = spec.flops / 2 if spec.is_causal else spec.flops
     arithmetic = run_flops and run_flops / (peak_flops_per_second(spec, device) * achieved_share(spec, device))
     movement = spec.moved_bytes / (device.bandwidth_bytes_per_second * device.achieved_bandwidth)
@@ -68,7 +70,7 @@ def roofline_seconds(spec: OpSpec, device: Device) -> float:
 
 
 def achieved_share(spec: OpSpec, device: Device) -> float:
-    """The share of the peak that an op reaches: it differs for attention, and for products it depends on their tiles.
+    """Return the share of the device's peak that an op reaches. Attention has its own; for products it depends on their tiles.
 
     The multiprocessors compute a product's tiles in waves, one tile each. The last wave takes as long as the others, however
     few tiles it has. Smaller tiles fill the last wave better but are slower each: the best size counts, because libraries
@@ -96,14 +98,15 @@ def achieved_share(spec: OpSpec, device: Device) -> float:
 
 
 def _filled(tiles: int, multiprocessors: int) -> float:
+    """Return the share of the multiprocessors' time that computes tiles, if each computes one tile at a time."""
     waves = tiles / multiprocessors
     return waves / max(math.ceil(waves), 1)
 
 
 def roofline_costs(trace: Trace, device: Device, layout: Layout | None = None) -> Costs:
-    """Seconds of every op of ``trace`` on ``device``.
+    """Return the predicted seconds of each op of ``trace`` on ``device``.
 
-    The spread of every op is 0, because a roofline does not estimate its own error.
+    The spread of each op is 0, because a roofline does not estimate its own error.
 
     Args:
         trace: a trace, with or without collectives.
@@ -128,6 +131,7 @@ def roofline_costs(trace: Trace, device: Device, layout: Layout | None = None) -
 
 
 def _seconds(spec: OpSpec, device: Device, layout: Layout | None) -> float:
+    """Return the seconds of an op, a collective, or an op that uses the host, if nothing else runs at the same time."""
     if not spec.group:
         return roofline_seconds(spec, device)
     if spec.group == HOST:
@@ -145,9 +149,10 @@ def _seconds(spec: OpSpec, device: Device, layout: Layout | None) -> float:
 
 
 def _exposed(spec: OpSpec, key: str, alone: dict[str, float], layout: Layout | None) -> float:
-    """Seconds of an op that are not hidden behind the products that run at the same time.
+    """Return the seconds of an op that are not hidden behind the matrix products that run at the same time.
 
-    A collective is before or after each of these products, so it gets half of their time. Its first piece is never hidden.
+    A collective comes before or after each of these products, so half of their time hides it. The collective's first piece is
+    never hidden.
     """
     if not spec.beside or layout is None:
         return alone[key]
@@ -156,11 +161,11 @@ def _exposed(spec: OpSpec, key: str, alone: dict[str, float], layout: Layout | N
 
 
 def _kind(spec: OpSpec) -> Collective:
-    """The collective named by an op, such as ``all_reduce`` for ``plimsoll.all_reduce_``; the namespace does not matter."""
+    """Return the kind of collective that an op is, from its name: ``plimsoll.all_reduce_`` is an ``all_reduce``."""
     return Collective.ALL_TO_ALL if spec.copies else Collective(spec.name.rpartition(".")[2].removesuffix("_"))
 
 
 def optimizer_seconds(trace: Trace, costs: Costs) -> float:
-    """Seconds of the optimizer's step; 0 if the trace has none."""
+    """Return the seconds of the optimizer's step; 0 if the trace does not have such a step."""
     ops = (op for op in trace.ops if op.phase is Phase.OPTIMIZER and op.cost_key in costs.ops)
     return sum(costs.ops[op.cost_key].seconds for op in ops)
