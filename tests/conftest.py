@@ -25,8 +25,35 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the command line set
 _LONGEST = frozenset({"test_examples.py", "test_documentation.py", "ranks", "integrations", "session", "contracts"})
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+_QUICK = frozenset({"artifacts", "planning", "tracing", "engine", "distributed"})
+_QUICK_FILES = frozenset(
+    {"test_architecture.py", "test_docstrings.py", "test_errors.py", "test_units.py", "test_metering.py"}
+)
+_NOT_QUICK = frozenset(
+    {"test_open_numbers.py", "test_modes.py", "test_stored_forms.py", "test_planted_faults.py", "test_any_size.py"}
+    | {"test_fake.py", "test_family.py", "test_ladder.py", "test_host_state.py", "test_torch_flags.py", "test_pins.py"}
+    | {"test_solve_forms.py", "test_kernels.py", "test_contract.py", "test_contents.py", "test_surroundings.py"}
+)
+"""Each of these takes 8 to 60 seconds on one core."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--quick``: the tests of ``make quick``, which need no other ranks, compilers, frameworks or documents."""
+    parser.addoption("--quick", action="store_true", help="only tests that take a minute and a half together")
+
+
+def _is_quick(item: pytest.Item) -> bool:
+    parts = item.path.relative_to(item.config.rootpath).parts
+    is_in_room = len(parts) > 1 and parts[1] in _QUICK
+    return parts[-1] in _QUICK_FILES or (is_in_room and parts[-1] not in _NOT_QUICK and "compiled" not in item.nodeid)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files of few tests that take long come first, so that no worker ends with one of them while the others wait."""
+    if config.getoption("--quick"):
+        left_out = [item for item in items if not _is_quick(item)]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if _is_quick(item)]
     items.sort(key=lambda item: _LONGEST.isdisjoint(item.path.parts))
 
 
