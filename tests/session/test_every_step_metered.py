@@ -395,12 +395,19 @@ def test_a_view_of_a_larger_batch_is_named_under_an_applied_plan(loop: type[Loop
 
 
 @pytest.mark.parametrize("verb", ["apply", "attach"])
-@pytest.mark.parametrize("loop", [Updates, UpdatesAfterItsStep, SecondModel])
+@pytest.mark.parametrize("loop", [Updates, UpdatesAfterItsStep])
 def test_what_a_loop_takes_after_backward_is_named_once(loop: type[Loop], verb: str):
     expected, found = Run(loop(lambda: Stack(4, WIDTH))), Run(loop(lambda: Stack(4, WIDTH)), verb, share=0.1)
     assert all(map(torch.equal, expected.weights, found.weights))
     assert min(found.over) == CHANGE
     assert ["after its last backward" in text for _, text in found.said] == [True]
+
+
+@pytest.mark.parametrize("verb", ["apply", "attach"])
+def test_another_model_that_is_trained_in_turns_is_no_part_of_the_step(verb: str):
+    found = Run(SecondModel(lambda: Stack(4, WIDTH)), verb, share=0.1)
+    assert min(found.over) == CHANGE
+    assert not found.said
 
 
 @pytest.mark.parametrize("verb", ["apply", "attach"])

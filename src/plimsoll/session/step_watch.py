@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from plimsoll.engine.capturing import is_capturing
 from plimsoll.engine.copies import ModelHook
@@ -75,6 +77,10 @@ class StepWatch:
         self.held = HeldByLoop(model, self.device)
         self._version = 0
         self._expected_error: BaseException | None = None
+        self._inside = weakref.WeakSet(model.modules())
+        """The model and all its modules."""
+        self._others: RemovableHandle | None = None
+        """A hook on all modules while a step is measured up to the next forward."""
         self._has_raised = False
         """True if a forward has raised. Its traceback may keep tensors alive that the forward made."""
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
@@ -153,12 +159,18 @@ class StepWatch:
             carried = self.held.carried
         self.measured, self.running = None, MeasuredStep(self._model, args, kwargs, carried)
         self.running.static_bytes += self.held.hidden_bytes
+        if with_optimizer:
+            # Another model that is trained in turns with this one is not part of this model's step.
+            self._others = register_module_forward_pre_hook(self._other_model_is_called)
         comes = None if with_optimizer else self._optimizer_comes
         self._watch = OptimizerWatch(self._trained_now(), (), comes, comes)
 
     def stop(self) -> None:
         """End the measurement if one is running."""
         step, self.running = self.running, None
+        if self._others is not None:
+            self._others.remove()
+            self._others = None
         if step is not None:
             step.has_trained |= self.graphs.has_backward
             self.measured = step if step.end() else None
@@ -277,6 +289,14 @@ class StepWatch:
             yield
         finally:
             self.is_looking_away = False
+
+    def _other_model_is_called(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """End the step if another model's training begins after this model's backward."""
+        is_training = module.training and torch.is_grad_enabled() and any(True for _ in module.parameters())
+        if not is_training or self._is_blind or not (self.is_between_steps and self.graphs.has_backward):
+            return
+        if module not in self._inside:
+            self.end_step()
 
     def _optimizer_comes(self) -> None:
         if self.is_between_steps and not is_in_backward():
