@@ -88,7 +88,7 @@ def test_sparse_gradients_are_sent_as_they_are(told: Told):
     ("scenario", "kind", "said"),
     [
         ("no share", "InvalidOption", "'topk:0%'"),
-        ("unknown", "InvalidOption", "'int8' is no method"),
+        ("unknown", "InvalidOption", "'int8' is not a method"),
         ("seed", "InvalidOption", "seed=-1"),
         ("rounds", "InvalidOption", "measure_rounds=0"),
         ("rate", "InvalidOption", "bytes_per_second=0.0"),

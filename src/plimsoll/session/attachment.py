@@ -188,7 +188,7 @@ class Attachment(RemovedAtEnd):
     @property
     def is_compiled(self) -> bool:
         """True if the plan decides about parts that torch.compile compiles."""
-        return self._source.is_compiled
+        return isinstance(self._source, CompiledStep)
 
     @property
     def is_trying(self) -> bool:

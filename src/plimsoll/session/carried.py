@@ -9,11 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 from plimsoll.tracing.local_tensors import dense_parts
-from plimsoll.tracing.meters.memory import (
-    instances_of,
-    live_tensors,
-    storage_of,
-)
+from plimsoll.tracing.meters.memory import instances_of, live_tensors, storage_of
 from plimsoll.tracing.recorder.calling import output_tensors
 
 

@@ -29,8 +29,6 @@ from plimsoll.tracing.compiled.units import PlannedCall, Unit, as_ours, install_
 class CompiledStep:
     """A model with compiled parts whose training steps are managed."""
 
-    is_compiled = True
-
     def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
         self._units = tuple(units)
         whole = next((unit for unit in units if not unit.path), None)

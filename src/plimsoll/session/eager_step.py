@@ -15,8 +15,6 @@ from plimsoll.tracing.zero import WholeRegions, is_gathered_by_zero
 class EagerStep:
     """An eager model whose training steps are managed."""
 
-    is_compiled = False
-
     def __init__(self, model: nn.Module, options: PlanOptions) -> None:
         self.watched = model
         """The module whose calls are training calls."""

@@ -77,10 +77,10 @@ class StepWatch:
         self.held = HeldByLoop(model, self.device)
         self._version = 0
         self._expected_error: BaseException | None = None
-        self._inside = weakref.WeakSet(model.modules())
-        """The model and all its modules."""
+        self._is_whole = False
+        """True if the running measurement lasts up to the next forward."""
         self._others: RemovableHandle | None = None
-        """A hook on all modules while a step is measured up to the next forward."""
+        """A hook on all modules, from this model's backward to the end of such a measurement."""
         self._has_raised = False
         """True if a forward has raised. Its traceback may keep tensors alive that the forward made."""
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
@@ -159,9 +159,7 @@ class StepWatch:
             carried = self.held.carried
         self.measured, self.running = None, MeasuredStep(self._model, args, kwargs, carried)
         self.running.static_bytes += self.held.hidden_bytes
-        if with_optimizer:
-            # Another model that is trained in turns with this one is not part of this model's step.
-            self._others = register_module_forward_pre_hook(self._other_model_is_called)
+        self._is_whole = with_optimizer
         comes = None if with_optimizer else self._optimizer_comes
         self._watch = OptimizerWatch(self._trained_now(), (), comes, comes)
 
@@ -292,10 +290,10 @@ class StepWatch:
 
     def _other_model_is_called(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """End the step if another model's training begins after this model's backward."""
-        is_training = module.training and torch.is_grad_enabled() and any(True for _ in module.parameters())
-        if not is_training or self._is_blind or not (self.is_between_steps and self.graphs.has_backward):
+        if not (self.is_between_steps and module.training and torch.is_grad_enabled()) or self._is_blind:
             return
-        if module not in self._inside:
+        has_parameters = any(True for _ in module.parameters())
+        if has_parameters and all(module is not each for each in self._model.modules()):
             self.end_step()
 
     def _optimizer_comes(self) -> None:
@@ -384,5 +382,9 @@ class StepWatch:
 
     def _backward_ended(self) -> None:
         self.levels.backward_ended()
+        if self._is_whole and self.running is not None and self._others is None:
+            # Another model that is trained in turns with this one is not part of this model's step. The hook comes only now:
+            # torch.compile would compile this model's forward anew for a hook on all modules.
+            self._others = register_module_forward_pre_hook(self._other_model_is_called)
         self._note(OPTIMIZER)
         self.risen_bytes = max(0, self.rising.risen_to() - (self.beside_bytes or 0))

@@ -66,7 +66,7 @@ def parse_method(text: str) -> Method:
     if name == "topk":
         return Method(kind="topk", share=_share(text, parameter))
     raise InvalidOption(
-        f"{text!r} is no method of gradient compression.",
+        f"{text!r} is not a method of gradient compression.",
         why=f"the methods are {_FORMS}",
         next="choose one of them",
     )
