@@ -225,17 +225,29 @@ class UpdatesAfterItsStep(Updates):
 
 
 class SecondModel(Loop):
-    """Another model is trained in the same step, after this one."""
+    """Another model is trained in the same step, after this one, by its own optimizer if there is one."""
 
     def __init__(self, make: Callable[[], nn.Module]) -> None:
         super().__init__(make)
         self.other = Stack(6, WIDTH)
+        self.others = torch.optim.SGD(self.other.parameters(), lr=0.01)
 
     def step(self, model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
         super().step(model, optimizer, number)
         if number >= CHANGE:
             mean_square(self.other(*self.batch(number))).backward()
+            self.update_other()
             self.other.zero_grad()
+
+    def update_other(self) -> None:
+        self.others.step()
+
+
+class BackwardOfAnother(SecondModel):
+    """The loop only needs the gradients of the other model."""
+
+    def update_other(self) -> None:
+        pass
 
 
 class Mines(Loop):
@@ -395,7 +407,7 @@ def test_a_view_of_a_larger_batch_is_named_under_an_applied_plan(loop: type[Loop
 
 
 @pytest.mark.parametrize("verb", ["apply", "attach"])
-@pytest.mark.parametrize("loop", [Updates, UpdatesAfterItsStep])
+@pytest.mark.parametrize("loop", [Updates, UpdatesAfterItsStep, BackwardOfAnother])
 def test_what_a_loop_takes_after_backward_is_named_once(loop: type[Loop], verb: str):
     expected, found = Run(loop(lambda: Stack(4, WIDTH))), Run(loop(lambda: Stack(4, WIDTH)), verb, share=0.1)
     assert all(map(torch.equal, expected.weights, found.weights))

@@ -30,8 +30,10 @@ from plimsoll.tracing.recorder.calling import output_tensors
 from plimsoll.tracing.torch_internals import is_profiled, is_profiler_on
 from plimsoll.tracing.zero import held_by_deepspeed
 
-FORWARD, LOSS, BACKWARD, OPTIMIZER = "forward", "loss", "backward", "optimizer"
-"""The parts of a measured step. LOSS lasts from the end of a forward until gradients reach the forward's output."""
+FORWARD, LOSS, BACKWARD, AFTER_BACKWARD, OPTIMIZER = "forward", "loss", "backward", "after backward", "optimizer"
+"""The parts of a measured step. LOSS lasts from the end of a forward until gradients reach the forward's output. OPTIMIZER is
+the step of the model's own optimizer, and AFTER_BACKWARD everything else between a backward and the next forward.
+"""
 
 
 class MeasuredStep:
@@ -52,6 +54,10 @@ class MeasuredStep:
         self.has_failed = False
         self.has_trained = False
         """Set by the owner if a backward has run. Otherwise `end` looks for gradients or for parameters that were written."""
+        self.trains_another = False
+        """Set by the owner if the optimizer of another model has stepped since. AFTER_BACKWARD then contains the training
+        of that model, which is no part of this step.
+        """
         self._meter: PeakMeter | None = None
         # On a CPU the meter is torch's profiler, and only one can run. The user's profiler has precedence.
         if not (self._device.type == "cpu" and (is_profiled() or is_profiler_on())):
@@ -60,7 +66,7 @@ class MeasuredStep:
             self._meter.__enter__()
 
     def note(self, part: str) -> None:
-        """Attribute what follows to ``part``. After a backward that is OPTIMIZER, until another forward or backward begins."""
+        """Attribute what follows to ``part``, until the next call."""
         if self._meter is not None:
             self._meter.mark(part)
 
@@ -87,9 +93,8 @@ class MeasuredStep:
     def step_peak_bytes(self) -> int:
         """The peak until the last backward ended. It includes bytes that existed before the step, except optimizer state."""
         assert self._meter is not None
-        *before, last = self._meter.windows
-        parts = before if last.name == OPTIMIZER else [*before, last]
-        return self.static_bytes + max(window.peak_bytes for window in parts)
+        before = self._meter.windows[: self._last_backward_end]
+        return self.static_bytes + max(window.peak_bytes for window in before)
 
     @property
     def loss_peak_bytes(self) -> int:
@@ -102,14 +107,24 @@ class MeasuredStep:
     def optimizer_peak_bytes(self) -> int:
         """The peak after the last backward, without optimizer state that existed before; 0 if this part was not measured."""
         assert self._meter is not None
-        last = self._meter.windows[-1]
-        return self.static_bytes + last.peak_bytes if last.name == OPTIMIZER else 0
+        after = self._meter.windows[self._last_backward_end :]
+        peaks = [window.peak_bytes for window in after if window.name == OPTIMIZER or not self.trains_another]
+        return self.static_bytes + max(peaks) if peaks else 0
 
     @property
     def left_bytes(self) -> int:
         """The bytes that the step left behind, including optimizer state."""
         assert self._meter is not None
         return self._meter.resident_bytes - self._replaced_bytes
+
+    @property
+    def _last_backward_end(self) -> int:
+        """The position in the meter's windows where the last backward is over."""
+        assert self._meter is not None
+        end = len(self._meter.windows)
+        while end > 1 and self._meter.windows[end - 1].name in (AFTER_BACKWARD, OPTIMIZER):
+            end -= 1
+        return end
 
     def _has_trained(self) -> bool:
         """True if gradients exist, or if parameters were written since the step began (an optimizer has stepped)."""

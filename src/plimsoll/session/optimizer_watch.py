@@ -50,8 +50,9 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
 class OptimizerWatch:
     """Watches optimizers that train at least one of the given parameters: their steps, and the size of their state.
 
-    ``on_step`` is called before the first step of an optimizer, ``after_step`` after every step. Neither may remove optimizer
-    hooks, because torch is iterating over them at that moment.
+    ``on_step`` is called before the first step of such an optimizer, ``after_step`` after every step, and ``on_other_step``
+    before every step of an optimizer that trains none of the parameters. None of them may remove optimizer hooks, because torch
+    is iterating over them at that moment.
     """
 
     def __init__(
@@ -60,9 +61,10 @@ class OptimizerWatch:
         optimizers: Iterable[Optimizer] = (),
         on_step: Callable[[], None] | None = None,
         after_step: Callable[[], None] | None = None,
+        on_other_step: Callable[[], None] | None = None,
     ) -> None:
         self._parameters = frozenset(map(id, parameters))
-        self._on_step, self._after_step = on_step, after_step
+        self._on_step, self._after_step, self._on_other_step = on_step, after_step, on_other_step
         self.has_stepped = False
         self.is_settled = False
         """True if the last step did not change the size of the state."""
@@ -99,7 +101,10 @@ class OptimizerWatch:
         return self.bytes_now + self._growth_bytes
 
     def _begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._is_ours(optimizer) and not self.has_stepped:
+        if not self._is_ours(optimizer):
+            if self._on_other_step is not None:
+                self._on_other_step()
+        elif not self.has_stepped:
             self._before[optimizer] = self._now[optimizer] = _state_bytes(optimizer)
             if self._on_step is not None:
                 self._on_step()

@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from plimsoll.engine.capturing import is_capturing
 from plimsoll.engine.copies import ModelHook
@@ -23,6 +21,7 @@ from plimsoll.session.batch_shapes import Shapes, shapes_and_masks_of
 from plimsoll.session.carried import Carried
 from plimsoll.session.held_by_loop import HeldByLoop
 from plimsoll.session.measured_step import (
+    AFTER_BACKWARD,
     BACKWARD,
     FORWARD,
     LOSS,
@@ -34,11 +33,12 @@ from plimsoll.session.messages import warn_of_overrun
 from plimsoll.session.optimizer_watch import OptimizerWatch
 from plimsoll.session.situations import MeteredSituations, Situation
 from plimsoll.session.step_levels import StepLevels, is_more
-from plimsoll.tracing.ddp import is_without_reduction
+from plimsoll.tracing.ddp import inner_module, is_without_reduction
 from plimsoll.tracing.fsdp2 import every_gradient, every_parameter, holds_gradients_back
 from plimsoll.tracing.meters.memory import RisingPeak
 from plimsoll.tracing.open_graphs import OpenGraphs, is_in_backward
 from plimsoll.tracing.torch_internals import peek_functorch, sequence_number, times_compiled
+from plimsoll.tracing.zero import optimizer_inside
 from plimsoll.units import budget_text
 
 
@@ -77,10 +77,6 @@ class StepWatch:
         self.held = HeldByLoop(model, self.device)
         self._version = 0
         self._expected_error: BaseException | None = None
-        self._is_whole = False
-        """True if the running measurement lasts up to the next forward."""
-        self._others: RemovableHandle | None = None
-        """A hook on all modules, from this model's backward to the end of such a measurement."""
         self._has_raised = False
         """True if a forward has raised. Its traceback may keep tensors alive that the forward made."""
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
@@ -159,16 +155,15 @@ class StepWatch:
             carried = self.held.carried
         self.measured, self.running = None, MeasuredStep(self._model, args, kwargs, carried)
         self.running.static_bytes += self.held.hidden_bytes
-        self._is_whole = with_optimizer
-        comes = None if with_optimizer else self._optimizer_comes
-        self._watch = OptimizerWatch(self._trained_now(), (), comes, comes)
+        if with_optimizer:
+            before, after, others = self._optimizer_begins, self._optimizer_ended, self._other_optimizer_begins
+            self._watch = OptimizerWatch(self._trained_now(), (), before, after, others)
+        else:
+            self._watch = OptimizerWatch(self._trained_now(), (), self._optimizer_comes, self._optimizer_comes)
 
     def stop(self) -> None:
         """End the measurement if one is running."""
         step, self.running = self.running, None
-        if self._others is not None:
-            self._others.remove()
-            self._others = None
         if step is not None:
             step.has_trained |= self.graphs.has_backward
             self.measured = step if step.end() else None
@@ -288,13 +283,16 @@ class StepWatch:
         finally:
             self.is_looking_away = False
 
-    def _other_model_is_called(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """End the step if another model's training begins after this model's backward."""
-        if not (self.is_between_steps and module.training and torch.is_grad_enabled()) or self._is_blind:
-            return
-        has_parameters = any(True for _ in module.parameters())
-        if has_parameters and all(module is not each for each in self._model.modules()):
-            self.end_step()
+    def _optimizer_begins(self) -> None:
+        self._note(OPTIMIZER)
+
+    def _optimizer_ended(self) -> None:
+        self._note(AFTER_BACKWARD)
+
+    def _other_optimizer_begins(self) -> None:
+        # DeepSpeed's optimizer trains this model too, although it holds flat partitions and not the model's parameters.
+        if self.running is not None and optimizer_inside(inner_module(self._model)) is None:
+            self.running.trains_another = True
 
     def _optimizer_comes(self) -> None:
         if self.is_between_steps and not is_in_backward():
@@ -382,9 +380,5 @@ class StepWatch:
 
     def _backward_ended(self) -> None:
         self.levels.backward_ended()
-        if self._is_whole and self.running is not None and self._others is None:
-            # Another model that is trained in turns with this one is not part of this model's step. The hook comes only now:
-            # torch.compile would compile this model's forward anew for a hook on all modules.
-            self._others = register_module_forward_pre_hook(self._other_model_is_called)
-        self._note(OPTIMIZER)
+        self._note(AFTER_BACKWARD)
         self.risen_bytes = max(0, self.rising.risen_to() - (self.beside_bytes or 0))

@@ -38,9 +38,9 @@ def test_a_method_reads_back_as_it_is_written(text: str, canonical: str):
         ("int8", "'int8' is not a method"),
         ("sign", "'sign' is not a method"),
         ("randomk:1%", "'randomk:1%' is not a method"),
-        ("none:1", "no method"),
-        ("top-k:1%", "no method"),
-        ("", "no method"),
+        ("none:1", "'none:1' is not a method"),
+        ("top-k:1%", "'top-k:1%' is not a method"),
+        ("", "'' is not a method"),
     ],
 )
 def test_a_method_that_means_nothing_is_refused_and_says_how_to_write_one(text: str, said: str):
