@@ -151,7 +151,7 @@ class _Family:
             group = _AlikeRecordings(recording)
             groups.append(group)
         if group is not None:
-            group.add(numbers)
+            group.add(recording)
 
     def opened(self, sizes: Sizes) -> list[Opened]:
         """Return recordings with open numbers, which serve calls at this recorded size with other numbers."""
@@ -171,9 +171,10 @@ class _Family:
 
 
 class _AlikeRecordings:
-    """Recordings of one size that differ in numbers only, and whose torch calls returned tensors of the same sizes.
+    """Recordings of one size that differ in numbers only, and whose torch calls returned tensors of equal rank.
 
-    A number may determine a size inside of torch, as in ``torch.arange``. One recipe cannot serve all values of such a number.
+    The geometries of these results count as numbers that a call is given: they may depend on the contents of tensors, or on a
+    number that determines a size inside of torch (``torch.arange``).
     """
 
     def __init__(self, first: Recording) -> None:
@@ -183,11 +184,14 @@ class _AlikeRecordings:
         self._is_settled = False
 
     def fits(self, recording: Recording) -> bool:
-        """Return whether the torch calls of another recording returned the same sizes as in the recordings of this group."""
-        return [call.results for call in recording.stream] == [call.results for call in self._first.stream]
+        """Return whether the torch calls of another recording returned tensors of the same ranks as in this group."""
+        return _ranks(recording.stream) == _ranks(self._first.stream)
 
-    def add(self, numbers: tuple[Number, ...]) -> None:
+    def add(self, recording: Recording) -> None:
         """Add the numbers of a recording."""
+        noted: list[Number] = []
+        _with_numbers(recording, _noting(noted), with_results=True)
+        numbers = tuple(noted)
         if len(self._numbers) < MOST_RECORDINGS and numbers not in self._numbers:
             self._numbers.append(numbers)
             self._is_settled = False
@@ -208,15 +212,15 @@ class _AlikeRecordings:
 class _OpenRecording:
     """A recording whose changing numbers are left open, and the programs that plans have made from it.
 
-    ``points`` has the numbers of several recordings. ``unknowns`` has, for each open number, its value in each of these
-    recordings.
+    ``points`` has the numbers of several recordings, ``with_results`` as in `_with_numbers`. ``unknowns`` has, for each open
+    number, its value in each of these recordings.
     """
 
-    def __init__(self, first: Recording, points: Sequence[tuple[Number, ...]]) -> None:
+    def __init__(self, first: Recording, points: Sequence[tuple[Number, ...]], *, with_results: bool = False) -> None:
         self.unknowns: list[tuple[Number, ...]] = []
         self._known: dict[tuple[str, ...], Unknown] = {}
         columns = iter([self._described(values) for values in zip(*points, strict=True)])
-        self.recording = _with_numbers(first, lambda _: next(columns))
+        self.recording = _with_numbers(first, lambda _: next(columns), with_results=with_results)
         self._calls = [at for at, call in enumerate(self.recording.stream) if _is_open(call)]
         self._plans: dict[tuple[int, bool], ReplayPlan] = {}
         self._programs: dict[tuple[int, bool], Program] = {}
@@ -298,7 +302,7 @@ class Opened:
     """
 
     def __init__(self, first: Recording, points: Sequence[tuple[Number, ...]]) -> None:
-        self._open = _OpenRecording(first, points)
+        self._open = _OpenRecording(first, points, with_results=True)
         unknowns = self._open.unknowns
         given = given_by(self.stream)
         known = {index: unknowns[index] for index in given or ()}
@@ -396,12 +400,15 @@ def _filling(numbers: tuple[Number, ...]) -> Change:
     return lambda number: numbers[number.index] if type(number) is Unknown else number
 
 
-def _with_numbers(recording: Recording, change: Change) -> Recording:
-    """Return a copy of a recording with each of its numbers changed. The order of the numbers is the same in every call."""
+def _with_numbers(recording: Recording, change: Change, *, with_results: bool = False) -> Recording:
+    """Return a copy of a recording with each of its numbers changed. The order of the numbers is the same in every call.
+
+    ``with_results`` includes the geometries of the tensors that the torch calls returned.
+    """
     region = recording.region
     return replace(
         recording,
-        stream=tuple([_call(call, change) for call in recording.stream]),
+        stream=tuple([_call(call, change, with_results=with_results) for call in recording.stream]),
         graph=_graph(recording.graph, change),
         region=replace(
             region,
@@ -457,14 +464,26 @@ def _ref(ref: Ref, change: Change) -> Ref:
     return Ref(ref.value, ref.geometry.changed(change))
 
 
-def _call(call: TorchCall, change: Change) -> TorchCall:
+def _call(call: TorchCall, change: Change, *, with_results: bool = False) -> TorchCall:
     """Return a copy of a torch call with its numbers changed.
 
     Bare integers among the arguments are indices of tensors, and are not changed.
     """
     made = call.made if isinstance(call.made, int) else tuple([_looks(looks, change) for looks in call.made])
-    kwargs = tuple([(name, _described(value, change)) for name, value in call.kwargs])
-    return TorchCall(call.func, tuple([_described(value, change) for value in call.args]), kwargs, made, call.results)
+    return TorchCall(
+        call.func,
+        tuple([_described(value, change) for value in call.args]),
+        tuple([(name, _described(value, change)) for name, value in call.kwargs]),
+        made,
+        tuple([(tensor, _described(value, change)) for tensor, value in call.reads]),
+        tuple([_described(value, change) for value in call.lies]),
+        tuple([_described(value, change) for value in call.results]) if with_results else call.results,
+    )
+
+
+def _ranks(stream: Stream) -> list[list[int]]:
+    """Return the ranks (numbers of dimensions) of the tensors that each torch call of a stream returned."""
+    return [[len(result.items[0].items) for result in call.results] for call in stream]
 
 
 def _is_open(call: TorchCall) -> bool:

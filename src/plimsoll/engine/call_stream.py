@@ -37,6 +37,7 @@ from plimsoll.engine.torch_calls import (
     Stream,
     TorchCall,
     comparable,
+    described_geometry,
     is_made_from_data,
     looks,
     unreplaced,
@@ -204,6 +205,12 @@ class StreamRecorder(LowestMode):
         """Whether a torch call is running. If an op runs outside of a torch call, code ran it that we cannot see (TorchScript,
         extensions).
         """
+        self.obstacle = ""
+        """The reason why later calls cannot be compared with this stream, or ""."""
+        self.reads_values = False
+        """Whether numbers of this call (sizes, indices, arguments) may come from the contents of tensors."""
+        self._reads: list[tuple[torch.Tensor | None, Any]] = []
+        self._is_sized_by_data = False
 
     @property
     def stream(self) -> Stream:
@@ -214,22 +221,68 @@ class StreamRecorder(LowestMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         before, self.is_within = self.is_within, True
+        outer = self._reads, self._is_sized_by_data
+        self._reads, self._is_sized_by_data = [], False
         func = unreplaced(func)
         try:
             result = self.call(func, types, args, kwargs)
         finally:
             self.is_within = before
+            reads, is_sized_by_data = self._reads, self._is_sized_by_data
+            self._reads, self._is_sized_by_data = outer
         if not _leaves_a_trace(func, result):
             return result
         is_data = is_made_from_data(func) and bool(args) and not isinstance(args[0], torch.Tensor)
         described = tuple([self._describe(value) for value in args[is_data:]])
         named = tuple([(name, self._describe(value)) for name, value in (kwargs or {}).items()])
         made = flat_tensors(result)
-        results = tuple([looks(tensor) for tensor in made])
-        self._calls.append(TorchCall(func, described, named, results if is_data else len(made), results))
+        results = tuple([described_geometry(tensor) for tensor in made])
+        found = self._numbers_read(func, reads)
+        self._calls.append(
+            TorchCall(
+                func,
+                described,
+                named,
+                tuple([looks(tensor) for tensor in made]) if is_data else len(made),
+                found,
+                results if found or is_sized_by_data else (),
+                results,
+            )
+        )
         for tensor in made:
             self._number(tensor)
         return result
+
+    def note_read(self, tensors: list[torch.Tensor], value: Any) -> None:
+        """Note that an op has read ``value`` from these tensors.
+
+        If Python code gets the value, it is an argument of later calls, where it is compared. A torch call that reads a number
+        for itself (``table[index]``) uses it in a way that its arguments do not show.
+        """
+        self.reads_values = True
+        self._reads.append((tensors[0] if len(tensors) == 1 else None, value))
+        if not self.is_within:
+            self.obstacle = "code that PyTorch does not call (TorchScript, an extension) reads a tensor's value"
+
+    def note_size(self) -> None:
+        """Note that the sizes of the results of an op depend on the contents of its arguments."""
+        self.reads_values = self._is_sized_by_data = True
+
+    def _numbers_read(
+        self, func: Any, reads: list[tuple[torch.Tensor | None, Any]]
+    ) -> tuple[tuple[int, Constant], ...]:
+        """Return what a torch call has read for itself: pairs of a tensor's number and its value.
+
+        If the tensor is neither an argument nor known from before, later calls cannot read it in the same way.
+        """
+        found = {}
+        for tensor, value in reads:
+            number = self._numbers.get(id(tensor))
+            if number is None or self._known[number]() is not tensor:
+                self.obstacle = f"{called(func)} reads the value of a tensor that it makes itself"
+            else:
+                found[number] = Constant(type(value), comparable(value))
+        return tuple(found.items())
 
     def _number(self, tensor: torch.Tensor) -> None:
         self._numbers[id(tensor)] = len(self._known)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from typing import Any
 
 from plimsoll.engine.torch_calls import Constant, Number, Outsider, Several, Stream, TorchCall, Unknown
@@ -33,6 +34,10 @@ Dropout, for example, keeps with probability 1 - p, and divides by 1 - p.
 """
 
 
+_CONFIRMED = 3
+"""The least number of different points on a line. Any two points are on some line."""
+
+
 def may_stand(number: Any, kind: Any, *, is_positive: bool) -> bool:
     """Return whether a call with this number runs the same operations as the recorded calls.
 
@@ -50,12 +55,17 @@ class Derivation:
     """
 
     def __init__(self, values: tuple[Number, ...], given: Mapping[int, tuple[Number, ...]]) -> None:
-        self._ways = [
+        self._ways: list[tuple[int, Callable[[Number], Number | None]]] = [
             (index, change)
             for index, known in given.items()
             for change in (_unchanged, *_DERIVED)
             if all(_same(_value(change, one), other) for one, other in zip(known, values, strict=True))
         ]
+        if not self._ways and all(type(value) is int for value in values):
+            # bytes, strides and offsets are multiples of sizes
+            whole = {index: known for index, known in given.items() if all(type(one) is int for one in known)}
+            lines = ((index, _line(known, values)) for index, known in whole.items())
+            self._ways = [(index, line) for index, line in lines if line is not None]
 
     def __bool__(self) -> bool:
         """Return whether at least one way to derive the number was found."""
@@ -74,7 +84,28 @@ def _unchanged(number: Number) -> Number:
     return number
 
 
-def _value(change: Callable[[Number], Number], number: Number) -> Number | None:
+def _line(known: tuple[Number, ...], values: tuple[Number, ...]) -> Callable[[Number], Number | None] | None:
+    """Return the function that maps whole numbers to the values by a factor and a constant, or ``None`` if it does not exist.
+
+    Two points suggest the line and a third one must confirm it. A line through 0 needs only two points.
+    """
+    points = sorted(set(zip(known, values, strict=True)))
+    if len({one for one, _ in points}) < min(len(points), 2):
+        return None
+    (low, first), (high, last) = points[0], points[-1]
+    factor = Fraction(last - first) / Fraction(high - low) if high != low else Fraction(0)
+    constant = Fraction(first) - factor * Fraction(low)
+    if any(factor * one + constant != value for one, value in points) or (constant and len(points) < _CONFIRMED):
+        return None
+
+    def value(number: Number) -> Number | None:
+        found = factor * Fraction(number) + constant
+        return found.numerator if found.denominator == 1 else None
+
+    return value
+
+
+def _value(change: Callable[[Number], Number | None], number: Number) -> Number | None:
     try:
         return change(number)
     except (ArithmeticError, ValueError):
@@ -96,20 +127,25 @@ def given_by(stream: Stream) -> set[int] | None:
         if isinstance(value, Several):
             return all(map(note, value.items))
         if isinstance(value, Outsider):
-            return not _has_unknown(value.looks)
+            return not has_unknown(value.looks)
         if isinstance(value, Constant) and isinstance(value.value, Unknown):
             found.add(value.value.index)
         return True
 
     for call in stream:
-        parts = (*call.args, *(value for _, value in call.kwargs))
-        if not all(map(note, parts)) or _has_unknown(call.made):
+        named = (value for pairs in (call.kwargs, call.reads) for _, value in pairs)
+        if not all(map(note, (*call.args, *named, *call.results))) or has_unknown(call.made):
             return None
     return found
 
 
-def _has_unknown(value: Any) -> bool:
-    return isinstance(value, Unknown) or (isinstance(value, tuple) and any(map(_has_unknown, value)))
+def has_unknown(value: Any) -> bool:
+    """Return whether a part of the description of a torch call contains an open number."""
+    if isinstance(value, Several):
+        return any(map(has_unknown, value.items))
+    if isinstance(value, Constant):
+        return isinstance(value.value, Unknown)
+    return isinstance(value, Unknown) or (isinstance(value, tuple) and any(map(has_unknown, value)))
 
 
 def numbers_in(stream: Stream, pattern: Stream) -> dict[int, Number] | None:
@@ -125,15 +161,13 @@ def numbers_in(stream: Stream, pattern: Stream) -> dict[int, Number] | None:
 
 
 def _call_fits(call: TorchCall, pattern: TorchCall, found: dict[int, Number]) -> bool:
-    if call == pattern:
+    if call == pattern and not any(map(has_unknown, pattern.results)):
         return True
-    if call.results != pattern.results:
+    if call.func != pattern.func or call.made != pattern.made:
         return False
-    is_alike = (call.func == pattern.func, len(call.args), call.made) == (True, len(pattern.args), pattern.made)
-    if not is_alike or [name for name, _ in call.kwargs] != [name for name, _ in pattern.kwargs]:
-        return False
-    pairs = (*zip(call.args, pattern.args, strict=True), *zip(call.kwargs, pattern.kwargs, strict=True))
-    return all(_fits(one, other, found) for one, other in pairs)
+    # an argument with a name is a pair, and so is a number that was read
+    one, other = ((each.args, each.kwargs, each.reads, each.results) for each in (call, pattern))
+    return _fits(one, other, found)
 
 
 def _fits(value: Any, pattern: Any, found: dict[int, Number]) -> bool:
@@ -146,8 +180,7 @@ def _fits(value: Any, pattern: Any, found: dict[int, Number]) -> bool:
     if isinstance(pattern, Several):
         is_alike = isinstance(value, Several) and (value.kind, len(value.items)) == (pattern.kind, len(pattern.items))
         return is_alike and all(_fits(one, other, found) for one, other in zip(value.items, pattern.items, strict=True))
-    if isinstance(pattern, tuple):  # a name and its argument
-        return isinstance(value, tuple) and all(
-            _fits(one, other, found) for one, other in zip(value, pattern, strict=True)
-        )
+    if isinstance(pattern, tuple):
+        is_alike = isinstance(value, tuple) and len(value) == len(pattern)
+        return is_alike and all(_fits(one, other, found) for one, other in zip(value, pattern, strict=True))
     return bool(value == pattern)

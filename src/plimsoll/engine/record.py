@@ -169,6 +169,8 @@ class Recorded:
     peers: tuple[int, ...] = ()
     """The global ranks that the region's collectives communicate with."""
     stream: Stream = ()
+    reads_values: bool = False
+    """Whether the call has read values of tensors, or its sizes depend on them."""
     is_misfit: bool = False
     """Whether the stream of torch calls was known, but the call saved other tensors than the call that was recorded before."""
 
@@ -298,6 +300,7 @@ def _settle(call: _Watched, subject: RegionForward, service: Service, shared: Sh
         obstacle=_obstacle(call),
         peers=tuple(sorted({rank for op in recorder.ops for rank in peers_of(op.func, op.args, op.kwargs)})),
         stream=call.stream.stream,
+        reads_values=call.stream.reads_values,
     )
     if found.obstacle:
         saved.keep_all()
@@ -342,6 +345,7 @@ def _watch(
     saved = _RecordedCall(recorder, entry.sources, held)
     stream = StreamRecorder(references((*entry.sources, *entry.inputs)))
     recorder.is_called = lambda: stream.is_within
+    recorder.note_read, recorder.note_size = stream.note_read, stream.note_size
     # copies: the closure must not hold the entry, which holds the call's tensors
     device_type, flags = subject.device_type, entry.flags
     recorder.is_flagged = lambda: flags_for(device_type) != flags
@@ -386,7 +390,7 @@ def _obstacle(call: _Watched) -> str:
         return "it writes to memory in a way that PyTorch cannot see (numpy, raw pointers)"
     if any(value in call.sources for _, value in call.input_values):
         return "one of its own parameters or buffers is passed to it as an input"
-    return ""
+    return call.stream.obstacle
 
 
 def _register(recorder: VerifyingRecorder, module: nn.Module, reader: SignatureReader) -> dict[int, ParameterSource]:

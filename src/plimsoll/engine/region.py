@@ -32,6 +32,7 @@ from plimsoll.engine.larger_calls import LargestCall
 from plimsoll.engine.modes import Modes
 from plimsoll.engine.program import Program, Shared
 from plimsoll.engine.record import RegionForward, record_call
+from plimsoll.engine.rerun import Entrance, Rerun
 from plimsoll.engine.service import Service
 from plimsoll.tracing.local_tensors import version_of
 from plimsoll.tracing.recorder.calling import call_tensors
@@ -269,6 +270,8 @@ class ManagedRegion:
             if recorded.recording is not None and not recorded.peers:
                 self._recordings.add(entry.signature, recorded.recording)
                 self._open_numbers(service, entry)
+            if recorded.reads_values:
+                service.read_values(recorded.stream)
         # Do not ask for agreement on a known stream again: a surprise in another region can make this rank alone record again.
         if is_new and recorded.peers and shared.repeats_collectives and shared.agree_on_service is not None:
             repeated = () if program is None else program.plan.collectives
@@ -306,7 +309,8 @@ class ManagedRegion:
         """Run a call that looks like a recorded call: hold what it saves, check the guards, then drop. Return the region's
         output.
         """
-        opened = _unseen(entry.modes, self._open, service, entry, args, kwargs)
+        entrance = Entrance(self._subject, entry, self._reader, args, kwargs) if service.reads_values else None
+        opened = _unseen(entry.modes, self._open, service, entry, args, kwargs, entrance)
         call, guard = opened.call, opened.guard
         pack = call.pack_random if service.points else call.pack
         before = sequence_number()
@@ -319,14 +323,22 @@ class ManagedRegion:
         _unseen(entry.modes, self._close, service, opened, output, sequence_number() - before)
         return output
 
-    def _open(self, service: Service, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Opened:
+    def _open(
+        self,
+        service: Service,
+        entry: Entry,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        entrance: Entrance | None,
+    ) -> _Opened:
         """Prepare a steady call before its forward: create its `OpenCall` and its guard, and note the version counters of the
         inputs.
         """
         call = OpenCall(service.points, entry.sources, entry.memory(service.held))
         inputs = call_tensors(args, kwargs) if service.needs_inputs else []
         versions = [version_of(tensor) for tensor in inputs]
-        return _Opened(call, inputs, versions, StreamGuard(service.known, references((*entry.sources, *entry.inputs))))
+        guard = StreamGuard(service.known, references((*entry.sources, *entry.inputs)))
+        return _Opened(call, inputs, versions, guard, entrance)
 
     def _close(self, service: Service, opened: _Opened, output: Any, nodes: int) -> None:
         """Finish a steady call after its forward, which created ``nodes`` autograd nodes: drop what the plan drops, or keep
@@ -342,8 +354,9 @@ class ManagedRegion:
         known = guard.program
         program: Program | None = None if known is None else known.with_numbers(guard.numbers)
         if program is None:
-            call.keep_all()
-            self._surprise(service, guard)
+            if not self._is_rerun(service, opened):
+                call.keep_all()
+                self._surprise(service, guard)
             return
         plan = program.plan
         link = shared.links.find(plan, inputs)
@@ -351,11 +364,24 @@ class ManagedRegion:
         if fits:
             examiner = shared.inspector.inspect(plan, call.tensors)
             fits = program.drop(call, inputs, opened.versions, output, link, examiner)
-        if not fits:
+        if not fits and not self._is_rerun(service, opened):
             call.keep_all()
             if plan.collectives:
                 raise self._fallback.refusal("this call saves other tensors than the recorded call")
             self._misfit(service)
+
+    def _is_rerun(self, service: Service, opened: _Opened) -> bool:
+        """If the region's forward may run again in backward, drop everything that a call saved. Return whether that was done.
+
+        Only regions that read values of tensors do so. In other regions a new stream means that Python state has changed, and
+        then a second run would start from the changed state.
+        """
+        entrance, program = opened.entrance, service.program
+        if entrance is None or program is None or program.plan.collectives or entrance.obstacle(opened.call):
+            return False
+        Rerun(entrance, service.distrust).drop(opened.call)
+        service.rerun()
+        return True
 
     def _misfit(self, service: Service) -> None:
         """Handle a call that made a known stream of torch calls but saved other tensors than the recorded call.
@@ -381,12 +407,15 @@ class ManagedRegion:
 
 
 class _Opened(NamedTuple):
-    """Data of a steady call in progress: its saved tensors, its inputs with their versions at the start, and its guard."""
+    """Data of a steady call in progress: its saved tensors, its inputs with their versions at the start, its guard, and what a
+    second run would start from.
+    """
 
     call: OpenCall
     inputs: list[torch.Tensor]
     versions: list[int]
     guard: StreamGuard
+    entrance: Entrance | None
 
 
 def _unseen(modes: Modes | None, function: Callable[..., T], *args: Any) -> T:

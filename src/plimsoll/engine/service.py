@@ -32,6 +32,12 @@ FIRST_WATCH = 16
 """The number of calls to watch after the first surprise (a call with an unknown stream). Each further surprise multiplies it by
 4.
 """
+LEAST_WATCH = 3
+"""The number of calls to watch if the region reads values of tensors. Three recordings show which numbers come from them."""
+MOST_WATCH = 16
+"""The most calls to watch because of values that the region reads. A region whose calls then still differ is run again in
+backward whenever a call has an unknown stream (see ``rerun``).
+"""
 MAX_IDLE_CHANGES = 3
 """The limit for changes of scalar attributes (such as counters) that do not change the stream of torch calls.
 
@@ -73,6 +79,12 @@ class Service:
         self._is_self_compiling = False
         self._scalars: tuple[Any, ...] | None = None
         self._idle_changes = 0
+        self._recordings = 0
+        self.reads_values = False
+        """Whether a recorded call has read values of tensors, so that any call may make another stream."""
+        self._is_distrusted = False
+        self.reruns = 0
+        """The number of calls with an unknown stream that backward runs again."""
 
     @property
     def program(self) -> Program | None:
@@ -83,8 +95,12 @@ class Service:
         return [*self._programs.values(), *(each.latest for each in self._open.values())]
 
     def has_failed(self) -> bool:
-        """Return whether any recipe of this service has made a tensor that differs from forward's tensor."""
-        return any(program.recipes.has_failed for program in self._all())
+        """Return whether a recipe or a second run has made a tensor that differs from forward's tensor."""
+        return self._is_distrusted or any(program.recipes.has_failed for program in self._all())
+
+    def distrust(self) -> None:
+        """Note that a second run of the region has made other tensors than its forward. The region then keeps everything."""
+        self._is_distrusted = True
 
     def is_watched(self, scalars: Callable[[], tuple[Any, ...]]) -> bool:
         """Return whether the call that begins now shall be recorded.
@@ -170,6 +186,23 @@ class Service:
         self._scalars = scalars
         self._idle_changes = 0 if is_new else self._idle_changes + has_changed
         self._watch = max(self._watch - 1, self.watch_length if is_new else 0)
+
+    def read_values(self, stream: Stream) -> None:
+        """Note that a recorded call has read values of tensors. Watch the next call too, if it may have another stream.
+
+        A size or an index that comes from data is different in nearly every call, until it is an open number. Other values have
+        an effect only if Python code passes them to torch, which three recordings show.
+        """
+        self.reads_values = True
+        self._recordings += 1
+        is_open = any(numbers_in(stream, pattern) is not None for pattern in self._open)
+        if not is_open and self._recordings < min(LEAST_WATCH * len(self._programs), MOST_WATCH):
+            self._watch = max(self._watch, 1)
+
+    def rerun(self) -> None:
+        """Note that backward will run a call again, because its stream is unknown. Watch a few of the next calls."""
+        self.reruns += 1
+        self._watch = max(self._watch, LEAST_WATCH if self._recordings < MOST_WATCH else 0)
 
     def misfit(self) -> None:
         """Note a misfit: a call made a known stream but saved other tensors than the recorded call, because its shapes depend

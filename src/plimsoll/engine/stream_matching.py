@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from plimsoll.engine.open_numbers import may_stand
+from plimsoll.engine.open_numbers import has_unknown, may_stand
 from plimsoll.engine.torch_calls import (
     Constant,
     References,
@@ -30,8 +30,10 @@ from plimsoll.engine.torch_calls import (
     TorchCall,
     Unknown,
     comparable,
+    geometry,
     is_made_from_data,
     looks,
+    number_in,
 )
 from plimsoll.tracing.recorder.calling import flat_tensors
 
@@ -55,8 +57,10 @@ def compile_stream(stream: Stream) -> tuple[Matches, ...]:
         "Tensor": torch.Tensor,
         "comparable": comparable,
         "flat_tensors": flat_tensors,
+        "geometry": geometry,
         "looks": looks,
         "may_stand": may_stand,
+        "number_in": number_in,
         "ref": weakref.ref,
         **writer.constants,
     }
@@ -83,7 +87,7 @@ class _Writer:
         contains.
         """
         self._is_open = False
-        """Whether the torch call that is being written has an open number."""
+        """Whether the torch call that is being written has an open number among its arguments."""
         self._locals = 0
         self._undo = ""
         """Source code that removes what the function has appended to ``known``.
@@ -109,10 +113,15 @@ class _Writer:
             self._unpack("kwargs.values()", tuple(value for _, value in call.kwargs))
         else:
             self._fail_if("kwargs")
-        if self._is_open:  # a number may determine a size inside of torch, as in torch.arange
-            self._fail_if(
-                f"tuple([looks(tensor) for tensor in flat_tensors(result)]) != {self._constant(call.results)}"
-            )
+        for tensor, number in call.reads:
+            name = self._local()
+            self._emit(f"{name} = number_in(known[{tensor}]())")
+            self._check_constant(name, number)
+        # A number may determine a size inside of torch, as in torch.arange.
+        if call.lies or self._is_open or any(map(has_unknown, call.results)):
+            name = self._local()
+            self._emit(f"{name} = tuple([geometry(tensor) for tensor in flat_tensors(result)])")
+            self._check(name, Several(tuple, call.results))
         self._check_result(call.made)
         self._emit("return True")
 

@@ -98,14 +98,23 @@ class TorchCall:
     above.
 
     ``made`` is the number of tensors that the call returned. If they were made from data, ``made`` describes them instead.
-    ``results`` describes the tensors that the recorded call returned. It is not compared, because sizes may depend on data.
+    ``reads`` are the numbers that the call read from tensors on its own (the index of ``table[index]``): each as a pair of the
+    tensor's number and its value. ``lies`` are the geometries of the results, if they may depend on the contents of tensors.
+    ``results`` are the geometries of all results. They are not compared: they follow from everything else.
     """
 
     func: Any
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
     made: Any
-    results: tuple[Any, ...] = field(default=(), compare=False)
+    reads: tuple[tuple[int, Constant], ...] = ()
+    lies: tuple[Several, ...] = ()
+    results: tuple[Several, ...] = field(default=(), compare=False)
+
+    @property
+    def depends_on_data(self) -> bool:
+        """Whether a number of this call (a size, an index) comes from the contents of a tensor."""
+        return bool(self.reads or self.lies)
 
 
 Stream = tuple[TorchCall, ...]
@@ -174,6 +183,35 @@ class _Same:
 
     def __hash__(self) -> int:
         return id(self._value)
+
+
+def number_in(tensor: torch.Tensor | None) -> Any:
+    """Return the number in a tensor with one element, or ``None`` if the tensor does not exist any more."""
+    if tensor is None:
+        return None
+    with without_torch_function():
+        return tensor.item()
+
+
+def geometry(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Return the sizes, the strides and the storage offset of a tensor, in elements. A sparse tensor has only sizes."""
+    if type(tensor) not in _PLAIN:  # reading a tensor of the user's type calls the user's code
+        with without_torch_function():
+            return _geometry(tensor)
+    return _geometry(tensor)
+
+
+def _geometry(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    if not is_plain(tensor):
+        return tuple(tensor.shape), (), 0
+    return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+
+
+def described_geometry(tensor: torch.Tensor) -> Several:
+    """Return the geometry of a tensor as part of a torch call, in which numbers can be `Unknown`."""
+    sizes, strides, offset = geometry(tensor)
+    parts = [Several(tuple, tuple([Constant(int, number) for number in numbers])) for numbers in (sizes, strides)]
+    return Several(tuple, (*parts, Constant(int, offset)))
 
 
 def looks(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -30,6 +30,7 @@ from plimsoll.artifacts.region import Origin
 from plimsoll.engine.modes import may_change_numbers
 from plimsoll.engine.replay_rng import RandomPoints
 from plimsoll.tracing.recorder.calling import flat_tensors
+from plimsoll.tracing.recorder.collectives import masks_of
 from plimsoll.tracing.recorder.recorder import OpRecorder, RecordedOp, Signature
 from plimsoll.tracing.recorder.storages import Geometry, is_plain, same_bits, storage_crc, storage_fingerprint
 from plimsoll.tracing.recorder.untouched import RandomState
@@ -61,6 +62,10 @@ class VerifyingRecorder(OpRecorder):
         self.has_hidden_writes = False
         self.is_called: Callable[[], bool] = lambda: True
         """A function that returns whether a torch call is running."""
+        self.note_read: Callable[[list[torch.Tensor], Any], None] = lambda tensors, value: None
+        """Called after an op has read ``value`` from tensors."""
+        self.note_size: Callable[[], None] = lambda: None
+        """Called before an op whose results have sizes that depend on the contents of its arguments."""
         self.is_flagged: Callable[[], bool] = lambda: False
         """A function that returns whether torch's flags differ from those at the region's start. Replay restores the flags of
         the start.
@@ -94,7 +99,13 @@ class VerifyingRecorder(OpRecorder):
         self._unset_outputs = ()
         if self.is_flagged():
             op.obstacle = op.obstacle or "runs under torch flags that the region sets"
-        if signature.is_uninitialised or signature.is_value_read or signature.is_collective:
+        if signature.is_value_read:
+            value = func(*args, **kwargs)
+            self.note_read(flat_tensors(args), value)
+            return value
+        if signature.is_sized_by_data and (func is not torch.ops.aten.index.Tensor or masks_of(func, args)):
+            self.note_size()
+        if signature.is_uninitialised or signature.is_collective:
             return func(*args, **kwargs)
         if self.is_on_the_way(args):
             op.obstacle = op.obstacle or "reads memory that a collective is still writing"

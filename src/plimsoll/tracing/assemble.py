@@ -251,7 +251,7 @@ def _region(
     touched = [tick for tick in range(region.end, log.backward_end) if op_regions[tick] == index]
     touched += [slot.unpacked for slot in slots if slot.unpacked >= 0]
     backward = (min(touched), max(max(touched) + 1, *(slot.released for slot in slots), 0)) if touched else (-1, -1)
-    obstacle = "reads a tensor's value in Python (.item(), a branch on data)" if region.value_reads else ""
+    obstacle = ""
     return RegionCall(
         index=index,
         name=region.name,

@@ -107,6 +107,7 @@ class Signature:
     is_view: bool
     is_uninitialised: bool
     is_value_read: bool
+    is_sized_by_data: bool
     is_collective: bool
     is_wait: bool
     is_routing: bool
@@ -130,6 +131,7 @@ def read_schema(func: torch._ops.OpOverload) -> Signature:
         is_view=func.is_view,
         is_uninitialised=name in _UNINITIALISED,
         is_value_read=name in _READS_A_VALUE,
+        is_sized_by_data=torch.Tag.dynamic_output_shape in func.tags,
         is_collective=is_collective(func),
         is_wait=is_wait(func),
         is_routing=is_routing(func),

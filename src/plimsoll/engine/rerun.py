@@ -1,0 +1,237 @@
+"""Run a region's forward once more in backward, if a call made torch calls that were never recorded.
+
+A region that reads values of tensors may do something new in any call: a branch on data, another set of experts. Such a call
+has no recipe, and keeping everything would break the budget. So the call drops what it has made, and the first read in backward
+runs the module's own forward again. The second run starts from the random states of the first one, and everything that it
+changes (attributes, buffers, random states) is restored after it.
+
+A second run may do something else than the first one did: it sees what the model's code has changed since. So each dropped
+tensor leaves a checksum of all its bytes, and the second run must produce the same bytes. Calls for which a second run is known
+to be wrong keep everything instead, see `Entrance.obstacle`.
+
+Known weakness: what forward writes outside of the model (a list in a module of Python, a file) it writes twice, as under
+``torch.utils.checkpoint``.
+
+Source: the non-reentrant form of ``torch.utils.checkpoint``, which does not restore state and compares only shapes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from plimsoll.engine.guards import Entry, SignatureReader
+from plimsoll.engine.hooks import GONE, Cell, OpenCall, modified_in_place
+from plimsoll.engine.record import RegionForward
+from plimsoll.engine.torch_flags import in_force
+from plimsoll.errors import ReplayMismatch
+from plimsoll.tracing.local_tensors import is_sharded
+from plimsoll.tracing.recorder.contents import with_contents
+from plimsoll.tracing.recorder.kept_modules import attributes_of
+from plimsoll.tracing.recorder.storages import Geometry, is_plain, storage_fingerprint
+from plimsoll.tracing.recorder.untouched import KeptState, RandomState
+from plimsoll.tracing.torch_internals import at_end_of_backward, current_graph_task, without_torch_function
+
+_PLAIN_ARGUMENTS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
+
+_ADVANCED = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, Iterator)
+
+
+class Entrance:
+    """Data about a call before its forward: everything that a second run starts from."""
+
+    def __init__(
+        self,
+        subject: RegionForward,
+        entry: Entry,
+        reader: SignatureReader,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self.subject = subject
+        self.arguments = (args, kwargs)
+        self.random = RandomState()
+        self._entry, self._reader = entry, reader
+        self._scalars = reader.scalars()
+        self._versions = _versions(entry)
+        device_types = {tensor.device.type for tensor in (*entry.inputs, *self.sources)} | {"cpu"}
+        self._autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in sorted(device_types)
+        ]
+        self._is_cached = torch.is_autocast_cache_enabled()
+
+    @property
+    def sources(self) -> list[torch.Tensor]:
+        """The parameters and buffers that exist."""
+        return [source for source in self._entry.sources if source is not None]
+
+    def obstacle(self, call: OpenCall) -> str:
+        """Return the reason why this call must not run a second time, or "" if it may. Forward has just returned."""
+        leaves = tree_leaves(self.arguments)
+        if not all(isinstance(leaf, _PLAIN_ARGUMENTS) or is_plain(leaf) for leaf in leaves):
+            return "an argument is neither a plain tensor nor a number nor a text"
+        if self._entry.modes is not None:
+            return "function modes are active"
+        if call.sharded or any(map(is_sharded, self.sources)):
+            return "its tensors are sharded"
+        module = self.subject.module
+        hooked = (inner for inner in module.modules() if inner is not module)
+        if any(inner._forward_hooks or inner._forward_pre_hooks for inner in hooked):
+            return "its submodules have hooks, which would run twice"
+        attributes = (value for inner in module.modules() for value in attributes_of(inner).values())
+        held = with_contents(attributes, attributes_as_well=True).values()
+        if any(isinstance(value, _ADVANCED) for value in held):
+            return "it holds a random generator or an iterator, which a second run would advance"
+        if self._scalars != self._reader.scalars() or self._versions != _versions(self._entry):
+            return "it writes to its arguments, its buffers or its attributes"
+        alive = zip(call.cells, call.tensors, strict=True)
+        if any(cell is not GONE and cell.version_now(tensor) != cell.version for cell, tensor in alive):
+            return "it writes to tensors that autograd has saved"
+        return ""
+
+    def hold(self) -> None:
+        """Replace the arguments by aliases, which do not hold the graph that made them."""
+        self.arguments = tree_map_only(torch.Tensor, _alias, self.arguments)
+
+    def refuse_changed(self) -> None:
+        """Compare the version counters of parameters, buffers and arguments with those of forward.
+
+        Raises:
+            SavedTensorModified: at least one of these tensors was written since.
+        """
+        now = _versions(self._entry)
+        for before, after in zip(self._versions, now, strict=True):
+            if before != after:
+                raise modified_in_place(f"an argument or a parameter of region {self.subject.name!r}", before, after)
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Return a context manager in which forward runs as it did, and after which nothing has changed."""
+        now, state = RandomState(), KeptState(self.subject.module)
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(torch.enable_grad())
+                stack.enter_context(without_torch_function())
+                stack.enter_context(in_force(self._entry.flags, self.subject.device_type))
+                for kind, dtype, is_enabled in self._autocast:
+                    cached = torch.autocast(kind, dtype=dtype, enabled=is_enabled, cache_enabled=self._is_cached)
+                    stack.enter_context(cached)
+                self.random.put_back()
+                yield
+        finally:
+            state.put_back()
+            now.put_back()
+
+
+class Rerun:
+    """Rebuilds the tensors that one call has dropped, by a second run of the region's forward.
+
+    All of them are rebuilt at the first read, and each is freed when it has been read. ``on_failure`` is called before an error
+    is raised because the second run has produced other tensors.
+    """
+
+    def __init__(self, entrance: Entrance, on_failure: Callable[[], None]) -> None:
+        self._entrance = entrance
+        self._on_failure = on_failure
+        self._expected: Mapping[int, tuple[Geometry, int]] = {}
+        self._made: dict[int, torch.Tensor] = {}
+
+    def drop(self, call: OpenCall) -> int:
+        """Drop what the call has saved, except its arguments, parameters and buffers. Return the number of dropped tensors."""
+        entrance = self._entrance
+        given = {_storage(tensor) for tensor in (*entrance.sources, *_tensors(entrance.arguments)) if is_plain(tensor)}
+        prints: dict[int, int] = {}
+        expected = {}
+        for cell, tensor in zip(call.cells, call.tensors, strict=True):
+            if cell is GONE:
+                continue
+            if not is_plain(tensor) or _storage(tensor) in given:
+                cell.keep(tensor)
+                continue
+            if _storage(tensor) not in prints:
+                prints[_storage(tensor)] = storage_fingerprint(tensor)
+            expected[cell.index] = (Geometry.of(tensor), prints[_storage(tensor)])
+            cell.drop((), self)
+        self._expected = expected
+        entrance.hold()
+        call.close()
+        return len(expected)
+
+    def restore(self, cell: Cell) -> torch.Tensor:
+        """Return the tensor of a cell."""
+        if cell.tensor is not None:
+            return cell.read()
+        if cell.index not in self._made:
+            self._made = self._run()
+            if current_graph_task() != -1:  # what this backward does not read must not stay until the next one
+                at_end_of_backward(self._made.clear)
+        return self._made.pop(cell.index)
+
+    def _run(self) -> dict[int, torch.Tensor]:
+        """Run forward again, and return the dropped tensors by slot.
+
+        Raises:
+            ReplayMismatch: the second run has saved other tensors than the first one.
+            SavedTensorModified: an input or a parameter was written since.
+        """
+        made: dict[int, torch.Tensor] = {}
+        saved: list[torch.Tensor] = []
+        last = max(self._expected)
+
+        def pack(tensor: torch.Tensor) -> int:
+            slot = len(saved)
+            saved.append(tensor.detach())
+            if slot == last:
+                raise _Enough
+            return slot
+
+        self._entrance.refuse_changed()
+        args, kwargs = tree_map_only(torch.Tensor, _alias, self._entrance.arguments)
+        try:
+            with self._entrance.again(), saved_tensors_hooks(pack, saved.__getitem__):
+                self._entrance.subject.forward(*args, **kwargs)
+        except _Enough:
+            made = {slot: saved[slot] for slot in self._expected}
+        prints: dict[int, int] = {}
+        for slot, (geometry, fingerprint) in self._expected.items():
+            tensor = made.get(slot)
+            if tensor is None or not is_plain(tensor) or Geometry.of(tensor) != geometry:
+                self._fail()
+            if prints.setdefault(_storage(tensor), storage_fingerprint(tensor)) != fingerprint:
+                self._fail()
+        return made
+
+    def _fail(self) -> NoReturn:
+        self._on_failure()
+        raise ReplayMismatch(
+            f"Running region {self._entrance.subject.name!r} again gave other tensors than its forward.",
+            why="its Python code or an operation depends on something that has changed since, or that a second run changes",
+            next="run the step again: the optimizer has not stepped, and from now on the region keeps all its activations",
+        )
+
+
+class _Enough(BaseException):
+    """Ends a second run when its last needed tensor is there. Not an ``Exception``, so the model's code does not catch it."""
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _versions(entry: Entry) -> list[int]:
+    return [tensor._version for tensor in (*entry.sources, *entry.inputs) if tensor is not None]
