@@ -7,17 +7,20 @@ runs on a replacement: an exact copy if Python can make one, otherwise an iterat
 from __future__ import annotations
 
 import array
+import contextlib
 import copy
 import functools
 import io
 import itertools
 import random
 import sys
+import threading
 import warnings
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import FunctionType, MappingProxyType, MemberDescriptorType, MethodType
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from types import CellType, FunctionType, MappingProxyType, MemberDescriptorType, MethodType
 from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 import torch
@@ -76,6 +79,11 @@ def _refill_set(value: set[Any], contents: Any) -> None:
         set.update(value, contents)
 
 
+def _refill_weak(value: MutableMapping[Any, Any], contents: Any) -> None:
+    value.clear()
+    value.update(contents)
+
+
 def _refill_deque(value: deque[Any], contents: Any) -> None:
     deque.clear(value)
     deque.extend(value, contents)
@@ -111,6 +119,7 @@ _KINDS: Mapping[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]]
         **dict.fromkeys((dict, defaultdict, Counter), (dict.copy, _refill_dict)),
         OrderedDict: (lambda value: tuple(OrderedDict.items(value)), _refill_ordered),
         set: (lambda value: frozenset(set.__iter__(value)), _refill_set),
+        **dict.fromkeys((WeakKeyDictionary, WeakValueDictionary), (lambda value: dict(value.items()), _refill_weak)),
         torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
         random.Random: (random.Random.getstate, random.Random.setstate),
         np.random.Generator: (
@@ -195,22 +204,37 @@ def _within(value: Any) -> Iterable[Any]:
         return kind.__iter__(value)
     if isinstance(value, dict) and kind is not None:
         return dict.values(value)
-    if isinstance(value, MappingProxyType):
+    if isinstance(value, MappingProxyType | WeakKeyDictionary | WeakValueDictionary):
         return value.values()
     if isinstance(value, UserDict):
         return (value.data,)
     if isinstance(value, functools.partial):
         return (value.func, *value.args, *value.keywords.values())
-    return (value.__self__,) if isinstance(value, MethodType) else ()
+    if isinstance(value, FunctionType) and is_of_user(value):
+        defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        return (*defaults, *(content for _, content in _cells_of(value)))
+    return (value.__self__, value.__func__) if isinstance(value, MethodType) else ()
+
+
+def _cells_of(function: FunctionType) -> list[tuple[CellType, Any]]:
+    """Return the variables of a closure that have a value, each as a pair of cell and value."""
+    found = []
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # a cell that is still empty
+            found.append((cell, cell.cell_contents))
+    return found
 
 
 def is_holder(value: Any) -> bool:
     """Return True if an object's attributes should be restored.
 
-    This is so for functions of the user, and for objects of the user's classes. Tensors, modules and classes are excluded.
+    This is so for functions of the user, for objects of the user's classes, and for ``threading.local``. Tensors, modules and
+    classes are excluded.
     """
     if isinstance(value, FunctionType):
         return value.__module__ is not None and is_of_user(value)
+    if isinstance(value, threading.local):
+        return True  # the attributes that it has in this thread
     if isinstance(value, torch.Tensor | nn.Module | type) or not is_of_user(type(value)):
         return False
     return _has_attributes(value)
@@ -225,6 +249,8 @@ def _attributes_of(value: Any) -> dict[str, Any] | None:
 
     The user's ``__getattr__`` is not called, because it may raise anything.
     """
+    if isinstance(value, threading.local):
+        return value.__dict__
     try:
         found = object.__getattribute__(value, "__dict__")
     except AttributeError:  # of a class with slots alone
@@ -246,15 +272,21 @@ def _in_slot(slot: MemberDescriptorType, value: Any) -> Any:
 
 
 class KeptValues:
-    """Stores the contents of those ``values`` that are containers, generators or objects. `put_back` restores them."""
+    """Stores the contents of those ``values`` that are containers, generators or objects. `put_back` restores them.
+
+    Of modules it stores only attributes that a class declares in ``__slots__``.
+    """
 
     def __init__(self, values: Iterable[Any]) -> None:
         values = list(values)
         holders = [value for value in values if is_holder(value)]
         tables = (_attributes_of(value) for value in holders)
         self._attributes = [(held, dict(held)) for held in tables if held is not None]
-        self._slots = [(slot, value, _in_slot(slot, value)) for value in holders for slot in _slots_of(value)]
+        slotted = [value for value in values if is_holder(value) or isinstance(value, nn.Module)]
+        self._slots = [(slot, value, _in_slot(slot, value)) for value in slotted for slot in _slots_of(value)]
         self._contents = [(value, contents_of(value)) for value in values if kind_of(value) is not None]
+        functions = [value for value in values if isinstance(value, FunctionType) and is_of_user(value)]
+        self._cells = [entry for function in functions for entry in _cells_of(function)]
 
     def put_back(self) -> None:
         """Put the same objects back into the same places, and the same numbers into arrays and generators."""
@@ -267,6 +299,9 @@ class KeptValues:
                 slot.__delete__(value)
             else:
                 slot.__set__(value, known)
+        for cell, content in self._cells:
+            if cell.cell_contents is not content:
+                cell.cell_contents = content
         for value, contents in self._contents:
             refill(value, contents)
 

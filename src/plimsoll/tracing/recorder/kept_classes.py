@@ -6,6 +6,7 @@ Methods, properties and other descriptors are ignored.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import FunctionType
 from typing import Any
 
 from plimsoll.tracing.recorder.contents import is_of_user
@@ -23,8 +24,11 @@ class KeptClasses:
 
     @property
     def values(self) -> list[Any]:
-        """The values of the attributes at the time when this object was made."""
-        return [value for _, table in self._tables for value in table.values()]
+        """The values of the attributes at the time when this object was made, and the methods, for their default values."""
+        methods = (
+            value for kind, _ in self._tables for value in vars(kind).values() if isinstance(value, FunctionType)
+        )
+        return [*(value for _, table in self._tables for value in table.values()), *methods]
 
     def put_back(self) -> None:
         """Restore the same values under the same names, and remove names that were added."""

@@ -22,10 +22,10 @@ from plimsoll.tracing.recorder.contents import put_back_entries
 from plimsoll.tracing.recorder.storages import is_plain
 from plimsoll.tracing.zero import is_gathered_by_zero
 
-_EXCHANGED = frozenset({"forward", "_compiled_call_impl", "training"})
+EXCHANGED = frozenset({"forward", "_compiled_call_impl", "training"})
 """Names of attributes that trial steps exchange. The code that exchanges them restores them too."""
 _MEMBERS = ("_parameters", "_buffers", "_modules")
-_OF_MODULES = frozenset({*vars(nn.Module()), *_EXCHANGED} - {"_non_persistent_buffers_set"})
+_OF_MODULES = frozenset({*vars(nn.Module()), *EXCHANGED} - {"_non_persistent_buffers_set"})
 _HOOKS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict) and name not in _MEMBERS)
 _COMPANIONS = ("_with_kwargs", "_always_called")
 """Suffixes of the names of tables that say how the hooks in another table are called (seen in torch 2.9 to 2.13)."""
@@ -43,13 +43,32 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in _OF_MODULES}
 
 
-class KeptModules:
-    """Stores the current structure of a model. `put_back` restores it, with the same objects in the same order."""
+def held_by(module: nn.Module) -> list[Any]:
+    """Return what the user's code has given to a module: the values of its attributes and its hooks.
 
-    def __init__(self, model: nn.Module) -> None:
+    The attributes and the hooks of its parameters count too. Submodules are left out.
+    """
+    held = [*attributes_of(module).values()]
+    tables = (getattr(module, name) for name in _HOOKS)
+    held += [hook for table in tables if isinstance(table, dict) for hook in table.values()]
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            held += vars(parameter).values()
+            held += [hook for _, table in _tables_of(parameter) for hook in (table or {}).values()]
+    return held
+
+
+class KeptModules:
+    """Stores the current structure of a model. `put_back` restores it, with the same objects in the same order.
+
+    ``exchanged`` are names of attributes that other code restores.
+    """
+
+    def __init__(self, model: nn.Module, exchanged: frozenset[str] = EXCHANGED) -> None:
         modules = list(model.modules())
+        self._exchanged = exchanged
         self._classes = [(module, type(module)) for module in modules]
-        self._attributes = [(vars(module), _without(vars(module), _EXCHANGED)) for module in modules]
+        self._attributes = [(vars(module), _without(vars(module), exchanged)) for module in modules]
         # FSDP2 and ZeRO-3 exchange parameters in every step and track which ones are in place.
         is_sharded = bool(sharded_parameters(model)) or any(map(is_gathered_by_zero, model.parameters()))
         self._added = [(table, frozenset(table)) for module in modules if is_sharded for table in (module._parameters,)]
@@ -74,7 +93,7 @@ class KeptModules:
             if type(module) is not kind:
                 module.__class__ = kind
         for held, attributes in self._attributes:
-            put_back_entries(held, attributes, _EXCHANGED)
+            put_back_entries(held, attributes, self._exchanged)
         for parameters, names in self._added:
             for name in parameters.keys() - names:
                 del parameters[name]

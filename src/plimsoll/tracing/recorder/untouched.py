@@ -11,11 +11,12 @@ import random
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from plimsoll.errors import PlimsollError
@@ -25,7 +26,7 @@ from plimsoll.tracing.local_tensors import gradient_of, local_of, parts_of_spars
 from plimsoll.tracing.recorder.calling import output_tensors
 from plimsoll.tracing.recorder.contents import KeptValues, is_holder, lent, put_back_entries, with_contents
 from plimsoll.tracing.recorder.kept_classes import KeptClasses
-from plimsoll.tracing.recorder.kept_modules import KeptForwards, KeptModules, attributes_of
+from plimsoll.tracing.recorder.kept_modules import KeptForwards, KeptModules, held_by
 from plimsoll.tracing.recorder.storages import is_plain, same_contents
 from plimsoll.tracing.zero import KeptGathering, is_gathered_by_zero
 
@@ -153,34 +154,52 @@ class KeptState:
     """Stores the current state of a model's modules, to restore it later: classes, attributes, parts, hooks, buffers.
 
     The state is restored even if a step replaces these objects, and additions (a cache, a counter, a lazily made part or hook)
-    are removed. If an attribute is a list, a set, a dictionary, a deque, an array, a random generator or an object of the
-    user's class, its contents are restored too, with the tensors and containers inside. ``copy`` decides where copies of
-    tensors are stored.
+    are removed. If an attribute or a hook is or holds a list, a set, a dictionary, a deque, an array, a random generator or an
+    object of the user's class, its contents are restored too, with the tensors and containers inside. A module in there, such
+    as a teacher in a list, is restored like the model's own modules, with its parameters and their gradients.
+
+    ``copy`` decides where copies of tensors are stored.
     """
 
     def __init__(self, model: nn.Module, copy: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> None:
-        self._modules = KeptModules(model)
-        self._tables = [vars(module) for module in model.modules()]
-        attributes = (value for module in model.modules() for value in attributes_of(module).values())
-        values = with_contents(attributes, attributes_as_well=True)
-        self._classes = KeptClasses([*model.modules(), *filter(is_holder, values.values())])
-        values |= with_contents(self._classes.values, attributes_as_well=True)
-        self._contents = KeptValues(values.values())
-        known = {id(buffer) for buffer in model.buffers()}
+        own = pending = list(model.modules())
+        hidden: list[nn.Module] = []
+        values: dict[int, Any] = {}
+        while pending:
+            held = [value for module in pending for value in held_by(module)]
+            found = with_contents(held, attributes_as_well=True)
+            classes = KeptClasses([*pending, *(value for value in found.values() if is_holder(value))])
+            found |= with_contents(classes.values, attributes_as_well=True)
+            found |= with_contents(_states_of_optimizers(found.values(), model), attributes_as_well=True)
+            values |= found
+            known = {id(module) for module in (*own, *hidden)}
+            modules = (each for value in found.values() if isinstance(value, nn.Module) for each in value.modules())
+            pending = list({id(each): each for each in modules if id(each) not in known}.values())
+            hidden += pending
+        self._classes = KeptClasses([*own, *hidden, *(value for value in values.values() if is_holder(value))])
+        self._modules = [KeptModules(model), *(KeptModules(each, frozenset()) for each in hidden)]
+        self._tables = [vars(module) for module in (*own, *hidden)]
+        self._contents = KeptValues([*values.values(), *own, *hidden])
+        parameters = [each for module in hidden for each in module._parameters.values() if each is not None]
+        self._gradients = [(parameter, gradient_of(parameter)) for parameter in parameters]
         weights = set().union(*(_memory_of(each) for each in model.parameters() if is_plain(each)))
-        tensors = [each for module in model.modules() for each in module._buffers.values() if each is not None]
-        tensors += [
-            value
-            for key, value in values.items()
-            if key not in known and _is_kept(value) and weights.isdisjoint(_memory_of(value))
-        ]
-        self._tensors = KeptTensors(tensors, copy)
+        buffers = [each for module in (*own, *hidden) for each in module._buffers.values() if each is not None]
+        gradients = (gradient for _, gradient in self._gradients if gradient is not None)
+        candidates = {id(each): each for each in (*values.values(), *parameters, *gradients)}
+        tensors = {
+            key: each for key, each in candidates.items() if _is_kept(each) and weights.isdisjoint(_memory_of(each))
+        }
+        self._tensors = KeptTensors(({id(buffer): buffer for buffer in buffers} | tensors).values(), copy)
 
     def put_back(self) -> None:
         """Restore the same tensors and attributes with their contents. Tensors that were not written since are not touched."""
-        self._modules.put_back()
+        for modules in self._modules:
+            modules.put_back()
         self._classes.put_back()
         self._contents.put_back()
+        for parameter, gradient in self._gradients:
+            if gradient_of(parameter) is not gradient:
+                parameter.grad = gradient
         self._tensors.put_back()
 
     def lend_iterators(self) -> None:
@@ -244,7 +263,8 @@ def arguments_kept(call: Any) -> Iterator[None]:
     arguments = set(map(id, leaves))
     values = with_contents(leaves, attributes_as_well=True)
     kept = KeptValues(values.values())
-    tensors = KeptTensors(each for key, each in values.items() if key not in arguments and _is_kept(each))
+    found = (each for key, each in values.items() if key not in arguments and not isinstance(each, nn.Parameter))
+    tensors = KeptTensors(filter(_is_kept, found))
     try:
         kept.lend()
         yield
@@ -264,18 +284,22 @@ def returned_tensors(output: Any) -> list[torch.Tensor]:
     return [value for value in values if isinstance(value, torch.Tensor)]
 
 
-def _is_kept(value: Any) -> bool:
-    """Return True for a tensor that a module itself holds, such as a metric's state.
-
-    Parameters and tensors that forward made are excluded.
-    """
+def _is_kept(value: Any) -> TypeGuard[torch.Tensor]:
+    """Return True for a tensor that a module itself holds, such as a metric's state. Tensors that forward made are excluded."""
     return (
         isinstance(value, torch.Tensor)
-        and not isinstance(value, nn.Parameter)
         and (is_plain(value) or len(parts_of_sparse(value)) > 0)
         and value.grad_fn is None
         and not value.is_inference()
     )
+
+
+def _states_of_optimizers(values: Iterable[Any], model: nn.Module) -> list[Any]:
+    """Return the state and the parameter groups of those optimizers among the values that do not train the model."""
+    own = set(map(id, model.parameters()))
+    found = [value for value in values if isinstance(value, Optimizer) and "param_groups" in vars(value)]
+    others = [each for each in found if own.isdisjoint(id(p) for group in each.param_groups for p in group["params"])]
+    return [part for each in others for part in (each.state, each.param_groups)]
 
 
 def _memory_of(tensor: torch.Tensor) -> set[int]:
