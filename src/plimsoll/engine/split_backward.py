@@ -1,5 +1,5 @@
-"""Hold rebuilt tensors between the two halves of a backward. The first half computes gradients of inputs, the second of
-weights.
+"""Hold rebuilt tensors between the two halves of a split backward. The first half computes the gradients of inputs, the second
+half the gradients of weights.
 
 A zero-bubble pipeline runs both halves over the same graph. In both halves autograd unpacks everything that a node saved,
 whichever gradient the node computes, so a dropped slot (saved tensor) would be rebuilt twice. The first micro-batch shows which
@@ -35,7 +35,11 @@ class ReadTwice(Protocol):
 
 
 class Halves:
-    """Notes which dropped slots of a region two graph tasks of one call read. It does not hold tensors, because cells do."""
+    """Remembers which dropped slots (saved tensors) of a region both halves of a split backward read. The cells hold the
+    tensors, not this object.
+
+    A half is one autograd graph task.
+    """
 
     __slots__ = ("read_twice",)
 
