@@ -110,10 +110,11 @@ def release_library_workspaces(device: torch.device) -> int:
 
 
 def hidden_bytes(spans: Mapping[str, tuple[int, int]], timeline: Sequence[tuple[int, int]]) -> dict[str, int]:
-    """Return for each span (one op) the largest number of bytes above both the level at its end and the level at its begin. The
-    bytes at the end consist of the op's outputs.
+    """Return the bytes of workspace that each op allocated and freed inside itself, as a mapping from the op's key.
 
-    Spans (begin and end of each op) and timeline (level after every change, in order) are in nanoseconds and bytes.
+    They are the highest level during the op, minus the level at its begin or end, whichever is higher: the level at the end
+    includes the op's outputs. ``spans`` has the begin and end of each op in nanoseconds. ``timeline`` has pairs of a time in
+    nanoseconds and the level in bytes, after every change.
     """
     times = [at_ns for at_ns, _ in timeline]
     found: dict[str, int] = {}
