@@ -16,7 +16,8 @@ from plimsoll.tracing.torch_internals import without_torch_function
 
 
 class Listener(Protocol):
-    """Protocol of a function that is called when a region gets larger inputs than before, or when regions run in a new order.
+    """Protocol of a function that is called when a region gets larger inputs than before, or when regions run in a new
+    order.
     """
 
     def __call__(self, text: str, /, *, is_reordered: bool) -> None:

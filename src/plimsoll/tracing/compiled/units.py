@@ -203,7 +203,8 @@ def _is_compiled_by_others() -> bool:
 
 @contextlib.contextmanager
 def as_ours() -> Iterator[None]:
-    """Return a context manager. Compilations inside its block count as Plimsoll's own, so they may reach modules under a plan.
+    """Return a context manager. Compilations inside its block count as Plimsoll's own, so they may reach modules under
+    a plan.
     """
     _own.count(1)
     try:
