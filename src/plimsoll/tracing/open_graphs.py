@@ -15,7 +15,8 @@ from plimsoll.tracing.torch_internals import at_end_of_backward, current_graph_t
 
 
 def is_in_backward() -> bool:
-    """Return True if this thread is within a backward. If a module is called then, other checkpointing code is recomputing it.
+    """Return True if this thread is within a backward. If a module is called then, other checkpointing code is
+    recomputing it.
     """
     return current_graph_task() != -1
 

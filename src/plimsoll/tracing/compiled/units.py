@@ -255,7 +255,8 @@ def _nothing() -> None:
 
 
 class PlannedCall:
-    """The compiled call that a plan installs in place of the user's. It raises if a torch.compile around the model traces it.
+    """The compiled call that a plan installs in place of the user's. It raises if a torch.compile around the model
+    traces it.
     """
 
     def __init__(self, compiled: Callable[..., Any], module: nn.Module) -> None:

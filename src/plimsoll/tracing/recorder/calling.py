@@ -1,4 +1,5 @@
-"""Call a model in a training step: make arguments from a batch and a scalar loss from an output, and track which module runs.
+"""Call a model in a training step: make arguments from a batch and a scalar loss from an output, and track which module
+runs.
 """
 
 from __future__ import annotations

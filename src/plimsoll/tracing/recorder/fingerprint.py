@@ -71,7 +71,8 @@ def signature(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *
 
 
 def casts_in_force() -> list[str]:
-    """Return a list with a text such as ``autocast cpu bf16`` for each kind of device (CPU, CUDA) for which autocast is on now.
+    """Return a list with a text such as ``autocast cpu bf16`` for each kind of device (CPU, CUDA) for which autocast is
+    on now.
     """
     return [
         f"{AUTOCAST}{device} {dtype_name(torch.get_autocast_dtype(device))}"

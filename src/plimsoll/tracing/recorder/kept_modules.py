@@ -155,7 +155,8 @@ def _hooks_to_be(now: Mapping[int, Any], kept: Mapping[int, Any]) -> dict[int, A
 
 
 def _within(hooks: Mapping[int, Any], now: Mapping[int, Any], kept: Mapping[int, Any]) -> dict[int, Any]:
-    """Return the entries of a table that says how hooks are called, but only for the hooks that exist (the keys of ``hooks``).
+    """Return the entries of a table that says how hooks are called, but only for the hooks that exist (the keys of
+    ``hooks``).
     """
     return {key: value for key, value in {**kept, **now, **kept}.items() if key in hooks}
 

@@ -186,7 +186,8 @@ class OpRecorder(TorchDispatchMode):
         return self.current.get(self.table.find(local), -1) if is_plain(local) else -1
 
     def is_on_the_way(self, args: tuple[Any, ...]) -> bool:
-        """Return True if a collective is still filling some of these tensors. Their contents then change although no op runs.
+        """Return True if a collective is still filling some of these tensors. Their contents then change although no op
+        runs.
         """
         return bool(self._on_the_way) and any(
             self.table.find(tensor) in self._on_the_way for tensor in flat_tensors(args)

@@ -121,7 +121,8 @@ def as_integers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def storage_fingerprint(tensor: torch.Tensor) -> int:
-    """Return a checksum of the tensor's whole storage. It depends on all bytes and their positions. The bytes are not copied.
+    """Return a checksum of the tensor's whole storage. It depends on all bytes and their positions. The bytes are not
+    copied.
     """
     storage = tensor.untyped_storage()
     count = storage.nbytes()
