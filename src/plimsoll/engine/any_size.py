@@ -107,7 +107,7 @@ class Recordings:
         family.add(sizes, tuple(numbers), recording)
 
     def opened(self, signature: tuple[Any, ...]) -> list[Opened]:
-        """Return recordings of calls with this signature in which the numbers that change from call to call are left open.
+        """Return recordings of calls with this signature. The numbers that change from call to call are left open.
 
         Each serves calls that differ from recorded calls only in numbers, if these numbers follow from the call's arguments.
         """
@@ -251,7 +251,8 @@ class _OpenRecording:
         return program
 
     def _fill(self, plan: ReplayPlan, numbers: tuple[Number, ...]) -> ReplayPlan:
-        """Return the plan with only those numbers filled in that each call is compared with.
+        """Return a copy of a replay plan. Numbers are filled in where the guard compares them in each call: in the sizes and
+        strides of saved tensors.
 
         Recipes are written once and get their numbers when they are bound. The plan computes other bytes and geometries on
         request.
@@ -264,7 +265,9 @@ class _OpenRecording:
         )
 
     def _described(self, values: tuple[Number, ...]) -> Number | Unknown:
-        """Return the number if all recordings have the same value, else an unknown."""
+        """Describe one number of the recording, given its values in several recordings. Return the number if all values are
+        equal, else an `Unknown`.
+        """
         name = tuple(map(repr, values))  # distinguishes 1 from 1.0
         if len(set(name)) == 1:
             return values[0]
@@ -349,7 +352,7 @@ class Opened:
 
 
 class Resized:
-    """What a region does at a size that was never recorded, derived from recordings at other sizes. It stands in for a
+    """What a region does at a size that was never recorded, derived from recordings at other sizes. It replaces a
     `Recording`.
     """
 
@@ -368,7 +371,7 @@ class Resized:
 
 
 def _nearest_whole(value: Number, unmake: Callable[[Any], Number]) -> int:
-    """Return the whole number nearest to ``unmake(value)``, or 0 if it does not exist (overflow, division by zero)."""
+    """Return the whole number nearest to ``unmake(value)``. Return 0 if ``unmake`` fails (overflow, division by zero)."""
     try:
         return round(unmake(value))
     except (OverflowError, ZeroDivisionError):
@@ -376,8 +379,8 @@ def _nearest_whole(value: Number, unmake: Callable[[Any], Number]) -> int:
 
 
 def _exact(expression: Expression, make: Callable[[int], Number], dimensions: Sizes) -> Number | None:
-    """Return ``make`` of the expression's value, or ``None`` if the expression is only a guess or its value is not a whole
-    number.
+    """Return ``make`` of the value that the expression has at these dimensions. Return ``None`` if the expression is only a
+    guess, or if its value is not a whole number.
     """
     value = expression.exactly_at(dimensions)
     return make(value.numerator) if expression.is_known and value.denominator == 1 else None
@@ -419,7 +422,8 @@ def _filling(numbers: tuple[Number, ...]) -> Change:
 
 
 def _with_numbers(recording: Recording, change: Change) -> Recording:
-    """Return a copy of a recording in which ``change`` was applied to each number (sizes, strides, offsets, bytes, constants).
+    """Return a copy of a recording after ``change`` was applied to each of its numbers (sizes, strides, offsets, bytes,
+    constants).
 
     ``change`` gets the numbers in the same order for each recording.
     """
@@ -439,7 +443,7 @@ def _with_numbers(recording: Recording, change: Change) -> Recording:
 
 
 def _graph(graph: RegionGraph, change: Change) -> RegionGraph:
-    """Return a copy of a graph in which ``change`` was applied to the bytes of each value.
+    """Return a copy of a graph after ``change`` was applied to the bytes of each value.
 
     Cost keys contain sizes. They are cleared, because the engine does not use them.
     """
@@ -483,7 +487,7 @@ def _ref(ref: Ref, change: Change) -> Ref:
 
 
 def _call(call: TorchCall, change: Change) -> TorchCall:
-    """Return a copy of a torch call in which ``change`` was applied to each number among its arguments.
+    """Return a copy of a torch call after ``change`` was applied to each number among its arguments.
 
     Bare integers among the arguments are indices of tensors, and are not changed.
     """
@@ -500,7 +504,7 @@ def _is_open(call: TorchCall) -> bool:
 
 
 def _described(value: Any, change: Change) -> Any:
-    """Return an argument of a torch call in which ``change`` was applied to each number. Floats are stored as text."""
+    """Return an argument of a torch call after ``change`` was applied to each number in it. Floats are stored as text."""
     if isinstance(value, Constant):
         held = value.value
         if value.kind is float and type(held) is str:

@@ -338,9 +338,9 @@ def apply_plan(
     host memory or disk), even if the plan names another link. Without ``link``, the link that the plan names is opened. A
     ``sensor`` watches the first call of each region and measures what lossy codecs would do to the tensors that the region
     saves. If recipes repeat collectives, ``agree_on_service`` is called with the region's name, the ranks that the region
-    communicates with, and a description of what serves the region on this rank. The function raises if the ranks' descriptions
-    differ. `plimsoll.session.manage` passes such a function for real ranks. If ``splits_backward``, backward runs in two halves
-    (a zero-bubble schedule): a tensor that both halves read is kept from the first half to the second.
+    communicates with, and a text that names the engine serving the region on this rank. The function raises if the ranks'
+    descriptions differ. `plimsoll.session.manage` passes such a function for real ranks. If ``splits_backward``, backward runs
+    in two halves (a zero-bubble schedule): a tensor that both halves read is kept from the first half to the second.
 
     Raises:
         PlanNotUsable: the plan's status says that it holds no decisions.
@@ -426,8 +426,8 @@ def _regions(plan: Plan) -> dict[str, tuple[RegionPlan, ...]]:
 def _managed_regions(plan: Plan) -> dict[str, tuple[RegionPlan, ...]]:
     """Return the regions that get a wrapper, as a mapping from the region's name to the plans for its calls.
 
-    These are three kinds: the regions for which the plan does not keep everything, the regions that run while offloads are
-    under way, and the first region. The first region is wrapped because its inputs show how large a call of the model will be.
+    These are three kinds: the regions where the plan does not keep everything, the regions that run while offloads are under
+    way, and the first region. The first region is wrapped because its inputs show how large a call of the model will be.
     """
     hides = hiding(plan.regions)
     regions = _regions(plan)

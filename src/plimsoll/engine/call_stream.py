@@ -57,7 +57,7 @@ _MARKS = frozenset(
 
 
 def _never(args: object, kwargs: object, result: object, known: object) -> bool:
-    """Match no call: return False."""
+    """Return False for any torch call. It is the matcher of a node of the tree that has no single next call."""
     return False
 
 
@@ -142,8 +142,8 @@ class Alarm:
 
 
 class StreamGuard(LowestMode):
-    """A function mode that checks, during a steady call, whether its torch calls are those of a recorded call. It follows them
-    through the tree of known streams.
+    """A function mode that checks, during a steady call, whether its torch calls equal the torch calls of a recorded call. It
+    follows them through the tree of known streams.
 
     ``root`` is the start of the tree. ``known`` are the tensors that exist before the call.
     """
@@ -163,7 +163,9 @@ class StreamGuard(LowestMode):
 
     @property
     def numbers(self) -> dict[int, Number]:
-        """The numbers that this call has where its stream leaves a number open, by the index of the open number."""
+        """The numbers that this call was given where its stream leaves numbers open (they change from call to call). The key is
+        the index of the open number.
+        """
         return self._known.numbers
 
     def __torch_function__(
@@ -273,4 +275,4 @@ def _leaves_a_trace(func: Any, result: Any) -> bool:
 
 
 def _nothing() -> None:
-    """Return ``None``. This function stands where other parameters have a weak reference, if a parameter is missing."""
+    """Return ``None``. It is called in place of a weak reference if a parameter is missing."""

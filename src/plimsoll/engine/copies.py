@@ -30,7 +30,7 @@ _CALLS = frozenset(
     }
 )
 _WRAPPED = nn.Module._wrapped_call_impl.__code__
-"""The code object of the function that calls ``_call_impl`` if the module has no hooks."""
+"""The code object of torch's function that calls ``_call_impl`` for a module without hooks."""
 
 
 def calling_module(stand_in: object) -> nn.Module | None:
@@ -102,7 +102,7 @@ class ModelHook:
 
     @property
     def __name__(self) -> str:
-        """Raise our error for torch.jit.script.
+        """Raise Plimsoll's error for torch.jit.script.
 
         torch.jit.script reads this attribute before it looks for the source of the hook, which has none.
         """

@@ -91,7 +91,8 @@ class SignatureReader:
         self._scan()
 
     def _scan(self) -> None:
-        """Find what must be read in each call.
+        """Find the places (dictionaries and names) of the parameters, buffers, submodules and scalar attributes that are read
+        in each call.
 
         This is repeated when submodules were replaced or tensors moved. Each scan starts a new generation, whose number is part
         of the signature.

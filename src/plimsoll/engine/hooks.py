@@ -145,9 +145,9 @@ class Cell:
 
 
 NOTHING = torch.empty(0)
-"""An empty tensor that stands in the list of a call's saved tensors where a tensor was freed."""
+"""An empty tensor. In the list of a call's saved tensors, it replaces tensors that were freed."""
 GONE = Cell.kept(NOTHING)
-"""A cell that stands in the list of a call's cells where autograd has freed a cell."""
+"""A cell that, in the list of a call's cells, replaces cells that autograd has freed."""
 
 
 class OpenCall:

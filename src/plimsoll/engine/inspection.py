@@ -209,7 +209,7 @@ class Inspection:
 PIECE_BYTES = 4 * MIB
 """The least size in bytes of one piece of a copy. Copies go over the link piece by piece."""
 _MOST_PIECES = 64
-"""The most pieces for one region, because each piece is waited for.
+"""The most pieces for the copies of one region. The number is limited because each piece is waited for.
 
 With pieces of 4 MiB, a region of 1.5 GiB would have 375.
 """

@@ -44,8 +44,8 @@ def may_stand(number: Any, kind: Any, *, is_positive: bool) -> bool:
 
 
 class Derivation:
-    """All ways in which one number of a recipe follows from the numbers among a call's arguments. A way counts if it holds in
-    all recordings.
+    """All ways to derive one number of a recipe from the numbers among a call's arguments. A way counts if it holds in all
+    recordings.
 
     Two of these numbers may be related in all recordings (a share, and one minus this share), but not in a later call. The
     recordings do not show which of the two an operation got. So a later call is served only if all ways lead to the same
@@ -88,7 +88,7 @@ def _same(one: Any, other: Number) -> bool:
 
 
 def given_by(stream: Stream) -> set[int] | None:
-    """Return the indices of the open numbers that stand among the arguments of a stream's torch calls.
+    """Return the indices of the open numbers that are among the arguments of a stream's torch calls.
 
     Return ``None`` if sizes of tensors from outside are open too, because these cannot be derived.
     """

@@ -42,7 +42,7 @@ class Shared:
 
     ``links`` are the connections between regions that rebuild each other's inputs. ``inputs`` are the inputs that regions hold.
     ``packer`` encodes values or sends them over the link, ``transfers`` are the transfers under way, ``policy`` says which
-    calls are sampled, and ``inspector`` chooses calls in which all rebuilt tensors are compared. ``generators`` are the random
+    calls are sampled, and ``inspector`` chooses the calls whose rebuilt tensors are all compared. ``generators`` are the random
     generators of the CPU and of the model's devices. ``alarm`` counts the steps with calls that made unknown torch calls.
     ``sensor`` measures in one step what lossy codecs would do, or is ``None``. ``larger`` reports calls that are larger than
     all before, and ``order`` notices when regions run in a new order.
@@ -134,7 +134,8 @@ class Program:
         ``examiner`` compares all rebuilt tensors of this call.
 
         Returns:
-            Whether it was done. False (and nothing was done) if an input that recipes need was modified since the region was
+            True if the tensors were handled. False (and nothing was done) if an input that recipes need was modified since the
+            region was
             entered.
 
         Raises:

@@ -112,8 +112,8 @@ class Recording:
     def serve(self, made: ReplayPlan, plan: RegionPlan, shared: Shared, like: Program | None = None) -> Program:
         """Return the program that carries out a replay plan (what happens to each value of the region).
 
-        ``like`` is the program for calls of other sizes, if there is one. The new program takes over the order in which
-        backward reads tensors, if ``like`` has seen it.
+        ``like`` is the program for calls of other sizes, or ``None``. The new program takes over what ``like`` knows about
+        backward's order of reading tensors.
         """
         shares = {d.value: d.held_bytes / d.bytes for d in plan.decisions if d.is_packed and d.bytes}
         # Autocast caches casts of parameters, so a later call may make fewer nodes than the recorded call.

@@ -114,7 +114,7 @@ class HeldInputs:
 
 
 class LinkedInput:
-    """Takes the place of a region's input that nobody holds. To read it, the region that ran before rebuilds its output, which
+    """Takes the place of a region's input that is not held. To read it, the region that ran before rebuilds its output, which
     is this input.
     """
 

@@ -70,7 +70,7 @@ class RecordedRegion:
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """Data: the compiled recipes of one region, for one order in which backward reads the dropped slots.
+    """Data: the compiled recipes of one region, for one order of backward's reads of the dropped slots.
 
     ``segments`` has one function for each slot, in this order. ``places`` maps a slot to its position in the order.
     """
@@ -82,8 +82,8 @@ class Code:
 
 @dataclass(frozen=True, slots=True)
 class WrittenSegments:
-    """Data: the compiled source of all segments (one function for each dropped slot), in which numbers that may differ from
-    call to call are still names.
+    """Data: the compiled source of all segments (one function for each dropped slot). Numbers that may differ from call to call
+    are still names there.
     """
 
     order: tuple[int, ...]
@@ -91,7 +91,7 @@ class WrittenSegments:
     constants: Mapping[str, Any]
 
     def bind(self, numbers: Sequence[Number]) -> Code:
-        """Return the segments as Python functions, with the numbers of one kind of call filled in."""
+        """Return the segments as Python functions, with these numbers filled in. They serve calls with these numbers."""
         namespace = {**self.constants, **{f"n{index}": number for index, number in enumerate(numbers)}}
         exec(self.code, namespace)
         functions = tuple([namespace[f"segment_{position}"] for position in range(len(self.order))])

@@ -86,7 +86,8 @@ def choose(
 
     Values that cannot be rebuilt are kept, and ``obstacles`` of the result says why. ``links`` are inputs that the region
     before can rebuild (for a dropped boundary). ``forms`` maps the name of a value to pack to its form, which is the name of a
-    codec or link. ``is_private`` returns for a form whether recipes of other values cannot compute with what comes back.
+    codec or link. ``is_private`` says whether a form is useless for the recipes of other values (only signs come back, for
+    example).
     """
     slot_values = {slot.value for slot in graph.slots if slot.is_managed}
     packed = {v: forms[graph.values[v].name] for v in slot_values - links if forms and graph.values[v].name in forms}
@@ -374,8 +375,8 @@ class ReplayPlan:
 
     @cached_property
     def _schedule(self) -> Schedule:
-        """The ops of all recipes in the order in which backward is expected to need them. It is used until a backward has shown
-        its real order.
+        """The ops of all recipes, in the order that backward is expected to need. It is used until a backward has shown its
+        real order.
         """
         dropped = set(self.dropped_slots)
         return self._scheduled([slot for slot in self.graph.backward_order if slot in dropped])
@@ -390,8 +391,8 @@ class ReplayPlan:
         """Return the ids of the values that the recipe of a slot reads from cells (the objects that hold saved tensors).
         Parameters are left out, because they are read elsewhere.
 
-        `BOUNDARY` stands for the outputs of the region and is used like the number of a slot. For it, the outputs that are held
-        are added.
+        `BOUNDARY` means the outputs of the region and is used like the number of a slot. For `BOUNDARY`, the outputs that are
+        held are added.
         """
         held = set(self.graph.outputs) & self.choice.stored if slot == BOUNDARY else set()
         return tuple(v for v in sorted(held.union(leaves)) if v not in self._sources.parameters)

@@ -91,7 +91,8 @@ class RandomPoints:
         self._latest.clear()
 
     def before(self, op: RecordedOp, device: torch.device) -> torch.Tensor | None:
-        """Return the generator state from which the random op that is about to run can be repeated. Note its point in the op.
+        """Return a generator state. The random op that is about to run can be repeated from this state. The op notes the point
+        where the state was recorded.
 
         Return ``None`` if this state was not recorded at a point: the generator was used since then.
         """

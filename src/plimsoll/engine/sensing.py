@@ -384,7 +384,7 @@ class NoiseTracker:
 
 @dataclass(slots=True)
 class _Trial:
-    """Several runs of one autograd node, in each of which another value is read with noise. ``noise_of`` maps the name of each
+    """Several runs of one autograd node. In each run, another value is read with noise. ``noise_of`` maps the name of each
     value that the node reads to the relative noise of this value.
     """
 
@@ -448,7 +448,7 @@ def squared_distance(first: torch.Tensor | None, second: torch.Tensor | None) ->
 
 
 def _norm_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which to add the squares of elements of the given dtype: float32, float64, or a complex dtype.
+    """Return the dtype to use when squares of elements of the given dtype are added: float32, float64, or a complex dtype.
 
     The reason: torch refuses a dtype that is narrower than the input's, and narrow floats overflow.
     """

@@ -122,8 +122,8 @@ class Service:
         self._grow_tree()
 
     def open(self, pattern: Stream, program: OpenProgram) -> None:
-        """Add a program for all calls whose torch calls match ``pattern``, a stream in which some numbers are open, and stop
-        watching calls.
+        """Add a program for all calls whose torch calls match ``pattern``, a stream whose changing numbers are left open, and
+        stop watching calls.
         """
         self._programs = {
             stream: known for stream, known in self._programs.items() if numbers_in(stream, pattern) is None
@@ -143,7 +143,7 @@ class Service:
         self._grow_tree()
 
     def knows(self, pattern: Stream) -> bool:
-        """Return whether `open` has added a program for this pattern, a stream in which some numbers are open."""
+        """Return whether `open` has added a program for this pattern, a stream whose changing numbers are left open."""
         return pattern in self._open
 
     def _grow_tree(self) -> None:

@@ -153,7 +153,9 @@ class Packer:
         return None if self._link is not None and form == self._link_form else find_codec(form)
 
     def keeps_sign_only(self, form: str) -> bool:
-        """Return whether this form keeps only the signs of a value, so that recipes cannot compute with what comes back."""
+        """Return whether this form keeps only the signs of a value, so that recipes cannot compute with the values that come
+        back.
+        """
         codec = self.codec(form)
         return codec is not None and codec.keeps_sign_only
 
@@ -247,7 +249,7 @@ class RegionPacker:
 def _packings(plan: ReplayPlan, shares: Mapping[str, float]) -> tuple[Packing, ...]:
     """Return one `Packing` for each value that the plan packs, with the value that saves most bytes first.
 
-    The reason for the order: an original is freed as soon as it is packed, so memory is highest before the first one.
+    The reason for the order: an original is freed after its packing, so memory is highest before the first one.
     """
     graph, forms = plan.graph, plan.choice.packed
     slots: dict[int, list[int]] = {}

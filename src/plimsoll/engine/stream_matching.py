@@ -180,7 +180,8 @@ class _Writer:
     def _check_open(self, name: str, kind: type, number: Unknown) -> None:
         """Write code that checks a number which the stream leaves open, because it changes from call to call.
 
-        Where the number stands for the first time, the code accepts and stores it. Where it stands again, it must be equal.
+        At its first occurrence in the stream, the code accepts and stores the number. At later occurrences, the number must be
+        equal.
         """
         kind_name, self._is_open = self._constant(kind), True
         if number.index in self._given:

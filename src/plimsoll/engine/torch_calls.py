@@ -153,8 +153,8 @@ def is_made_from_data(func: Any) -> bool:
 
 
 def comparable(value: Any) -> Any:
-    """Return an object that stands for a value of the host in comparisons with ``==``. Two such objects of one type are equal
-    if and only if the values count as the same.
+    """Return an object to compare with ``==`` in place of a value of the host. Two such objects of one type are equal if and
+    only if the values count as the same.
     """
     kind = type(value)
     if kind in _BY_VALUE:

@@ -363,8 +363,11 @@ def _marks(out: Any) -> list[tuple[Any, ...]]:
 
 
 def _byte(op: RecordedOp) -> int:
-    """Return the byte (0 to 255) to fill memory with before an op's second run, so that old contents cannot agree by accident.
-    If the op runs before that on filled memory, the memory gets the byte's complement.
+    """Return a byte (0 to 255) to fill memory with before an op runs again, so that old contents cannot agree with its results
+    by accident.
+
+    Results that are first compared by checksum are compared once before that. For that comparison, the memory is filled with
+    the byte's complement.
     """
     return (37 * op.id + 11) % 256
 

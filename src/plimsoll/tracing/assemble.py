@@ -33,7 +33,9 @@ _STATIC_CATEGORIES = {
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """Data: the parts of a ``Trace`` that `assemble` makes. ``ids`` maps the tracer's storage ids to those of the trace."""
+    """Data: the parts of a ``Trace`` that `assemble` makes. ``ids`` maps the tracer's storage ids to storage ids of the
+    trace.
+    """
 
     ops: tuple[TraceOp, ...]
     specs: dict[str, OpSpec]

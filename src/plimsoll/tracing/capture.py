@@ -1,4 +1,5 @@
-"""Run one training step under the tracer. What autograd saves is noted and dropped, and backward reads placeholders instead.
+"""Run one training step under the tracer. Tensors that autograd saves are noted and dropped, and backward reads placeholders
+instead.
 
 So a traced step never holds more than one region's temporaries, regardless of how much the model saves. The life of a storage
 that the tracer sees is its life *without* what autograd saves. Floating-point placeholders are zeros: the gradients of a traced

@@ -134,7 +134,7 @@ class Twins:
     """Aliases of the parameters of a wrapped model (twins). They share the parameters' memory, but do not have the hooks of DDP
     and ZeRO.
 
-    For a model without such a wrapper there are no twins.
+    A model without such a wrapper does not get twins.
     """
 
     def __init__(self, model: nn.Module) -> None:

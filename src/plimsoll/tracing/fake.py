@@ -76,8 +76,8 @@ def fake_like(tensor: torch.Tensor, mode: FakeTensorMode | None) -> torch.Tensor
 
 
 def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
-    """Return a copy of the batch with fake tensors in place of its tensors. Integer tensors stay real, as copies with the same
-    values.
+    """Return a copy of the batch with fake tensors in place of its tensors. Integer tensors that have values stay real: they
+    are copied.
     """
 
     @functools.cache  # a tensor that is passed twice stays one tensor

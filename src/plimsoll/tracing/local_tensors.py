@@ -177,8 +177,8 @@ def unwrapped(tensor: torch.Tensor) -> tuple[torch.Tensor, Shell | None]:
 
 
 class Shell:
-    """Holds what a DTensor has besides its local tensor: device mesh, placements, global shape and strides. `around` makes a
-    DTensor from this again.
+    """Holds the parts of a DTensor other than its local tensor: device mesh, placements, global shape and strides. `around`
+    makes a DTensor from this again.
 
     The DTensor itself is held until `let_go`, so that its version can be read. `keep` replaces it by an alias.
     """

@@ -189,8 +189,8 @@ def is_disabled(function: Any) -> bool:
 
 
 def _stored(thing: Any, name: str) -> Any:
-    """Return the value of an attribute without running code of the user, or ``None`` if there is no such attribute. For a
-    method, look at the method's function.
+    """Return the value of an attribute without running code of the user, or ``None`` if it does not exist. For a method, look
+    at the method's function.
 
     The code of a forward may name objects of any class, and their ``__getattr__`` and properties may raise anything (``class
     AttrDict(dict): __getattr__ = dict.__getitem__``). So none of the user's code runs here.

@@ -193,7 +193,8 @@ class KeptGathering:
 
 
 def _wrapper_of(model: nn.Module) -> Any:
-    """Return DeepSpeed's own optimizer, which wraps torch's optimizer. Return ``None`` if there is no such wrapper.
+    """Return DeepSpeed's own optimizer, which wraps torch's optimizer. Return ``None`` if the model is not under such a
+    wrapper.
 
     That is so for a model without an engine, and for an engine without ZeRO in 32 bits.
     """

@@ -153,7 +153,7 @@ class _Work:
         self._is_ignored = labels == head.ignore_index
 
     def empty_gradients(self, needed: tuple[bool, ...]) -> Gradients:
-        """Return new tensors in which gradients can be added up: for hidden states, weight and bias. An item is ``None`` if its
+        """Return new tensors to add up gradients: of the hidden states, the weight and the bias. An item is ``None`` if its
         gradient is not ``needed``.
         """
         hidden, weight, bias = self._given

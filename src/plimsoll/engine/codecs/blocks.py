@@ -105,7 +105,7 @@ def symmetric_scales(rows: torch.Tensor, last_code: float, largest: float) -> to
 
 
 def affine_scales(rows: torch.Tensor, codes: int, largest: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two tensors with an element for each row: the scale, and the value that the lowest code stands for.
+    """Return two tensors with an element for each row: the scale, and the value that the lowest code decodes to.
 
     ``codes`` is the number of codes. A scale is NaN if the row has a magnitude above ``largest``.
     """

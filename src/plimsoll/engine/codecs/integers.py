@@ -187,7 +187,7 @@ class IntegerCodec(Codec):
         return True
 
     def _zero_points(self, step: torch.Tensor, lows: torch.Tensor) -> torch.Tensor:
-        """Return, for each affine block, the value that a stored code of 0 stands for."""
+        """Return, for each affine block, the value that a stored code of 0 decodes to."""
         return lows.float().sub_(step, alpha=self.bias)
 
     def _codes_bytes(self, count: int) -> int:

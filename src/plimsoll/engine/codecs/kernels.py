@@ -42,7 +42,7 @@ It is smaller, because rotating back may enlarge values by the same factor again
 """
 _GROUP = tl.constexpr(32)
 _STAGES = tl.constexpr(5)
-"""The number of stages that the transform of one group needs."""
+"""The number of stages of the Walsh-Hadamard transform of one group of 32 elements."""
 _TO_UNIT = tl.constexpr(32**-0.5)
 _TO_WHOLE = tl.constexpr(1.5 * 2**23)
 """A number for rounding. Add it to a small float32 and subtract it again: the nearest whole number results, halves to even."""

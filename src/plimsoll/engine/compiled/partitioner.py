@@ -179,8 +179,8 @@ class PlannedPartitioner(Partitioner):
             before.append(taken[node.name])
 
     def _refuse_other_graph(self, here: Collection[tuple[str, str]]) -> None:
-        """Raise an error if a graph is not the one that was planned: it saves a value that the plan does not know, and nothing
-        that the plan drops.
+        """Raise an error if a graph is not the planned graph: it saves a value that the plan does not know, and nothing that
+        the plan drops.
 
         ``here`` are the values that the graph saves, each as a pair of region and name.
 

@@ -131,8 +131,8 @@ class UnitPlace:
         return tuple(found)
 
     def kernels(self, stretch: Stretch) -> list[Kernel]:
-        """Return the kernels to insert at a stretch: those of its graphs, and those of earlier stretches that were not placed
-        yet.
+        """Return the kernels to insert at a stretch: the kernels of its graphs, and kernels of earlier stretches that were not
+        placed yet.
         """
         phase, at = stretch
         is_backward = phase is Phase.BACKWARD

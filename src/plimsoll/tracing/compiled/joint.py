@@ -302,7 +302,7 @@ class JointGraph:
 
     @functools.cache  # noqa: B019 - a graph is read once, then freed
     def sources(self, node: fx.Node) -> tuple[fx.Node, ...]:
-        """Return the buffers from which a kernel that reads this node can recompute it. A buffer is its own source.
+        """Return the buffers that a kernel reads if it recomputes this node. The result for a buffer is the buffer itself.
 
         A node that cannot be recomputed becomes a buffer itself.
         """

@@ -38,7 +38,7 @@ the call's number.
 
 
 def with_compiled(eager: Trace, parts: Parts, device: torch.device | None) -> Trace:
-    """Return a copy of the eager trace in which kernels replace the ops of the compiled units. If ``device`` is given, the
+    """Return a copy of the eager trace, where kernels replace the ops of the compiled units. If ``device`` is given, the
     kernels are timed on it.
 
     The regions of the eager trace are the units and the regions planned next to them. A unit that torch.compile has not
@@ -178,8 +178,8 @@ class _Weaver:
         return _UNCOMPILED if call.index in self._uncompiled else ""
 
     def _outer_storages(self, storages: Iterable[Storage]) -> dict[int, int]:
-        """Copy those of the given storages that exist outside of compiled units to the new trace. Return a mapping from old id
-        to new id.
+        """Copy the given storages to the new trace, except storages inside of compiled units. Return a mapping from old id to
+        new id.
         """
         ids: dict[int, int] = {}
         saved = {
@@ -511,7 +511,7 @@ class _Piece:
         """Return the obstacle "is read by another region" if that holds for the backward of another region and an output of the
         kernel, else "".
 
-        Such an output is saved anyway, so recomputing it in its own region would not free it.
+        Such an output is saved for all its readers.
         """
         readers = (reader for node in kernel.writes for reader in self.readers[node])
         return "is read by another region" if any(r.is_backward and r.region != kernel.region for r in readers) else ""

@@ -47,7 +47,7 @@ class CompileCall:
 
     @classmethod
     def read(cls, compiled: Any) -> CompileCall:
-        """Return the arguments that a function was compiled with.
+        """Return the arguments of the torch.compile call that compiled this function.
 
         Raises:
             InvalidModel: a plan manages the function's module.
@@ -74,8 +74,8 @@ class CompileCall:
 
     @classmethod
     def of(cls, options: Any) -> CompileCall:
-        """Return the arguments of torch.compile that the option ``compile=`` stands for: True, or a dict with torch.compile's
-        own keywords.
+        """Return the arguments of torch.compile that the option ``compile=`` means. The option is True, or a dict with
+        torch.compile's own keywords.
 
         Raises:
             InvalidOption: torch.compile does not have a keyword or refuses a value, or another backend is given.
@@ -134,8 +134,8 @@ class CompileCall:
         return functools.partial(_apart, compiled, None if has_limit else sys.maxsize)
 
     def captured(self, partitioner: Any, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function like that of `compile`, for which Dynamo's graphs go to ``partitioner``, and ``run`` makes
-        functions from the parts in place of inductor.
+        """Return a function like the result of `compile`. When it compiles a module, ``partitioner`` splits the graphs, and
+        ``run`` makes functions from the parts in place of inductor.
         """
         from torch._inductor.compile_fx import compile_fx  # takes seconds to import
 
@@ -179,7 +179,9 @@ def _apart(compiled: Callable[..., Any], limit: int | None, *args: Any, **kwargs
 
 
 class _Own:
-    """Counts the threads that are inside of code which Plimsoll has compiled. ``is_running`` says whether there is any."""
+    """Counts the calls, in all threads, that are inside of code which Plimsoll has compiled. ``is_running`` says whether such a
+    call is running.
+    """
 
     is_running = False
 

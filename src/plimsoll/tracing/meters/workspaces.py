@@ -28,7 +28,7 @@ from plimsoll.tracing.torch_internals import free_cublas_workspaces
 
 
 class WorkspaceMeter:
-    """A meter that measures nothing. It serves fake traces, and runs that only add timings.
+    """The base class of workspace meters. It measures nothing itself, and serves fake traces and runs that only add timings.
 
     ``bytes`` maps the cost key of an op to the bytes of its workspace.
     """
@@ -47,7 +47,7 @@ class WorkspaceMeter:
 
 
 class CpuMeter(WorkspaceMeter):
-    """A meter for the CPU. It reads the allocator's events between the begin and the end of each op."""
+    """A workspace meter for the CPU. It reads the allocator's events between the begin and the end of each op."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class CpuMeter(WorkspaceMeter):
 
 
 class CudaMeter(WorkspaceMeter):
-    """A meter for CUDA. It reads the caching allocator's peak around each op.
+    """A workspace meter for CUDA. It reads the caching allocator's peak around each op.
 
     The counters are on the host, so the host does not wait for the device.
     """

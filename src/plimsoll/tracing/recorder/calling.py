@@ -24,8 +24,8 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def split_batch(batch: Any) -> Call:
-    """Return the arguments that a batch stands for. A tensor becomes the only argument, a tuple the positional arguments, and a
-    mapping the keyword arguments.
+    """Return the arguments for the model's call, made from a batch. A tensor becomes the only argument, a tuple the positional
+    arguments, and a mapping the keyword arguments.
 
     Raises:
         InvalidBatch: the batch is of another type.
@@ -111,7 +111,7 @@ def name_of(function: Any) -> str:
 def _given_by(value: Any, attribute: str) -> Any:
     """Return an attribute of an object of the user, or ``None`` if reading the attribute fails.
 
-    An object's ``__getattr__`` may raise any exception to say that there is no such attribute.
+    An object's ``__getattr__`` may raise any exception to say that the attribute does not exist.
     """
     try:
         return getattr(value, attribute, None)

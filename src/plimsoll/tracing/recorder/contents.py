@@ -311,7 +311,7 @@ def put_back_entries(held: dict[Any, Any], kept: Mapping[Any, Any], but: frozens
 
 
 def lent(batch: Any) -> Any:
-    """Return a copy of the batch in which its iterators are replaced, so that a trial step does not advance the user's."""
+    """Return a copy of the batch with its iterators replaced, so that a trial step does not advance the user's iterators."""
     known: dict[int, Any] = {}
     return tree_map(lambda leaf: _with_stand_ins(leaf, known), batch)
 

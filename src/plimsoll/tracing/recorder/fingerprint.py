@@ -71,9 +71,7 @@ def signature(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *
 
 
 def casts_in_force() -> list[str]:
-    """Return a list with a text such as ``autocast cpu bf16`` for each kind of device (CPU, CUDA) for which autocast is
-    on now.
-    """
+    """Return a list of texts such as ``autocast cpu bf16``: one for the CPU and one for CUDA, if autocast is on there now."""
     return [
         f"{AUTOCAST}{device} {dtype_name(torch.get_autocast_dtype(device))}"
         for device in ("cpu", "cuda")

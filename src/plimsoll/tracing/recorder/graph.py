@@ -31,7 +31,9 @@ class SlotRecord:
 
 @dataclass(frozen=True, slots=True)
 class LocalIds:
-    """Two mappings: from ids of the log to ids of the region's graph, and from ids of the graph to ids of the log."""
+    """Data: two mappings between ids. ``to_local`` leads from ids of the log to ids of the region's graph, and ``to_log`` leads
+    back.
+    """
 
     to_local: dict[int, int]
     to_log: tuple[int, ...]

@@ -109,16 +109,16 @@ def cost_key(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _grouped_flops(rows: torch.Tensor, weights: torch.Tensor) -> int:
-    """Return the FLOPs of a grouped product, for which torch lacks a formula. Each of ``rows`` is multiplied with the weights
-    of one group.
+    """Return the FLOPs of a grouped product, because torch lacks a formula. Each of ``rows`` is multiplied with the weights of
+    one group.
     """
     groups = rows.shape[0] if rows.dim() == weights.dim() == 3 else 1
     return 2 * groups * rows.shape[-2] * rows.shape[-1] * weights.shape[-1]
 
 
 def _with_equal_heads(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of an attention op with shapes in place of tensors, in which keys and values have as many heads as
-    queries.
+    """Return the arguments of an attention op with shapes in place of tensors. In these shapes, keys and values have as many
+    heads as queries.
 
     They are for torch's FLOP formulas, which accept a shape instead of a tensor. Before 2.13, these formulas do not support
     grouped queries.

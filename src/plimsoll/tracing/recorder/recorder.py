@@ -49,8 +49,8 @@ _READS_A_VALUE = frozenset({"_local_scalar_dense", "equal", "is_nonzero"})
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """Data that stands for a tensor among the arguments or results of a recorded op: the id of a value, and the geometry
-    (sizes, strides, offset) in which the op sees it.
+    """Data about a tensor among the arguments or results of a recorded op: the id of the tensor's value, and the geometry
+    (sizes, strides, offset) that the op sees.
     """
 
     value: int
@@ -288,7 +288,7 @@ class OpRecorder(TorchDispatchMode):
         )
 
     def _keep_masks(self, func: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
-        """Mark the ops that made the masks by which this op selects rows: they must not run again.
+        """Mark the ops that made this op's masks (the op selects rows with them): they must not run again.
 
         A mask that is made again could select other rows.
         """

@@ -31,7 +31,8 @@ from plimsoll.tracing.zero import KeptGathering, is_gathered_by_zero
 
 _OF_8_BITS = "bitsandbytes.autograd._functions"
 _UNREAD = {"MatMul8bitLt": {"tensors": (None,) * 3, "tensor_states": (None,) * 2}, "MatMul8bitFp": {"A": None}}
-"""A mapping from product to attributes with empty values. The product stores these attributes on ``ctx``.
+"""A mapping from the name of an 8-bit product of bitsandbytes to the attributes that it stores on ``ctx``, with empty values to
+put in their place.
 
 If the weight is frozen, the product does not read them.
 """
