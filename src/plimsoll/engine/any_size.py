@@ -128,7 +128,9 @@ class Recordings:
 
 
 class _Family:
-    """Recordings that differ in numbers only. ``bare`` is the recording that they share, with 0 in place of each number."""
+    """A group of recordings of one region that differ in numbers only. ``bare`` is the recording that they share, with 0 in
+    place of each number.
+    """
 
     def __init__(self, bare: Recording, first: Recording) -> None:
         self.bare = bare
@@ -164,7 +166,9 @@ class _Family:
         return [opened for opened in found if opened is not None]
 
     def at(self, sizes: Sizes) -> Resized | None:
-        """Return the recording for other sizes, or ``None`` if it cannot be derived."""
+        """Return a recording for these sizes, derived from the recordings at other sizes. Return ``None`` if it cannot be
+        derived.
+        """
         if not self._follows_sizes or not LEAST_RECORDINGS <= len(self._points) <= MOST_RECORDINGS:
             return None
         if self._open is None:

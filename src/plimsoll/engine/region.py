@@ -369,7 +369,7 @@ class ManagedRegion:
     def _misfit(self, service: Service) -> None:
         """Handle a call that made a known stream of torch calls but saved other tensors than the recorded call.
 
-        Its shapes depend on data. The next calls are watched, unless the region turns out to be compiled.
+        Its shapes depend on data. The next calls are watched (recorded again), unless the region turns out to be compiled.
         """
         if self._is_compiled():  # it may have been compiled after it was recorded
             return
@@ -392,7 +392,9 @@ class ManagedRegion:
 
 
 class _Opened(NamedTuple):
-    """Data of a steady call in progress: its saved tensors, its inputs with their versions at the start, and its guard."""
+    """Data of a steady call (one that looks like a recorded call) in progress: its saved tensors, its inputs with their
+    versions at the start, and its guard.
+    """
 
     call: OpenCall
     inputs: list[torch.Tensor]

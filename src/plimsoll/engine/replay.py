@@ -104,7 +104,8 @@ class Recipes:
                 self.sampler.expect(order)
 
     def learn_from(self, seen: list[int], waiting: Mapping[int, weakref.ref[Cell]]) -> None:
-        """Begin to watch the order of reads in the backward of a new call.
+        """Begin to watch the order of reads in the backward of a new call. ``seen`` is the list that the slots are added to,
+        and ``waiting`` maps each slot to its cell.
 
         The previous backward may have ended without reading all dropped slots, because some were saved for a detached part.
         Then later calls expect its order, and the slots that it did not read are not rebuilt in advance.
@@ -249,7 +250,9 @@ class CallReplay:
         return copy_storage(value) if slot in given_away else value
 
     def run(self, slot: int, leaves: tuple[Readable, ...]) -> Any:
-        """Run the ops that this slot needs and that have not run yet in this backward, and return the slot's tensor."""
+        """Run the ops that this slot (saved tensor) needs and that have not run yet in this backward. Return the slot's tensor.
+        ``leaves`` are the objects that the recipe reads.
+        """
         code = self._code
         task = current_graph_task()
         if task != self._task or task == -1:  # -1: read outside of any backward, so assume nothing

@@ -237,6 +237,8 @@ class _Writer:
         """Write code that decodes or fetches a packed value (one that a codec or a link holds). From here on, the value is in
         private memory, like the output of an op.
         """
+        # At most once per backward: several recipes may start from this value, and the simulator counts one buffer for it
+        # (docs/design/forms-are-leaves.md).
         self._emit(f"v{value} = leaves[{self._leaves.index(value)}].read()")
         self._local[value] = self._sources.geometries[value]
 

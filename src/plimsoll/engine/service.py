@@ -180,7 +180,7 @@ class Service:
         """Note a misfit: a call made a known stream but saved other tensors than the recorded call, because its shapes depend
         on data.
 
-        The next calls are then watched.
+        The next calls are then watched (recorded again).
         """
         self._misfits += 1
         self._watch = FIRST_WATCH * 4 ** (self._misfits - 1)

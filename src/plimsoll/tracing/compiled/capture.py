@@ -337,6 +337,8 @@ def _spied(
         numbers = itertools.count()
 
         def call(*args: Any, **kwargs: Any) -> Any:
+            # Calls may share a graph or have one each, and torch does not show which graph ran. So each call is compiled anew
+            # (docs/design/plans-inside-torch-compile.md).
             spy = _Spy(regions[unit.path], changed.get(unit.path, ()))
             if torch.is_grad_enabled():
                 spies[unit.path, next(numbers)] = spy
