@@ -56,7 +56,8 @@ _WHOLE: tuple[tuple[Callable[[int], int], Callable[[int], int]], ...] = ((int, i
 
 
 class Recordings:
-    """All recordings of one region. They are stored by signature, and in families.
+    """All recordings (see `Recording`) of one region. They are stored by signature (shapes and dtypes of the inputs, and other
+    state), and in families.
 
     A family has recordings that differ in numbers only. Recordings for other sizes are derived from a family.
 
@@ -70,9 +71,10 @@ class Recordings:
         self._is_trusted = True
 
     def distrust(self) -> None:
-        """Note that a recipe has made another tensor than forward did.
+        """Discard all recordings and derive none from now on. It is called when a recipe has made another tensor than forward
+        did.
 
-        From now on, record each signature and derive nothing.
+        After that, each signature is recorded by itself.
         """
         self._is_trusted = False
         self._watched.clear()
@@ -105,17 +107,17 @@ class Recordings:
         family.add(sizes, tuple(numbers), recording)
 
     def opened(self, signature: tuple[Any, ...]) -> list[Opened]:
-        """Return recordings with open numbers, which serve calls of this signature.
+        """Return recordings of calls with this signature. The numbers that change from call to call are left open.
 
-        The calls may differ from recorded calls only in numbers that they are given as arguments.
+        Each serves calls that differ from recorded calls only in numbers, if these numbers follow from the call's arguments.
         """
         skeleton, sizes = _split(signature)
         return [opened for family in self._families.get(skeleton, ()) for opened in family.opened(sizes)]
 
     def at(self, signature: tuple[Any, ...]) -> tuple[Recording | Resized, ...]:
-        """Return recordings for the streams (sequences of torch calls) of calls with this signature.
+        """Return what is known about calls with this signature, with one item for each known sequence of torch calls (stream).
 
-        They are the recordings of this signature. If this signature was not recorded, they are derived from other sizes.
+        The items are the recordings of this signature. If this signature was not recorded, they are derived from other sizes.
         """
         watched = self._watched.get(signature)
         if watched is not None:
@@ -126,7 +128,9 @@ class Recordings:
 
 
 class _Family:
-    """Recordings that differ in numbers only. ``bare`` is the recording that they share, with 0 in place of each number."""
+    """A group of recordings of one region that differ in numbers only. ``bare`` is the recording that they share, with 0 in
+    place of each number.
+    """
 
     def __init__(self, bare: Recording, first: Recording) -> None:
         self.bare = bare
@@ -138,9 +142,10 @@ class _Family:
         self._alike: dict[Sizes, list[_AlikeRecordings]] = {}
 
     def add(self, sizes: Sizes, numbers: tuple[Number, ...], recording: Recording) -> None:
-        """Add a recording. If an earlier recording at the same sizes has other numbers, numbers depend on data.
+        """Add a recording of the family at these input sizes.
 
-        Then recordings for other sizes cannot be derived.
+        If an earlier recording at the same sizes has other numbers, the numbers depend on data. Recordings for other sizes then
+        cannot be derived.
         """
         self._follows_sizes &= self._points.setdefault(sizes, numbers) == numbers
         self._not_rebuildable.update(recording.not_rebuildable)
@@ -154,12 +159,16 @@ class _Family:
             group.add(recording)
 
     def opened(self, sizes: Sizes) -> list[Opened]:
-        """Return recordings with open numbers, which serve calls at this recorded size with other numbers."""
+        """Return recordings at these sizes whose changing numbers are left open. They serve calls with other numbers at the
+        same sizes.
+        """
         found = (group.opened(self._not_rebuildable) for group in self._alike.get(sizes, ()))
         return [opened for opened in found if opened is not None]
 
     def at(self, sizes: Sizes) -> Resized | None:
-        """Return the recording for other sizes, or ``None`` if it cannot be derived."""
+        """Return a recording for these sizes, derived from the recordings at other sizes. Return ``None`` if it cannot be
+        derived.
+        """
         if not self._follows_sizes or not LEAST_RECORDINGS <= len(self._points) <= MOST_RECORDINGS:
             return None
         if self._open is None:
@@ -197,7 +206,10 @@ class _AlikeRecordings:
             self._is_settled = False
 
     def opened(self, not_rebuildable: Mapping[int, str]) -> Opened | None:
-        """Return the recording for calls with other numbers, or ``None`` if the numbers of such calls cannot be derived."""
+        """Return one recording for all calls of this group, with the changing numbers left open.
+
+        Return ``None`` if there are too few recordings, or if the numbers of a call do not follow from the call's arguments.
+        """
         known = self._numbers
         if not self._is_settled and len(known) >= LEAST_RECORDINGS:
             first = replace(self._first, not_rebuildable=not_rebuildable)
@@ -233,10 +245,10 @@ class _OpenRecording:
         return tuple(calls)
 
     def program(self, plan: RegionPlan, shared: Shared, numbers: tuple[Number, ...], *, is_linked: bool) -> Program:
-        """Return the program that serves calls with these numbers under a plan.
+        """Return the program (it drops and rebuilds tensors under a plan) for calls with these numbers.
 
-        It inherits what the program for other numbers has learned about backward (``like``). ``is_linked`` is as in
-        `Recording.program`.
+        The program takes over what the program for other numbers has learned about the order of reads in backward.
+        ``is_linked`` is as in `Recording.program`.
         """
         key = (id(plan), is_linked)
         if key not in self._plans:
@@ -247,7 +259,8 @@ class _OpenRecording:
         return program
 
     def _fill(self, plan: ReplayPlan, numbers: tuple[Number, ...]) -> ReplayPlan:
-        """Return the plan with only those numbers filled in that each call is compared with.
+        """Return a copy of a replay plan. Numbers are filled in where the guard compares them in each call: in the sizes and
+        strides of saved tensors.
 
         Recipes are written once and get their numbers when they are bound. The plan computes other bytes and geometries on
         request.
@@ -260,7 +273,9 @@ class _OpenRecording:
         )
 
     def _described(self, values: tuple[Number, ...]) -> Number | Unknown:
-        """Return the number if all recordings have the same value, else an unknown."""
+        """Describe one number of the recording, given its values in several recordings. Return the number if all values are
+        equal, else an `Unknown`.
+        """
         name = tuple(map(repr, values))  # distinguishes 1 from 1.0
         if len(set(name)) == 1:
             return values[0]
@@ -271,7 +286,11 @@ class _OpenRecording:
 
 
 class _SizeRules:
-    """Derives open numbers from the sizes of the inputs, with an expression for each number."""
+    """Derives the open numbers of a recording from the sizes of the inputs. It holds one fitted expression for each open
+    number.
+
+    ``sizes`` has the input sizes of the recordings, and ``unknowns`` has for each open number its value in each of them.
+    """
 
     def __init__(self, sizes: tuple[Sizes, ...], unknowns: Sequence[tuple[Number, ...]]) -> None:
         self._dimensions = Dimensions(sizes)
@@ -295,10 +314,12 @@ class _SizeRules:
 
 
 class Opened:
-    """What a region does in calls at one size that differ in numbers only. It makes the program for such calls.
+    """A recording at one size whose changing numbers are left open. It makes the program for calls that differ in these numbers
+    only.
 
-    ``is_told`` says whether every number can be derived from the numbers that a call is given. ``special`` has the indices of
-    recordings with a number that may select other operations, such as 0: calls with these numbers need their own recipes.
+    ``is_told`` says whether every open number can be derived from the numbers that a call gets as arguments. ``special`` has
+    the indices of recordings with a number that may select other operations, such as 0: calls with these numbers need their own
+    recipes.
     """
 
     def __init__(self, first: Recording, points: Sequence[tuple[Number, ...]]) -> None:
@@ -322,20 +343,26 @@ class Opened:
         return self._open.recording.stream
 
     def numbers(self, given: Given) -> tuple[Number, ...] | None:
-        """Return all open numbers of a call, or ``None`` if one of them cannot be derived from the numbers that the call is
-        given.
+        """Return all open numbers of a call, derived from ``given``, the numbers among the call's arguments. Return ``None`` if
+        a number cannot be derived.
         """
         numbers = tuple([rule.number(given) for rule in self._rules])
         return None if None in numbers else numbers  # type: ignore[return-value]
 
     def program(self, plan: RegionPlan, shared: Shared, *, is_linked: bool) -> OpenProgram:
-        """Return the program that serves such calls under a plan. ``is_linked`` is as in `Recording.program`."""
+        """Return the program that serves these calls under a plan: it computes a call's open numbers and gets the recipes for
+        them.
+
+        ``is_linked`` is as in `Recording.program`.
+        """
         make = functools.partial(self._open.program, plan, shared, is_linked=is_linked)
         return OpenProgram(self.numbers, make, self._example)
 
 
 class Resized:
-    """What a region does at a size that was never recorded, derived from recordings at other sizes."""
+    """What a region does at a size that was never recorded, derived from recordings at other sizes. It replaces a
+    `Recording`.
+    """
 
     def __init__(self, recording: _OpenRecording, numbers: tuple[Number, ...]) -> None:
         self._open = recording
@@ -352,7 +379,7 @@ class Resized:
 
 
 def _nearest_whole(value: Number, unmake: Callable[[Any], Number]) -> int:
-    """Return the whole number nearest to ``unmake(value)``, or 0 if it does not exist (overflow, division by zero)."""
+    """Return the whole number nearest to ``unmake(value)``. Return 0 if ``unmake`` fails (overflow, division by zero)."""
     try:
         return round(unmake(value))
     except (OverflowError, ZeroDivisionError):
@@ -360,8 +387,8 @@ def _nearest_whole(value: Number, unmake: Callable[[Any], Number]) -> int:
 
 
 def _exact(expression: Expression, make: Callable[[int], Number], dimensions: Sizes) -> Number | None:
-    """Return ``make`` of the expression's value, or ``None`` if the expression is only a guess or its value is not a whole
-    number.
+    """Return ``make`` of the value that the expression has at these dimensions. Return ``None`` if the expression is only a
+    guess, or if its value is not a whole number.
     """
     value = expression.exactly_at(dimensions)
     return make(value.numerator) if expression.is_known and value.denominator == 1 else None
@@ -386,7 +413,7 @@ def _split(signature: tuple[Any, ...]) -> tuple[Any, Sizes]:
 
 
 def _noting(numbers: list[Number]) -> Change:
-    """Return a change that appends each number to ``numbers`` and puts 0 in its place."""
+    """Return a function that appends the number it is given to ``numbers`` and returns 0."""
 
     def note(number: Any) -> int:
         numbers.append(number)
@@ -396,7 +423,9 @@ def _noting(numbers: list[Number]) -> Change:
 
 
 def _filling(numbers: tuple[Number, ...]) -> Change:
-    """Return a change that replaces each unknown number by the number with its index."""
+    """Return a function that replaces an unknown number by the item of ``numbers`` at the unknown's index, and returns other
+    numbers unchanged.
+    """
     return lambda number: numbers[number.index] if type(number) is Unknown else number
 
 
@@ -421,7 +450,7 @@ def _with_numbers(recording: Recording, change: Change, *, with_results: bool = 
 
 
 def _graph(graph: RegionGraph, change: Change) -> RegionGraph:
-    """Return a copy of a graph with its numbers changed.
+    """Return a copy of a graph after ``change`` was applied to the bytes of each value.
 
     Cost keys contain sizes. They are cleared, because the engine does not use them.
     """
@@ -487,14 +516,14 @@ def _ranks(stream: Stream) -> list[list[int]]:
 
 
 def _is_open(call: TorchCall) -> bool:
-    """Return whether any number of a torch call is unknown."""
+    """Return whether a torch call has a number that is left open (`Unknown`)."""
     numbers: list[Any] = []
     _call(call, _noting(numbers))
     return any(type(number) is Unknown for number in numbers)
 
 
 def _described(value: Any, change: Change) -> Any:
-    """Return an argument of a torch call with its numbers changed. Floats are stored as text."""
+    """Return an argument of a torch call after ``change`` was applied to each number in it. Floats are stored as text."""
     if isinstance(value, Constant):
         held = value.value
         if value.kind is float and type(held) is str:

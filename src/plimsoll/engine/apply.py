@@ -135,14 +135,14 @@ class Handle(RemovedAtEnd):
         self._begin(plan)
 
     def has_moved(self) -> bool:
-        """Return whether the name of any managed region now leads to another module in the model than when the plan was
-        applied.
+        """Return whether a managed region's name now leads to another module in the model. The module at the time when the plan
+        was applied is compared.
         """
         modules = dict(self.model.named_modules())
         return any(modules.get(name) is not region.module for name, region in self.regions.items())
 
     def _begin(self, plan: Plan) -> None:
-        """Create or reuse the wrappers of the regions that this plan manages, and install them."""
+        """Put a plan into force: create or reuse the wrappers of the regions that this plan manages, and install them."""
         shared, model = self._shared, self.model
         calls = _managed_regions(plan) if shared.sensor is None else _regions(plan)
         modules = dict(model.named_modules())
@@ -196,8 +196,8 @@ class Handle(RemovedAtEnd):
             self._units.resume()
 
     def forget(self) -> None:
-        """Discard all recordings, so that each region records its next calls. Compiled units (parts under torch.compile) stay
-        compiled.
+        """Discard all recordings, so that each region records its next calls (see `record`). Compiled units (parts under
+        torch.compile) stay compiled.
         """
         for region in self.regions.values():
             region.forget()
@@ -246,8 +246,8 @@ class Handle(RemovedAtEnd):
         self._retry = retry
 
     def on_larger_calls(self, listener: Listener) -> None:
-        """Call the listener before a region runs with larger inputs than in any earlier call, or in another order than in
-        earlier steps.
+        """Set a listener, a function that is called before a region runs with larger inputs than in any earlier call, or before
+        regions run in another order than in earlier steps.
         """
         self._shared.larger.listener = listener
 
@@ -331,15 +331,16 @@ def apply_plan(
     agree_on_service: Callable[[str, tuple[int, ...], str], None] | None = None,
     splits_backward: bool = False,
 ) -> Handle:
-    """Manage the model's regions as the plan says. A region that keeps everything is not touched at all.
+    """Apply a plan: wrap the model's regions (the modules that the plan decides about) and return the handle that undoes this.
+    A region that keeps everything is not touched at all.
 
     ``sentinel_every`` and ``verify_every`` mean the same as in `plimsoll.apply`. Offloaded values go over ``link`` (the way to
     host memory or disk), even if the plan names another link. Without ``link``, the link that the plan names is opened. A
-    ``sensor`` watches the first call of each region and measures what it saves. If recipes repeat collectives,
-    ``agree_on_service`` is called with the region's name, the ranks that the region communicates with, and a description of
-    what serves the region on this rank. The function raises if the ranks' descriptions differ. `plimsoll.session.manage` passes
-    such a function for real ranks. If ``splits_backward``, backward runs in two halves (a zero-bubble schedule): a tensor that
-    both halves read is kept from the first half to the second.
+    ``sensor`` watches the first call of each region and measures what lossy codecs would do to the tensors that the region
+    saves. If recipes repeat collectives, ``agree_on_service`` is called with the region's name, the ranks that the region
+    communicates with, and a text that names the engine serving the region on this rank. The function raises if the ranks'
+    descriptions differ. `plimsoll.session.manage` passes such a function for real ranks. If ``splits_backward``, backward runs
+    in two halves (a zero-bubble schedule): a tensor that both halves read is kept from the first half to the second.
 
     Raises:
         PlanNotUsable: the plan's status says that it holds no decisions.
@@ -382,7 +383,8 @@ def apply_plan(
 
 
 def _compiled_outcome(region: RegionPlan, packing: PackingCall | None) -> RegionOutcome:
-    """Return the outcome of a region inside a compiled unit.
+    """Return the outcome (how the calls were served, for the receipt) of a region inside a compiled unit, which is a part of
+    the model under torch.compile.
 
     The bytes in the outcome come from the plan and are not measured.
     """
@@ -396,8 +398,8 @@ def _compiled_outcome(region: RegionPlan, packing: PackingCall | None) -> Region
 
 
 def _region_class(plan: Plan, name: str) -> type[ManagedRegion]:
-    """Return the class that wraps this region, which runs eagerly. Regions inside a compiled unit need another class than
-    others.
+    """Return the class of the wrapper for a region: `RegionInCompiled` if a compiled unit contains the region, else
+    `ManagedRegion`.
     """
     if not any(name.startswith(unit.path + ".") for unit in plan.compiled):
         return ManagedRegion
@@ -424,8 +426,8 @@ def _regions(plan: Plan) -> dict[str, tuple[RegionPlan, ...]]:
 def _managed_regions(plan: Plan) -> dict[str, tuple[RegionPlan, ...]]:
     """Return the regions that get a wrapper, as a mapping from the region's name to the plans for its calls.
 
-    These are the regions that do not keep everything, the regions that run while offloads are under way, and the first region.
-    The first region is wrapped because its inputs show how large a call of the model will be.
+    These are three kinds: the regions where the plan does not keep everything, the regions that run while offloads are under
+    way, and the first region. The first region is wrapped because its inputs show how large a call of the model will be.
     """
     hides = hiding(plan.regions)
     regions = _regions(plan)

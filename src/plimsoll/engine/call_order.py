@@ -39,7 +39,9 @@ class CallOrder:
         self._first_node = sequence_number()
 
     def called(self, name: str, larger: LargerCalls) -> None:
-        """Note that a region is about to run. Inform ``larger`` if the region has never run at this place."""
+        """Note that a region is about to run. If it has never run at this place in the order, or runs much earlier or later in
+        forward, tell ``larger``.
+        """
         pair = (self._previous, name)
         self._previous = name
         nodes = sequence_number() - self._first_node

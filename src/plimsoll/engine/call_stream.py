@@ -58,14 +58,14 @@ _MARKS = frozenset(
 
 
 def _never(args: object, kwargs: object, result: object, known: object) -> bool:
-    """Match no call: return False."""
+    """Return False for any torch call. It is the matcher of a node of the tree that has no single next call."""
     return False
 
 
 @dataclass(slots=True)
 class Junction:
-    """A node in the tree of known streams. It has the torch calls that may come next, and the program of a stream that ends
-    here.
+    """A node in a tree that holds all recorded streams (sequences of torch calls) of one region. It has the torch calls that
+    may come next. If a stream ends here, it also has the program for this stream.
 
     Nearly every node has one next call. That call's function, its matcher and the node after it are separate fields, because
     this look-up happens in every torch call.
@@ -99,7 +99,9 @@ def called(func: Any) -> str:
 
 
 def _line_of_user() -> str:
-    """Return file and line of the innermost frame with code of the user, or "" without such a frame."""
+    """Return the place of the user's code that is running now, as file and line, for messages. Return "" if only other code is
+    running.
+    """
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         frame = frame.f_back
@@ -107,7 +109,9 @@ def _line_of_user() -> str:
 
 
 def references(tensors: Iterable[torch.Tensor | None]) -> References:
-    """Return weak references to the tensors that are known before the call. A tensor's number is its index in this list."""
+    """Return weak references to tensors that exist before a call: parameters, buffers and inputs. A tensor's number is its
+    index in this list.
+    """
     return References([_nothing if tensor is None else weakref.ref(tensor) for tensor in tensors])
 
 
@@ -139,7 +143,8 @@ class Alarm:
 
 
 class StreamGuard(LowestMode):
-    """A function mode that follows a steady call through the tree of known streams.
+    """A function mode that checks, during a steady call, whether its torch calls equal the torch calls of a recorded call. It
+    follows them through the tree of known streams.
 
     ``root`` is the start of the tree. ``known`` are the tensors that exist before the call.
     """
@@ -159,7 +164,9 @@ class StreamGuard(LowestMode):
 
     @property
     def numbers(self) -> dict[int, Number]:
-        """The numbers that this call has where its stream leaves a number open, by the index of the open number."""
+        """The numbers that this call was given where its stream leaves numbers open (they change from call to call). The key is
+        the index of the open number.
+        """
         return self._known.numbers
 
     def __torch_function__(
@@ -184,7 +191,9 @@ class StreamGuard(LowestMode):
     def _follow(
         self, place: Junction, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, result: Any
     ) -> None:
-        """Try all next calls of a node of the tree. If none matches, the stream is new from here on."""
+        """Compare a torch call with all calls that may come next in a known stream. If none matches, the call's stream is new
+        from here on.
+        """
         for call, matches, following in place.branches:
             if (func is call.func or func == call.func) and matches(args, kwargs, result, self._known):
                 self._place = following
@@ -194,7 +203,9 @@ class StreamGuard(LowestMode):
 
 
 class StreamRecorder(LowestMode):
-    """A function mode that records the stream of a call: all torch calls that a region makes."""
+    """A function mode that records all torch calls that a region makes (its stream). ``known`` are the tensors that exist
+    before the call.
+    """
 
     def __init__(self, known: References) -> None:
         super().__init__()
@@ -317,4 +328,4 @@ def _leaves_a_trace(func: Any, result: Any) -> bool:
 
 
 def _nothing() -> None:
-    """Return ``None``. This function takes the place of the weak reference of a parameter that is missing."""
+    """Return ``None``. It is called in place of a weak reference if a parameter is missing."""

@@ -30,14 +30,14 @@ _CALLS = frozenset(
     }
 )
 _WRAPPED = nn.Module._wrapped_call_impl.__code__
-"""The code object of the function that calls ``_call_impl`` if the module has no hooks."""
+"""The code object of torch's function that calls ``_call_impl`` for a module without hooks."""
 
 
 def calling_module(stand_in: object) -> nn.Module | None:
-    """Return the module whose call led to our caller, or ``None`` if forward was called directly, not through
-    ``nn.Module.__call__``.
+    """Return the module whose call is running now: the managed module or a shallow copy of it. Return ``None`` if forward was
+    called directly, not through ``nn.Module.__call__``.
 
-    Our caller is ``stand_in``, the object that replaces the forward of that module.
+    ``stand_in`` is the object that replaces the forward of the module. It must be the caller of this function.
     """
     try:
         frame = sys._getframe(3)
@@ -53,7 +53,8 @@ def calling_module(stand_in: object) -> nn.Module | None:
 
 
 class CopiedForward:
-    """Replaces our ``forward`` in a deep copy or an unpickled module, and runs the plain forward of its class.
+    """Takes the place of Plimsoll's ``forward`` in a deep copy of a managed module, or in an unpickled module. It runs the
+    plain forward of the module's class.
 
     The object removes itself from the module at its first call, so that copies of the copy do not contain it.
     """
@@ -101,7 +102,7 @@ class ModelHook:
 
     @property
     def __name__(self) -> str:
-        """Raise our error for torch.jit.script.
+        """Raise Plimsoll's error for torch.jit.script.
 
         torch.jit.script reads this attribute before it looks for the source of the hook, which has none.
         """

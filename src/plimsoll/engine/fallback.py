@@ -26,8 +26,8 @@ class Fallback:
         warnings.warn(f"plimsoll: region {self._name!r} keeps all its activations from now on: {reason}", stacklevel=5)
 
     def say_surprise(self, guard: StreamGuard, calls: int) -> None:
-        """Warn that a call kept everything because it matches no recorded call. ``calls`` is how many of the next calls are
-        recorded.
+        """Warn that a call kept everything because its torch calls match no recorded call. ``calls`` is how many of the next
+        calls are recorded again.
         """
         found = "fewer torch calls than every recorded call"
         if guard.stranger is not None:

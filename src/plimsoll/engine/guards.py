@@ -2,11 +2,12 @@
 
 There are three checks, in this order:
 
-1. Before the call: may the plan manage its saved tensors? See `is_somebody_elses_call`; `compiled_part` is checked once. 2.
-Before forward: does the call look like a recorded call? `SignatureReader.read` makes a key of its inputs and state. 3. After
-forward, while every saved tensor is still held: did the call do the same as the recorded call? The torch calls must
-   match (see ``call_stream``), and `Guard.holds` compares the saved tensors. If either check fails, the call keeps everything,
-   so its gradients are correct by construction.
+1. Before the call: may the plan manage its saved tensors? See `is_somebody_elses_call`; `compiled_part` is checked once.
+2. Before forward: does the call look like a recorded call? `SignatureReader.read` makes a key of its inputs and state.
+3. After forward, while every saved tensor is still held: did the call do the same as the recorded call? The torch calls must
+   match (see ``call_stream``), and `Guard.holds` compares the saved tensors.
+
+If the second or the third check fails, the call keeps everything, so its gradients are correct by construction.
 
 Guards cannot see everything, for example a constant inside a C++ extension. Samples catch such differences (see ``sampling``).
 """
@@ -90,7 +91,8 @@ class SignatureReader:
         self._scan()
 
     def _scan(self) -> None:
-        """Find what must be read in each call.
+        """Find the places (dictionaries and names) of the parameters, buffers, submodules and scalar attributes that are read
+        in each call.
 
         This is repeated when submodules were replaced or tensors moved. Each scan starts a new generation, whose number is part
         of the signature.
@@ -136,7 +138,9 @@ class SignatureReader:
         return sources, tuple([source.requires_grad for source in sources])
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
-        """Read everything that is visible before a call, and return it. The user's function modes do not see these reads."""
+        """Return everything that is visible about a call before its forward runs, as an `Entry`. The user's function modes do
+        not see these reads.
+        """
         modes = modes_around()
         if modes is None:
             return self._read(args, kwargs, None)
@@ -174,9 +178,9 @@ class SignatureReader:
 
 
 def _has_memory(tensor: torch.Tensor | None) -> bool:
-    """Return whether recipes may read a parameter or buffer.
+    """Return whether a parameter or buffer exists and is dense (strided), so that recipes may read it.
 
-    They may not read a sparse one: ops that read it are not repeated.
+    Ops that read a sparse one are not repeated.
     """
     return tensor is not None and local_of(tensor).layout is torch.strided
 

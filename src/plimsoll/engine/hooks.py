@@ -27,14 +27,16 @@ from plimsoll.tracing.local_tensors import Shell, unwrapped, version_of
 
 
 class Readable(Protocol):
-    """An object with a tensor to read that recipes can start from, such as a cell with a kept tensor or a codec's payload."""
+    """Protocol of objects that recipes get a tensor from with ``read``: a cell with a kept tensor, a codec's payload, or a
+    ticket for bytes that were sent away.
+    """
 
     def read(self) -> torch.Tensor: ...
 
 
 class Restorer(Protocol):
-    """Returns the tensor of a cell: it is the open call (forward still runs) or the replay (which rebuilds or reads the
-    tensor).
+    """Protocol of objects that return the tensor of a cell. While forward runs, this is the open call; afterwards it is the
+    replay, which rebuilds the tensor.
     """
 
     def restore(self, cell: Cell) -> torch.Tensor: ...
@@ -78,13 +80,17 @@ class Cell:
 
     @classmethod
     def kept(cls, tensor: torch.Tensor) -> Cell:
-        """Return a cell that holds a tensor from the start, outside of an open call."""
+        """Return a new cell that keeps this tensor from the start. Other cells are made during a call and are kept or dropped
+        at its end.
+        """
         cell = cls(None, 0, tensor._version)
         cell.keep(tensor)
         return cell
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """Hold the tensor. ``version`` stays the version counter at which autograd saved the tensor."""
+        """Hold the tensor until backward. The cell's ``version`` stays the version counter that the tensor had when autograd
+        saved it.
+        """
         # Hold an alias: the tensor may be the output of the node that holds this cell, and that cycle would never be freed.
         self.tensor = tensor if tensor.is_leaf else tensor.detach()
         self.restorer = None
@@ -92,14 +98,17 @@ class Cell:
             self.shell.keep()
 
     def alias(self) -> Cell:
-        """Return another kept cell that holds the tensor's current memory. The tensor is a leaf, which may get other memory
-        later.
+        """Return another kept cell with an alias of this cell's tensor.
+
+        The tensor is a leaf, such as a parameter. If the leaf gets other memory later, the alias still shows the memory of now.
         """
         assert self.tensor is not None, "only kept cells are read"
         return Cell(None, self.index, self.version, self.shell, self.tensor.detach())
 
     def drop(self, leaves: tuple[Readable, ...], restorer: Restorer) -> None:
-        """Stop holding the tensor. Hold only the inputs of its recipe, and the object that runs the recipe."""
+        """Let go of the tensor. From now on hold only ``leaves``, the inputs of its recipe, and ``restorer``, the object that
+        runs the recipe.
+        """
         self.leaves = leaves
         self.restorer = restorer
         self.sample = None
@@ -136,9 +145,9 @@ class Cell:
 
 
 NOTHING = torch.empty(0)
-"""An empty tensor in place of a saved tensor that was freed."""
+"""An empty tensor. In the list of a call's saved tensors, it replaces tensors that were freed."""
 GONE = Cell.kept(NOTHING)
-"""A cell in place of a cell that autograd has freed."""
+"""A cell that, in the list of a call's cells, replaces cells that autograd has freed."""
 
 
 class OpenCall:
@@ -199,7 +208,7 @@ class OpenCall:
         return self.pack(tensor)
 
     def restore(self, cell: Cell) -> torch.Tensor:
-        """Return a tensor that is read while the region still runs, because a backward runs inside of forward."""
+        """Return the tensor of a cell while the region still runs. It is needed if a backward runs inside of forward."""
         return self.tensors[cell.index] if cell.tensor is None else cell.tensor
 
     def end(self) -> None:
@@ -248,8 +257,9 @@ def restore(cell: Cell) -> torch.Tensor:
 
 
 def modified_in_place(what: str, expected: int, found: int) -> SavedTensorModified:
-    """Return the error for a saved tensor that was modified in place.
+    """Return the error to raise for a saved tensor that was written to in place.
 
+    ``what`` describes the tensor, ``expected`` is its version counter in forward, and ``found`` its version counter now.
     Autograd raises such an error for the unmanaged model too. The text of this error is Plimsoll's.
     """
     return SavedTensorModified(

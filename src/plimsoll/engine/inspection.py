@@ -56,12 +56,12 @@ class Inspector:
         self._is_thorough = False
 
     def watch(self, regions: Sequence[str]) -> None:
-        """Set the names of the managed regions. They are inspected in this order."""
+        """Set the names of the managed regions, which are inspected one after the other in this order."""
         self._regions = regions
         self._opaque = [name for name in self._opaque if name in regions]
 
     def suspect(self, region: str) -> None:
-        """Inspect this region ten times as often, because it runs code whose torch calls are not seen."""
+        """Have this region inspected ten times as often as others, because it runs code whose torch calls are not seen."""
         if region not in self._opaque:
             self._opaque.append(region)
 
@@ -91,7 +91,8 @@ class Inspector:
             self._is_thorough = False
 
     def inspect(self, plan: ReplayPlan, tensors: Sequence[torch.Tensor]) -> Inspection | None:
-        """If a call is to be inspected, copy the tensors that it is about to drop. Return the inspection, or ``None``.
+        """If this call is to be inspected, copy the tensors that it is about to drop and return the `Inspection` that will
+        compare them. Otherwise return ``None``.
 
         Regions whose recipes have collectives are not inspected: finding the cause of a fault runs recipes again on this rank
         only, and the collectives would wait for the other ranks.
@@ -134,7 +135,9 @@ class Inspection:
         self._has_reported = False
 
     def examine(self, replay: CallReplay, cell: Cell, value: torch.Tensor) -> torch.Tensor:
-        """Return the rebuilt tensor of a slot (saved tensor), or forward's tensor if the two differ."""
+        """Compare the rebuilt tensor of a slot (saved tensor) with the copy of forward's tensor. Return the tensor for
+        backward: forward's if the two differ, otherwise the rebuilt one.
+        """
         copy = self._copies.get(cell.index)
         if copy is None:
             return value
@@ -149,7 +152,7 @@ class Inspection:
         return copy.bring_back()
 
     def _fault(self, replay: CallReplay, slot: int, difference: Difference) -> Fault:
-        """Return a description of the fault at the place where it began.
+        """Return a `Fault` that describes the earliest wrong value of the region, not the value that was found first.
 
         Backward reads the last wrong value first. So the search begins at the start of the region and ends at the earliest
         wrong value.
@@ -177,7 +180,9 @@ class Inspection:
         )
 
     def _cause(self, replay: CallReplay, slot: int, difference: Difference) -> Cause:
-        """Return the cause why a slot came back differently. Look at the call first, then run the slot's recipe twice more."""
+        """Return why a slot's rebuilt tensor differs. First look at what the call held, then run the slot's recipe twice more
+        and compare.
+        """
         plan = replay.recipes.plan
         if not difference.differing_elements:
             return Cause.CHANGED_LAYOUT
@@ -204,7 +209,7 @@ class Inspection:
 PIECE_BYTES = 4 * MIB
 """The least size in bytes of one piece of a copy. Copies go over the link piece by piece."""
 _MOST_PIECES = 64
-"""The most pieces for one region, because each piece is waited for.
+"""The most pieces for the copies of one region. The number is limited because each piece is waited for.
 
 With pieces of 4 MiB, a region of 1.5 GiB would have 375.
 """

@@ -1,4 +1,4 @@
-"""Notice a call of a region that is larger than all calls before it. This happens before the region runs.
+"""Notice a call of a region with larger inputs than in all its earlier calls, before the region runs.
 
 Sizes inside a model may depend on the data: a model drops padding before its blocks, draws more samples, prunes tokens. The
 shapes of the batch do not show that, but the inputs of the regions do.
@@ -16,7 +16,9 @@ from plimsoll.tracing.torch_internals import without_torch_function
 
 
 class Listener(Protocol):
-    """A function that is called when a region notices a larger call, or another order of regions."""
+    """Protocol of a function that is called when a region gets larger inputs than before, or when regions run in a new
+    order.
+    """
 
     def __call__(self, text: str, /, *, is_reordered: bool) -> None:
         """Take notice of a larger call or another order.
@@ -38,7 +40,7 @@ class LargerCalls:
 
 
 class LargestCall:
-    """The size of the largest call of one region: the bytes of its inputs.
+    """Remembers the largest call of one region so far, measured by the bytes of its inputs.
 
     There is one number for each state of the region's modules and parameters.
     """

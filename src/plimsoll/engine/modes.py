@@ -59,15 +59,15 @@ def may_change_numbers() -> bool:
 
 
 class LowestMode(TorchFunctionMode):
-    """A function mode that enters below all others.
+    """Base class of function modes that enter below all other active modes.
 
-    It sees the torch calls that the other modes make, and the calls that tensor subclasses of the user make.
+    Such a mode sees the torch calls that the other modes make, and the calls that tensor subclasses of the user make.
     """
 
     def call(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
-        """Call a function on behalf of this mode, and return its result.
+        """Call a torch function that this mode has intercepted, and return the result.
 
-        If one of ``types`` overrides the function, the mode also sees the calls that the override makes.
+        If one of ``types`` (tensor subclasses) overrides the function, the mode also sees the calls that the override makes.
         """
         kinds = (
             [kind for kind in types if kind not in _PLAIN] if types else ()

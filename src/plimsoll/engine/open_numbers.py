@@ -16,7 +16,9 @@ from typing import Any
 from plimsoll.engine.torch_calls import Constant, Number, Outsider, Several, Stream, TorchCall, Unknown
 
 Given = Mapping[int, Number]
-"""The open numbers that one call is given (numbers that change from call to call). The key is the index of the open number."""
+"""A mapping with the numbers among one call's arguments that change from call to call. The key is the index of the number among
+the recording's open numbers.
+"""
 
 _DERIVED: tuple[Callable[[Number], Number], ...] = (
     float,
@@ -47,9 +49,10 @@ def may_stand(number: Any, kind: Any, *, is_positive: bool) -> bool:
 
 
 class Derivation:
-    """All ways to derive a number from the numbers that a call is given, found in several recordings.
+    """All ways to derive one number of a recipe from the numbers among a call's arguments. A way counts if it holds in all
+    recordings.
 
-    Two given numbers may be related in all recordings (a share, and one minus this share), but not in a later call. The
+    Two of these numbers may be related in all recordings (a share, and one minus this share), but not in a later call. The
     recordings do not show which of the two an operation got. So a later call is served only if all ways lead to the same
     number.
     """
@@ -72,9 +75,8 @@ class Derivation:
         return bool(self._ways)
 
     def number(self, given: Given) -> Number | None:
-        """Return the number in a call, derived from the numbers that the call is given.
-
-        Return ``None`` if the ways disagree.
+        """Return the number for a call with the numbers ``given`` among its arguments. Return ``None`` if the ways to derive it
+        disagree.
         """
         first, *others = [_value(change, given[index]) for index, change in self._ways]
         return first if first is not None and all(_same(other, first) for other in others) else None
@@ -117,7 +119,7 @@ def _same(one: Any, other: Number) -> bool:
 
 
 def given_by(stream: Stream) -> set[int] | None:
-    """Return the indices of the open numbers that the calls of a stream are given.
+    """Return the indices of the open numbers that are among the arguments of a stream's torch calls.
 
     Return ``None`` if sizes of tensors from outside are open too, because these cannot be derived.
     """
@@ -149,9 +151,10 @@ def has_unknown(value: Any) -> bool:
 
 
 def numbers_in(stream: Stream, pattern: Stream) -> dict[int, Number] | None:
-    """Return the values that a pattern's open numbers have in a recorded stream.
+    """Return the numbers that a recorded stream has where ``pattern``, a stream with open numbers, leaves them open. The key is
+    the index of the open number.
 
-    Return ``None`` if the stream does not match.
+    Return ``None`` if the stream differs from the pattern in anything else.
     """
     found: dict[int, Number] = {}
     if len(stream) != len(pattern):

@@ -1,6 +1,8 @@
-"""Programs: each drops or packs what a steady call of a region saved, so that backward rebuilds it with recorded ops.
+"""Programs: after forward, a program drops or packs what a call of a region saved, so that backward rebuilds it with recorded
+ops.
 
-A steady call is a call that makes the same torch calls as a recorded call.
+Programs serve steady calls: calls that make the same torch calls as a recorded call. To pack a value is to encode it with a
+codec or to send it over a link.
 """
 
 from __future__ import annotations
@@ -39,8 +41,11 @@ class Shared:
     """State that all regions of one managed model share.
 
     ``links`` are the connections between regions that rebuild each other's inputs. ``inputs`` are the inputs that regions hold.
-    ``packer``, ``transfers``, ``policy`` and ``inspector`` encode values, move values over the link, sample values, and compare
-    values. ``alarm`` counts the surprises so far. ``sensor`` measures a step, or is ``None``.
+    ``packer`` encodes values or sends them over the link, ``transfers`` are the transfers under way, ``policy`` says which
+    calls are sampled, and ``inspector`` chooses the calls whose rebuilt tensors are all compared. ``generators`` are the random
+    generators of the CPU and of the model's devices. ``alarm`` counts the steps with calls that made unknown torch calls.
+    ``sensor`` measures in one step what lossy codecs would do, or is ``None``. ``larger`` reports calls that are larger than
+    all before, and ``order`` notices when regions run in a new order.
 
     ``splits_backward`` says whether backward first computes the gradients of inputs and later the gradients of weights, from
     one graph (see ``split_backward``).
@@ -73,7 +78,8 @@ class Shared:
 
 
 class Program:
-    """Drops what calls of one region under one signature save. It holds their replay plan, guard, sampler, packer and recipes.
+    """Drops, packs or keeps what each call of one region under one signature saved. It holds the replay plan, guard, sampler,
+    packer and recipes of such calls.
 
     ``node_counts`` is the range for the number of autograd nodes that such a call may make. ``shares`` maps the name of a
     packed value to the payload size that the plan assumed, as a share of the value's bytes. ``is_self_compiling`` says whether
@@ -103,11 +109,13 @@ class Program:
 
     @property
     def latest(self) -> Program:
-        """This program. The property exists because an `OpenProgram` has one program for each set of numbers."""
+        """This program itself. `OpenProgram` has the same property, and there it is one of several programs."""
         return self
 
     def with_numbers(self, given: Given) -> Program | None:
-        """Return this program, because its numbers are fixed. `OpenProgram` has a method of the same name."""
+        """Return this program, because its numbers are fixed. In `OpenProgram`, the method of the same name makes a program for
+        the numbers.
+        """
         return self
 
     def drop(
@@ -126,7 +134,8 @@ class Program:
         ``examiner`` compares all rebuilt tensors of this call.
 
         Returns:
-            Whether it was done. False (and nothing was done) if an input that recipes need was modified since the region was
+            True if the tensors were handled. False (and nothing was done) if an input that recipes need was modified since the
+            region was
             entered.
 
         Raises:
@@ -190,9 +199,10 @@ class Program:
 
 
 class OpenProgram:
-    """Serves calls that differ only in numbers. It makes a program for the numbers of each call.
+    """Serves calls that differ only in numbers. It makes a `Program` for the numbers of each call.
 
-    ``numbers`` derives the numbers in the recipes from the numbers that a call is given. ``make`` makes a program for them.
+    ``numbers`` is a function that derives the numbers in the recipes from the numbers among a call's arguments. ``make`` makes
+    a program for them. ``example`` has the numbers of a recorded call.
     """
 
     def __init__(
@@ -209,8 +219,8 @@ class OpenProgram:
         """The program that was made last, for the numbers of the most recent call."""
 
     def with_numbers(self, given: Given) -> Program | None:
-        """Return the program for a call with these given numbers, or ``None`` if a number of the recipes cannot be derived from
-        them.
+        """Return the program for a call that has the numbers ``given`` among its arguments. Return ``None`` if the recipes need
+        a number that does not follow from them.
         """
         numbers = self._numbers(given)
         if numbers is None:

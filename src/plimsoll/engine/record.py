@@ -1,4 +1,6 @@
-"""Record a call of a region, and make the program that serves later calls like it."""
+"""Record a call of a region (a module whose saved tensors a plan manages): run it while every op is noted. Then make the
+`Program`, the object that drops and later rebuilds saved tensors in calls that look like the recorded call.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +39,15 @@ from plimsoll.tracing.zero import is_gathered_by_zero
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """The result of recording one call of a region: its torch calls, its graph, and the ops that can rebuild its values.
+    """Data: the result of recording one call of a region. It holds the call's torch functions, its graph, and the ops that can
+    rebuild its values.
 
     A graph value is the content of one storage; its id is an integer. ``sources`` maps a graph value to the parameter or buffer
-    that has this content. ``unsaved`` are the sources that autograd did not save, so that recipes must read a copy.
-    ``scratched`` are the buffers that the region itself writes. ``not_rebuildable`` maps a value to the reason why recipes
-    cannot rebuild it. ``first_input`` is the graph value of the first argument. ``nodes`` is the number of autograd nodes that
-    the call made. ``casts`` is how many of these nodes came from casts, which autocast caches.
+    that has this content. ``unsaved`` are the ids of source values that autograd did not save; recipes (the ops that rebuild a
+    dropped value) read a copy of them. ``scratched`` are the ids of buffers that the region itself writes. ``not_rebuildable``
+    maps a value to the reason why recipes cannot rebuild it. ``first_input`` is the graph value of the first argument.
+    ``nodes`` is the number of autograd nodes that the call made. ``casts`` is how many of these nodes came from casts, which
+    autocast caches.
     """
 
     name: str
@@ -72,9 +76,11 @@ class Recording:
     """
 
     def program(self, plan: RegionPlan, shared: Shared, *, is_linked: bool) -> Program:
-        """Return the program that serves calls like this one under a plan.
+        """Return the program that serves later calls like the recorded call: in forward it drops what the plan drops, in
+        backward it rebuilds that.
 
-        ``is_linked`` says whether the region before this one can rebuild the first argument.
+        ``is_linked`` says whether the region that ran before this one can rebuild the first argument, so that this region need
+        not hold it.
         """
         shared.unmet.note(plan, self.graph)
         return self.serve(self.replay_plan(plan, shared, is_linked=is_linked), plan, shared)
@@ -104,9 +110,10 @@ class Recording:
         )
 
     def serve(self, made: ReplayPlan, plan: RegionPlan, shared: Shared, like: Program | None = None) -> Program:
-        """Return the program that carries out a replay plan.
+        """Return the program that carries out a replay plan (what happens to each value of the region).
 
-        ``like`` is the program of calls of other sizes, which may already know the order of reads in backward.
+        ``like`` is the program for calls of other sizes, or ``None``. The new program takes over what ``like`` knows about
+        backward's order of reading tensors.
         """
         shares = {d.value: d.held_bytes / d.bytes for d in plan.decisions if d.is_packed and d.bytes}
         # Autocast caches casts of parameters, so a later call may make fewer nodes than the recorded call.
@@ -116,7 +123,8 @@ class Recording:
         return Program(made, node_counts, shares, shared, is_self_compiling=self.is_self_compiling, like=like)
 
     def _parameters(self, choice: DropChoice, shared: Shared) -> tuple[tuple[int, ParameterSource], ...]:
-        """Return the parameters and buffers that recipes read, each as a pair of graph value and source.
+        """Return the parameters and buffers that recipes read, as pairs of graph value and source (where a call finds the
+        tensor).
 
         If the region itself writes a buffer, replays write to a scratch copy, which starts with the buffer's contents at that
         time.
@@ -150,7 +158,7 @@ SMALL_PARAMETER_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class RegionForward:
-    """Data about the module to record: its name, the module, its own forward without our wrapper, and its device type."""
+    """Data about the module to record: its name, the module, its forward without Plimsoll's wrapper, and its device type."""
 
     name: str
     module: nn.Module
@@ -160,7 +168,7 @@ class RegionForward:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """The result of recording a call: a program, or the obstacle that prevented a program."""
+    """Data: the outcome of recording a call. It has a program, or the obstacle (the reason, in words) why there is none."""
 
     program: Program | None
     recording: Recording | None = None
@@ -176,7 +184,11 @@ class Recorded:
 
 
 class _RecordedCall(OpenCall):
-    """An `OpenCall` that also notes the states of generators, and for each saved tensor the recorded value that it shows."""
+    """The pack hook of a call that is being recorded.
+
+    Like every `OpenCall` it holds the saved tensors until forward ends. It also notes the states of random generators, and
+    which recorded value each saved tensor is a view of.
+    """
 
     __slots__ = ("geometries", "recorder", "records")
 
@@ -265,11 +277,12 @@ def record_call(
     kwargs: dict[str, Any],
     shared: Shared,
 ) -> tuple[Any, Recorded]:
-    """Run the region once, run every op twice to verify it, and drop already in this call what the plan drops.
+    """Run the region once, record its ops, and drop already in this call what the plan drops.
 
-    Return the region's output and the result of the recording. If the service knows the call's stream of torch calls, and the
-    call saved the same tensors as before, the known program is used. If there is a sensor, it sees the region's saved values
-    while all of them are still held.
+    Each op runs twice to verify that the second run gives the same bits. Return the region's output and the result of the
+    recording. If ``service`` knows a program for the same torch calls, and the call saved the same tensors as the call recorded
+    for it, that program is used again. ``shared.sensor``, if not ``None``, measures what lossy codecs would do to the saved
+    values while all of them are still held.
 
     Raises:
         CaptureRefused: a CUDA graph is being captured.
@@ -287,7 +300,10 @@ def record_call(
 
 
 def _settle(call: _Watched, subject: RegionForward, service: Service, shared: Shared) -> Recorded:
-    """Find or make the program of a recorded call, and let it drop what the plan drops."""
+    """Find the known program for a recorded call or make a new one, and let the program drop what the plan drops.
+
+    Return the outcome. If there is an obstacle, the call keeps all its saved tensors.
+    """
     plan, sensor = service.plan, shared.sensor
     try:
         shared.transfers.leave(call.output)
@@ -383,7 +399,7 @@ def _watch(
 
 
 def _obstacle(call: _Watched) -> str:
-    """Return the reason why recipes must not repeat this call, or "" if they may."""
+    """Return the reason why this recorded call must keep everything, or "" if recipes may repeat its ops."""
     recorder = call.recorder
     recorder.notice([*call.saved.tensors, *map(local_of, output_tensors(call.output))])
     if recorder.has_hidden_writes:
@@ -424,7 +440,7 @@ def _register(recorder: VerifyingRecorder, module: nn.Module, reader: SignatureR
 
 
 def _recording(call: _Watched, subject: RegionForward) -> Recording:
-    """Return the facts about the call that later calls need. The result does not hold the call's tensors."""
+    """Return what later calls need to know about this call, as a `Recording`. The result does not hold the call's tensors."""
     recorder, sources = call.recorder, call.sources
     scratched = _refuse_readers_of_scratch(recorder)
     outputs = [_reference(recorder, tensor) for tensor in output_tensors(call.output)]
@@ -513,7 +529,9 @@ def _slot_geometry(tensor: torch.Tensor) -> Geometry:
 
 
 def _reference(recorder: VerifyingRecorder, tensor: torch.Tensor) -> Ref | None:
-    """Return which value the output is a view of, and its geometry. Return ``None`` if no recipe can rebuild the output."""
+    """Return the id of the value that an output tensor is a view of, with the view's geometry. Return ``None`` if no recipe can
+    rebuild the output.
+    """
     local = local_of(tensor)
     value = -1 if has_lazy_bits(local) else recorder.value_of(local)
     return Ref(value, Geometry.of(local)) if value >= 0 else None

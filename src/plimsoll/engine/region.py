@@ -46,8 +46,8 @@ MAX_SIGNATURES = 64
 
 
 class ManagedRegion:
-    """The wrapper that replaces a module's ``forward`` while a plan is applied. ``install`` puts it in place, ``remove`` takes
-    it out.
+    """The wrapper that replaces a module's ``forward`` while a plan is applied. ``install`` puts the wrapper in place,
+    ``remove`` takes it out.
 
     ``plans`` has one plan for each call of the region in a step.
     """
@@ -115,16 +115,16 @@ class ManagedRegion:
         self._recordings = Recordings(MAX_SIGNATURES)
 
     def install(self) -> None:
-        """Replace the module's forward by this wrapper. If the user has put a wrapper around ours, the user's stays and calls
-        ours.
+        """Replace the module's forward by this wrapper. If the user has put a wrapper of their own around it, that wrapper
+        stays in place and calls this one.
         """
         if not (self._is_in_place and "forward" in self.module.__dict__):
             self.module.forward = self
         self._is_removed, self._is_in_place = False, True
 
     def remove(self) -> None:
-        """Restore the module's own forward. If the user has put a wrapper around ours, ours stays but only passes calls
-        through.
+        """Restore the module's own forward. If the user has put a wrapper of their own around this one, both stay, and this
+        wrapper only passes calls through.
         """
         self._is_removed = True
         if self.module.__dict__.get("forward") is self:
@@ -192,7 +192,9 @@ class ManagedRegion:
             self._shared.recording.release()
 
     def outcomes(self) -> tuple[RegionOutcome, ...]:
-        """Return one outcome for each signature and each call of a step: what serves it, and the bytes that were and could be
+        """Return how the region's calls have been served: one outcome for each signature and each call of a step.
+
+        An outcome names the engine that serves the call (recipes, or keep everything), and the bytes that were and could be
         dropped.
         """
         found = []
@@ -229,10 +231,11 @@ class ManagedRegion:
         return any(isinstance(x, FakeTensor | Proxy) or (isinstance(x, torch.Tensor) and x.is_meta) for x in leaves)
 
     def _admit(self, key: tuple[Any, ...], plan: RegionPlan, entry: Entry) -> Service:
-        """Make and return the service (see `Service`) for this signature under this plan.
+        """Make and return the `Service` for this signature under this plan. A service decides how calls of one signature are
+        served.
 
-        The signature is new, was discarded, or has not been met under this plan. If earlier recordings show what such calls do,
-        recipes serve the call at once.
+        It is called when the signature is new, was discarded, or has not been met under this plan. If earlier recordings show
+        what such calls do, recipes serve the call at once.
         """
         modules, _, _, trained, *_ = entry.signature
         self._largest.note((modules, trained), entry.inputs, self._shared.larger)
@@ -252,8 +255,8 @@ class ManagedRegion:
         return service
 
     def _watched(self, service: Service, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record a call and return the region's output. The call already drops what the plan drops, even if it differs from
-        earlier calls.
+        """Run and record a call, and return the region's output. The call already drops what the plan drops, even if its torch
+        calls differ from those of earlier calls.
         """
         shared = self._shared
         output, recorded = record_call(self._subject, service, entry, self._reader, args, kwargs, shared)
@@ -279,7 +282,9 @@ class ManagedRegion:
         return output
 
     def _open_numbers(self, service: Service, entry: Entry) -> None:
-        """If recorded calls of this signature differ only in numbers, serve other calls that differ only in these numbers."""
+        """Let recipes serve calls that were not recorded, if recorded calls of this signature differ only in numbers that
+        follow from the arguments.
+        """
         if self._shared.alarm.has_wrong_number:
             return  # such calls are recorded from now on
         is_linked = self._shared.links.has_made_first(entry.inputs)
@@ -306,8 +311,10 @@ class ManagedRegion:
             self._fallback.say_keeps(reason)
 
     def _steady(self, service: Service, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call that looks like a recorded call: hold what it saves, check the guards, then drop. Return the region's
-        output.
+        """Run a call that looks like a recorded call, and return the region's output.
+
+        The saved tensors are held until forward has returned. Then the guards check that the call did the same as the recorded
+        call, and what the plan drops is dropped.
         """
         entrance = Entrance(self._subject, entry, self._reader, args, kwargs) if service.reads_values else None
         opened = _unseen(entry.modes, self._open, service, entry, args, kwargs, entrance)
@@ -341,8 +348,10 @@ class ManagedRegion:
         return _Opened(call, inputs, versions, guard, entrance)
 
     def _close(self, service: Service, opened: _Opened, output: Any, nodes: int) -> None:
-        """Finish a steady call after its forward, which created ``nodes`` autograd nodes: drop what the plan drops, or keep
-        everything.
+        """Finish a steady call after its forward: drop what the plan drops, or keep everything if the call differs from all
+        recorded calls.
+
+        ``nodes`` is the number of autograd nodes that the forward created.
         """
         shared, call, guard, inputs = self._shared, opened.call, opened.guard, opened.inputs
         try:
@@ -386,16 +395,18 @@ class ManagedRegion:
     def _misfit(self, service: Service) -> None:
         """Handle a call that made a known stream of torch calls but saved other tensors than the recorded call.
 
-        Its shapes depend on data. The next calls are watched, unless the region turns out to be compiled.
+        Its shapes depend on data. The next calls are watched (recorded again), unless the region turns out to be compiled.
         """
         if self._is_compiled():  # it may have been compiled after it was recorded
             return
         service.misfit()
 
     def _surprise(self, service: Service, guard: StreamGuard) -> None:
-        """Handle a call that differs from all recorded calls. The call kept everything, so it is correct by construction.
+        """Handle a call whose torch calls differ from those of all recorded calls. The call kept everything, so its gradients
+        are correct.
 
-        But if the recipes contain collectives, other ranks wait for them, so raise.
+        The next calls of all regions are recorded again, and a warning is raised. If the recipes contain collectives, other
+        ranks wait for them, so raise an error instead.
         """
         program = service.program
         if program is not None and program.plan.collectives:

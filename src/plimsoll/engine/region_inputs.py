@@ -1,4 +1,5 @@
-"""Inputs of a region that recipes need and that autograd has not saved.
+"""Inputs of a region that recipes need and that autograd has not saved. Such an input is held, copied, or rebuilt by the region
+before.
 
 *Held*: autograd does not check such a tensor, and other code that holds it may write to it before backward. If forward has made
 an input and does not write to it again, the input is held without a copy. After forward, it is copied if other code still holds
@@ -35,7 +36,7 @@ from plimsoll.tracing.torch_internals import count_holders
 
 
 class HeldInput:
-    """An input of a region that is held for recipes, or a copy of the input."""
+    """Holds an input of a region until backward, so that recipes can read it. It is the tensor itself or a copy."""
 
     __slots__ = ("__weakref__", "_version", "tensor")
 
@@ -43,7 +44,7 @@ class HeldInput:
         self.take(tensor)
 
     def take(self, tensor: torch.Tensor) -> None:
-        """Hold this tensor from now on, instead of the tensor before."""
+        """Hold this tensor from now on instead of the earlier one, for example a copy instead of the original."""
         self.tensor, self._version = tensor, tensor._version
 
     @property
@@ -113,7 +114,9 @@ class HeldInputs:
 
 
 class LinkedInput:
-    """The input of a region that holds neither this input nor a copy. To read it, the region before rebuilds its output."""
+    """Takes the place of a region's input that is not held. To read it, the region that ran before rebuilds its output, which
+    is this input.
+    """
 
     __slots__ = ("_leaves", "_position", "_replay")
 
@@ -140,7 +143,8 @@ class _Offer:
 
 
 class LinkTable:
-    """The outputs of the managed call that returned last. They are offered to the region that comes next.
+    """A table of the outputs of the managed call that returned last. The region that comes next looks up in it whether it must
+    hold its input.
 
     Regions in ``silent`` do not offer outputs: their parameters may be freed before backward (a sharded model frees what it
     gathered).
@@ -165,7 +169,9 @@ class LinkTable:
         link: LinkedInput | None,
         output: Any,
     ) -> None:
-        """Offer the outputs of a region that has returned to the region that comes next."""
+        """Store the outputs of a region that has returned, so that the next region can have them rebuilt instead of holding
+        them.
+        """
         if not self.is_used:
             return
         plan = replay.recipes.plan
@@ -181,18 +187,18 @@ class LinkTable:
                 self._offers.append(offer)
 
     def find(self, plan: ReplayPlan, inputs: Sequence[torch.Tensor]) -> LinkedInput | None:
-        """Return a link to the input that the plan does not hold.
+        """Return the object that rebuilds the input that this plan does not hold.
 
         Return ``None`` if the plan holds all inputs, or if the region before did not make this input.
         """
         return None if plan.choice.link is None else self.link_to(inputs[plan.link_position])
 
     def has_made_first(self, inputs: Sequence[torch.Tensor]) -> bool:
-        """Return whether the region before can rebuild the first of these arguments."""
+        """Return whether the first of these arguments is an output of the region before, which can rebuild it."""
         return bool(self._offers and inputs) and is_plain(local_of(inputs[0])) and self.link_to(inputs[0]) is not None
 
     def link_to(self, tensor: torch.Tensor) -> LinkedInput | None:
-        """Return a link that rebuilds this tensor, or ``None`` if the region before did not make it."""
+        """Return an object that rebuilds this tensor. Return ``None`` if the tensor is not an output of the region before."""
         local = local_of(tensor)
         storage = local.untyped_storage()._cdata
         for offer in self._offers:

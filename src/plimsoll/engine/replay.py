@@ -38,7 +38,7 @@ from plimsoll.tracing.torch_internals import (
 
 
 class Examiner(Protocol):
-    """Checks each rebuilt tensor of an inspected call."""
+    """Protocol of an object that checks each rebuilt tensor of one inspected call."""
 
     def examine(self, replay: CallReplay, cell: Cell, value: torch.Tensor) -> torch.Tensor:
         """Check a rebuilt tensor, and return the tensor that backward shall get."""
@@ -46,7 +46,8 @@ class Examiner(Protocol):
 
 
 class Recipes:
-    """The compiled recipes of one region under one signature. There is code for each order of reads that backward has shown.
+    """The compiled recipes (ops that rebuild dropped tensors) of one region under one signature. There is code for each order
+    of reads that backward has shown.
 
     A slot is one saved tensor, numbered in the order of saving. ``halves`` holds tensors between the halves of a split
     backward, or is ``None`` if backward is not split. ``like`` are the recipes of calls with other numbers, whose backward
@@ -90,7 +91,7 @@ class Recipes:
         return bool(self._failures)
 
     def distrust(self, slot: int) -> None:
-        """Note that the tensor of this slot was rebuilt differently from forward's."""
+        """Note that the rebuilt tensor of this slot differs from forward's tensor. After that, ``has_failed`` is true."""
         self._failures.append(slot)
 
     def use_order(self, order: tuple[int, ...]) -> None:
@@ -103,7 +104,8 @@ class Recipes:
                 self.sampler.expect(order)
 
     def learn_from(self, seen: list[int], waiting: Mapping[int, weakref.ref[Cell]]) -> None:
-        """Begin to watch the order of reads in the backward of a new call.
+        """Begin to watch the order of reads in the backward of a new call. ``seen`` is the list that the slots are added to,
+        and ``waiting`` maps each slot to its cell.
 
         The previous backward may have ended without reading all dropped slots, because some were saved for a detached part.
         Then later calls expect its order, and the slots that it did not read are not rebuilt in advance.
@@ -114,15 +116,18 @@ class Recipes:
         self._watched = seen, waiting
 
     def boundary_code(self) -> Code:
-        """Return the code for a backward that asks for this region's outputs before its slots. A later region asks if it
-        dropped its input.
+        """Return the code for a backward that reads this region's outputs first, before its slots.
+
+        This happens if the region that runs next in forward has dropped its input, which is this region's output.
         """
         if self._boundary is self.code:
             self._boundary = self.plan.compile((BOUNDARY, *self.code.order))
         return self._boundary
 
     def alone(self, slot: int) -> SegmentFunction:
-        """Return the code that rebuilds one slot from stored tensors only, whatever has run before in this backward."""
+        """Return the function that rebuilds one slot from stored tensors only. It does not need what other recipes have left in
+        this backward.
+        """
         if slot not in self._solo:
             self._solo[slot] = self.plan.compile((slot,)).segments[0]
         return self._solo[slot]
@@ -205,8 +210,10 @@ class CallReplay:
         """Whether backward runs under a profiler, under function modes, or under other torch flags than forward did."""
 
     def restore(self, cell: Cell) -> torch.Tensor:
-        """Return the tensor of a cell. If a sample of the tensor was taken in forward, compare it. For a DTensor, return the
+        """Return the rebuilt tensor for a cell, the object that autograd holds instead of the tensor. For a DTensor, return the
         local shard.
+
+        If a sample of the tensor was taken in forward, compare it with the rebuilt tensor.
         """
         recipes, index = self.recipes, cell.index
         if cell.tensor is not None:
@@ -243,7 +250,9 @@ class CallReplay:
         return copy_storage(value) if slot in given_away else value
 
     def run(self, slot: int, leaves: tuple[Readable, ...]) -> Any:
-        """Run the ops that this slot needs and that have not run yet in this backward, and return the slot's tensor."""
+        """Run the ops that this slot (saved tensor) needs and that have not run yet in this backward. Return the slot's tensor.
+        ``leaves`` are the objects that the recipe reads.
+        """
         code = self._code
         task = current_graph_task()
         if task != self._task or task == -1:  # -1: read outside of any backward, so assume nothing
@@ -257,7 +266,7 @@ class CallReplay:
         return self._out_of_order(slot, leaves)
 
     def use_boundary(self) -> None:
-        """Expect that a later region asks for the outputs of this region before backward reads this region's slots."""
+        """Expect a backward that reads this region's outputs before its slots, because a later region has dropped its input."""
         self._code = self.recipes.boundary_code()
 
     def rebuild(self, slot: int) -> torch.Tensor | None:
@@ -271,15 +280,15 @@ class CallReplay:
         return value
 
     def leaves_of(self, slot: int) -> tuple[Readable, ...] | None:
-        """Return the inputs of a dropped slot's recipe, or ``None`` if the slot's cell was freed. A recipe for random numbers
-        has none.
+        """Return the objects that a dropped slot's recipe reads. Return ``None`` if the slot's cell was freed. For a recipe
+        that only draws random numbers, the result is empty.
         """
         reference = self._waiting.get(slot)
         cell = None if reference is None else reference()
         return None if cell is None else cell.leaves
 
     def _start(self, task: int) -> None:
-        """Prepare for a new backward pass: forget what an earlier pass has rebuilt."""
+        """Prepare for a new backward pass (graph task): forget what an earlier pass has rebuilt."""
         self._task = task
         self._position = 0
         plan = self.recipes.plan

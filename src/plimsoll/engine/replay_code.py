@@ -70,8 +70,9 @@ class RecordedRegion:
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """Compiled segments (the code of one slot each) for one order of reads. ``places`` maps a slot to its position in the
-    order.
+    """Data: the compiled recipes of one region, for one order of backward's reads of the dropped slots.
+
+    ``segments`` has one function for each slot, in this order. ``places`` maps a slot to its position in the order.
     """
 
     order: tuple[int, ...]
@@ -81,14 +82,16 @@ class Code:
 
 @dataclass(frozen=True, slots=True)
 class WrittenSegments:
-    """Compiled source of segments, which still lacks the numbers that may differ from call to call."""
+    """Data: the compiled source of all segments (one function for each dropped slot). Numbers that may differ from call to call
+    are still names there.
+    """
 
     order: tuple[int, ...]
     code: CodeType
     constants: Mapping[str, Any]
 
     def bind(self, numbers: Sequence[Number]) -> Code:
-        """Return the segments as functions, for calls with these numbers."""
+        """Return the segments as Python functions, with these numbers filled in. They serve calls with these numbers."""
         namespace = {**self.constants, **{f"n{index}": number for index, number in enumerate(numbers)}}
         exec(self.code, namespace)
         functions = tuple([namespace[f"segment_{position}"] for position in range(len(self.order))])
@@ -132,7 +135,9 @@ def copy_storage(tensor: torch.Tensor) -> torch.Tensor:
 def on_storage(
     like: torch.Tensor, storage: torch.UntypedStorage, size: tuple[int, ...], stride: tuple[int, ...], offset: int
 ) -> torch.Tensor:
-    """Return a view on memory that a parameter had earlier. ``like`` gives the dtype."""
+    """Return a tensor with this size, stride and offset on ``storage``, memory that a parameter had in forward. ``like`` gives
+    the dtype.
+    """
     empty = torch.empty(0, dtype=like.dtype, device=storage.device)
     return empty.set_(storage, offset, size, stride)
 
@@ -180,7 +185,11 @@ class _Writer:
         return "\n".join(self._lines) + "\n"
 
     def segment(self, position: int, segment: Segment, leaves: tuple[int, ...], read_later: frozenset[int]) -> None:
-        """Write one function: it loads inputs, runs ops, frees values after their last use, and returns the slot's tensor."""
+        """Write the function for one slot. The function loads its inputs, runs ops, frees values after their last use, and
+        returns the slot's tensor.
+
+        ``read_later`` are the ids of values that later segments read: the function leaves them in ``env``.
+        """
         self._emit(f"def segment_{position}(env, leaves, parameters, states, versions, storages):", 0)
         self._local = {}
         self._leaves = leaves
@@ -225,9 +234,11 @@ class _Writer:
         self._bind(step, op, renamed)
 
     def _bring_back(self, value: int) -> None:
-        """Write code that decodes or fetches a packed value. From here on, the value is in private memory, like the output of
-        an op.
+        """Write code that decodes or fetches a packed value (one that a codec or a link holds). From here on, the value is in
+        private memory, like the output of an op.
         """
+        # At most once per backward: several recipes may start from this value, and the simulator counts one buffer for it
+        # (docs/design/forms-are-leaves.md).
         self._emit(f"v{value} = leaves[{self._leaves.index(value)}].read()")
         self._local[value] = self._sources.geometries[value]
 
@@ -297,7 +308,9 @@ class _Writer:
         return self._constant(value)
 
     def _seen(self, value: int, geometry: Geometry, name: str | None = None) -> str:
-        """Return an expression for the value in the given geometry."""
+        """Return a Python expression, as source text, for a view of the value in the given geometry. ``name`` is the variable,
+        if it is not ``v<value>``.
+        """
         base = self._load(value)
         name = name or f"v{value}"
         if base == geometry:

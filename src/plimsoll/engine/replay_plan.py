@@ -1,6 +1,7 @@
-"""What happens to each saved tensor of a region under one signature: it is kept, packed, or dropped and rebuilt by certain ops.
+"""The decision for each saved tensor of a region under one signature: it is kept, packed (held by a codec or sent over a link),
+or dropped and rebuilt by certain ops.
 
-`choose` resolves the names in a plan to values of the recorded graph. A `ReplayPlan` follows from that choice alone and never
+`choose` resolves the names in a plan to values of the recorded graph. A `ReplayPlan` follows from the result alone and never
 changes: calls of the region, and replays in their backwards, only read it.
 
 A *slot* is one saved tensor, numbered in the order of saving. A *value* is the content of one storage; several slots can be
@@ -29,12 +30,13 @@ from plimsoll.tracing.recorder.storages import Geometry
 
 @dataclass(frozen=True, slots=True)
 class ParameterSource:
-    """Data about a parameter or buffer that recipes read. ``place`` is its index among all that a call finds when it begins.
+    """Data about a parameter or buffer that recipes read. ``place`` is the index of the tensor in the list that a call reads
+    when it begins (`Entry.sources`).
 
-    ``is_copied``: a small buffer is copied in each call, because the model may write to it before backward. A small parameter
-    that autograd does not save is copied too. Other parameters must not change. Recipes read the memory that forward read,
-    because a parameter may have other memory (``.data``) during forward. A parameter that ``is_gathered`` (ZeRO-3) is gathered
-    into other memory for backward, and recipes read that memory.
+    ``is_copied``: each call makes a copy, because the model may write to the tensor before backward. This is so for small
+    buffers, and for small parameters that autograd does not save. ``is_checked``: the tensor must not change between forward
+    and backward. Recipes read the memory that forward read, because a parameter may have other memory (``.data``) during
+    forward. A parameter that ``is_gathered`` (ZeRO-3) is gathered into other memory for backward, and recipes read that memory.
     """
 
     name: str
@@ -52,7 +54,8 @@ class ParameterSource:
 
 @dataclass(frozen=True, slots=True)
 class DropChoice:
-    """Data: the value ids (of the region's graph) to drop, and the value ids to pack.
+    """Data: which values of a region are dropped, packed (held by a codec or a link) and stored. Values are given by their ids
+    in the region's graph.
 
     ``stored`` are the value ids that stay in memory. ``obstacles`` maps a value's name to the reason why it cannot be dropped.
     """
@@ -79,11 +82,12 @@ def choose(
     forms: Mapping[str, str] | None = None,
     is_private: Callable[[str], bool] = lambda form: False,
 ) -> DropChoice:
-    """Resolve the names of the values that a plan drops. Values that cannot be rebuilt are kept; ``obstacles`` says why.
+    """Return which values of a region to drop, pack and store, given the names of the values that a plan drops (``names``).
 
-    ``links`` are inputs that the region before can rebuild (for a dropped boundary). ``forms`` maps the name of a value to pack
-    to its form, which is the name of a codec or link. ``is_private`` returns for a form whether only the value's own slots can
-    use the tensor that comes back, so that recipes of other values cannot.
+    Values that cannot be rebuilt are kept, and ``obstacles`` of the result says why. ``links`` are inputs that the region
+    before can rebuild (for a dropped boundary). ``forms`` maps the name of a value to pack to its form, which is the name of a
+    codec or link. ``is_private`` says whether a form is useless for the recipes of other values (only signs come back, for
+    example).
     """
     slot_values = {slot.value for slot in graph.slots if slot.is_managed}
     packed = {v: forms[graph.values[v].name] for v in slot_values - links if forms and graph.values[v].name in forms}
@@ -118,7 +122,8 @@ def choose(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ReplayPlan:
-    """What happens to all values of one region under one signature. Derived attributes are computed at first use and cached.
+    """Data: what happens to all values of one region under one signature. Derived attributes are computed at first use and
+    cached.
 
     ``codecs`` maps each packed value to its codec, or to ``None`` for a value that goes over the link. ``parameters`` are pairs
     of graph value and source, for all parameters and buffers that ops read. ``not_rebuildable`` maps the values that no recipe
@@ -143,9 +148,10 @@ class ReplayPlan:
     """The numbers that were filled into the template to make this plan."""
 
     def at(self, numbers: tuple[Number, ...], recording: RecordedRegion) -> ReplayPlan:
-        """Return this plan with its open numbers filled in. Both plans share everything that does not depend on numbers.
+        """Return a copy of this plan with its open numbers (those that differ from call to call) filled in.
 
-        The bytes and geometries in the graph stay open: use ``bytes_of`` and ``geometry_of``.
+        ``recording`` is the recorded region with the numbers filled in. Both plans share everything that does not depend on
+        numbers. The bytes and geometries in the graph stay open: use ``bytes_of`` and ``geometry_of``.
         """
         for name, member in vars(ReplayPlan).items():
             if isinstance(member, cached_property):
@@ -222,7 +228,9 @@ class ReplayPlan:
 
     @cached_property
     def needs_inputs(self) -> bool:
-        """Whether a call needs the tensors that the region was called with in order to drop what the plan drops."""
+        """Whether dropping what the plan drops needs the call's input tensors: a recipe starts from an input, or the region
+        before rebuilds one.
+        """
         return bool(self.unsaved_inputs) or self.choice.link is not None
 
     @property
@@ -283,7 +291,7 @@ class ReplayPlan:
         return state_points((self.recording.ops[op] for op in self.replayed_ops), self.recording.generators)
 
     def compile(self, order: tuple[int, ...] | None = None) -> Code:
-        """Return the compiled recipes for slots that backward reads in this order.
+        """Return the recipes as compiled Python functions, for a backward that reads the slots in this order.
 
         Without ``order``, use the expected order.
         """
@@ -310,9 +318,11 @@ class ReplayPlan:
     def boundary_leaves(
         self, cells: Sequence[Cell], packed: Mapping[int, Readable], link: Readable | None
     ) -> tuple[Readable, ...] | None:
-        """Return the objects that the recipe for the region's outputs reads, or ``None`` if the outputs cannot be rebuilt.
+        """Return the objects that the recipe for the region's outputs reads its stored values from. Return ``None`` if the
+        outputs cannot be rebuilt.
 
-        The recipe serves the next region if that region does not hold its input.
+        The next region uses this recipe if it does not hold its input (which is this region's output). ``cells`` are the call's
+        saved tensors, ``packed`` the values in other forms, and ``link`` reads the output of the region before.
         """
         wanted = self._boundary_values
         readable: dict[int, Readable] = {value: cells[slot] for value, slot in self._cell_of.items()}
@@ -365,7 +375,9 @@ class ReplayPlan:
 
     @cached_property
     def _schedule(self) -> Schedule:
-        """The order of the ops for the expected order of reads. It is used until a backward has shown its order."""
+        """The ops of all recipes, in the order that backward is expected to need. It is used until a backward has shown its
+        real order.
+        """
         dropped = set(self.dropped_slots)
         return self._scheduled([slot for slot in self.graph.backward_order if slot in dropped])
 
@@ -376,9 +388,11 @@ class ReplayPlan:
         return build_schedule(self.graph, self.choice.stored, dropped, order, self.choice.packed)
 
     def _visible(self, slot: int, leaves: Iterable[int]) -> tuple[int, ...]:
-        """Return the ids of the values that a recipe reads from cells. For the boundary, add the outputs that are held.
+        """Return the ids of the values that the recipe of a slot reads from cells (the objects that hold saved tensors).
+        Parameters are left out, because they are read elsewhere.
 
-        The boundary means the outputs of the region. It is used like the number of a slot.
+        `BOUNDARY` means the outputs of the region and is used like the number of a slot. For `BOUNDARY`, the outputs that are
+        held are added.
         """
         held = set(self.graph.outputs) & self.choice.stored if slot == BOUNDARY else set()
         return tuple(v for v in sorted(held.union(leaves)) if v not in self._sources.parameters)

@@ -32,7 +32,9 @@ def generators_of(devices: Sequence[torch.device]) -> tuple[torch.Generator, ...
 
 
 def state_points(ops: Iterable[RecordedOp], generators: Sequence[torch.Generator]) -> StatePoints:
-    """Return the points where steady calls must record generator states, so that recipes can repeat these ops."""
+    """Return the points of forward where later calls must record the states of generators, so that recipes can repeat these
+    random ops.
+    """
     points: dict[int, dict[int, torch.Generator]] = {}
     for op in ops:
         if op.random_point is not None:
@@ -42,8 +44,10 @@ def state_points(ops: Iterable[RecordedOp], generators: Sequence[torch.Generator
 
 
 def take_states(points: StatePoints, at: int, states: dict[tuple[int, int], torch.Generator]) -> None:
-    """Record the generator states at the point ``at``, which forward has reached. Random ops will start from these states
-    again.
+    """Record the generator states that belong to the point ``at`` of forward, which has been reached. They are written to
+    ``states``.
+
+    Random ops in recipes will start from these states again.
 
     Raises:
         CaptureRefused: a CUDA graph is being captured.
@@ -59,7 +63,9 @@ def take_states(points: StatePoints, at: int, states: dict[tuple[int, int], torc
 
 
 class RandomPoints:
-    """Watches the generators while a region is recorded, and finds for each random op a point that it can be repeated from."""
+    """Watches the random generators while a region is recorded. For each random op, it finds a point of forward whose recorded
+    state lets the op be repeated.
+    """
 
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
         self.generators = tuple(generators)
@@ -68,8 +74,8 @@ class RandomPoints:
         """The recorded states. The key is a pair of generator index and point."""
 
     def at_slot(self, index: int) -> None:
-        """Note that a tensor was saved: this is now the latest point. Record the states that have changed since the point
-        before.
+        """Note that saved tensor number ``index`` was saved. If a generator's state has changed since the point before, record
+        the state.
         """
         for position, generator in enumerate(self.generators):
             state = generator.get_state()
@@ -85,9 +91,10 @@ class RandomPoints:
         self._latest.clear()
 
     def before(self, op: RecordedOp, device: torch.device) -> torch.Tensor | None:
-        """Return the generator state that the random op that runs next can be repeated from.
+        """Return a generator state. The random op that is about to run can be repeated from this state. The op notes the point
+        where the state was recorded.
 
-        Return ``None`` if this state was not recorded at a point.
+        Return ``None`` if this state was not recorded at a point: the generator was used since then.
         """
         position = self._index(device)
         if position is None:

@@ -89,7 +89,8 @@ def covers(parts: Iterable[Geometry], whole: Geometry) -> bool:
 
 
 def _main_result(op: RecordedOp, recording: RecordedRegion) -> int | None:
-    """Return the first result of an op if it shows all tensors that the op reads, else ``None``.
+    """Return the id of an op's first result, if an error in any tensor that the op reads makes this result wrong. Else return
+    ``None``.
 
     Other results may depend on fewer tensors: the mean of a layer norm does not depend on its weight. For operators from
     outside of torch, and for results in lists, it is unknown what shows, so the function returns ``None``.

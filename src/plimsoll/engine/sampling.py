@@ -1,4 +1,5 @@
-"""Sentinels: keep a few elements of dropped tensors, and require the same bits in the rebuilt tensors.
+"""Sentinels: samples of dropped tensors. A few elements are kept in forward, and in backward the rebuilt tensors must have the
+same bits there.
 
 Recipes run recorded ops on the tensors that a call saved. A call can differ from the recorded call without the guards noticing
 (a constant inside a C++ extension, for example). Then the samples differ, and the step stops before the optimizer can use the
@@ -52,7 +53,9 @@ Failure = Callable[[], None]
 
 
 class DeferredChecks:
-    """Collects the flags of one backward pass. They are read together when backward ends."""
+    """Collects, in one backward pass on a GPU, the results of comparing samples as flags on the device. The flags are read
+    together when backward ends.
+    """
 
     def __init__(self) -> None:
         self._flags: list[torch.Tensor] = []
@@ -80,9 +83,10 @@ class DeferredChecks:
 
 @dataclass(frozen=True, slots=True)
 class SentinelPolicy:
-    """The sampling policy of one managed model.
+    """Data: how the regions of one managed model take samples of dropped tensors.
 
-    Calls whose number is a multiple of ``every`` are sampled. ``deferred`` has the flags that are read at the end of backward.
+    Calls whose number is a multiple of ``every`` are sampled. ``deferred`` collects the results of comparisons that are read at
+    the end of backward.
     """
 
     every: int = 1
@@ -90,10 +94,12 @@ class SentinelPolicy:
 
 
 class Sampler:
-    """Takes the sentinels of one region in forward, and compares them in backward.
+    """Takes samples of tensors that one region drops in forward (sentinels), and compares them with the rebuilt tensors in
+    backward.
 
-    A sentinel is a sample of a value with a lossless form, or of a sink: a rebuilt value that shows errors of earlier ops too
-    (see ``sample_sinks``). ``like`` is the sampler of calls that differ only in numbers.
+    Two kinds of values are sampled. One kind comes back from a lossless codec or a link. The other kind is a sink: a rebuilt
+    value that shows errors of earlier ops too (see ``sample_sinks``). ``like`` is the sampler of calls that differ only in
+    numbers.
     """
 
     def __init__(self, plan: ReplayPlan, policy: SentinelPolicy, like: Sampler | None = None) -> None:
@@ -104,7 +110,7 @@ class Sampler:
         self._use(sentinel_slots(plan, plan.dropped_slots) if like is None else tuple(like._sentinels))
 
     def expect(self, read: Sequence[int]) -> None:
-        """Choose sentinels only among these slots (saved tensors), because backward reads no others."""
+        """Choose again what to sample, only among these slots (saved tensors), because backward does not read the others."""
         self._use(sentinel_slots(self._plan, read))
 
     def _use(self, slots: Iterable[int]) -> None:
@@ -154,8 +160,9 @@ class Sampler:
 
 
 def sentinel_slots(plan: ReplayPlan, read: Sequence[int]) -> tuple[int, ...]:
-    """Return the slots to sample if backward reads only the slots in ``read``. Each sampled value gets enough slots to show all
-    of it.
+    """Return the slots (saved tensors) to sample if backward reads only the slots in ``read``.
+
+    For a sampled value (the content of one storage), as many slots are chosen as are needed to cover the whole storage.
     """
     graph, geometries = plan.graph, plan.recording.slot_geometries
     slots: dict[int, list[int]] = {}
@@ -233,11 +240,14 @@ class SamplePlaces:
         return offset
 
     def at(self, offset: int, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a view of the elements of the sample that starts at this offset."""
+        """Return a view of the sampled elements of a tensor, as integers. ``offset`` is the storage offset where the sample
+        starts.
+        """
         return tensor.view(self.integers).as_strided((self.size,), (self.stride,), offset)
 
     def peek(self, offset: int, tensor: torch.Tensor) -> list[int]:
-        """Return the sample of a tensor in host memory as a list.
+        """Return the sampled elements of a CPU tensor as a list of integers. ``offset`` is the storage offset where the sample
+        starts.
 
         This avoids three torch ops, which take longer than everything else in the call of a small region.
         """

@@ -55,7 +55,7 @@ RegionKey = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class CodecTrial:
-    """The result of one codec on one value: the payload's size in bytes, and the relative noise.
+    """Data: what one codec did to one value: the payload's size in bytes, and the relative noise ‖decoded - value‖ / ‖value‖.
 
     ``payload_bytes`` is ``None`` if the codec could not represent the data.
     """
@@ -66,11 +66,11 @@ class CodecTrial:
 
 @dataclass(slots=True)
 class Seen:
-    """Measurements of one value. ``trials`` maps the name of a codec to its result.
+    """Data: the measurements of one saved value. ``trials`` maps the name of a codec to its result.
 
-    Two numbers say what noise in the value does, both per squared unit of the value's noise. ``parameter_error`` is the squared
-    error of the region's parameter gradients. ``flow_error`` is the squared relative error of the gradient that leaves the
-    region. ``readers`` are the names of the autograd nodes that read the value.
+    ``count`` is the number of elements. Two numbers say what noise in the value does, both per squared unit of the value's
+    noise. ``parameter_error`` is the squared error of the region's parameter gradients. ``flow_error`` is the squared relative
+    error of the gradient that leaves the region. ``readers`` are the names of the autograd nodes that read the value.
     """
 
     dtype: torch.dtype
@@ -82,9 +82,11 @@ class Seen:
 
 
 class Sensor:
-    """Measures the first call of each region of a managed model, until ``close`` is called.
+    """Measures, in one step, what lossy codecs would do to the values that each region of a managed model saves. It works until
+    ``close`` is called.
 
-    In the calls in ``sampled``, it tries codecs on saved values and follows noise through backward.
+    In the calls in ``sampled``, it tries codecs on saved values and, if ``wants_sensitivity``, follows their noise through
+    backward.
     """
 
     def __init__(self, codecs: Sequence[str], sampled: Collection[RegionKey], *, wants_sensitivity: bool) -> None:
@@ -107,14 +109,15 @@ class Sensor:
         """The sum, over the values that were read through a lossy codec, of the squared relative noise."""
 
     def packer(self, key: RegionKey) -> Watching:
-        """Return the packer that replaces a compiled block's own packer while this sensor measures."""
+        """Return an object that takes the place of a compiled block's `Packer`, the object that encodes its saved tensors. It
+        shows each tensor to this sensor.
+        """
         return Watching(self, key)
 
     def pack(self, key: RegionKey, name: str, source: Source) -> Readable:
-        """Measure a value that a compiled block has saved.
+        """Measure a value that a compiled block has saved, and return an object that holds the value.
 
-        Return an object that holds the value. If the noise of this value is being followed, the object holds a lossy copy
-        instead.
+        If the effect of noise in this value is being measured, the object holds a lossy copy instead.
         """
         if self.noisy is None:
             self.seen.setdefault(key, {})[name] = self._try(source.whole, key)
@@ -135,9 +138,9 @@ class Sensor:
         output: Any,
         first_node: int,
     ) -> None:
-        """Measure a region whose forward has returned.
+        """Measure the saved values of a region whose forward has just returned.
 
-        The index in ``tensors``, the saved tensors, is the slot. ``first_node`` is the sequence number of the region's first
+        ``tensors`` are its saved tensors, with the slot as index. ``first_node`` is the sequence number of the region's first
         autograd node.
         """
         key = (name, call)
@@ -186,8 +189,8 @@ class Sensor:
         return unpack
 
     def close(self) -> None:
-        """Store, for each value, how much noise arrived at parameters and further up. Release the graph. Call this after
-        backward.
+        """End the measurement after backward: store, for each value, the noise that reached the region's parameters and the
+        noise that left the region. Release the autograd graph.
         """
         for key, tracker in self._trackers.items():
             for name, arrived in tracker.close().items():
@@ -210,7 +213,9 @@ class Sensor:
 
 
 class Watching(Packer):
-    """A packer that shows a sensor what a compiled block saves. The argument ``form`` is the value's name."""
+    """A packer (the object that encodes a compiled block's saved tensors) that only shows each tensor to a sensor. The argument
+    ``form`` is the value's name here.
+    """
 
     def __init__(self, sensor: Sensor, key: RegionKey) -> None:
         super().__init__(None)
@@ -234,10 +239,10 @@ def _try_codec(codec: Codec, whole: torch.Tensor) -> CodecTrial:
 
 @dataclass(slots=True)
 class Arrived:
-    """Data: how much noise one value has caused, per squared unit of the value's relative noise.
+    """Data: how much noise in gradients one value has caused, per squared unit of the value's relative noise.
 
-    ``at_parameters`` is a squared norm at the region's parameters; ``further_up`` is squared and relative to the gradient that
-    leaves the region.
+    ``at_parameters`` is the squared norm of the noise at the region's parameters. ``further_up`` is the squared norm of the
+    noise in the gradient that leaves the region, divided by the squared norm of this gradient.
     """
 
     at_parameters: float = 0.0
@@ -245,7 +250,7 @@ class Arrived:
 
 
 class NoiseTracker:
-    """Follows noise through the backward of one region.
+    """Follows the noise of lossy values through the backward of one region, from node to node.
 
     The noise begins where a value is read through the ``reference`` codec.
     """
@@ -265,7 +270,9 @@ class NoiseTracker:
             self._handles.append(node.register_hook(functools.partial(self._pass_on, node)))
 
     def read(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """Return what a node of this region reads for a saved tensor: the tensor, or in a trial its lossy copy."""
+        """Return what an autograd node of this region reads for a saved tensor: the tensor itself, or in a trial its lossy
+        copy.
+        """
         return value if self._trial is None else self._trial.read(name, value)
 
     def give_up(self, name: str) -> None:
@@ -332,10 +339,13 @@ class NoiseTracker:
             entry[name] = entry.get(name, 0.0) + squared
 
     def _pass_on(self, node: Any, outputs: Gradients, inputs: Gradients) -> None:
-        """After a node has run, pass noise on to the next nodes.
+        """Hook that runs after an autograd node: add up the noise in its results, and note it at the next nodes or at
+        parameters.
 
-        Incoming noise is passed on in proportion to the gradient, and the noise that this node made is added.
+        Noise that came in is passed on in proportion to the gradient, and the noise that this node made is added.
         """
+        # Relative to the whole gradient: the residual stream dilutes the noise of a branch. An estimate that stopped at the
+        # node was nine times too large on a Llama (docs/design/noise-is-followed.md).
         relative = self._relative_noise(node, inputs)
         made = self._made.pop(node, [])
         for position, (following, index) in enumerate(node.next_functions):
@@ -354,7 +364,9 @@ class NoiseTracker:
                     entry[name] = entry.get(name, 0.0) + squared
 
     def _leave(self, node: Any, gradients: Gradients) -> None:
-        """Before a node outside of the region runs, add the arriving noise, relative to the gradient that leaves the region."""
+        """Hook that runs before a node outside of the region: count the noise that arrives there, relative to the gradient that
+        leaves the region.
+        """
         for name, share in self._relative_noise(node, gradients).items():
             self._arrival(name).further_up += share
 
@@ -374,8 +386,8 @@ class NoiseTracker:
 
 @dataclass(slots=True)
 class _Trial:
-    """Several runs of one node, each with noise in another value. ``noise_of`` maps each value that the node reads to its
-    noise.
+    """Several runs of one autograd node. In each run, another value is read with noise. ``noise_of`` maps the name of each
+    value that the node reads to the relative noise of this value.
     """
 
     reference: Codec
@@ -438,8 +450,9 @@ def squared_distance(first: torch.Tensor | None, second: torch.Tensor | None) ->
 
 
 def _norm_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype to add squares in. The reason: torch refuses a dtype that is narrower than the input's, and narrow
-    floats overflow.
+    """Return the dtype to use when squares of elements of the given dtype are added: float32, float64, or a complex dtype.
+
+    The reason: torch refuses a dtype that is narrower than the input's, and narrow floats overflow.
     """
     if dtype.is_complex:
         return torch.promote_types(dtype, torch.complex64)

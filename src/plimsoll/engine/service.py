@@ -1,4 +1,5 @@
-"""How the calls of one region under one signature (shapes, dtypes, modes of the inputs) are served.
+"""How the calls of one region under one signature (shapes, dtypes, modes of the inputs) are served: by recipes, or by keeping
+everything.
 
 A program holds the recipes: the recorded ops that rebuild dropped tensors in backward. There is one program for each *stream*,
 which is the sequence of torch calls that the region makes. Without a program, a call keeps everything that it saves.
@@ -29,8 +30,8 @@ MAX_STREAMS = 16
 discarded.
 """
 FIRST_WATCH = 16
-"""The number of calls to watch after the first surprise (a call with an unknown stream). Each further surprise multiplies it by
-4.
+"""The number of calls to watch (record again) after the first surprise, which is a call with an unknown stream of torch calls.
+Each further surprise multiplies the number by 4.
 """
 LEAST_WATCH = 3
 """The number of calls to watch if the region reads values of tensors. Three recordings show which numbers come from them."""
@@ -46,9 +47,9 @@ After this many such changes in a row, a change of a scalar attribute no longer 
 
 
 class Service:
-    """Serves the calls of one region that have one signature, under one region plan.
+    """Decides how the calls of one region that have one signature are served under one region plan, and holds their programs.
 
-    ``engine`` says what serves the calls. If recipes do not serve all calls, ``reason`` says why.
+    ``engine`` says what serves the calls: recipes, or keep everything. If recipes do not serve all calls, ``reason`` says why.
     """
 
     def __init__(self, plan: RegionPlan, alarm: Alarm) -> None:
@@ -88,7 +89,7 @@ class Service:
 
     @property
     def program(self) -> Program | None:
-        """The program that drops the most bytes, or ``None`` without programs."""
+        """Of the known programs, the program that drops the most bytes. ``None`` if no program is known."""
         return max(self._all(), key=lambda program: program.plan.dropped_bytes, default=None)
 
     def _all(self) -> list[Program]:
@@ -105,8 +106,8 @@ class Service:
     def is_watched(self, scalars: Callable[[], tuple[Any, ...]]) -> bool:
         """Return whether the call that begins now shall be recorded.
 
-        This is so if a recent call of the model was a surprise (it made an unknown stream of torch calls), or if a scalar
-        attribute of the region's modules has changed. ``scalars`` returns these attributes.
+        This is so if a recent call of the model made an unknown stream of torch calls, or if a scalar attribute of the region's
+        modules has changed. ``scalars`` returns these attributes.
         """
         if self._heard != self._alarm.count:
             self._heard = self._alarm.count
@@ -137,7 +138,9 @@ class Service:
         self._grow_tree()
 
     def open(self, pattern: Stream, program: OpenProgram) -> None:
-        """Add a program for all calls whose streams differ from the pattern only in open numbers, and stop watching calls."""
+        """Add a program for all calls whose torch calls match ``pattern``, a stream whose changing numbers are left open, and
+        stop watching calls.
+        """
         self._programs = {
             stream: known for stream, known in self._programs.items() if numbers_in(stream, pattern) is None
         }
@@ -156,7 +159,7 @@ class Service:
         self._grow_tree()
 
     def knows(self, pattern: Stream) -> bool:
-        """Return whether this service has a program for this stream with open numbers."""
+        """Return whether `open` has added a program for this pattern, a stream whose changing numbers are left open."""
         return pattern in self._open
 
     def _grow_tree(self) -> None:
@@ -174,14 +177,16 @@ class Service:
         self.needs_inputs = any(each.plan.needs_inputs for each in programs)
 
     def follow(self, other: Service) -> None:
-        """Copy from another service of the same region how many calls are still watched. ``other`` is the service that was
-        called last.
+        """Take over from another service of the same region how many of the next calls are to be recorded. ``other`` is the
+        service that was called last.
         """
         self._watch, self._heard = other._watch, other._heard
         self._scalars, self._idle_changes = other._scalars, other._idle_changes
 
     def watched(self, scalars: tuple[Any, ...], *, is_new: bool) -> None:
-        """Note that the recording of a call has ended. ``is_new`` says whether the call's stream was unknown before."""
+        """Note that a watched call has been recorded, which leaves one call less to watch. ``is_new`` says whether the call's
+        stream was unknown before; then more calls are watched.
+        """
         has_changed = self._scalars is not None and scalars != self._scalars
         self._scalars = scalars
         self._idle_changes = 0 if is_new else self._idle_changes + has_changed
@@ -208,7 +213,7 @@ class Service:
         """Note a misfit: a call made a known stream but saved other tensors than the recorded call, because its shapes depend
         on data.
 
-        The next calls are then watched.
+        The next calls are then watched (recorded again).
         """
         self._misfits += 1
         self._watch = FIRST_WATCH * 4 ** (self._misfits - 1)
@@ -233,5 +238,7 @@ class Service:
 
     @property
     def watch_length(self) -> int:
-        """The number of calls to watch after the surprises so far. It is 0 before the first surprise."""
+        """The number of calls to record after a call with an unknown stream. It grows with the number of such surprises so far,
+        and is 0 before the first.
+        """
         return int(FIRST_WATCH * 4 ** (self._alarm.count - 1)) if self._alarm.count else 0

@@ -1,5 +1,5 @@
-"""Hold rebuilt tensors between the two halves of a backward. The first half computes gradients of inputs, the second of
-weights.
+"""Hold rebuilt tensors between the two halves of a split backward. The first half computes the gradients of inputs, the second
+half the gradients of weights.
 
 A zero-bubble pipeline runs both halves over the same graph. In both halves autograd unpacks everything that a node saved,
 whichever gradient the node computes, so a dropped slot (saved tensor) would be rebuilt twice. The first micro-batch shows which
@@ -35,7 +35,11 @@ class ReadTwice(Protocol):
 
 
 class Halves:
-    """Notes which dropped slots of a region two graph tasks of one call read. It does not hold tensors, because cells do."""
+    """Remembers which dropped slots (saved tensors) of a region both halves of a split backward read. The cells hold the
+    tensors, not this object.
+
+    A half is one autograd graph task.
+    """
 
     __slots__ = ("read_twice",)
 
@@ -63,6 +67,8 @@ class Halves:
         between = cell.between
         task = current_graph_task()
         if between is None:
+            # Hold only slots that both halves were seen to read. Holding all would keep values for nothing that only the first
+            # half reads (docs/design/held-between-halves.md).
             cell.between = Between(task, value if cell.index in self.read_twice else None)
         elif between.task != task:
             self.read_twice.add(cell.index)

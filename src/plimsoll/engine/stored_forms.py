@@ -1,4 +1,5 @@
-"""Pack saved values: instead of a value, hold its payload from a codec, or a ticket for bytes that were sent over a link.
+"""Pack saved values: hold each in another form. A form is either the payload of a codec, or a ticket for bytes that were sent
+over a link to host memory or disk.
 
 Whole storages are packed as flat tensors; slots (saved tensors) are views of what comes back. If a codec cannot represent a
 value (NaN, integers out of range), the value is held unchanged and counted, so that the receipt can report it.
@@ -30,8 +31,8 @@ READS_SIGN_ONLY = frozenset({"ReluBackward0"})
 
 
 class Source:
-    """A saved tensor (for a DTensor, the local shard) while the tensor is still held. `damage` checks that nothing has written
-    to it.
+    """A saved tensor (for a DTensor, the local shard) that is about to be packed and is still held. `damage` checks that
+    nothing has written to it since.
 
     The unmanaged model would raise for such a write too, so written contents must not get into what is held or copied.
     """
@@ -118,7 +119,7 @@ class Sent:
 
 
 class Refused:
-    """A tensor that a codec could not represent, so that it is held unchanged."""
+    """Holds a tensor unchanged, because a codec could not represent it. It has the same ``read`` as the other forms."""
 
     __slots__ = ("_source",)
 
@@ -138,9 +139,9 @@ class Refused:
 
 
 class Packer:
-    """Packs the values of one managed model: encodes them with codecs, or sends them over the link.
+    """Puts the values of one managed model into their forms: encodes them with codecs, or sends them over the link.
 
-    Plans may call the link by another name, which is then given as ``link_form``.
+    ``link_form`` is the name that the plan uses for the link, if that is not the link's own name.
     """
 
     def __init__(self, link: Link | None, link_form: str = "") -> None:
@@ -148,16 +149,19 @@ class Packer:
         self._link_form = link_form or ("" if link is None else link.name)
 
     def codec(self, form: str) -> Codec | None:
-        """Return the codec with this name, or ``None`` if it is the name of the link."""
+        """Return the codec that has this name, or ``None`` if ``form`` is the name of the link."""
         return None if self._link is not None and form == self._link_form else find_codec(form)
 
     def keeps_sign_only(self, form: str) -> bool:
-        """Return whether only the sign of a value in this form comes back, so that recipes cannot compute with the value."""
+        """Return whether this form keeps only the signs of a value, so that recipes cannot compute with the values that come
+        back.
+        """
         codec = self.codec(form)
         return codec is not None and codec.keeps_sign_only
 
     def pack(self, source: Source, form: str, *, seed: int, most_bytes: int | None) -> Readable:
-        """Return the object to hold instead of a saved tensor. ``form`` is the name of a codec or of the link.
+        """Encode or send a saved tensor, and return the object to hold instead of it. ``form`` is the name of a codec or of the
+        link.
 
         Raises:
             OffloadFailed: the link is full.
@@ -182,9 +186,10 @@ class Packer:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Data about one packed value: its form (a codec or link), and the slots (saved tensors) that are views of it.
+    """Data: how one value is packed. It has the value's form (a codec or link) and the slots (saved tensors) that are views of
+    the value.
 
-    ``most_bytes`` is the limit for the size of its payload, or ``None`` if the size is known or no limit was planned.
+    ``most_bytes`` is the limit for the size of the payload, or ``None`` if the size is known or no limit was planned.
     """
 
     value: int
@@ -242,8 +247,9 @@ class RegionPacker:
 
 
 def _packings(plan: ReplayPlan, shares: Mapping[str, float]) -> tuple[Packing, ...]:
-    """Return how to pack each packed value. The value that saves most comes first, so that memory is highest before the first
-    one.
+    """Return one `Packing` for each value that the plan packs, with the value that saves most bytes first.
+
+    The reason for the order: an original is freed after its packing, so memory is highest before the first one.
     """
     graph, forms = plan.graph, plan.choice.packed
     slots: dict[int, list[int]] = {}
@@ -306,9 +312,10 @@ class Taking:
 
 
 class SavingHook:
-    """The pack hook for one call of a compiled block.
+    """The pack hook (see ``saved_tensors_hooks``) for one call of a compiled block.
 
-    The first saved tensors take other forms (codecs or a link), in the order of ``taking``. Later ones are kept.
+    The first saved tensors are put into other forms (codecs or a link), in the order of ``taking``. The tensors that are saved
+    after them are kept.
     """
 
     def __init__(self, taking: Sequence[Taking], packer: Packer, seed: str) -> None:
@@ -328,7 +335,9 @@ class SavingHook:
 
 
 class PackedTensor:
-    """One tensor that a compiled block saved: the object that holds it in another form, and its size, strides and offset."""
+    """One tensor that a compiled block saved: the object that holds the tensor in another form (codec or link), and its size,
+    strides and offset.
+    """
 
     __slots__ = ("_device_type", "_layout", "readable")
 

@@ -49,7 +49,9 @@ _SINGLETONS = (bool, type(None), type(Ellipsis), torch.dtype, torch.layout)
 
 
 def compile_stream(stream: Stream) -> tuple[Matches, ...]:
-    """Return functions that recognise the torch calls of a stream: one function for each call."""
+    """Return, for each torch call of a recorded stream, a function that recognises the same call later (see the module's
+    docstring for its arguments).
+    """
     writer = _Writer()
     for index, call in enumerate(stream):
         writer.call(index, call)
@@ -74,7 +76,8 @@ def _compiled(source: str) -> CodeType:
 
 
 class _Writer:
-    """Writes the functions that recognise the calls of one stream. Nothing from the user reaches the source.
+    """Writes the Python source of the functions that recognise the calls of one stream. Nothing from the user reaches the
+    source.
 
     Values of the user are bound as constants.
     """
@@ -96,7 +99,7 @@ class _Writer:
         """
 
     def call(self, index: int, call: TorchCall) -> None:
-        """Write one function that checks the arguments, the keyword arguments and the result of a torch call."""
+        """Write the function that recognises one torch call: it checks the arguments, the keyword arguments and the result."""
         self._locals, self._undo, self._is_open = 0, "", False
         self._emit(f"def call_{index}(args, kwargs, result, known):", 0)
         is_data = isinstance(call.made, tuple)
@@ -184,9 +187,10 @@ class _Writer:
         self._fail_if(f"type({name}) is not {self._constant(kind)} or not ({is_same})")
 
     def _check_open(self, name: str, kind: type, number: Unknown) -> None:
-        """Write code that checks an open number.
+        """Write code that checks a number which the stream leaves open, because it changes from call to call.
 
-        It accepts and stores the first occurrence. Later occurrences must be equal.
+        At its first occurrence in the stream, the code accepts and stores the number. At later occurrences, the number must be
+        equal.
         """
         kind_name, self._is_open = self._constant(kind), True
         if number.index in self._given:

@@ -28,9 +28,10 @@ TensorRef = Callable[[], torch.Tensor | None]
 
 
 class References(list[TensorRef]):
-    """References to the tensors that a call has met so far. The index is the tensor's number.
+    """A list of weak references to the tensors that a call has met so far. The index is the tensor's number in the recorded
+    stream.
 
-    ``numbers`` maps the index of an open number to the number that the call was given.
+    ``numbers`` maps the index of an open number (one that changes from call to call) to the number that the call was given.
     """
 
     __slots__ = ("numbers",)
@@ -53,7 +54,8 @@ _BY_VALUE = frozenset({bool, int, str, bytes, type(None), type(Ellipsis), torch.
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """Takes the place of a number in a recording. The number follows from the size of the call, or the call is given it.
+    """Takes the place of a number in a recording that changes from call to call. Later the number follows from the call's input
+    sizes or from its arguments.
 
     ``index`` is the position among these numbers. ``is_positive`` says whether all recorded values of this number are positive.
     """
@@ -64,7 +66,7 @@ class Unknown:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A host argument of a torch call: its type and value.
+    """Data: an argument of a torch call that is not a tensor, as its type and value.
 
     Numbers other than integers are stored as text, which distinguishes ``-0.0`` from ``0.0``; NaN equals NaN. A number may be
     `Unknown`.
@@ -76,7 +78,9 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class Several:
-    """A container of arguments with its type, or a slice with its three parts."""
+    """Data: an argument of a torch call that is a container, as its type and items. A slice counts as a container of its three
+    parts.
+    """
 
     kind: type
     items: tuple[Any, ...]
@@ -84,7 +88,8 @@ class Several:
 
 @dataclass(frozen=True, slots=True)
 class Outsider:
-    """An argument that is a tensor from outside: it is neither a parameter nor an input, and appears here for the first time.
+    """Data: an argument of a torch call that is a tensor from outside of the region. It is neither a parameter nor an input,
+    and no earlier call of the region made or used it.
 
     ``looks`` has the properties that recipes rely on.
     """
@@ -94,8 +99,8 @@ class Outsider:
 
 @dataclass(frozen=True, slots=True)
 class TorchCall:
-    """One call in a stream of torch calls. An argument is the number of a known tensor, or an instance of one of the classes
-    above.
+    """Data: one recorded torch call. An argument is the number of a known tensor, or an instance of `Constant`, `Several` or
+    `Outsider`.
 
     ``made`` is the number of tensors that the call returned. If they were made from data, ``made`` describes them instead.
     ``reads`` are the numbers that the call read from tensors on its own (the index of ``table[index]``): each as a pair of the
@@ -157,8 +162,8 @@ def is_made_from_data(func: Any) -> bool:
 
 
 def comparable(value: Any) -> Any:
-    """Return an object to compare with ``==`` in place of a host value. Two such objects of one type are equal if the values
-    are.
+    """Return an object to compare with ``==`` in place of a value of the host. Two such objects of one type are equal if and
+    only if the values count as the same.
     """
     kind = type(value)
     if kind in _BY_VALUE:
@@ -215,7 +220,9 @@ def described_geometry(tensor: torch.Tensor) -> Several:
 
 
 def looks(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return the properties of a tensor that recipes rely on if its contents may differ in each call."""
+    """Return what must agree with the recorded tensor if a tensor's contents may differ: type, shape, strides, dtype, device,
+    requires_grad.
+    """
     if type(tensor) not in _PLAIN:  # reading a tensor of the user's type calls the user's code
         with without_torch_function():
             return _looks(tensor)

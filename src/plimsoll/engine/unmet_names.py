@@ -21,14 +21,14 @@ from plimsoll.units import format_bytes
 _LEAST_SHARE = 0.05
 """The least share of a call's saved bytes that leads to a warning.
 
-Smaller shares occur without a cause: autocast casts a weight once per step, and later calls count one cast less.
+Smaller shares occur without a cause: autocast casts a weight once per step, so later calls save one cast fewer.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class _Unmet:
-    """Data about one region call: how many names are missing, the name of the largest of them, and the bytes kept under other
-    names.
+    """Data about one region call: how many of the plan's names the call did not make (``names``), the name of the largest of
+    them, and the bytes that the call keeps under names that the plan does not have.
 
     ``kept_name`` is the name of the largest value that is kept under another name.
     """
@@ -48,7 +48,9 @@ class UnmetNames:
         self._is_said = False
 
     def note(self, plan: RegionPlan, graph: RegionGraph) -> None:
-        """Compare the names in a plan with the values of a recorded call, and note the names that the call did not make."""
+        """Compare the names in a plan with the values of a recorded call. If the call did not make some of them and keeps many
+        bytes under other names, note it for a warning.
+        """
         made = {value.name for value in graph.values}
         missing = [each for each in plan.decisions if each.decision is not Decision.KEEP and each.value not in made]
         if not missing or self._is_said:

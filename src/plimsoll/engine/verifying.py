@@ -1,12 +1,13 @@
-"""Verify each op in a region's first call: either running the op again gives the same bits, or the reason is noted.
+"""Verify each op in a region's first call: run it twice and compare. If the second run does not give the same bits, the reason
+is noted.
 
 Each op runs twice, and the results are compared bit for bit. For torch's own ops on a CPU, two large results are not held at
 the same time: the first is reduced to two checksums and freed, and the second is returned. So recording needs no more memory
 than the region's own forward. Other ops, and ops that write in place, need memory for one more copy of the op's outputs.
 
 * Undeclared writes: the contents of every input are fingerprinted before and after. An op that writes to existing memory
-  without declaring it (batch norm and its running statistics) runs again on scratch copies. It is repeatable only if its
-  result does not depend on what it overwrites.
+  without declaring it (batch norm and its running statistics) runs again on scratch copies. It is repeatable only if its result
+  does not depend on what it overwrites.
 * ``empty``: an op that writes into unset memory is verified on poisoned memory, because old contents could agree by accident.
   The same holds for outputs that an op leaves unset (the seeds of attention without dropout, workspaces): they are never
   rebuilt, but the op's other outputs may be.
@@ -154,7 +155,9 @@ class VerifyingRecorder(OpRecorder):
         return out
 
     def _is_large(self, out: Any, prints: dict[int, tuple[torch.Tensor, int]]) -> bool:
-        """Return whether to free the first result before the second run: all of its memory is new, on the CPU, and large."""
+        """Return whether to free an op's first result before the second run. True if the result is large, on the CPU, and all
+        in new memory.
+        """
         made = flat_tensors(out)
         is_new = all(is_plain(tensor) and tensor.is_cpu and self.table.find(tensor) not in prints for tensor in made)
         return is_new and sum(size for size, _ in memory_of(made)) >= _LARGE_BYTES
@@ -179,9 +182,9 @@ class VerifyingRecorder(OpRecorder):
                 self.has_hidden_writes = True
 
     def _let_go(self, storage: int) -> None:
-        """Refuse to repeat the ops that read a certain parameter, because a recipe may not find it.
+        """Mark the ops that read this storage as not repeatable, because a recipe may not find the storage.
 
-        The parameter was gathered inside the region and freed again (FSDP2).
+        It belongs to a parameter that was gathered inside the region and freed again (FSDP2).
         """
         for op in self.ops:
             if any(self.values[read].storage == storage for read in op.reads):
@@ -259,9 +262,10 @@ class VerifyingRecorder(OpRecorder):
         return prints
 
     def _base(self, storage: int, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the memory that a repeated write starts from.
+        """Return a copy of a storage that the second run of an in-place op writes to, so that both runs start from the same
+        contents.
 
-        It is a copy of the contents, or memory filled with a known byte (poison) if nothing was written yet.
+        If nothing was written to the storage yet, the copy is filled with a known byte (poison).
         """
         if storage not in self._undefined:
             return whole_storage(tensor, tensor.untyped_storage().clone())
@@ -342,7 +346,8 @@ class VerifyingRecorder(OpRecorder):
 
 
 def unset_outputs(pairs: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> tuple[int, ...] | None:
-    """Return the outputs that an op never writes, or ``None`` if it makes other numbers when it runs again.
+    """Return the positions of outputs that an op never writes. Return ``None`` if its other outputs differ between the two
+    runs.
 
     An output counts as never written if two runs from the same inputs left other bits in it, it holds no floating-point
     numbers, and some other output has equal bits. Fused attention without dropout returns such a seed and offset.
@@ -362,13 +367,18 @@ def memory_of(made: Iterable[torch.Tensor]) -> list[tuple[int, torch.device]]:
 
 
 def _marks(out: Any) -> list[tuple[Any, ...]]:
-    """Return marks that identify outputs after they are freed: for each, its geometry and two checksums of different kinds."""
+    """Return, for each tensor of an op's result, its geometry and two checksums of different kinds. They identify the result
+    after it is freed.
+    """
     return [(Geometry.of(t), storage_fingerprint(t), storage_crc(t)) for t in flat_tensors(out)]
 
 
 def _byte(op: RecordedOp) -> int:
-    """Return the byte that memory is filled with before the last run that is compared. An earlier run uses the byte's
-    complement.
+    """Return a byte (0 to 255) to fill memory with before an op runs again, so that old contents cannot agree with its results
+    by accident.
+
+    Results that are first compared by checksum are compared once before that. For that comparison, the memory is filled with
+    the byte's complement.
     """
     return (37 * op.id + 11) % 256
 

@@ -1,5 +1,5 @@
-"""Make the torch-free parts of a ``Trace`` from the log of a step: ops with their regions, storages with their lives, region
-graphs.
+"""Make the parts of a ``Trace`` from the log of a step, without torch objects: ops with their regions, storages with their
+lives, region graphs.
 
 A life is the time from the allocation of a storage until it is freed. The time when only the saved tensors (slots) of a region
 hold the storage is not part of its life, because plans decide about those. The time when slots outside of regions hold it, or
@@ -33,8 +33,8 @@ _STATIC_CATEGORIES = {
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """Data: the parts of a ``Trace`` that come from a log, and a mapping from the tracer's storage ids to the trace's storage
-    ids.
+    """Data: the parts of a ``Trace`` that `assemble` makes. ``ids`` maps the tracer's storage ids to storage ids of the
+    trace.
     """
 
     ops: tuple[TraceOp, ...]
@@ -46,7 +46,7 @@ class Assembled:
 
 
 def assemble(log: StepLog, optimizer: OptimizerLog | None, *, beside: Mapping[str, int]) -> Assembled:
-    """Attribute ops to regions, end the lives of storages, and name storages. Return the parts of the trace.
+    """Return the parts of a trace: find the region of each op, the life of each storage, and a name for each storage.
 
     ``beside`` maps a name to the bytes that wrappers and libraries hold before, during and after the step.
     """
@@ -176,10 +176,9 @@ def _managed_slots(region: RegionLog) -> list[bool]:
 
 
 def _deaths(log: StepLog, last: int) -> dict[int, int]:
-    """Return a mapping from storage to the tick when it is freed. Saved tensors that plans must not touch keep their storage
-    alive.
+    """Return a mapping from storage to the tick (position in the log) when it is freed.
 
-    A tick is a position in the log.
+    If a saved tensor that plans must not touch holds the storage, the storage lives at least until the tensor is freed.
     """
     dies = {storage: log.tracer.dies.get(storage, last) for storage in log.tracer.born}
     fixed = [record for record in log.outside if record.storage >= 0]
@@ -276,7 +275,9 @@ def _is_emptied(tracer: StepTracer, region: RegionLog, until: int) -> bool:
 
 
 def kind_of(graph: RegionGraph) -> str:
-    """Return a hash that is equal for equal graphs anywhere in the step. Ids of storages, and ticks, do not count."""
+    """Return a hash of a region's graph. It is equal for equal graphs of other calls in the step: ids of storages, and ticks,
+    do not count.
+    """
     storages = {s: i for i, s in enumerate(dict.fromkeys(value.storage for value in graph.values))}
     parts = (
         [(v.name, v.bytes, storages[v.storage], v.origin.value, v.producer, v.is_storable) for v in graph.values],

@@ -1,4 +1,5 @@
-"""Run one training step under the tracer. Saved tensors are noted and dropped, and backward gets placeholders instead.
+"""Run one training step under the tracer. Tensors that autograd saves are noted and dropped, and backward reads placeholders
+instead.
 
 So a traced step never holds more than one region's temporaries, regardless of how much the model saves. The life of a storage
 that the tracer sees is its life *without* what autograd saves. Floating-point placeholders are zeros: the gradients of a traced
@@ -55,9 +56,9 @@ _REENTRANT_CHECKPOINT = internal("torch.utils.checkpoint.CheckpointFunction._bac
 
 
 class SlotBook:
-    """The tensors that autograd has saved in one region call, or outside of all regions. A saved tensor is called a slot.
+    """Notes each tensor that autograd saves in one region call, or outside of all regions. A saved tensor is called a slot.
 
-    Its methods are saved-tensor hooks.
+    The methods `pack` and `unpack` are saved-tensor hooks.
     """
 
     def __init__(
@@ -112,7 +113,9 @@ class SlotBook:
         return _Placeholder(self, len(self.records) - 1, geometry, tensor.device, held, shell)
 
     def unpack(self, placeholder: Any) -> torch.Tensor:
-        """The unpack hook: note the read, and return a tensor of the right shape."""
+        """The unpack hook: note that backward reads the slot now, and return a tensor for backward to read (zeros, or what is
+        held).
+        """
         record = self.records[placeholder.index]
         if record.unpacked < 0:
             record.unpacked = self._tracer.tick
@@ -130,7 +133,9 @@ class SlotBook:
 
 @dataclass(slots=True, eq=False)
 class _Placeholder:
-    """The object that autograd holds instead of a saved tensor. When it is deleted, the time of release is noted."""
+    """The object that autograd holds instead of a saved tensor in a traced step. When autograd deletes it, the time is noted in
+    the book.
+    """
 
     book: SlotBook
     index: int
@@ -158,7 +163,7 @@ class _Placeholder:
 
 @dataclass(slots=True)
 class RegionLog:
-    """Data about one region call that is being traced. Ids are ids of the tracer's log.
+    """Data: what was logged of one region call in a traced step. Ids are ids of the tracer's log.
 
     ``start`` and ``end`` are positions in the log. ``sequence_start`` and ``sequence_end`` are autograd's sequence numbers.
     """
@@ -185,7 +190,7 @@ class RegionLog:
 
 @dataclass(slots=True)
 class StepLog:
-    """Data about a step that has run, before it becomes a ``Trace``."""
+    """Data: what was logged of a step that has run. `assemble` makes a ``Trace`` from it."""
 
     tracer: StepTracer
     gradients: set[int]
@@ -254,8 +259,8 @@ def run_step(
 
 @contextlib.contextmanager
 def saved_as_zeros(model: nn.Module) -> Iterator[None]:
-    """Return a context manager for steps without activations: backward reads zeros instead of floating-point values that were
-    saved.
+    """Return a context manager for a step that does not hold activations. In its block, autograd does not hold the
+    floating-point values that it saves, and backward reads zeros instead.
 
     Parameters and integers are saved as usual. The gradients of such a step are wrong, but everything else in the step is
     right.
@@ -284,7 +289,7 @@ def _zeros(geometry: Geometry, device: torch.device) -> torch.Tensor:
 
 
 class RefusesHooks(Exception):
-    """The error that a region runs a transform of ``torch.func``, which cannot run while saved tensors have hooks.
+    """Raised when a region runs a transform of ``torch.func``, which cannot run while saved tensors have hooks.
 
     Its argument is the region's name.
     """
@@ -378,7 +383,7 @@ class StepCapture:
         return storage in self._parameter_storages or storage in self.tracer.fillings or is_gathered_by_zero(tensor)
 
     def _region(self, name: str, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a region's forward, log the call, and return the output."""
+        """Takes the place of a region's forward in a traced step: run the forward, log the call, and return the output."""
         if not torch.is_grad_enabled():
             return original(*args, **kwargs)
         outer = self._running
@@ -412,8 +417,8 @@ class StepCapture:
             push_saved_hooks(self._outside.pack, self._outside.unpack)
 
     def _refuse_hooks_inside(self) -> None:
-        """Raise ``InvalidModel`` if checkpointing inside a region has pushed its own hooks. Then our hooks do not see what its
-        ops save.
+        """Raise ``InvalidModel`` if other saved-tensor hooks are active inside a region, such as those of checkpointing.
+        Plimsoll's hooks then do not see what the region's ops save.
         """
         log = self._running
         if log is not None and torch.is_grad_enabled() and not _is_on_top(log.book):

@@ -1,5 +1,5 @@
-"""All that Plimsoll knows about ``DistributedDataParallel``: the model inside, the bytes of the reducer's buckets, and how
-steps run that the reducer does not see.
+"""Everything in Plimsoll that reads ``DistributedDataParallel``: the model inside, the bytes of the reducer's buckets, and
+trial steps that the reducer must not see.
 
 The reducer averages gradients over ranks, and counts them with hooks on the parameter objects. From the first step it learns
 the order of its buckets, and with ``static_graph`` the whole graph. It must not learn from a trial step. So a trial step runs
@@ -131,10 +131,10 @@ def begin_anew(model: nn.Module) -> None:
 
 
 class Twins:
-    """Aliases of the parameters of a wrapped model (twins). They share the parameters' memory and bypass the hooks of DDP and
-    ZeRO.
+    """Aliases of the parameters of a wrapped model (twins). They share the parameters' memory, but do not have the hooks of DDP
+    and ZeRO.
 
-    For any other model there are none.
+    A model without such a wrapper does not get twins.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -151,11 +151,11 @@ class Twins:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Return a context manager. Steps in its block run on the twins (aliases of the parameters), which the reducer does not
-        see. At the end, the gradients of the twins become the parameters' gradients.
+        """Return a context manager. In its block, the twins (aliases of the parameters) take the parameters' places in the
+        modules, so that the reducer does not see the steps.
 
-        Code that torch.compile compiles in the block is split at the reducer's buckets, as in training
-        (``_inside_ddp_forward``, seen in torch 2.9 to 2.15).
+        At the end, the gradients of the twins become the parameters' gradients. Code that torch.compile compiles in the block
+        is split at the reducer's buckets, as in training (``_inside_ddp_forward``, seen in torch 2.9 to 2.15).
         """
         for parameter, twin in self._twins.items():
             twin.grad = parameter.grad
@@ -173,8 +173,8 @@ class Twins:
 
     @contextlib.contextmanager
     def moving_gradients(self, *, keeps: bool) -> Iterator[None]:
-        """Return a context manager that frees each new gradient when it is complete, as if it moved into a bucket. It is for
-        steps that count bytes.
+        """Return a context manager for steps that count bytes. In its block, each new gradient is freed when it is complete, as
+        if it moved into a bucket.
 
         With ``keeps``, the gradient moves to memory that was allocated before the block. Otherwise a tensor with the same shape
         and a single element replaces it.
@@ -194,7 +194,9 @@ class Twins:
 
 @contextlib.contextmanager
 def unseen_by_reducer(model: nn.Module) -> Iterator[None]:
-    """Return a context manager for a step that counts bytes. The reducer of ``model``, if it has one, does not see the step."""
+    """Return a context manager for a step that counts bytes: in its block, the reducer of ``model``, if it has one, does not
+    see the step.
+    """
     twins = Twins(model)
     with twins.in_place(), twins.moving_gradients(keeps=False):
         yield

@@ -32,9 +32,10 @@ from plimsoll.tracing.recorder.calling import flat_tensors
 
 _MOST_REAL_FLOAT_BYTES = 4 * 2**20
 _MOST_REAL_INTEGER_BYTES = 64 * 2**20
-"""The largest size in bytes of a tensor that is computed for real, for floats and for integers.
+"""The largest size in bytes of a result that is computed for real: of an integer tensor here, and of a float tensor in the
+constant above.
 
-Such a tensor must not depend on a fake tensor.
+Only results that do not depend on a fake tensor are computed for real.
 """
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
 _ROW_ALIGNMENT_BYTES = 16
@@ -43,7 +44,8 @@ _DEVICE_OF = torch.ops.prim.device.default
 
 @contextlib.contextmanager
 def faked(model: nn.Module) -> Iterator[FakeTensorMode]:
-    """Return a context manager. Inside its block, a model computes with fake tensors, which replace parameters and buffers.
+    """Return a context manager that yields the fake mode. Inside its block, fake tensors replace the model's parameters and
+    buffers, so that the model computes without data.
 
     Tied parameters stay tied.
     """
@@ -53,8 +55,8 @@ def faked(model: nn.Module) -> Iterator[FakeTensorMode]:
 
 
 def fake_like(tensor: torch.Tensor, mode: FakeTensorMode | None) -> torch.Tensor:
-    """Return a fake CPU tensor with the size, strides, dtype and ``requires_grad`` of ``tensor``. Without a mode, return a
-    tensor on the meta device instead.
+    """Return a fake CPU tensor with the size, strides, dtype and ``requires_grad`` of ``tensor``. If ``mode`` is ``None``,
+    return a tensor on the meta device instead.
 
     Raises:
         TracingFailed: the tensor is not strided: the size of a sparse tensor depends on its data.
@@ -74,7 +76,9 @@ def fake_like(tensor: torch.Tensor, mode: FakeTensorMode | None) -> torch.Tensor
 
 
 def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
-    """Return the batch with fake tensors. Integer tensors that have values keep the values, in new storages."""
+    """Return a copy of the batch with fake tensors in place of its tensors. Integer tensors that have values stay real: they
+    are copied.
+    """
 
     @functools.cache  # a tensor that is passed twice stays one tensor
     def convert(tensor: torch.Tensor) -> torch.Tensor:
@@ -121,7 +125,7 @@ def _twin(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
 
 
 class KnownValues(TorchDispatchMode):
-    """A dispatch mode that runs small ops for real if they depend on no fake tensor.
+    """A dispatch mode that computes small results for real, if an op does not depend on a fake tensor (positions, masks).
 
     All other ops go to the fake mode below.
     """

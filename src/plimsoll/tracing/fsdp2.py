@@ -1,5 +1,5 @@
-"""All that Plimsoll knows about ``fully_shard`` (FSDP2, HSDP): shards, gathered parameters, waiting gradients, state to be
-restored.
+"""Everything in Plimsoll that reads ``fully_shard`` (FSDP2, HSDP): its shards, gathered parameters and waiting gradients, and
+its state, which trial steps must restore.
 
 FSDP2 keeps one storage per gathered parameter permanently. It fills the storage before a module's forward and backward, and
 empties it (``resize_(0)``) afterwards. So the storage has several lives in a step. Its size shows whether it is filled.
@@ -40,8 +40,8 @@ pending.
 
 
 class Gathered:
-    """The memory of a model's gathered parameters. The object is made once, and its memory is read many times while a step
-    runs.
+    """Lists the memory that FSDP2 uses for a model's gathered parameters. The object is made once, and is asked many times
+    while a step runs.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -91,15 +91,15 @@ def process_groups(model: nn.Module) -> Iterator[torch.distributed.ProcessGroup]
 
 
 def every_parameter(model: nn.Module) -> list[nn.Parameter]:
-    """Return all parameters, each once, and the tensors that an optimizer holds in their place.
+    """Return all parameters of a model, each once, and the tensors that an optimizer holds in place of some of them.
 
-    These are the shards of gathered parameters, and ZeRO's partitions.
+    These tensors are the shards of gathered parameters, and ZeRO's partitions.
     """
     return list(dict.fromkeys([*model.parameters(), *sharded_parameters(model), *partitions(model)]))
 
 
 def every_gradient(model: nn.Module) -> list[torch.Tensor]:
-    """Return all existing gradients, and the gradients that wait for a later reduction."""
+    """Return all gradients that exist now, including the gradients that wait for a later reduction over ranks."""
     reduced = [each for each in map(gradient_of, every_parameter(model)) if each is not None]
     return [*reduced, *(gradient for _, gradient in waiting_gradients(model))]
 
@@ -139,7 +139,7 @@ def _waiting_places(model: nn.Module) -> Iterator[tuple[str, Any, str]]:
 
 
 class KeptWaiting:
-    """Stores the gradients that wait for a later reduction. `put_back` makes exactly these gradients wait again."""
+    """Remembers the gradients that wait for a later reduction over ranks. `put_back` makes the same gradients wait again."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -153,7 +153,7 @@ class KeptWaiting:
         ]
 
     def put_back(self) -> None:
-        """Put the same tensors back into the same places, and put ``None`` into places that were made since."""
+        """Put the remembered gradients back into their places. A place that has appeared since gets ``None``."""
         for group, name, value in self._groups:
             setattr(group, name, copy.copy(value))
         kept = {(id(holder), attribute): gradient for holder, attribute, gradient in self.places}
@@ -241,13 +241,16 @@ def reshard(model: nn.Module) -> None:
 
 
 def own_reductions(model: nn.Module) -> list[str]:
-    """Return the names of reductions that replace torch's own reductions: the user's, or those of gradient compression."""
+    """Return the names of functions that replace torch's own reductions of gradients: the user's, or those of gradient
+    compression.
+    """
     found = dict.fromkeys(thing for group in _groups(model) for thing in _own_of(group) if thing is not None)
     return [getattr(thing, "__qualname__", type(thing).__name__) for thing in found]
 
 
 class KeptShards:
-    """Sets FSDP2's state aside between steps. Until `put_back`, zeros replace the waiting gradients.
+    """Sets FSDP2's state aside, so that trial steps between two training steps do not change it. Until `put_back`, zeros
+    replace the waiting gradients.
 
     Until then, torch's own reductions replace the user's reductions, which may keep unsent data and count steps. Parameters
     that stay gathered after backward (``set_reshard_after_backward(False)``) are freed at the beginning and by `put_back`.

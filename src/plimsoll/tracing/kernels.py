@@ -72,9 +72,9 @@ _FLOAT32_UNDER_CUDA_AUTOCAST = (
 
 @contextlib.contextmanager
 def target_kernels(device_name: str) -> Iterator[None]:
-    """Return a context manager.
+    """Return a context manager. Inside its block, ops on CPU tensors use the kernels of the named device.
 
-    Inside its block, CPU tensors use the kernels of the named device. For a CPU it does nothing.
+    If the named device is a CPU, the context manager does nothing.
     """
     if not runs_gpu_kernels(device_name):
         yield
@@ -98,7 +98,9 @@ def target_kernels(device_name: str) -> Iterator[None]:
 
 
 def _in_float32(name: str) -> Callable[..., Any]:
-    """Return a function that calls the op ``name`` with its floating-point tensors cast to float32, as autocast does it."""
+    """Return a kernel for the op ``name`` that first casts its narrow floating-point tensors to float32, as CUDA's autocast
+    does.
+    """
     packet, _, overload = name.partition(".")
     op = getattr(getattr(_ATEN, packet), overload or "default")
     below = dispatch_keys(AUTOCAST_CPU)
@@ -150,7 +152,9 @@ def _has_capability_9_or_10(device_name: str) -> bool:
 
 
 def _attention(*, with_cudnn: bool) -> Callable[..., torch.Tensor]:
-    """Return a function that computes attention with the kernel that torch chooses on a GPU."""
+    """Return a function that computes attention on CPU tensors with the kernel that torch chooses on a GPU. ``with_cudnn`` says
+    whether torch tries cuDNN's kernel first.
+    """
 
     def attend(
         query: torch.Tensor,
@@ -228,8 +232,8 @@ def _attention_bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.T
 
 
 def _softmax(op: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return a function that computes ``_softmax`` or ``_log_softmax`` as a GPU does, which casts float16 to float32 in the
-    kernel.
+    """Return a kernel for softmax or log-softmax that does on CPU tensors what a GPU does: it casts float16 to float32 inside
+    the op.
     """
 
     def kernel(input: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:  # noqa: A002 - aten's
@@ -250,7 +254,9 @@ def _rms_norm(
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """An autograd function around CUDA's fused RMS norm, which has an autograd formula on a GPU and decomposes on a CPU."""
+    """An autograd function that calls CUDA's fused RMS norm for CPU tensors. On a GPU this op has an autograd formula, and on a
+    CPU torch would decompose it.
+    """
 
     @staticmethod
     def forward(

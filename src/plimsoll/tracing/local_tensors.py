@@ -131,12 +131,16 @@ def is_pending(tensor: Any) -> bool:
 
 
 def dispatches_itself(kinds: Any) -> bool:
-    """Return True if tensors of these types turn their ops into ops on local tensors and collectives."""
+    """Return True if one of these tensor types turns its ops into ops on local tensors and collectives: a DTensor, or a tensor
+    that a collective fills.
+    """
     return any(kind not in _PLAIN and issubclass(kind, (*_loaded(_SHARDED), *_loaded(_PENDING))) for kind in kinds)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this process's tensor, without waiting for its contents. Of a plain tensor, return the tensor itself."""
+    """Return this process's tensor behind a distributed tensor, without waiting for its contents. For a plain tensor, return
+    the tensor itself.
+    """
     if type(tensor) in _PLAIN:
         return tensor
     inner: Any = tensor
@@ -146,7 +150,9 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def settled(tensor: torch.Tensor) -> torch.Tensor:
-    """Wait until the tensor's contents have arrived, and return this process's tensor behind it."""
+    """Wait until a tensor's contents have arrived, and return this process's tensor behind it: a DTensor's local shard, or a
+    plain tensor itself.
+    """
     if type(tensor) in _PLAIN:
         return tensor
     inner: Any = tensor
@@ -171,7 +177,8 @@ def unwrapped(tensor: torch.Tensor) -> tuple[torch.Tensor, Shell | None]:
 
 
 class Shell:
-    """The layout of a DTensor without its local tensor: device mesh, placements, global shape and strides.
+    """Holds the parts of a DTensor other than its local tensor: device mesh, placements, global shape and strides. `around`
+    makes a DTensor from this again.
 
     The DTensor itself is held until `let_go`, so that its version can be read. `keep` replaces it by an alias.
     """
@@ -195,7 +202,7 @@ class Shell:
         return 0 if self.outer is None else self.outer._version
 
     def keep(self) -> None:
-        """Replace the DTensor by an alias, which shares the version counter but not the autograd graph."""
+        """Hold, instead of the DTensor, an alias that shares the version counter but not the autograd graph."""
         if self.outer is not None:
             self.outer = self.outer.detach()
 
@@ -228,7 +235,7 @@ def layout_key(tensor: torch.Tensor) -> Any:
 
 
 def _loaded(place: tuple[str, str]) -> tuple[type, ...]:
-    """Return a tuple with the type, if its module is imported, else an empty tuple."""
+    """Return a tuple with the type at this place (module and name), or an empty tuple if the module is not imported."""
     module = sys.modules.get(place[0])
     found = None if module is None else module.__dict__.get(place[1])
     return () if found is None else (found,)

@@ -15,8 +15,8 @@ from plimsoll.tracing.torch_internals import at_end_of_backward, current_graph_t
 
 
 def is_in_backward() -> bool:
-    """Return True if this thread is within a backward. A module that is called then is being recomputed by other checkpointing
-    code.
+    """Return True if this thread is within a backward. If a module is called then, other checkpointing code is
+    recomputing it.
     """
     return current_graph_task() != -1
 
@@ -30,10 +30,10 @@ def after_backward(callback: Callable[[], None]) -> None:
 
 
 class OpenGraphs:
-    """The autograd graphs that wait for their backward.
+    """Holds weak references to the autograd graphs of a step's forwards that wait for their backward.
 
-    ``on_backward`` is called when backward reaches a graph, and ``on_backward_end`` is called after each backward that has
-    reached at least one of them.
+    ``on_backward`` is called when backward reaches one of these graphs. ``on_backward_end`` is called after each backward that
+    has reached at least one of them.
     """
 
     def __init__(self, on_backward_end: Callable[[], None], on_backward: Callable[[], None]) -> None:
@@ -56,7 +56,7 @@ class OpenGraphs:
         return len(self._left) > 0
 
     def abandon(self) -> None:
-        """Remove the waiting graphs from the step, because their backward will not run."""
+        """Remove the graphs that still wait, because their backward will not run. They no longer count for the step."""
         self.most -= len(self._waiting)
         self._left.update(self._waiting)
         self._waiting.clear()

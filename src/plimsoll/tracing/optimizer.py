@@ -1,9 +1,10 @@
-"""Trace an optimizer's step on copies of its parameters and of its state. The copies do not use memory.
+"""Trace an optimizer's step on a copy of the optimizer, whose parameters and state do not use memory.
 
 The traced step is the second one, so the optimizer's state exists, as in all of training except the first step. The real
 optimizer is only read.
 
-Copies on the meta device cost a tenth of what fake tensors cost. If a step fails on that device, fake tensors are used.
+Copies on the meta device cost a tenth of the time that fake tensors cost. If a step fails on that device, fake tensors are
+used.
 
 Known weakness: if a step reads a number from such a copy (Adafactor: the norm of a parameter), the number is 1.
 """
@@ -41,7 +42,7 @@ _PATCHED = ("step", "profile_hook_step")
 
 @dataclass(frozen=True, slots=True)
 class OptimizerLog:
-    """Data about one optimizer step: its tracer, and the ids of the storages that are optimizer state."""
+    """Data: the log of one traced optimizer step. It has the tracer, and the ids of the storages that are optimizer state."""
 
     name: str
     tracer: StepTracer
@@ -55,9 +56,9 @@ class OptimizerLog:
         ]
 
     def storages(self, first_id: int, first_tick: int) -> list[Storage]:
-        """Return the storages of the state and of the temporaries of the step. Their ids begin with ``first_id``.
+        """Return the storages of the optimizer's state and of the temporaries of the step, in the form of a trace's storages.
 
-        The tick (position in the trace) of the step's first op is ``first_tick``.
+        Their ids begin with ``first_id``. The tick (position in the trace) of the step's first op is ``first_tick``.
         """
         tracer = self.tracer
         known = [
@@ -113,8 +114,10 @@ def _traced(
     *,
     on_gpu: bool,
 ) -> OptimizerLog:
-    """Trace the second step of a copy. The copy has fake tensors of ``mode``, or tensors on the meta device if ``mode`` is
-    None.
+    """Run two steps of a copy of the optimizer, and return the log of the second.
+
+    The copy has fake tensors of ``mode``, or tensors on the meta device if ``mode`` is None. ``names`` maps ``id`` of a
+    parameter to its name.
     """
     twins = {id(p): _twin_of(p, mode) for p in _parameters(optimizer)}
     twin = _copy(optimizer, twins, mode, on_gpu=on_gpu)
@@ -141,11 +144,11 @@ def with_options(
     options: Mapping[str, object],
     without_gradient: frozenset[str],
 ) -> Trace:
-    """Return a trace with the same forward and backward, but with an optimizer step under other options in the parameter
-    groups.
+    """Return a trace with the forward and backward of ``trace``, and with an optimizer step that uses other options in its
+    parameter groups.
 
-    The given trace may or may not end with the step of the unchanged optimizer. Options are such as ``{"fused": True,
-    "foreach": None}``.
+    Options are such as ``{"fused": True, "foreach": None}``. The given trace may or may not end with a step of the optimizer;
+    that step is replaced.
 
     Raises:
         InvalidModel, TracingFailed: as ``trace`` raises them.
@@ -216,7 +219,9 @@ def refuse_optimizer_of_another(optimizer: Optimizer, model: nn.Module) -> None:
 def _copy(
     optimizer: Optimizer, twins: dict[int, torch.Tensor], mode: FakeTensorMode | None, *, on_gpu: bool
 ) -> Optimizer:
-    """Return a copy of the optimizer without hooks. It has copies of parameters and state without memory, so it is small."""
+    """Return a copy of the optimizer without hooks. Its parameters and state are copies without memory (``twins`` has those of
+    the parameters), so it is small.
+    """
     twin: Optimizer = object.__new__(type(optimizer))
     memo: dict[int, Any] = dict(twins)
     for _, tensor in _state_tensors(list(optimizer.state.values())):
@@ -232,8 +237,8 @@ def _copy(
 
 
 def _step_lbfgs(twin: LBFGS) -> None:
-    """Allocate and free the tensors that a step of L-BFGS allocates and frees when its history is full. The real step is not
-    run, because it reads numbers and calls the model.
+    """Do to memory what a step of L-BFGS does when its history is full: allocate and free the same tensors. The real step is
+    not run, because it reads numbers and calls the model.
 
     ``held`` counts the vectors that are alive while the model is evaluated again: the flat gradient, two directions, and
     entries that are not in the history yet. With a line search, its start and the gradients at tried points are added.

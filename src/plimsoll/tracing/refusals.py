@@ -1,5 +1,4 @@
-"""Refuse what cannot be traced, and say why: models without a training step, and exceptions in a step, as one clear error of
-ours.
+"""Refuse models that cannot be traced, and turn exceptions in a step into one clear error of Plimsoll that says why.
 
 Out-of-memory errors and interrupts are not changed.
 """
@@ -41,7 +40,7 @@ _WITHOUT_FAKE = (UnsupportedFakeTensorException, UnsupportedOperatorException)
 
 
 def check_traceable(model: nn.Module) -> None:
-    """Refuse a model that does not have a training step.
+    """Raise an error if a model does not have a training step that can be traced. Otherwise do nothing.
 
     Raises:
         InvalidModel: the model does not have parameters, has parameters without a shape, or has nothing to train. Or it is
@@ -91,7 +90,7 @@ def check_traceable(model: nn.Module) -> None:
 
 
 def refuse_without_shape(model: nn.Module) -> None:
-    """Refuse lazy modules that have not run yet.
+    """Raise an error if the model has lazy modules that have not run yet.
 
     Raises:
         InvalidModel: a parameter or buffer does not have a shape yet.
@@ -108,8 +107,8 @@ def refuse_without_shape(model: nn.Module) -> None:
 
 
 def refuse_nested(tensors: Iterable[torch.Tensor]) -> None:
-    """Refuse nested tensors, including jagged ones. Their sizes are data, so the shapes of their ops change from batch to
-    batch.
+    """Raise an error if one of the tensors is nested (jagged ones too). The sizes of a nested tensor are data, so the shapes of
+    its ops change from batch to batch.
 
     Raises:
         InvalidBatch: one of the tensors is nested.
@@ -123,7 +122,8 @@ def refuse_nested(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def refuse_unseen_reducer(model: nn.Module) -> None:
-    """Refuse a model whose gradients are reduced by a wrapper that is not the model itself.
+    """Raise an error if the model's gradients are reduced by a ``DistributedDataParallel`` that the caller did not pass with
+    the model.
 
     Raises:
         InvalidModel: the model is called from within a ``DistributedDataParallel``, or contains one.
@@ -138,7 +138,7 @@ def refuse_unseen_reducer(model: nn.Module) -> None:
 
 
 def refuse_shards(model: nn.Module) -> None:
-    """Refuse to trace a model with fake tensors if it is split over ranks.
+    """Raise an error if a model that is to be traced with fake tensors is split over ranks.
 
     This comes before FSDP2's first forward, which would set FSDP2 up with the fake tensors.
 
@@ -189,7 +189,8 @@ def is_disabled(function: Any) -> bool:
 
 
 def _stored(thing: Any, name: str) -> Any:
-    """Return the stored value of an attribute, or ``None``. For a method, look at the method's function.
+    """Return the value of an attribute without running code of the user, or ``None`` if it does not exist. For a method, look
+    at the method's function.
 
     The code of a forward may name objects of any class, and their ``__getattr__`` and properties may raise anything (``class
     AttrDict(dict): __getattr__ = dict.__getitem__``). So none of the user's code runs here.
@@ -198,8 +199,8 @@ def _stored(thing: Any, name: str) -> Any:
 
 
 def _function_behind(thing: Any) -> FunctionType | None:
-    """Return the Python function that a callable ends in, behind methods and wrappers. Return ``None`` if it does not end in
-    one.
+    """Return the Python function that a callable finally calls, found by unwrapping methods and wrappers. Return ``None`` if
+    this is not a Python function.
     """
     seen: set[int] = set()
     while id(thing) not in seen:
@@ -240,7 +241,7 @@ def _called_by(module: nn.Module, forward: Any) -> Iterator[Any]:
 
 
 def refuse_compiled(model: nn.Module) -> None:
-    """Refuse a model that torch.compile compiles as a whole, because a plan could not decide about any of its tensors.
+    """Raise an error if torch.compile compiles the model as a whole, because a plan could not decide about any of its tensors.
 
     Raises:
         InvalidModel: the model is compiled as a whole.
@@ -250,7 +251,8 @@ def refuse_compiled(model: nn.Module) -> None:
 
 
 def uncompiled_regions(model: nn.Module, regions: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the regions that a plan can decide about. For each of the other regions, warn that it is not managed.
+    """Return the regions that a plan can decide about: those without compiled parts. For each of the other regions, warn that
+    it is not managed.
 
     Raises:
         InvalidModel: no region remains, or the model is compiled as a whole.
@@ -273,10 +275,10 @@ def without_compiled(regions: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
 def without_transforms(
     regions: Mapping[str, nn.Module], name: str, left_alone: Mapping[str, nn.Module]
 ) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
-    """Move region ``name``, and all regions of the same class, to ``left_alone``. The region runs a transform of
-    ``torch.func``, which cannot run under saved-tensor hooks.
+    """Move region ``name``, and all regions of the same class, from ``regions`` to ``left_alone``, and warn.
 
-    Return the remaining regions, and the new ``left_alone``, as two mappings from name to module.
+    The region runs a transform of ``torch.func``, which cannot run under saved-tensor hooks. Return the remaining regions, and
+    the new ``left_alone``, as two mappings from name to module.
     """
     kept = {other: each for other, each in regions.items() if type(each) is type(regions[name])}
     warnings.warn(
@@ -340,7 +342,7 @@ def refused_script() -> InvalidModel:
 
 
 def explain_forward(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Return a context manager that turns an error in forward into a clear error of ours.
+    """Return a context manager that turns an error in the model's forward into a clear error of Plimsoll.
 
     The error says that the batch does not fit the model, or that fake tensors lack values or kernels.
     """
@@ -355,12 +357,13 @@ def explain_forward(model: nn.Module) -> contextlib.AbstractContextManager[None]
 
 
 class BackwardFailed(TracingFailed):
-    """The error that backward failed while a step was traced."""
+    """Raised when backward fails in a step that is run in order to be traced."""
 
 
 def explain_backward(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Return a context manager that turns an error in backward into a clear error of ours. Forward has shown that the batch
-    fits.
+    """Return a context manager that turns an error in the model's backward into a clear error of Plimsoll.
+
+    Unlike in forward, the batch is not named as a cause: forward has shown that the batch fits.
     """
     return _explained(
         model,

@@ -15,14 +15,15 @@ from plimsoll.tracing.ddp import inner_module
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _LEAST_MATRICES = 2
-"""The fewest weight matrices of a nested block that counts as a block.
+"""The fewest weight matrices that a block inside another block must have to count as a block of its own.
 
 With fewer, it is one layer (a convolution with its norm) and belongs to the enclosing block.
 """
 _OUTSIDE_SHARE = 0.5
-"""The largest share of matrices that a stack of nested blocks may have outside of these blocks.
+"""A limit for a block that is a stack of other blocks: how many weight matrices it may have outside of these blocks, as a share
+of the matrices of one of them.
 
-The share refers to the matrices of one nested block. Such other matrices belong to a downsampling, for example.
+Such other matrices belong to a downsampling, for example.
 """
 
 
@@ -49,10 +50,10 @@ def find_regions(model: nn.Module, patterns: Sequence[str] | None = None) -> dic
 
 
 def around(module: nn.Module, path: str, inner: Collection[str]) -> dict[str, nn.Module]:
-    """Return the outermost parts of a module that have parameters and are outside of ``inner``, as a mapping from path to
-    module.
+    """Return the outermost parts of a module that have parameters and are outside of the modules ``inner``, as a mapping from
+    path to module.
 
-    ``inner`` has the paths of modules inside of the module.
+    ``inner`` has the paths of modules inside of the module, and ``path`` is the path of the module itself.
     """
     found: dict[str, nn.Module] = {}
     for name, child in module.named_children():
@@ -76,7 +77,10 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def _matrix_count(module: nn.Module) -> int:
-    """Return the number of weights of matrix products. Embeddings do not count, because a look-up does not justify a block."""
+    """Return the number of weights in a module that are matrices (parameters with two dimensions or more), without embeddings.
+
+    The number decides whether a module counts as a block. A look-up in an embedding does not justify a block.
+    """
     inner = (each for each in module.modules() if not isinstance(each, nn.Embedding))
     weights = {id(weight): weight for each in inner for weight in each.parameters(recurse=False)}
     return sum(weight.dim() > 1 for weight in weights.values())
@@ -84,7 +88,7 @@ def _matrix_count(module: nn.Module) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """Data about a child of a module. Children that are containers are replaced by their own children."""
+    """Data about a module that may be a block: a child of a module, or the child of a list, sequence or dictionary in it."""
 
     path: str
     module: nn.Module
@@ -135,8 +139,7 @@ def _holds_blocks(container: nn.Module | None, kinds: Counter[type[nn.Module]]) 
 
 
 def _is_stack(module: nn.Module, nested: Mapping[str, nn.Module]) -> bool:
-    """Return True if a block is little more than a chain of other blocks, so that its activations are the activations of these
-    blocks.
+    """Return True if a block consists of other blocks (``nested``) and little else, so that the others are the blocks to plan.
 
     Return False if the block has attention or a convolution of its own next to the other blocks (experts, parallel branches).
     Then it is one block itself.

@@ -53,8 +53,8 @@ def lacking(name: str) -> UnsupportedTorch:
 
 
 def is_at_least(major: int, minor: int) -> bool:
-    """Return True if this torch has that version or a newer version. Pre-releases and local builds of a version count as that
-    version.
+    """Return True if this torch has the version ``major.minor`` or a newer one. Pre-releases and local builds of a version
+    count as that version.
     """
     found = re.match(r"(\d+)\.(\d+)", torch.__version__)
     assert found is not None, torch.__version__
@@ -63,7 +63,7 @@ def is_at_least(major: int, minor: int) -> bool:
 
 @functools.cache
 def warn_if_untried() -> None:
-    """Warn once in a process if this torch is newer than the versions in ``TRIED``. Each public function that takes a model
+    """Warn if this torch is newer than the versions in ``TRIED``, once in a process. Each public function that takes a model
     calls this function.
 
     A missing name raises ``UnsupportedTorch``. A name whose meaning has changed in a newer torch is not detected.
@@ -81,7 +81,9 @@ def warn_if_untried() -> None:
 
 
 def _frames_of_ours() -> int:
-    """Return the number of frames from the caller up to the first frame outside of Plimsoll."""
+    """Return how many frames of the call stack belong to Plimsoll, from the caller up to the first frame of other code. A
+    warning then names that code.
+    """
     depth, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "plimsoll":
         depth, frame = depth + 1, frame.f_back

@@ -60,8 +60,8 @@ from plimsoll.tracing.zero import bytes_beside
 _LOG = logging.getLogger(__name__)
 _Timings = Mapping[str, Sequence[float]]
 _ROOM_TO_HOLD = 2
-"""The factor that decides whether timed runs hold what autograd saves, as in training. They hold it if this factor times the
-saved bytes is free.
+"""The factor that decides whether timed runs hold what autograd saves, as in training. They hold it if the free memory is more
+than the saved bytes times this factor.
 
 Without held tensors, memory would be returned and requested with each op, and the times of ops would include that. But holding
 needs room.
@@ -187,8 +187,9 @@ def watch(
 ) -> WatchedStep:
     """Run one unchanged step of ``model`` on ``batch``, and return each op and the true life of each storage.
 
-    Arguments, errors and restored state are as for `trace`. Memory is summed by regions. ``context`` is a function that returns
-    a context manager for forward and backward, such as an offloading context, or a context that removes hooks.
+    Arguments, errors and restored state are as for `trace`. Memory is summed by regions (modules that ``regions`` names, or the
+    model's repeated blocks). ``context`` is a function that returns a context manager for forward and backward, such as an
+    offloading context, or a context that removes hooks.
     """
     step = _Step(model, batch, loss, optimizer, device_name)
     names = tuple(find_regions(step.model, regions))
@@ -199,7 +200,9 @@ def watch(
 
 
 class _Step:
-    """The step to observe: one model (with its wrapper, if it has one), one call, and the device that the step is for."""
+    """One training step to observe: the model (with its wrapper, if it has one), the arguments of its call, and the device that
+    the step is for.
+    """
 
     def __init__(
         self, model: nn.Module, batch: Any, loss: Loss | None, optimizer: Optimizer | None, device_name: str | None
@@ -239,7 +242,10 @@ class _Step:
         return log, meter.bytes
 
     def timed(self, call: Call, clock: OpClock, progress: Callable[[float], None]) -> _Timings:
-        """Return the seconds of the ops of a step, by cost key. The step runs as in training: autograd holds what it saves."""
+        """Run the step with a timer, and return the seconds of its ops, as a mapping from cost key to samples.
+
+        The step runs as in training: autograd holds what it saves.
+        """
         timer = OpTimer(lambda: "", clock=clock)
         register_statics(timer, self.model, call)
         with timer:
@@ -256,8 +262,8 @@ class _Step:
             yield private_copy(self._call)
 
     def described(self, log: StepLog, workspaces: Mapping[str, int]) -> tuple[Trace, dict[int, int]]:
-        """Return the trace of a run and the optimizer's step, and a mapping from storage ids of the log to storage ids of the
-        trace.
+        """Return the trace of a run that was logged, including the optimizer's step. Return also a mapping from storage ids of
+        the log to storage ids of the trace.
         """
         stepped = None
         if self._optimizer is not None:
@@ -293,7 +299,7 @@ class _Step:
 
 
 class _Watcher:
-    """Runs a step once under a tracer that does not hold tensors and does not change the step."""
+    """Runs a step once under a tracer that changes nothing: autograd holds what it saves, as in training."""
 
     def __init__(self, step: _Step, context: Context) -> None:
         self._step = step
@@ -358,7 +364,9 @@ class _Watcher:
 
 
 def _most_alive_bytes(trace: Trace) -> int:
-    """Return the largest number of bytes that are alive at any tick. The tensors that regions save do not count."""
+    """Return the largest number of bytes that are alive at any tick (position in the trace). Tensors that only regions hold for
+    backward do not count.
+    """
     change = [0] * (len(trace.ops) + 2)
     for storage in trace.storages:
         change[storage.born + 1] += storage.bytes
@@ -367,9 +375,9 @@ def _most_alive_bytes(trace: Trace) -> int:
 
 
 def merged_timings(runs: Sequence[_Timings]) -> dict[str, tuple[float, ...]]:
-    """Return all samples of each key, as a mapping from key to samples.
+    """Return the samples (seconds) of all timed runs together, as a mapping from cost key to samples.
 
-    The untimed run came first, so that none of the samples is cold.
+    None of the samples is cold, because a run that is not timed came first.
     """
     keys = dict.fromkeys(key for run in runs for key in run)
     return {key: tuple(sample for run in runs for sample in run.get(key, ())) for key in keys}

@@ -1,5 +1,5 @@
-"""Log a running training step: its ops, the lives of its storages (when they are allocated and freed), and the seconds of its
-ops. Time is counted in ticks: one recorded op is one tick.
+"""Log a running training step: its ops, when its storages are allocated and freed (their lives), and the seconds of its ops.
+Time is counted in ticks: one recorded op is one tick.
 
 ``register_statics`` registers what exists before the step: parameters, gradients, buffers, the batch.
 """
@@ -36,7 +36,9 @@ _NODES_PER_REPORT = 64
 
 @dataclass(slots=True)
 class OpContext:
-    """Data about where an op ran: its phase, and the sequence number of the autograd node that ran it (``-1`` in forward)."""
+    """Data about where an op ran: its phase, and the autograd node that ran it (its name and sequence number, ``""`` and ``-1``
+    in forward).
+    """
 
     phase: Phase
     node: int
@@ -114,7 +116,7 @@ class StepTracer(OpRecorder):
         return value
 
     def guard(self, parameter: torch.Tensor, storage: int) -> None:
-        """Restore a parameter when the tracer exits, if the step writes to the parameter.
+        """Watch a parameter, and restore its contents when the tracer exits if the step has written to it.
 
         A step may write to it, for instance, because the parameter is an average of others.
         """
@@ -145,7 +147,9 @@ class StepTracer(OpRecorder):
                 self._before_writes[storage] = (parameter, parameter.clone())
 
     def add_stand_in(self, tensor: torch.Tensor) -> None:
-        """Register a placeholder that backward reads. Its storage does not belong to the step."""
+        """Register a tensor that backward reads in place of a saved tensor (zeros, or a copy). Its storage does not count as
+        memory of the step.
+        """
         self._new_value(self.table.add(tensor), tensor, Origin.PARAMETER, "stand-in", producer=-1)
 
     def execute(self, op: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature) -> Any:
@@ -160,7 +164,9 @@ class StepTracer(OpRecorder):
         return out
 
     def first_value(self, storage: int) -> RecordedValue:
-        """Return the value (a version of the contents) that a storage had when the tracer first saw it."""
+        """Return the first contents (`RecordedValue`) that a storage had when the tracer met it. Later writes make further
+        values.
+        """
         return self.values[self._first[storage]]
 
     def note_deaths(self) -> None:
@@ -230,7 +236,9 @@ class StepTracer(OpRecorder):
 
 
 class OpTimer(StepTracer):
-    """Times the ops of a step whose structure is known. Nothing else is recorded, so that little code runs between ops."""
+    """Times the ops of a step whose structure has been traced before. Nothing else is recorded, so that little code runs
+    between ops.
+    """
 
     def known(self, tensor: torch.Tensor) -> int:
         return -1
@@ -274,7 +282,9 @@ def register_statics(tracer: StepTracer, model: nn.Module, call: Call) -> frozen
 
 
 def _add(tracer: StepTracer, tensor: torch.Tensor, origin: Origin, name: str) -> set[int]:
-    """Register the storages of this process behind a tensor, and return their ids."""
+    """Register a tensor that exists before the step, and return the ids of its storages in this process. A DTensor or sparse
+    tensor may have several.
+    """
     refuse_nested([tensor])
     return {tracer.values[tracer.add_static(part, origin, name)].storage for part in dense_parts(tensor)}
 
@@ -292,7 +302,9 @@ def changed_buffers(tracer: StepTracer, model: nn.Module) -> tuple[str, ...]:
 
 
 def listed_parameters(tracer: StepTracer, model: nn.Module) -> tuple[TraceParameter, ...]:
-    """Return all parameters, each once, with its storage in the tracer's table and its other names."""
+    """Return data about all parameters of the model, each once: name, shape, bytes, the id of its storage in the tracer's
+    table, and its other names.
+    """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)

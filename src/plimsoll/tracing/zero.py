@@ -1,4 +1,4 @@
-"""Everything that is specific to DeepSpeed, with or without ZeRO: engine, optimizer, partitions, gathered parameters.
+"""Everything in Plimsoll that reads DeepSpeed, with or without ZeRO: its engine, optimizer, partitions and gathered parameters.
 
 The engine calls the model, whose parameters are views of flat parameters. Hooks on the parameters move each gradient into a
 bucket during backward. A trial step must not trigger these hooks, so it runs on twins: aliases of the parameters without hooks
@@ -8,8 +8,8 @@ The model does not refer to these partitions.
 In stage 3 a parameter is empty until hooks on its module gather it. It gets new memory before forward and before backward, and
 frees it afterwards. All parameters that recipes read must be gathered at the same time. So each region is made what DeepSpeed
 calls a leaf module: its parameters are gathered together, before its forward and before the first node of its backward. Slots
-and recipes hold the parameter itself, never its memory. Trial steps run on the parameters, with the hooks that reduce gradients
-removed.
+(saved tensors) and recipes hold the parameter itself, never its memory. Trial steps run on the parameters, with the hooks that
+reduce gradients removed.
 
 Source: deepspeed.runtime.zero.stage_1_and_2, stage3, parameter_offload, bf16_optimizer and fp16. The attributes that it sets on
 parameters and modules, and its internal names, were seen in DeepSpeed 0.19. Importing it takes seconds. If DeepSpeed is not
@@ -79,12 +79,14 @@ def engine_of(model: nn.Module) -> Any | None:
 
 
 def steps_with_buckets(model: nn.Module) -> bool:
-    """Return True if DeepSpeed moves gradients into its own buckets during backward and counts them."""
+    """Return True if DeepSpeed wraps the model's optimizer. It then moves gradients into buckets of its own during backward,
+    and counts them.
+    """
     return _wrapper_of(inside_engine(model)) is not None
 
 
 def partitions(model: nn.Module) -> list[nn.Parameter]:
-    """Return the tensors that DeepSpeed steps on this rank in place of the parameters.
+    """Return the tensors that DeepSpeed's optimizer steps on this rank instead of the model's parameters.
 
     They are flat partitions (ZeRO) or 32-bit copies. Without DeepSpeed, the list is empty.
     """
@@ -124,7 +126,8 @@ def bytes_beside(model: nn.Module) -> int:
 
 
 class WholeRegions:
-    """Makes regions leaf modules until `put_back`, so that ZeRO's stage 3 gathers all parameters of a region together.
+    """Makes ZeRO's stage 3 gather all parameters of a region together, until `put_back`. For that, each region becomes what
+    DeepSpeed calls a leaf module.
 
     Hooks inside the regions that gather are removed. Hooks that make graph nodes stay, because they determine the order in
     which gradients are summed.
@@ -168,7 +171,8 @@ class WholeRegions:
 
 
 class KeptGathering:
-    """Stores the state of ZeRO's stage 3 between steps. `put_back` leaves each parameter empty, even after a step that failed.
+    """Remembers the state of ZeRO's stage 3 before a trial step. `put_back` leaves each parameter empty, as between steps, even
+    after a step that failed.
 
     ``hooks`` are the hooks on leaf modules that reduce gradients.
     """
@@ -189,9 +193,10 @@ class KeptGathering:
 
 
 def _wrapper_of(model: nn.Module) -> Any:
-    """Return DeepSpeed's optimizer around torch's optimizer, or None if there is only torch's.
+    """Return DeepSpeed's own optimizer, which wraps torch's optimizer. Return ``None`` if the model is not under such a
+    wrapper.
 
-    The engine has only torch's optimizer without ZeRO and in 32 bits.
+    That is so for a model without an engine, and for an engine without ZeRO in 32 bits.
     """
     wrapper = getattr(engine_of(model), "optimizer", None)
     return wrapper if wrapper is not None and "optimizer" in vars(wrapper) else None

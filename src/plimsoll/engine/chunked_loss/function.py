@@ -27,7 +27,8 @@ Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """Options of the computation from hidden states to loss: ``softcap * tanh(scale * linear / softcap)``, then cross-entropy.
+    """Data: the options for computing a loss from hidden states: ``softcap * tanh(scale * linear / softcap)``, then
+    cross-entropy.
 
     Without a softcap, it is ``scale * linear``, then cross-entropy.
     """
@@ -47,7 +48,9 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 class ChunkedLosses(torch.autograd.Function):
-    """An autograd function whose result is the sum of the losses (a scalar). Its gradients are ready when forward returns."""
+    """An autograd function that returns the sum of the losses (a scalar). The gradients are computed in forward already, so
+    backward only scales them.
+    """
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> torch.Tensor:
@@ -79,7 +82,7 @@ class ChunkedLosses(torch.autograd.Function):
 
 
 class ChunkedLossPerRow(torch.autograd.Function):
-    """An autograd function whose result is one loss per row. Its backward computes each chunk's logits again, and the
+    """An autograd function that returns one loss per row. Its backward computes each chunk's logits a second time, and then the
     gradients.
     """
 
@@ -130,7 +133,7 @@ def _no_derivative(how: str) -> InvalidLoss:
 
 
 class _Work:
-    """The loop over chunks, without autograd. It takes the same arguments as the autograd functions above."""
+    """The loop over chunks, without autograd. Its constructor takes the same arguments as the autograd functions above."""
 
     def __init__(
         self,
@@ -150,7 +153,9 @@ class _Work:
         self._is_ignored = labels == head.ignore_index
 
     def empty_gradients(self, needed: tuple[bool, ...]) -> Gradients:
-        """Return new tensors to add up the gradients that are needed, and ``None`` for the others."""
+        """Return new tensors to add up gradients: of the hidden states, the weight and the bias. An item is ``None`` if its
+        gradient is not ``needed``.
+        """
         hidden, weight, bias = self._given
         wanted = self.head.accumulate_dtype
         return (

@@ -32,9 +32,8 @@ def chunk_loss(model: nn.Module, *, chunk_bytes: int | str | None = None, chunk_
     (no labels, ``torch.no_grad()``, generation) is as before, and so are parameters and ``state_dict``.
 
     Args:
-        model: a causal language model of transformers, or a wrapper around such a model (PEFT). Its output embeddings are a
-            plain
-            ``nn.Linear``, tied or not, and its loss is ``ForCausalLMLoss``.
+        model: a causal language model of transformers, or a wrapper around such a model (PEFT). The model's output embeddings
+            are a plain ``nn.Linear``, tied or not, and the model's loss is ``ForCausalLMLoss``.
         chunk_bytes: the most that the logits of one chunk may take, in bytes or with a unit (``"256MiB"``).
         chunk_rows: how many positions a chunk has. Without ``chunk_bytes`` and ``chunk_rows``, a chunk's logits take as many
             bytes as the hidden states.
@@ -69,8 +68,8 @@ def can_chunk(model: nn.Module) -> bool:
 
 
 class ChunkHandle:
-    """The handle of a model whose loss is chunked. It removes the chunked loss; as a context manager, it does so at the block's
-    end.
+    """The handle of a model whose loss is chunked. Its ``remove`` restores the model's own loss. As a context manager, the
+    handle does so at the end of the block.
     """
 
     def __init__(self, chunked: _ChunkedHead) -> None:
@@ -116,7 +115,7 @@ class _ChunkedHead:
         self._wants_tuple = False
 
     def attach(self) -> None:
-        """Install the replacements and the hooks."""
+        """Replace the forward of the head and the loss of the model, and register the hooks on the model."""
         self._model.loss_function = self.loss
         self._head.forward = self.head_forward  # type: ignore[method-assign, assignment]
         self._hooks = [
@@ -125,7 +124,7 @@ class _ChunkedHead:
         ]
 
     def detach(self) -> None:
-        """Remove the replacements and the hooks."""
+        """Restore the forward of the head and the loss of the model, and remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         for module, name in ((self._head, "forward"), (self._model, "_loss_function")):
@@ -223,7 +222,8 @@ class _ChunkedHead:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DeferredLogits:
-    """In place of logits that are not computed: ``hidden`` is the input of the head, and the other fields note what follows.
+    """Takes the place of logits that are never computed. ``hidden`` is the input of the head, and the other fields note what
+    the model does to the logits.
 
     The logits would be ``linear(hidden) * inner``, then (if ``is_capped``) the tanh of this, times ``outer``.
     """
@@ -272,11 +272,11 @@ class DeferredLogits:
         return self.shape if dim is None else self.shape[dim]
 
     def float(self) -> DeferredLogits:
-        """Return logits with the dtype float32. Only the dtype is noted: the loss is computed in float32 in any case."""
+        """Return a copy whose noted dtype is float32. Nothing is computed: the loss is computed in float32 in any case."""
         return replace(self, dtype=torch.float32)
 
     def to(self, *args: Any, **kwargs: Any) -> DeferredLogits:
-        """Return logits with another dtype. Only the dtype is noted.
+        """Return a copy with another noted dtype. Nothing is computed.
 
         Another device raises ``InvalidModel``, because the logits would have to be moved.
         """
@@ -311,7 +311,9 @@ class DeferredLogits:
         return self * (1.0 / _number(divisor))
 
     def tanh(self) -> DeferredLogits:
-        """Return logits with a cap, which is only noted. A second cap raises ``InvalidModel``."""
+        """Return a copy that notes that the logits are capped by tanh. Nothing is computed. A second cap raises
+        ``InvalidModel``.
+        """
         if self.is_capped:
             raise _refused("caps them twice")
         return replace(self, is_capped=True)

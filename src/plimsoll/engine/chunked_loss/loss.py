@@ -66,9 +66,9 @@ def linear_cross_entropy(
         torch.Size([])
 
     Source: computing the gradient in forward is the method of Liger-Kernel (Hsu et al. 2024, arXiv:2410.10989) and of torch
-    2.13's ``torch.nn.functional.linear_cross_entropy``, torch's function is used where it does not hold more tensors: with a
-    frozen weight, and without a reduction. In other cases it holds a second gradient of the weight when backward begins
-    (measured, see the docs).
+    2.13's ``torch.nn.functional.linear_cross_entropy``. Torch's function is used where it holds no more tensors than this one:
+    with a frozen weight, and without a reduction. In other cases torch's function holds a second gradient of the weight when
+    backward begins (measured, see the docs).
     """
     _check(hidden, weight, labels, bias)
     _check_options(reduction, label_smoothing, softcap, accumulate_dtype)
@@ -105,7 +105,9 @@ def linear_cross_entropy(
 
 
 def _mean(total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """Return the mean as torch computes it: if no label counts, the mean is NaN and its gradient is zero."""
+    """Return ``total / count``, the mean loss as torch computes it. If no label counts, the mean is NaN and its gradient is
+    zero.
+    """
     mean = total / count.clamp(min=1)
     return torch.where(count > 0, mean, mean.detach() * torch.nan)
 
@@ -121,7 +123,7 @@ def _compute_dtype(hidden: torch.Tensor) -> torch.dtype:
 def _torch_serves(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, head: Head, reduction: str
 ) -> bool:
-    """Return whether torch's own chunked loss can compute this loss without using more memory than ours."""
+    """Return whether torch's own chunked loss can compute this loss without using more memory than Plimsoll's."""
     is_plain = head.label_smoothing == 0.0 and head.scale == 1.0 and head.softcap is None
     has_one_dtype = {t.dtype for t in (hidden, weight, bias) if t is not None} == {head.compute_dtype}
     is_wide = wide(head.compute_dtype) is head.compute_dtype

@@ -34,13 +34,16 @@ GROUP = 32
 GAIN = math.sqrt(GROUP)
 """The most that rotation can multiply the largest entry of a group with."""
 _UP = 1 + 2**-8 + 2**-15
-"""The factor that scales are multiplied with before they are rounded. Rounding to bfloat16 loses at most 2**-8, so at least
-2**-16 remains.
+"""The factor that scales are multiplied with before they are rounded to bfloat16, so that they do not become too small.
+
+Rounding loses at most 2**-8, so the scale is still too large by at least 2**-16.
 """
 _LEAST_SCALE = 2.0**-126
 """The smallest float32 whose inverse is finite and that is not flushed to zero. Scales are at least this large."""
 _HEADROOM = 1 - 2**-6
-"""The share of the dtype's largest number that may be encoded. Decoding overshoots by less than the rest."""
+"""The share of the dtype's largest number that may be encoded. Decoded values exceed encoded ones by less than the remaining
+share, so they stay finite.
+"""
 _NOISE_STEPS = 2**16
 _NOISE_MIDDLE = 0.5 + 0.5 / _NOISE_STEPS
 """The number that moves noise from [-1/2, 1/2 - 1/_NOISE_STEPS] into the open interval from 0 to 1."""
@@ -93,14 +96,19 @@ def blocks_of(elements: Elements, span: Span, scratch: torch.Tensor) -> torch.Te
 
 
 def symmetric_scales(rows: torch.Tensor, last_code: float, largest: float) -> torch.Tensor:
-    """Return the scale of each row for codes from ``-last_code`` to ``last_code``."""
+    """Return the scale of each row (a block of elements) for codes from ``-last_code`` to ``last_code``. It is NaN if the row
+    has a magnitude above ``largest``.
+    """
     # amax and amin take 0.1 ns per element each; aminmax along a dimension takes 2.6 (docs/lab-notes.md).
     farthest = torch.maximum(rows.amax(1, keepdim=True), rows.amin(1, keepdim=True).neg_())
     return _scales(farthest, farthest, last_code, largest)
 
 
 def affine_scales(rows: torch.Tensor, codes: int, largest: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return, for each row, its scale and the value of its lowest code. ``codes`` is the number of codes."""
+    """Return two tensors with an element for each row: the scale, and the value that the lowest code decodes to.
+
+    ``codes`` is the number of codes. A scale is NaN if the row has a magnitude above ``largest``.
+    """
     most, least = rows.amax(1, keepdim=True), rows.amin(1, keepdim=True)
     farthest = torch.maximum(most, -least)
     lows = (least - least.abs().mul_(_UP - 1)).to(SCALE_DTYPE)
@@ -108,7 +116,9 @@ def affine_scales(rows: torch.Tensor, codes: int, largest: float) -> tuple[torch
 
 
 def _scales(reach: torch.Tensor, farthest: torch.Tensor, steps: float, largest: float) -> torch.Tensor:
-    """Return ``reach / steps`` rounded up, but NaN where ``farthest`` is above ``largest``."""
+    """Return the scales of rows: ``reach / steps`` rounded up, but NaN where ``farthest``, the row's largest magnitude, is
+    above ``largest``.
+    """
     scales = reach.mul(_UP / steps).clamp_(min=_LEAST_SCALE)  # NaN stays NaN
     return scales.masked_fill_(farthest > largest, torch.nan).to(SCALE_DTYPE)
 
@@ -160,7 +170,7 @@ def mix_seed(seed: int) -> int:
 
 
 class StochasticRounding:
-    """Rounds float32 numbers at random, up or down, such that the expected value stays the same.
+    """Rounds float32 numbers up or down at random. The expected value of the result is the number itself.
 
     It rounds up to ``most`` elements at a time, with its own scratch memory.
     """
@@ -175,7 +185,7 @@ class StochasticRounding:
 
     @staticmethod
     def scratch_bytes(most: int) -> int:
-        """Return the size in bytes of the scratch memory and the generator's state together."""
+        """Return the size in bytes of the scratch memory for ``most`` elements and of the generator's state together."""
         return 8 * -(-most // 4) + 4 * most + 8192
 
     def round_(self, values: torch.Tensor) -> torch.Tensor:

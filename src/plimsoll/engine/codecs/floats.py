@@ -126,10 +126,10 @@ class Float8(Codec):
 
 
 def _to_float(codes: torch.Tensor, halves: torch.Tensor, out: torch.Tensor) -> None:
-    """Write finite e4m3 numbers times 2**-8 to ``out``. The bits of each number are moved to their position in a float16 (a
-    half).
+    """Decode e4m3 numbers (float8), and write them times 2**-8 to ``out``. All numbers must be finite.
 
-    This is ten times as fast as torch's own conversion on a CPU.
+    The bits of each number are moved to their position in a float16 (a half). This is ten times as fast as torch's own
+    conversion on a CPU.
     """
     halves.copy_(codes.view(torch.int8)).bitwise_left_shift_(8)
     halves.bitwise_right_shift_(1).bitwise_and_(~0x4000)  # the shift brings the sign along

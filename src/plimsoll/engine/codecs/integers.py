@@ -94,8 +94,8 @@ class IntegerCodec(Codec):
         return most * (floats + dtype.itemsize) + 2 * (most + 1) + per_block + noise + 256
 
     def encode(self, tensor: torch.Tensor, *, seed: int = 0, most_bytes: int | None = None) -> Payload | None:
-        """Encode a tensor as codes, scales and (for affine blocks) lows. Return ``None`` if a scale is NaN or ``most_bytes`` is
-        too small.
+        """Return a payload with codes (whole numbers), scales and, for affine blocks, the least value of each block. Return
+        ``None`` if a scale is NaN or the payload would exceed ``most_bytes``.
         """
         elements = Elements(tensor)
         count, device = elements.count, elements.device
@@ -154,7 +154,9 @@ class IntegerCodec(Codec):
     def _encode(
         self, elements: Elements, codes: torch.Tensor, scales: torch.Tensor, lows: torch.Tensor | None, seed: int
     ) -> bool:
-        """Fill codes, scales and lows, one chunk of elements at a time. Return False as soon as a scale is NaN, else True."""
+        """Fill the given tensors with codes, scales and lows, one chunk of elements at a time. Return False as soon as a scale
+        is NaN (the codec cannot represent the data), else True.
+        """
         scratch = _Scratch(self, elements.count, elements.device)
         # Rotating back may enlarge values by the same factor again; for float16 decode clamps them.
         largest = largest_of(torch.float32) / (2 * GAIN) if self.is_rotated else largest_of(elements.dtype)
@@ -185,7 +187,7 @@ class IntegerCodec(Codec):
         return True
 
     def _zero_points(self, step: torch.Tensor, lows: torch.Tensor) -> torch.Tensor:
-        """Return the values that the stored code 0 has in affine blocks."""
+        """Return, for each affine block, the value that a stored code of 0 decodes to."""
         return lows.float().sub_(step, alpha=self.bias)
 
     def _codes_bytes(self, count: int) -> int:
@@ -226,7 +228,9 @@ class _Scratch:
         self.moved = torch.empty(even // 2, dtype=torch.int16, device=device)
 
     def store(self, values: torch.Tensor, span: Span, codes: torch.Tensor) -> None:
-        """Write the whole numbers of a span to their place in ``codes``."""
+        """Write the whole numbers of one span (a run of elements) to their place in ``codes``, as bytes or as packed half
+        bytes.
+        """
         if not self.codes.numel():
             codes[span.start : span.stop].copy_(values)
             return
@@ -237,7 +241,7 @@ class _Scratch:
         pack_nibbles(unpacked, self.moved, codes[span.start // 2 : packed_nibbles_bytes(span.stop)])
 
     def load(self, codes: torch.Tensor, span: Span) -> torch.Tensor:
-        """Return the whole numbers of a span that `store` wrote."""
+        """Return the whole numbers of one span (a run of elements), as `store` has written them to ``codes``."""
         if not self.codes.numel():
             return codes[span.start : span.stop]
         count = span.stop - span.start

@@ -1,5 +1,5 @@
-"""The codecs' hot loops as Triton kernels: each reads memory once and writes it once, while the same code in torch needs one
-pass per op.
+"""The codecs' hot loops as Triton kernels. Each kernel reads memory once and writes it once, while the same code in torch needs
+one pass over memory per op.
 
 Codecs use them for CUDA tensors if Triton is installed; nothing else imports this module. One Triton program works on whole
 blocks: on 4096 elements, or on one block if a block is larger. Rotation is a fast Walsh-Hadamard transform in float32.
@@ -42,7 +42,7 @@ It is smaller, because rotating back may enlarge values by the same factor again
 """
 _GROUP = tl.constexpr(32)
 _STAGES = tl.constexpr(5)
-"""The number of stages that the transform of one group needs."""
+"""The number of stages of the Walsh-Hadamard transform of one group of 32 elements."""
 _TO_UNIT = tl.constexpr(32**-0.5)
 _TO_WHOLE = tl.constexpr(1.5 * 2**23)
 """A number for rounding. Add it to a small float32 and subtract it again: the nearest whole number results, halves to even."""
@@ -63,8 +63,11 @@ def encode_integers(
     is_rotated: bool,
     seed: int | None,
 ) -> None:
-    """Encode contiguous ``flat``: write its codes (int8, or two in each uint8), its scales and its lows. With a seed, round at
-    random.
+    """Encode the contiguous tensor ``flat`` as whole numbers. Write them to ``codes`` (int8, or two in each uint8), and each
+    block's scale and least value to ``scales`` and ``lows``.
+
+    With a ``seed``, numbers are rounded up or down at random, otherwise to the nearest. ``lows`` is ``None`` for symmetric
+    blocks.
     """
     if flat.numel():
         mixed = None if seed is None else mix_seed(seed)
@@ -81,7 +84,9 @@ def decode_integers(
     block: int,
     is_rotated: bool,
 ) -> None:
-    """Decode the codes into contiguous ``flat``, with the scales and lows of their blocks."""
+    """Decode whole numbers (``codes``) with the scale and least value of their block, and write the result into the contiguous
+    tensor ``flat``.
+    """
     if flat.numel():
         most = float(torch.finfo(flat.dtype).max)
         grid = _tiles(flat, block)
@@ -89,7 +94,8 @@ def decode_integers(
 
 
 def encode_float8(flat: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, block: int) -> None:
-    """Encode contiguous ``flat``: write its e4m3 codes (as bytes) and its scales.
+    """Encode the contiguous tensor ``flat`` in the float8 format e4m3. Write the codes (as bytes) to ``codes``, and each
+    block's scale to ``scales``.
 
     The conversion works on the bits, so that it also runs on devices without float8 (before compute capability 8.9).
     """
@@ -98,7 +104,9 @@ def encode_float8(flat: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor,
 
 
 def decode_float8(codes: torch.Tensor, scales: torch.Tensor, flat: torch.Tensor, block: int) -> None:
-    """Decode the e4m3 codes (as bytes) into contiguous ``flat``."""
+    """Decode float8 codes (e4m3, as bytes) with the scale of their block, and write the result into the contiguous tensor
+    ``flat``.
+    """
     if flat.numel():
         _decode_float8[_tiles(flat, block)](codes, scales, flat, flat.numel(), block, num_warps=_WARPS)
 
@@ -301,7 +309,9 @@ def _decode_float8(codes, scales, flat, count, block: tl.constexpr):  # type: ig
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _pack(flat, packed, one, count, width: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Pack one bit per element: of floats if ``one`` is given, of integers otherwise."""
+    """Pack one bit per element into bytes. If ``one`` is given, ``flat`` holds floats, and ``one`` becomes NaN if any of them
+    is NaN. Otherwise ``flat`` holds integers.
+    """
     places = tl.program_id(0).to(tl.int64) * width + tl.arange(0, width)
     offsets = places[:, None] * 8 + tl.arange(0, 8)[None, :]
     values = tl.load(flat + offsets, mask=offsets < count, other=0)

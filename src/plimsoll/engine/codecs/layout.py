@@ -1,4 +1,4 @@
-"""How codecs read a tensor of any strides: as flat elements, one chunk at a time, as values or as bit patterns.
+"""Reading a tensor of any strides for codecs: as flat elements, one chunk at a time, as values or as bit patterns.
 
 A tensor without gaps or overlaps (transposed ones too) is read in memory order, without a copy, and decodes to the same
 strides. Any other tensor (sliced, expanded) is read in index order and decodes to a contiguous tensor.
@@ -25,7 +25,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Elements:
-    """The elements of ``tensor`` in a fixed order, which are read in runs of neighbours."""
+    """Reads the elements of a tensor of any strides in a fixed order, in runs of neighbours."""
 
     __slots__ = ("_copy", "_tensor", "count", "device", "dtype", "flat", "size", "stride")
 
@@ -81,7 +81,7 @@ def patterns_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """Return whether the Triton kernels run on this device. The module `kernels` is imported only in that case."""
+    """Return whether codecs use their Triton kernels on this device. The module `kernels` is imported only in that case."""
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
@@ -165,11 +165,13 @@ class BitPacker:
 
     @staticmethod
     def scratch_bytes(most: int) -> int:
-        """Return the size of the scratch memory in bytes."""
+        """Return the size in bytes of the scratch memory that an object for ``most`` bits allocates."""
         return 16 * packed_bits_bytes(most)
 
     def bits(self, count: int) -> torch.Tensor:
-        """Return the buffer for ``count`` bits. Write to it before `pack`, and read from it after `unpack`."""
+        """Return the first ``count`` elements of the buffer, as bools. Write to them before `pack`, and read from them after
+        `unpack`.
+        """
         return self._bytes[:count].view(torch.bool)
 
     def pack(self, count: int, out: torch.Tensor) -> torch.Tensor:
@@ -206,8 +208,8 @@ def pack_nibbles(codes: torch.Tensor, scratch: torch.Tensor, out: torch.Tensor) 
 
 
 def unpack_nibbles(packed: torch.Tensor, scratch: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Unpack codes that `pack_nibbles` packed into ``out``, as int8, and return ``out``. ``scratch`` is as large as for
-    `pack_nibbles`.
+    """Unpack codes that `pack_nibbles` has packed: write them to ``out`` as int8, and return ``out``. ``scratch`` is as large
+    as for `pack_nibbles`.
     """
     pairs = out.view(torch.int16)
     moved = scratch[: pairs.numel()]

@@ -138,8 +138,8 @@ class Sign(Codec):
 
 @dataclass(frozen=True, slots=True)
 class Narrow(Codec):
-    """A codec for integers: it stores them in the narrowest dtype that holds their range, and the number to add to get them
-    back.
+    """A codec for integers. It stores them in the narrowest dtype that holds their range, with one number to add to each when
+    they are decoded.
 
     It is for token ids, positions, indices of max-pooling, and class labels. To find the range, the host waits for the device
     once.

@@ -57,8 +57,8 @@ class Codec(Protocol):
 
     @property
     def name(self) -> str:
-        """The codec's name: the family and the parameters that differ from their defaults. ``find_codec`` makes an equal codec
-        from it.
+        """The codec's name, such as ``int8:block=128``: the family, and the parameters that differ from their defaults.
+        ``find_codec`` makes an equal codec from the name.
         """
         parts = [self.family]
         for field in dataclasses.fields(self):  # type: ignore[arg-type]  # a protocol cannot say that it is a dataclass

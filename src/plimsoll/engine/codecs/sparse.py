@@ -37,7 +37,9 @@ def _sparse_bytes(count: int, kept: int, dtype: torch.dtype) -> int:
 
 
 def _sparse_workspace_bytes(count: int, dtype: torch.dtype) -> int:
-    """Return the most bytes of temporaries. This includes a copy of a chunk for tensors with gaps."""
+    """Return the most bytes of temporary memory that encoding or decoding needs. This includes a copy of a chunk for tensors
+    with gaps.
+    """
     most = min(count, _SPARSE_CHUNK)
     return BitPacker.scratch_bytes(most) + most * (dtype.itemsize + 17) + min(count, CHUNK) * dtype.itemsize + 256
 

@@ -1,11 +1,11 @@
-"""The partitioner that a plan gives to torch.compile. It decides what each region saves for backward, and what backward
-recomputes.
+"""The partitioner that Plimsoll gives to torch.compile for a plan. It decides what each region saves for backward, and what
+backward recomputes.
 
 Every buffer that backward reads is marked to be saved, except the buffers that the plan drops. Every other forward node is
 marked to be recomputed, so that torch's own heuristics have nothing left to decide. Ops that must not run twice (drawing seeds,
 collectives, writes) are always saved. Values that the plan compresses or offloads come first among the saved tensors, in the
-order of names. So the packer knows each of them by its index, even if the code comes from torch's caches. Torch still cuts the
-graph in two and handles symbolic sizes, the order of recomputation and random states.
+order of names. So the packer, which encodes or sends them, knows each of them by its index, even if the code comes from torch's
+caches. Torch still cuts the graph in two and handles symbolic sizes, the order of recomputation and random states.
 """
 
 from __future__ import annotations
@@ -152,8 +152,8 @@ class PlannedPartitioner(Partitioner):
         backward.recompile()
 
     def _put_packed_first(self, forward: fx.Graph, backward: fx.Graph, outputs: int) -> None:
-        """Reorder forward's saved tensors and backward's inputs so that values which the plan compresses or offloads come
-        first.
+        """Reorder forward's saved tensors, and backward's inputs in the same way. The values that the plan compresses or
+        offloads come first.
 
         Raises:
             PlanMismatch: the graph does not save one of these values.
@@ -179,7 +179,10 @@ class PlannedPartitioner(Partitioner):
             before.append(taken[node.name])
 
     def _refuse_other_graph(self, here: Collection[tuple[str, str]]) -> None:
-        """Refuse a graph that saves a value which the plan does not know, and nothing that the plan drops.
+        """Raise an error if a graph is not the planned graph: it saves a value that the plan does not know, and nothing that
+        the plan drops.
+
+        ``here`` are the values that the graph saves, each as a pair of region and name.
 
         Raises:
             PlanMismatch: this is not the graph that was planned.
@@ -195,7 +198,8 @@ class PlannedPartitioner(Partitioner):
 
 
 class _Drawless:
-    """Replaces an op that draws no random numbers in this call (attention with a dropout of 0) while torch partitions.
+    """Takes the place of an op that could draw random numbers but does not in this call (attention with a dropout of 0), while
+    torch partitions the graph.
 
     Torch saves and restores the random state around every recomputed op that could draw (seen in 2.9 to 2.15). If an op is
     called in that way, it returns contiguous outputs, backward copies what it reads of them, and CUDA graphs cannot be
@@ -211,7 +215,9 @@ class _Drawless:
 
 
 def _hide_drawless(graph: fx.Graph) -> None:
-    """Replace the ops of a graph that have torch's tag of random ops but draw nothing. Equal ops get the same replacement."""
+    """Replace, in a graph, the ops that torch tags as random but that draw nothing in this call. Equal ops get the same
+    replacement.
+    """
     made: dict[Any, _Drawless] = {}
     for node in graph.nodes:
         is_tagged = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
@@ -249,9 +255,9 @@ def _copy_for_each_kernel(backward: fx.Graph) -> None:
 
 
 def _note_kernels(graph: JointGraph) -> None:
-    """Annotate nodes for `_copy_for_each_kernel`.
+    """Write on each node of a graph what `_copy_for_each_kernel` reads later.
 
-    A node gets the number of the kernel that runs it, and whether its value is never put into memory.
+    This is the number of the kernel that runs the node, and whether the node's value is never put into memory.
     """
     for at, kernel in enumerate(graph.kernels):
         for node in kernel.nodes:
@@ -262,7 +268,7 @@ def _note_kernels(graph: JointGraph) -> None:
 
 
 def _boundaries(graph: JointGraph, again: set[fx.Node]) -> set[fx.Node]:
-    """Return the values of other regions that backward needs in order to recompute ``again``.
+    """Return the values of other regions that backward needs in order to recompute the values ``again``.
 
     They are saved, so that recomputation never continues into another region.
     """
@@ -301,17 +307,22 @@ pass.
 
 
 def in_order() -> dict[str, Any]:
-    """Return inductor's options for `GraphOrder`. They are empty if the user has set a process-wide pass in that place."""
+    """Return the options that make inductor run `GraphOrder` in backward. The result is empty if the user has set a
+    process-wide pass in that place.
+    """
     return {} if config._pre_fusion_custom_pass is not None else {"_pre_fusion_custom_pass": GraphOrder()}
 
 
 def with_seeds_saved() -> dict[str, Any]:
-    """Return inductor's options for `SeedsSaved`. They are empty if the user has set a process-wide pass in that place."""
+    """Return the options that make inductor run `SeedsSaved`. The result is empty if the user has set a process-wide pass in
+    that place.
+    """
     return {} if config.joint_custom_post_pass is not None else {"joint_custom_post_pass": SeedsSaved()}
 
 
 class SeedsSaved(custom_graph_pass.CustomGraphPass):
-    """A pass that makes a checkpointed region save the seeds of its random numbers, so that it draws the same ones as without.
+    """A pass over the graph that makes a checkpointed region save the seeds of its random numbers. It then draws the same
+    numbers as without the checkpoint.
 
     From torch 2.14 on, a checkpoint marks the op that draws seeds to be rerun in backward. Then forward also saves the random
     state, and the generator advances once more. So dropout's masks differ from those without the checkpoint, and the two
@@ -329,7 +340,8 @@ class SeedsSaved(custom_graph_pass.CustomGraphPass):
 
 
 class GraphOrder(_Pass):
-    """A pass that keeps backward in the order of its graph in inductor's code. It adds waits before kernels are fused.
+    """A pass that makes inductor's code run backward in the order of its graph. It adds dependencies between kernels before
+    inductor fuses them.
 
     torch places a recomputed op right before its reader. Inductor's scheduler then fuses kernels that read the same input, such
     as a mask or the angles of rotary embeddings. Recomputed kernels of two blocks become one, and the second block's results

@@ -27,13 +27,16 @@ from plimsoll.tracing.ddp import inner_module
 
 
 class RegionInCompiled(ManagedRegion):
-    """A region inside a compiled unit. The plan manages it eagerly: torch.compiler.disable excludes it from the compilation."""
+    """A managed region inside a module that torch.compile compiles. The region itself runs eagerly: torch.compiler.disable
+    excludes it from the compilation.
+    """
 
     __call__ = torch.compiler.disable(ManagedRegion.__call__)
 
 
 class PackingCall:
-    """A compiled block that compresses or offloads some saved tensors, or that runs while the block before offloads.
+    """Replaces the call of a compiled block that compresses or offloads some saved tensors, or that runs while the block before
+    offloads.
 
     Autograd packs the saved tensors of compiled code when its forward ends, and unpacks all of them when its backward begins.
     The partitioner puts the tensors that take another form (a codec or a link) first (see ``partitioner``).
@@ -88,7 +91,7 @@ class CompiledUnits:
         self.use(plan)
 
     def use(self, plan: Plan) -> None:
-        """Use another plan for the same model. It becomes active with `resume`."""
+        """Use the decisions of another plan for the same model. They become active with `resume`."""
         found: dict[Unit, Callable[..., Any]] = {}
         self.packing: dict[str, PackingCall] = {}
         """A mapping from path to the blocks that compress or offload values, or that run while the block before offloads."""
@@ -110,9 +113,10 @@ class CompiledUnits:
         self._calls = found
 
     def _taking(self, calls: Mapping[str, Sequence[RegionPlan]]) -> tuple[list[Taking], Packer]:
-        """Return the values of a unit that are compressed or offloaded, in the order of names, and the packer that does it.
+        """Return the values of a unit that are compressed or offloaded, in the order of names, and the packer, the object that
+        encodes or sends them.
 
-        If there is a sensor, return all values to measure, and the sensor's packer.
+        If a sensor measures the unit in this step, return all values that are to be measured, and the sensor's own packer.
         """
         sensor = self._shared.sensor
         found: list[Taking] = []

@@ -68,9 +68,10 @@ class Transport:
             self.out_bytes += nbytes
 
     def account(self, nbytes: int, cpu_seconds: float, *, is_out: bool) -> None:
-        """Note that a copy of ``nbytes`` has ended, whether or not it succeeded.
+        """Note that a copy of ``nbytes`` bytes has ended, whether or not it succeeded, and add up its CPU time.
 
-        ``is_out`` says whether the copy went from memory to the file. The end of such a copy wakes up waiting copies.
+        ``is_out`` says whether the copy went from memory to the file. The end of such a copy wakes up copies that wait in
+        `admit`.
         """
         with self._changed:
             if is_out:

@@ -73,7 +73,7 @@ class PinnedLink(Link):
 
 
 class PinnedTicket:
-    """A ticket for one tensor. The tensor is in a pinned buffer, or is being copied there or back."""
+    """A ticket for one tensor of a CUDA device. The tensor is in a pinned buffer, or is being copied there or back."""
 
     def __init__(self, link: PinnedLink, source: torch.Tensor, buffer: Buffer) -> None:
         self._buffer = buffer
@@ -113,8 +113,9 @@ class PinnedTicket:
         return tensor
 
     def _expect(self) -> tuple[torch.Tensor, DeviceEvent, DeviceStream]:
-        """Allocate device memory for the tensor, and begin to copy the tensor there. Return the tensor, the end of the copy,
-        and the stream.
+        """Allocate device memory for the tensor, and begin to copy the tensor there.
+
+        Return the tensor, the event at the end of the copy, and the stream that the memory was allocated on.
         """
         self.settle()
         home = self._calls.current_stream()
@@ -129,7 +130,7 @@ class PinnedTicket:
         return self._arriving
 
     def _bytes(self) -> torch.Tensor:
-        """Return the used part of the buffer as a tensor of the stored tensor's dtype."""
+        """Return the used part of the pinned buffer, as a tensor with the dtype of the stored tensor."""
         assert self._buffer.memory is not None, "the link is open"
         return self._buffer.memory[: self._length * self._dtype.itemsize].view(self._dtype)
 

@@ -110,7 +110,7 @@ class DiskLink(Link):
 
 
 class DiskTicket:
-    """A ticket for one tensor. The tensor is in a link's file, or is being copied there or back."""
+    """A ticket for one tensor on a disk link. The tensor is in the link's file, or is being copied there or back."""
 
     def __init__(self, source: torch.Tensor, lease: Lease, transport: Transport) -> None:
         self._lease = lease
@@ -159,7 +159,9 @@ class DiskTicket:
         return True
 
     def _expect(self) -> tuple[torch.Tensor, DiskCopy]:
-        """Allocate memory for the tensor, and make the copy that will fill it. Return both."""
+        """Allocate memory for the tensor, and prepare the copy from the file that will fill the memory. Return both. The copy
+        is not started.
+        """
         tensor = torch.empty(self._length, dtype=self._dtype, device="cpu")
         self._arriving = (tensor, DiskCopy(tensor, self._lease, self._transport, is_out=False))
         return self._arriving

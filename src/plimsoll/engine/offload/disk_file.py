@@ -170,7 +170,9 @@ class Extent:
 
 
 class Extents:
-    """A list of free ranges of the file. The first range that is large enough is used. The list is not thread-safe."""
+    """The used and free ranges of the file. A new tensor gets the first free range that is large enough. The object is not
+    thread-safe.
+    """
 
     def __init__(self) -> None:
         self.end_bytes = 0

@@ -83,7 +83,9 @@ def measure_link(link: Link, device: torch.device, nbytes: int = 4 * MIB) -> Lin
 
 
 def _trips(link: Link, device: torch.device, nbytes: int, most_seconds: float) -> list[_Trip]:
-    """Return the times of at least one tensor to the link and back, and of more tensors until ``most_seconds`` have passed."""
+    """Send tensors of ``nbytes`` bytes over the link and back, and return their times: for at least one tensor, and for more
+    until ``most_seconds`` have passed.
+    """
     tensors = itertools.cycle(_noise(nbytes, device))
     begun_at = time.perf_counter()
     away: deque[Ticket] = deque()
@@ -113,7 +115,9 @@ def _timed(link: Link, device: torch.device, work: Callable[[], object]) -> tupl
 
 
 def _noise(nbytes: int, device: torch.device) -> list[torch.Tensor]:
-    """Return tensors of bytes that a file system cannot compress. Global random generators are not used."""
+    """Return several tensors of ``nbytes`` random bytes, which a file system cannot compress. Global random generators are not
+    used.
+    """
     generator = torch.Generator(device).manual_seed(0)
     words = torch.randint(2**62, (nbytes // 8 + 1,), device=device, generator=generator)
     return [words.view(torch.uint8)[:nbytes].clone() for _ in range(_ALIVE)]
@@ -124,7 +128,7 @@ def _median(trips: list[_Trip]) -> _Trip:
 
 
 def _bandwidth(nbytes: int, seconds: float, latency_seconds: float) -> float:
-    """Return the bandwidth in bytes per second, without the latency.
+    """Return the bandwidth in bytes per second of a transfer that took ``seconds``, with the latency subtracted.
 
     If the time without the latency is too short to be measured well, the whole time counts.
     """

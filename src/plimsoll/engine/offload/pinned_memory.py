@@ -41,13 +41,13 @@ class DeviceStream(Protocol):
     def record_event(self) -> DeviceEvent: ...
 
     def wait_event(self, event: Any) -> None:
-        """Let work that is queued from now on start only after ``event``, which must belong to the same kind of device."""
+        """Make work that is queued from now on wait for ``event``, which must belong to the same kind of device."""
 
     def synchronize(self) -> None: ...
 
 
 class DeviceCalls(Protocol):
-    """A protocol for the calls to a device.
+    """A protocol for the calls to a device that offloading to pinned memory makes. Tests replace the device with it.
 
     The device has two streams for copies, in addition to the streams of the program.
     """
@@ -74,7 +74,7 @@ class DeviceCalls(Protocol):
 
 
 class CudaCalls:
-    """The calls to a CUDA device."""
+    """The calls of `DeviceCalls` on a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -103,7 +103,7 @@ class CudaCalls:
 
 
 class Buffer:
-    """Pinned memory that one ticket holds. ``memory`` is None after the pool was closed."""
+    """A piece of pinned host memory that holds one offloaded tensor. ``memory`` is ``None`` after the pool was closed."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.size_bytes = memory.nbytes
@@ -114,7 +114,7 @@ class Buffer:
         """Tensors in device memory that this copy uses and that no other object holds."""
 
     def is_idle(self) -> bool:
-        """Return whether the last copy has ended. If it has, release its companions."""
+        """Return whether the last copy from or to this buffer has ended. If so, release the device memory that it used."""
         if self.busy_until is not None and not self.busy_until.query():
             return False
         self.busy_until = None
@@ -164,7 +164,7 @@ class PinnedPool:
             return buffer
 
     def collect(self) -> None:
-        """Release the device memory whose copies have ended."""
+        """Release the device memory that copies used, for all copies that have ended."""
         with self._lock:
             self._collect()
 
@@ -214,7 +214,9 @@ class PinnedPool:
         return Buffer(self._calls.pinned(size_bytes))
 
     def _awaited(self, size_bytes: int) -> Buffer | None:
-        """Wait for the copies of deleted tickets, then look for a buffer again. Return it, or ``None``."""
+        """Wait for the copies of all returned buffers, and return a buffer of ``size_bytes`` bytes. Return ``None`` if there is
+        still no room.
+        """
         for buffer in self._kept:
             buffer.wait()
         return self._idle(size_bytes) or self._new(size_bytes)

@@ -1,4 +1,4 @@
-"""The moments when transfers over a link end and begin again. Plans assume these moments.
+"""When transfers over a link are waited for, and when they are begun again. Plans assume these moments.
 
 When the forward of the *next* region ends, the offloads of a region are settled: their memory is free. When the backward of
 that next region begins, the offloaded values are fetched again. So transfers can run during one region's compute in both
@@ -19,7 +19,9 @@ from plimsoll.tracing.recorder.calling import output_tensors
 
 
 class TransfersUnderWay:
-    """The transfers of one managed model. References are weak, because tensors that the graph has freed need not arrive."""
+    """The transfers over the link that one managed model has begun and not yet waited for. References are weak, because tensors
+    that the graph has freed need not arrive.
+    """
 
     def __init__(self) -> None:
         self._under_way: list[weakref.ref[Sent]] = []
@@ -29,8 +31,9 @@ class TransfersUnderWay:
         self._under_way.extend(weakref.ref(one) for one in packed if isinstance(one, Sent))
 
     def leave(self, output: Any) -> None:
-        """Handle that a region has returned: wait for the offloads of the region before, and register a hook that fetches them
-        again. The hook runs when this region's backward begins.
+        """Note that a region's forward has returned: wait for the offloads of the region before.
+
+        A hook is registered that fetches them again when this region's backward begins.
 
         Raises:
             OffloadFailed: a copy to the link failed. The original tensor is still held.
@@ -38,6 +41,8 @@ class TransfersUnderWay:
         if not self._under_way:
             return
         under_way, self._under_way = self._under_way, []
+        # Wait here and not later: then the bytes at each moment do not depend on the link's speed, and windows of different
+        # regions do not overlap (docs/design/one-window-per-transfer.md).
         for sent in _alive(under_way):
             sent.settle()
         node = next((t.grad_fn for t in output_tensors(output) if t.grad_fn is not None), None)
@@ -50,7 +55,7 @@ class TransfersUnderWay:
 
 
 def _fetch(sent: list[weakref.ref[Sent]], _: Any) -> None:
-    """Begin to fetch the offloaded values that are still needed."""
+    """Autograd hook: begin to fetch the offloaded values that are still needed."""
     for each in _alive(sent):
         each.prefetch()
 

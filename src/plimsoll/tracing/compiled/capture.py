@@ -1,5 +1,5 @@
-"""Run one step of a compiled model op by op, to capture its joint graphs without generating code. A joint graph has the forward
-and the backward of a compiled function.
+"""Run one step of a compiled model op by op, in order to capture its joint graphs. A joint graph has the forward and the
+backward of a compiled function.
 
 Each unit (a module that torch.compile compiles) is compiled with a partitioner that records the joint graph and leaves the rest
 to torch. The resulting graphs are run op by op, so a step costs tracing but no code generation.
@@ -45,8 +45,8 @@ from plimsoll.tracing.compiled.units import Unit, install_alone
 from plimsoll.tracing.meters.memory import storage_of
 
 Stretch = tuple[Phase, int]
-"""A part of a unit's forward or backward: the phase, and how many eager regions inside the unit come before it in forward's
-order.
+"""A part of a unit's forward or backward, between regions inside the unit that run eagerly. It is a pair of the phase and the
+number of such regions before the part, in forward's order.
 """
 
 
@@ -71,10 +71,11 @@ class CompiledPart:
 
 @dataclass
 class UnitPlace:
-    """Data about where the ops of one unit were in the eager step, and where its kernels are in the compiled step.
+    """Data about one call of a unit (a module under torch.compile): where its ops were in the eager step, and where its kernels
+    are in the compiled step.
 
     Regions inside the unit that run eagerly (``inner``) divide the unit into stretches. ``stretch_of`` has the stretch of each
-    graph. ``forward`` and ``backward`` map kernels to ticks.
+    graph. ``forward`` and ``backward`` map kernels to ticks (positions among the step's ops).
     """
 
     call: RegionCall
@@ -113,7 +114,8 @@ class UnitPlace:
         return place
 
     def _assigned(self, modules: Mapping[int, set[str]]) -> tuple[int, ...]:
-        """Return the stretch of each graph.
+        """Return a tuple with the number of the stretch that each graph of the unit belongs to. ``modules`` maps a stretch to
+        the modules that ran in it.
 
         If there are as many graphs as stretches, the position decides. Otherwise a graph gets the stretch that shares most
         modules with it, in order.
@@ -129,7 +131,9 @@ class UnitPlace:
         return tuple(found)
 
     def kernels(self, stretch: Stretch) -> list[Kernel]:
-        """Return the kernels of a stretch, and the kernels of earlier stretches that were not placed yet."""
+        """Return the kernels to insert at a stretch: the kernels of its graphs, and kernels of earlier stretches that were not
+        placed yet.
+        """
         phase, at = stretch
         is_backward = phase is Phase.BACKWARD
         placed = self.backward if is_backward else self.forward
@@ -147,8 +151,8 @@ Partitioned = tuple[fx.GraphModule, fx.GraphModule]
 
 
 class Partitioner(CustomPartitionerFn):
-    """Base class of our partitioners. It records or marks each joint graph after equal ops are merged, and then lets torch
-    split the graph by the marks.
+    """Base class of Plimsoll's partitioners for torch.compile. A partitioner gets each joint graph after equal ops are merged,
+    records or marks its nodes, and lets torch split the graph by the marks.
 
     inductor deep-copies its configuration, so a partitioner returns itself as its copy.
     """
@@ -180,10 +184,14 @@ class Partitioner(CustomPartitionerFn):
 
     @abstractmethod
     def mark(self, graph: fx.Graph, **options: Any) -> None:
-        """Mark the forward nodes to save and the nodes to recompute."""
+        """Mark, in a joint graph, the forward nodes that are saved for backward and the nodes that backward recomputes. Or only
+        record the graph.
+        """
 
     def finish(self, forward: fx.GraphModule, backward: fx.GraphModule, **options: Any) -> None:
-        """Change the forward and the backward graph that torch made from the joint graph. By default nothing is changed."""
+        """Change the forward graph and the backward graph that torch has made from the joint graph. By default, they are not
+        changed.
+        """
 
 
 def _copy_what_changes(graph: fx.Graph, forward_outputs: int, changed_later: Collection[str]) -> bool:
@@ -222,7 +230,9 @@ def _copy_what_changes(graph: fx.Graph, forward_outputs: int, changed_later: Col
 
 
 class _Spy(Partitioner):
-    """A partitioner that records the graphs of one call, and which of their inputs have changed when the step is over."""
+    """A partitioner that changes nothing. It records the graphs of one call of a unit, and which inputs have changed when the
+    step is over.
+    """
 
     def __init__(self, regions: Sequence[str], changed: Collection[str]) -> None:
         self._regions = regions
@@ -243,7 +253,9 @@ class _Spy(Partitioner):
         self.statics.append(frozenset(inputs[at] for at in options.get("static_lifetime_input_indices") or ()))
 
     def run(self, module: fx.GraphModule, _: Sequence[Any], *, is_backward: bool = False, **__: Any) -> Any:
-        """Take the place of inductor: return a function that runs torch's graph op by op, without generating code."""
+        """Return a function that runs torch's graph op by op. This method takes the place of inductor, which would generate
+        code.
+        """
         if is_backward or not self.graphs:
             return make_boxed_func(module.forward)
         nodes = self.graphs[-1].nodes
@@ -325,6 +337,8 @@ def _spied(
         numbers = itertools.count()
 
         def call(*args: Any, **kwargs: Any) -> Any:
+            # Calls may share a graph or have one each, and torch does not show which graph ran. So each call is compiled anew
+            # (docs/design/plans-inside-torch-compile.md).
             spy = _Spy(regions[unit.path], changed.get(unit.path, ()))
             if torch.is_grad_enabled():
                 spies[unit.path, next(numbers)] = spy

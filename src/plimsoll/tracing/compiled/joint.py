@@ -52,7 +52,12 @@ Otherwise the reduction is recomputed within a kernel of backward.
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kernel:
-    """Data about ops that run as one kernel. ``reads`` and ``writes`` are nodes of buffers or of the graph's inputs."""
+    """Data about a group of ops that run as one kernel. ``reads`` and ``writes`` are nodes of buffers (nodes with memory of
+    their own) or of the graph's inputs.
+
+    ``nodes`` are its ops, ``region`` is the region that it belongs to, and ``obstacle`` says why it must not run again ("" if
+    it may).
+    """
 
     name: str
     module: str
@@ -81,10 +86,10 @@ class Kernel:
 
 
 class JointGraph:
-    """The kernels of one joint graph in running order, and the forward nodes that backward reads.
+    """Reads a joint graph as kernels in running order, and finds the forward nodes that backward reads.
 
-    ``regions`` are paths of modules below the compiled module. Each kernel belongs to one of these regions, or to ``outside``.
-    A graph of one block has the single region ``""``.
+    ``forward_outputs`` is the number of outputs that belong to forward. ``regions`` are paths of modules below the compiled
+    module. Each kernel belongs to one of these regions, or to ``outside``. A graph of one block has the single region ``""``.
     """
 
     def __init__(self, graph: fx.Graph, forward_outputs: int, regions: Sequence[str]) -> None:
@@ -116,7 +121,9 @@ class JointGraph:
     # What a node is ------------------------------------------------------------------------------------------------
 
     def is_backward(self, node: fx.Node) -> bool:
-        """Return True if forward's outputs do not need a node. An item of an op's output counts like the op."""
+        """Return True if a node belongs to backward: no output of forward needs the node. For an item of an op's output, the op
+        counts.
+        """
         return op_of(node) not in self._in_forward
 
     @functools.cache  # noqa: B019 - a graph is read once, then freed
@@ -237,7 +244,7 @@ class JointGraph:
         self.masks = {node for node in of_forward if any(self.is_backward(user) for user in users[node])}
 
     def _is_one(self, first: fx.Node, second: fx.Node) -> bool:
-        """Return True if an op and its reader may be in one kernel.
+        """Return True if inductor may put an op (``first``) and an op that reads it (``second``) into one kernel.
 
         Inductor draws a mask in the kernel that applies it. Here the mask is a kernel of its own. Either the mask is saved, and
         the nodes that depend on it can be recomputed, or the mask is drawn again from its seeds.
@@ -283,8 +290,8 @@ class JointGraph:
         self.sources.cache_clear()
 
     def _in_memory(self, node: fx.Node) -> bool:
-        """Return True if a fused op with readers has memory. Constants do not have memory, because they are made where they are
-        read.
+        """Return True if the result of an op is put into memory when other kernels read it. Constants are not, because they are
+        made where they are read.
         """
         is_constant = not node.all_input_nodes and op_name(node) not in SEEDS
         return not is_constant or any(not is_fused(user) for user in self._readers_of[node])
@@ -295,7 +302,7 @@ class JointGraph:
 
     @functools.cache  # noqa: B019 - a graph is read once, then freed
     def sources(self, node: fx.Node) -> tuple[fx.Node, ...]:
-        """Return the buffers that a kernel can recompute a node from.
+        """Return the buffers that a kernel reads if it recomputes this node. The result for a buffer is the buffer itself.
 
         A node that cannot be recomputed becomes a buffer itself.
         """

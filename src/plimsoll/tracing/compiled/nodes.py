@@ -17,9 +17,10 @@ import torch
 from torch import fx
 
 IS_BEFORE = "plimsoll_is_before"
-"""The key of a mark on the node of a copy. The copy is of an input that forward changes."""
+"""The key, in a node's metadata, that marks a copy of an input. The copy holds the input's contents before the step changes it.
+"""
 _KNOWN = ("aten", "prims", "inductor")
-"""Namespaces whose ops follow their schemas and tags.
+"""Namespaces of ops whose schemas and tags can be relied on.
 
 An op of a user may draw numbers or count its calls without declaring it.
 """
@@ -41,8 +42,8 @@ _VIEWS = frozenset({"_unsafe_view", "alias", "view", "reshape", "detach", "lift_
 SEEDS = ("inductor_seeds", "inductor_seed")
 """Names of the ops that draw seeds. Inductor draws seeds once per call of a graph."""
 _RANDOM = ("inductor_random", "inductor_randint", "inductor_lookup_seed", *SEEDS)
-"""Names of inductor's random ops. They compute each number from a seed and its position, so a repetition gives the same
-numbers.
+"""Names of inductor's random ops. They compute each number from a seed and the number's position, so running them again gives
+the same numbers.
 """
 
 
@@ -69,7 +70,7 @@ def node_bytes(node: fx.Node) -> int:
 
 
 def input_names(nodes: Iterable[fx.Node]) -> dict[fx.Node, str]:
-    """Return a name for each tensor input of the graph with these nodes.
+    """Return a mapping from each tensor input of a graph to a name such as ``input#3``. ``nodes`` are the nodes of the graph.
 
     Symbolic sizes are inputs too, but they are not counted. So the names are the same at all sizes.
     """
@@ -78,8 +79,9 @@ def input_names(nodes: Iterable[fx.Node]) -> dict[fx.Node, str]:
 
 
 def inputs_key(nodes: Iterable[fx.Node]) -> str:
-    """Return a key for a graph that depends on its inputs. It is equal at all sizes, and differs for other inputs or another
-    order.
+    """Return a short hash of the inputs of a graph: their dtypes and numbers of dimensions, in order.
+
+    It is equal at all sizes, and differs for other inputs or another order.
     """
     kinds = " ".join(f"{node.meta['val'].dtype} {node.meta['val'].dim()}" for node in input_names(nodes))
     return hashlib.sha256(kinds.encode()).hexdigest()[:8]
@@ -91,7 +93,9 @@ def is_tensor(node: fx.Node) -> bool:
 
 
 def hinted(size: Any) -> Any:
-    """Return the hint of a symbolic size or number. Of a concrete number, return the number itself."""
+    """Return the example value (hint) that torch has for a symbolic size or number. For a concrete number, return the number
+    itself.
+    """
     return size.node.hint if isinstance(size, (torch.SymInt, torch.SymFloat)) else size
 
 
@@ -149,7 +153,9 @@ def is_view(node: fx.Node) -> bool:
 
 
 def is_epilogue(node: fx.Node) -> bool:
-    """Return True if a node writes forward's final result for an input back to that input."""
+    """Return True if a node copies a result of forward into an input of the graph, because the original code changes this input
+    in place.
+    """
     return node.target is torch.ops.aten.copy_.default and node.meta.get("partitioner_tag") != "must_be_in_backward"
 
 

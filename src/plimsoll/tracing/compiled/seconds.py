@@ -1,5 +1,5 @@
-"""Find the seconds that a joint graph's kernels take. Ops that inductor calls are timed alone, and fused kernels are estimated
-from their bytes.
+"""Find the seconds that the kernels of a joint graph (forward and backward of a compiled function) take. Ops that inductor
+calls directly are timed alone, and fused kernels are estimated from their bytes.
 
 An op is timed once per distinct call, on arguments with its own shapes, strides and dtypes and random contents. Rows that it
 divides among experts or sequences are divided evenly. A fused kernel is bound by memory, or on a CPU by exponentials and
@@ -32,7 +32,9 @@ _PROBE_BYTES_ON_CUDA = 256 * MIB
 With 4 MiB, the probe would measure that cache.
 """
 _PROBE_SHARE = 8
-"""The free memory divided by the largest size of a probe tensor. So the probe's two tensors take at most a quarter of it."""
+"""The share of the free memory that one tensor of the probe (a measurement of the bandwidth) may take: one eighth. The probe's
+two tensors then take at most a quarter.
+"""
 _HEAVY = frozenset(
     [
         "cos",
@@ -56,7 +58,7 @@ _HEAVY = frozenset(
         "tanh",
     ]
 )
-"""Names of elementwise ops whose arithmetic takes noticeable time compared with the memory that they move."""
+"""Names of elementwise ops whose arithmetic takes noticeable time in addition to the time for reading and writing memory."""
 _BOUNDARIES = re.compile("offs|offsets|cu_?seq.*|cum_seq.*")
 """A pattern for names of arguments that hold the boundaries between groups of rows.
 
@@ -83,7 +85,9 @@ def kernel_spec(kernel: Kernel) -> OpSpec:
 
 
 def timed(kernels: Iterable[Kernel], device: torch.device) -> dict[str, tuple[float, ...]]:
-    """Return the seconds of all kernels, as a mapping from kernel key to samples."""
+    """Return the seconds that kernels take on a device, as a mapping from kernel key to samples. Each key is timed or estimated
+    once.
+    """
     found: dict[str, tuple[float, ...]] = {}
     generators = [device] if device.type == "cuda" else []
     with (
@@ -104,8 +108,8 @@ def timed(kernels: Iterable[Kernel], device: torch.device) -> dict[str, tuple[fl
 
 
 def _samples(node: fx.Node, device: torch.device) -> tuple[float, ...]:
-    """Return the seconds of several runs of an op on arguments like its own. If the op refuses these arguments, return an empty
-    tuple.
+    """Run an op several times on arguments like its own, and return the seconds of each run. If the op refuses these arguments,
+    return an empty tuple.
     """
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), functools.partial(_like, device=device))
     _divide_rows(node.target, args, kwargs)
@@ -131,7 +135,9 @@ def _like(node: fx.Node, device: torch.device) -> Any:
 
 
 def _divide_rows(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Set the boundaries between groups among an op's arguments, so that they divide their dimension evenly."""
+    """Overwrite those arguments of an op that are boundaries between groups of rows (in place), so that all groups have equally
+    many rows.
+    """
     schema = getattr(op, "_schema", None)
     named = {**dict(zip((each.name for each in schema.arguments), args, strict=False)), **kwargs} if schema else {}
     first, second = [*(each for each in named.values() if isinstance(each, torch.Tensor)), None, None][:2]

@@ -1,10 +1,10 @@
-"""Make the trace of a step whose compiled parts run as kernels. It is the trace of the eager step, with the ops of each
-compiled part replaced.
+"""Make the trace of a step whose compiled parts run as kernels: take the trace of the eager step, and replace the ops of each
+compiled part.
 
 The eager step shows what is outside of compiled parts, which regions run eagerly, and how long parameters, batch, gradients and
-the optimizer's state live. A compiled part is a joint graph, or several if the graph breaks. Its kernels replace the ops that
-the part ran eagerly: forward kernels in its forward, backward kernels in its backward. Its inputs and outputs keep their
-storages. Storages inside the part belong to the graph.
+the optimizer's state live. A compiled part is a joint graph (forward and backward in one graph), or several if the graph
+breaks. Its kernels replace the ops that the part ran eagerly: forward kernels in its forward, backward kernels in its backward.
+Its inputs and outputs keep their storages. Storages inside the part belong to the graph.
 
 Each region of a part becomes a region call. Its slots (saved tensors) are the buffers that backward reads. If a fused kernel is
 the last reader of a buffer and makes an output of equal size, the output is written into that buffer, as inductor does.
@@ -32,12 +32,14 @@ _UNCOMPILED = "torch.compile runs it eagerly"
 
 
 Parts = Mapping[tuple[str, int], CompiledPart]
-"""A mapping from a unit's call to its compilation. The key is a pair of the unit's path and the call's number."""
+"""A mapping from one call of a unit (a module under torch.compile) to its compilation. The key is a pair of the unit's path and
+the call's number.
+"""
 
 
 def with_compiled(eager: Trace, parts: Parts, device: torch.device | None) -> Trace:
-    """Return the eager trace with ``parts`` in place of the compiled units. Kernels are timed on ``device``, if a device is
-    given.
+    """Return a copy of the eager trace, where kernels replace the ops of the compiled units. If ``device`` is given, the
+    kernels are timed on it.
 
     The regions of the eager trace are the units and the regions planned next to them. A unit that torch.compile has not
     compiled keeps what it saves.
@@ -76,7 +78,9 @@ class _Weaver:
         """A mapping from the old tick of the first op that kernels replace to the new tick where these kernels begin."""
 
     def weave(self) -> None:
-        """Order the ops, then the storages, then the regions. The optimizer's storages come last, as in every trace."""
+        """Fill the lists of the new trace: first the ops in order, then the storages, then the regions. The optimizer's
+        storages come last, as in every trace.
+        """
         self._order()
         optimizers = [s for s in self.eager.storages if self._is_optimizers(s)]
         kept = self._outer_storages([s for s in self.eager.storages if not self._is_optimizers(s)])
@@ -127,18 +131,20 @@ class _Weaver:
         place.ends[stretch] = len(self.ops)
 
     def new_tick(self, old: int) -> int:
-        """Return the new tick of an op of the eager step.
+        """Return the tick (position among the ops of the new trace) of an op of the eager step, given by its old tick.
 
         For a replaced op, it is the tick where the kernels of its unit end.
         """
         return old if old < 0 else self._new[min(old, len(self._new) - 1)]
 
     def moment(self, old: int) -> int:
-        """Return the new tick of the moment before an op of the eager step. A tick is a position among the step's ops."""
+        """Return the tick in the new trace that lies before an op of the eager step. For the first op that kernels replace, it
+        lies before these kernels.
+        """
         return self._moments.get(old, self.new_tick(old))
 
     def _moved(self, call: RegionCall, kept: Mapping[int, int]) -> RegionCall:
-        """Return a copy of a region that runs eagerly, moved to its place among the kernels."""
+        """Return a copy of an eager region's call, with all its ticks changed to ticks of the new trace."""
         graph, replace = call.graph, msgspec.structs.replace
         moved = RegionGraph(
             values=tuple(replace(value, storage=kept.get(value.storage, -1)) for value in graph.values),
@@ -172,7 +178,9 @@ class _Weaver:
         return _UNCOMPILED if call.index in self._uncompiled else ""
 
     def _outer_storages(self, storages: Iterable[Storage]) -> dict[int, int]:
-        """Copy the storages that are not inside of units. Return a mapping from old id to new id."""
+        """Copy the given storages to the new trace, except storages inside of compiled units. Return a mapping from old id to
+        new id.
+        """
         ids: dict[int, int] = {}
         saved = {
             value.storage for call in self.eager.regions if call.index not in self.places for value in call.graph.values
@@ -200,7 +208,7 @@ class _Weaver:
 
 
 class _Piece:
-    """Adds the storages and the regions of one unit to the step."""
+    """Adds to the new trace what belongs to one call of a unit (a module under torch.compile): its storages and its regions."""
 
     def __init__(self, weaver: _Weaver, place: UnitPlace, kept: Mapping[int, int]) -> None:
         self.weaver, self.place, self.kept = weaver, place, kept
@@ -238,9 +246,9 @@ class _Piece:
         self._regions()
 
     def _match_inputs(self) -> None:
-        """Match the graphs' activation inputs to the inputs of the eager region.
+        """Find out which storage of the eager step each activation input of the graphs is.
 
-        Inputs are matched if their sizes are equal.
+        Inputs are matched if their sizes in bytes are equal.
         """
         place = self.place
         given = [v for v in place.call.graph.values if v.origin in (Origin.INPUT, Origin.EXTERNAL)]
@@ -266,9 +274,10 @@ class _Piece:
             made |= {node: node_bytes(node) for node in graph.forward_outputs if node.op != "placeholder"}
 
     def _match_outputs(self) -> None:
-        """Assign eager storages to outputs of forward and to gradients. They are matched by size.
+        """Find out which storage of the eager step each output of forward, and each gradient, is. An output without a match
+        gets a storage of its own.
 
-        Among equal sizes, module and op decide.
+        Storages are matched by size. Among equal sizes, module and op decide.
         """
         place, storages = self.place, self.weaver.storages
         graphs = list(zip(self.graphs, place.stretch_of, strict=True))
@@ -304,7 +313,7 @@ class _Piece:
         return storage.bytes == node_bytes(node) and storage.label.startswith(label)
 
     def _hold_tangents(self) -> None:
-        """Let the inputs of a graph's backward live until that backward ends, as autograd's call holds them.
+        """Let the gradients that enter a graph's backward live until that backward ends, because autograd's call holds them.
 
         If a later graph reads outputs of an earlier graph, it makes the gradients of these outputs. An output without a
         gradient gets zeros. From torch 2.13 on, these zeros are freed after their last reader. torch 2.9 and 2.11 were seen to
@@ -366,8 +375,8 @@ class _Piece:
             storages[storage.id] = msgspec.structs.replace(storage, dies=dies, is_overwritten=is_overwritten)
 
     def _ends(self, node: fx.Node, readers: Sequence[Kernel]) -> tuple[int, bool]:
-        """Return the tick when the last of ``readers`` frees a buffer, and whether that reader writes its output over the
-        buffer.
+        """Return the tick when a buffer is freed, which is when the last of ``readers`` has run. Return also whether that
+        kernel writes an output of its own into the buffer.
         """
         if not readers:
             return 0, False
@@ -399,7 +408,7 @@ class _Piece:
             self._region(name)
 
     def _region(self, name: str) -> None:
-        """Add the region call of one region to the step."""
+        """Add one region of the unit to the new trace: its ops, storages, saved tensors and graph."""
         forward = [k for k in self.place.forward if k.region == name]
         backward = [k for k in self.place.backward if k.region == name]
         index = len(self.weaver.regions)
@@ -426,7 +435,7 @@ class _Piece:
         )
 
     def _is_called_alone(self) -> bool:
-        """Return True if this unit is a block that is called once, as one graph.
+        """Return True if this unit is a block that the step calls once and that is compiled as one graph.
 
         Then saved-tensor hooks around it see only what this graph saves.
         """
@@ -499,14 +508,18 @@ class _Piece:
         )
 
     def _held_elsewhere(self, kernel: Kernel) -> str:
-        """Return an obstacle if the backward of another region reads the kernel's output, else "". The output is then saved for
-        all.
+        """Return the obstacle "is read by another region" if that holds for the backward of another region and an output of the
+        kernel, else "".
+
+        Such an output is saved for all its readers.
         """
         readers = (reader for node in kernel.writes for reader in self.readers[node])
         return "is read by another region" if any(r.is_backward and r.region != kernel.region for r in readers) else ""
 
     def _leaves(self, node: fx.Node, region: str) -> bool:
-        """Return True if the forward of another region, or the caller of the unit, uses this buffer."""
+        """Return True if a buffer is an output of its region: the forward of another region, or the caller of the unit, uses
+        it.
+        """
         return any(r.region != region and not r.is_backward for r in self.readers[node]) or any(
             node in graph.forward_outputs for graph in self.graphs
         )

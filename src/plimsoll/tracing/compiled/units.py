@@ -1,9 +1,9 @@
-"""Find the modules that torch.compile has compiled in a model, and compile them again with a partitioner of ours.
+"""Find the modules that torch.compile has compiled in a model, and compile them again with a partitioner of Plimsoll.
 
 A *unit* is a module that was compiled: the model, or its blocks one by one. The options of the user's compilation, and whether
 it allows graph breaks and dynamic sizes, are read from the compiled call that torch.compile left. So the new compilation
-differs only in the partitioner, which is passed to this compilation only. When the plan is removed, the user's compiled call is
-restored with its cached code.
+differs from the user's only in the partitioner, which is passed to this compilation only. When the plan is removed, the user's
+compiled call is restored with its cached code.
 
 Private to torch and seen in torch 2.9 to 2.15: ``Module._compiled_call_impl``, ``OptimizedModule``, the chain of
 ``_torchdynamo_orig_backend``, the context in the closure of a compiled function, ``compile_fx``'s ``inner_compile``,
@@ -47,7 +47,7 @@ class CompileCall:
 
     @classmethod
     def read(cls, compiled: Any) -> CompileCall:
-        """Return the arguments that a function was compiled with.
+        """Return the arguments of the torch.compile call that compiled this function.
 
         Raises:
             InvalidModel: a plan manages the function's module.
@@ -74,7 +74,8 @@ class CompileCall:
 
     @classmethod
     def of(cls, options: Any) -> CompileCall:
-        """Return the call of torch.compile that ``compile=True`` means, or ``compile={...}`` with torch.compile's own keywords.
+        """Return the arguments of torch.compile that the option ``compile=`` means. The option is True, or a dict with
+        torch.compile's own keywords.
 
         Raises:
             InvalidOption: torch.compile does not have a keyword or refuses a value, or another backend is given.
@@ -103,11 +104,11 @@ class CompileCall:
 
     @property
     def key(self) -> str:
-        """A text that is equal for calls of torch.compile that compile in the same way."""
+        """A text that is equal for two objects if torch.compile compiles in the same way with them."""
         return repr((self.backend, sorted(self.options.items(), key=str), self.fullgraph, self.dynamic))
 
     def compile(self, backend: Callable[..., Any] | None = None, **more: Any) -> Callable[..., Any]:
-        """Return a function that calls its first argument, a module, compiled with these options and ``more``.
+        """Return a function that calls a module (its first argument) as compiled code, with these options and ``more``.
 
         ``backend`` replaces inductor. Options that the user has set take precedence over ``more``.
         """
@@ -116,8 +117,8 @@ class CompileCall:
         return self._compile(**how)
 
     def _compile(self, **how: Any) -> Callable[..., Any]:
-        """Compile separately from the user's compilations, without a recompile limit, and with nested regions inlined. Return a
-        function.
+        """Return a function that calls a module (its first argument) as compiled code. It is compiled separately from the
+        user's compilations, without a recompile limit, and with nested regions inlined.
 
         Beyond the limit, torch would run the module uncompiled, which keeps everything. Nested regions become part of the
         surrounding graph, where each use is decided on separately.
@@ -133,8 +134,8 @@ class CompileCall:
         return functools.partial(_apart, compiled, None if has_limit else sys.maxsize)
 
     def captured(self, partitioner: Any, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Compile like `compile`, but pass the graphs to a partitioner, and use ``run`` in place of inductor. Return the
-        function.
+        """Return a function like the result of `compile`. When it compiles a module, ``partitioner`` splits the graphs, and
+        ``run`` makes functions from the parts in place of inductor.
         """
         from torch._inductor.compile_fx import compile_fx  # takes seconds to import
 
@@ -147,7 +148,9 @@ class CompileCall:
 
 
 def _call_of(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run what ``Module.__call__`` runs, and return its output. One function serves all modules that share a compilation."""
+    """Call a module as ``Module.__call__`` does, and return its output. All modules that share a compilation are called through
+    this one function.
+    """
     return module._call_impl(*args, **kwargs)
 
 
@@ -176,7 +179,9 @@ def _apart(compiled: Callable[..., Any], limit: int | None, *args: Any, **kwargs
 
 
 class _Own:
-    """Counts entries into code that we compiled, to know whether such code is running in any thread."""
+    """Counts the calls, in all threads, that are inside of code which Plimsoll has compiled. ``is_running`` says whether such a
+    call is running.
+    """
 
     is_running = False
 
@@ -194,13 +199,15 @@ _own = _Own()
 
 
 def _is_compiled_by_others() -> bool:
-    """Return True if code is being compiled now, but not by us in any thread."""
+    """Return True if torch.compile is tracing now, and not for a compilation that Plimsoll has started in any thread."""
     return torch.compiler.is_compiling() and not _own.is_running
 
 
 @contextlib.contextmanager
 def as_ours() -> Iterator[None]:
-    """Return a context manager. Compilations inside its block may reach modules under a plan."""
+    """Return a context manager. Compilations inside its block count as Plimsoll's own, so they may reach modules under
+    a plan.
+    """
     _own.count(1)
     try:
         yield
@@ -209,7 +216,7 @@ def as_ours() -> Iterator[None]:
 
 
 class _RefuseOthers:
-    """A forward pre-hook that refuses all compilations except ours.
+    """A forward pre-hook that raises if a compilation which is not Plimsoll's traces the module.
 
     If the user's torch.compile traces a module, it does not run the module's compiled call, and so ignores the plan. Copies and
     pickles of the module get a hook that does nothing.
@@ -235,7 +242,9 @@ class _RefuseOthers:
 
 
 def _called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call the function directly. This replaces the marker that Dynamo recognises as a nested region."""
+    """Takes the place of the function that marks a nested region for Dynamo: call ``function`` directly, so that its code
+    becomes part of the surrounding graph.
+    """
     return function(*args, **kwargs)
 
 
@@ -244,12 +253,12 @@ def _is_never(_: object) -> bool:
 
 
 def _nothing() -> None:
-    """Do nothing. This function is only compiled to find out what options mean."""
+    """Do nothing. torch.compile is called on this function only to find out what its options mean."""
 
 
 class PlannedCall:
-    """The compiled call that a plan installs instead of the user's. If a torch.compile around the model traces this call, it
-    raises.
+    """The compiled call that a plan installs in place of the user's. It raises if a torch.compile around the model
+    traces it.
     """
 
     def __init__(self, compiled: Callable[..., Any], module: nn.Module) -> None:
@@ -409,7 +418,7 @@ def _is_switched_off() -> bool:
 
 
 def check_compiler(device: torch.device) -> None:
-    """Refuse to plan a compiled model if torch.compile cannot compile here.
+    """Raise an error if torch.compile cannot compile here. This is called before a compiled model is planned.
 
     Raises:
         InvalidModel: torch.compile is switched off, or a C++ compiler for the CPU is missing.
@@ -449,7 +458,8 @@ def in_place(units: Sequence[Unit], made: Callable[[Unit], Callable[..., Any] | 
 
 
 def install_alone(unit: Unit, function: Callable[..., Any]) -> Callable[[], None]:
-    """Do what `install` does, and also refuse all other compilations that reach the module.
+    """Replace a unit's compiled call by ``function``, as `install` does, and add a hook that refuses all other compilations of
+    the module.
 
     Return a function that undoes both.
     """

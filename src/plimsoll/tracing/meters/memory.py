@@ -55,7 +55,8 @@ _KINETO_SILENT = "99"
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Data: the interval from the mark ``name`` to the next mark.
+    """Data: the bytes in the time from the mark ``name`` to the next mark. ``peak_bytes`` is the most that was alive at the
+    same time.
 
     Bytes are counted from the level at the start of the meter.
     """
@@ -78,7 +79,7 @@ class _Event(NamedTuple):
 
 
 class MeasurementLost(PlimsollError):
-    """The error that a measurement failed because other code ended its profiler."""
+    """Raised when memory could not be measured, because other code ended the profiler that a meter had started."""
 
 
 class PeakMeter:
@@ -152,8 +153,8 @@ class PeakMeter:
         return next(window for window in reversed(self.windows) if window.name == name)
 
     def peak_bytes_without(self, tensors: Iterable[torch.Tensor]) -> int:
-        """Return the peak in bytes without the storages of ``tensors``. They must have been made inside the block and be alive
-        still. This works only on the CPU.
+        """Return the peak in bytes that the block would have had without the storages of ``tensors``. These must have been made
+        inside the block and be alive still. This works only on the CPU.
 
         This separates activations from gradients: ``meter.peak_bytes_without(p.grad for p in parameters)``.
         """
@@ -201,7 +202,7 @@ def release_free_memory() -> None:
 
 
 def _end_profiler() -> None:
-    """End the profiler before the process ends, because the process would crash otherwise.
+    """Function that runs when the process ends: end the profiler if one is running, because the process would crash otherwise.
 
     A user's error may end the process while a meter measures.
     """
@@ -350,7 +351,8 @@ class _CudaMeter:
 
 
 class RisingPeak:
-    """Finds out whether a step took more bytes than all steps before it, from CUDA's peak counter. The counter is only read.
+    """Tells whether a step has raised the process's peak of memory, by reading CUDA's peak counter before and after. The
+    counter is not reset.
 
     Other devices do not have a counter, so the methods return 0.
     """
@@ -420,7 +422,9 @@ def _gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def instances_of(*bases: type) -> list[Any]:
-    """Return all objects in this process that are instances of one of these types or their subclasses."""
+    """Return all objects that Python's garbage collector knows and that are instances of one of these types or their
+    subclasses.
+    """
     kinds = {kind for base in bases for kind in _with_subclasses(base)}
     # `isinstance` would run the code of proxy objects. A look-up of the type is also faster with many objects.
     return [thing for thing in gc.get_objects() if type(thing) in kinds]
@@ -447,12 +451,12 @@ def _flatten(events: Iterable[Any]) -> Iterator[Any]:
 
 
 def _merge(logged: list[_Event], deaths: list[_Event]) -> list[_Event]:
-    """Return both lists of events as one list in order of time. Releases of memory that was not allocated inside the meter are
-    left out.
+    """Return one list, in order of time, of the logged events and of the releases that weak references have shown (``deaths``).
 
-    The log contains some releases of such memory, with the size that an earlier profiler saw at the address. The size is wrong
-    if the address was reused since. The log also lacks releases by threads of a process group, which may be the last to hold a
-    collective's memory. Such memory counts as freed when its address is allocated again.
+    Of the logged releases, only those of memory that was allocated inside the meter are taken. The log also contains some
+    releases of earlier memory, with the size that an earlier profiler saw at the address. The size is wrong if the address was
+    reused since. The log also lacks releases by threads of a process group, which may be the last to hold a collective's
+    memory. Such memory counts as freed when its address is allocated again.
     """
     alive: dict[int, int] = {}
     places: list[int] = []

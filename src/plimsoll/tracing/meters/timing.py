@@ -28,9 +28,11 @@ import torch
 
 _RESAMPLES = 2000
 _LEAD_SECONDS = 100e-6
-"""The seconds that the stream sleeps before a timed op. It is ten times the host's time to launch an op."""
+"""The seconds that a CUDA stream sleeps before an op that is timed, while the host launches the op. They are ten times the
+host's usual time to launch an op.
+"""
 _MOST_LEAD_SECONDS = 20e-3
-"""The longest sleep in seconds.
+"""The longest such sleep in seconds.
 
 If the host takes longer for an op, the op itself waits for the device, because it reads a value.
 """
@@ -43,7 +45,7 @@ It takes about half a millisecond, and a launch is 2% of that.
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Data: the seconds of one step, one entry per round."""
+    """Data: the measured seconds of one of the compared steps, with one entry per round."""
 
     name: str
     seconds: tuple[float, ...]
@@ -118,7 +120,9 @@ def time_in_turns(
 
 
 def paired_ratio(ours: Timing, theirs: Timing) -> Interval:
-    """Return the median over rounds of the ratio of our seconds to their seconds, with its 95% interval."""
+    """Return how many times as long ``ours`` takes as ``theirs``: the median over rounds of the ratio of their seconds, with
+    its 95% interval.
+    """
     return median_interval([a / b for a, b in zip(ours.seconds, theirs.seconds, strict=True)])
 
 
@@ -140,8 +144,8 @@ def wait_for_device(device: torch.device) -> None:
 
 
 class Marks:
-    """Marks in time. They are readings of the host's clock, or on a GPU events, which are read after the stream has passed
-    them.
+    """Sets marks in time, and returns the seconds between them. On a GPU the marks are events on the stream, otherwise readings
+    of the host's clock ``now``.
     """
 
     def __init__(self, device: torch.device, now: Callable[[], float] = time.perf_counter) -> None:
@@ -188,8 +192,8 @@ class OpClock:
 
 
 class CudaClock(OpClock):
-    """A clock for single ops on CUDA. It measures only the seconds of the device. It waits for the device each time, so it is
-    slow.
+    """A clock for single ops on CUDA. It measures only the seconds of the device, without the host's time to launch the op. It
+    waits for the device each time, so it is slow.
 
     The stream sleeps while the host launches the op. So both events and the op's kernels are in the queue, and the device runs
     them back to back. If the host took longer than the sleep, the sample contains some host time, and the next sleep is twice

@@ -28,7 +28,7 @@ from plimsoll.tracing.torch_internals import free_cublas_workspaces
 
 
 class WorkspaceMeter:
-    """A meter that measures nothing. It serves fake traces, and runs that only add timings.
+    """The base class of workspace meters. It measures nothing itself, and serves fake traces and runs that only add timings.
 
     ``bytes`` maps the cost key of an op to the bytes of its workspace.
     """
@@ -47,7 +47,7 @@ class WorkspaceMeter:
 
 
 class CpuMeter(WorkspaceMeter):
-    """A meter for the CPU. It reads the allocator's events between the begin and the end of each op."""
+    """A workspace meter for the CPU. It reads the allocator's events between the begin and the end of each op."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class CpuMeter(WorkspaceMeter):
 
 
 class CudaMeter(WorkspaceMeter):
-    """A meter for CUDA. It reads the caching allocator's peak around each op.
+    """A workspace meter for CUDA. It reads the caching allocator's peak around each op.
 
     The counters are on the host, so the host does not wait for the device.
     """
@@ -110,10 +110,11 @@ def release_library_workspaces(device: torch.device) -> int:
 
 
 def hidden_bytes(spans: Mapping[str, tuple[int, int]], timeline: Sequence[tuple[int, int]]) -> dict[str, int]:
-    """Return for each span (one op) the largest number of bytes above both the level at its end and the level at its begin. The
-    bytes at the end consist of the op's outputs.
+    """Return the bytes of workspace that each op allocated and freed inside itself, as a mapping from the op's key.
 
-    Spans (begin and end of each op) and timeline (level after every change, in order) are in nanoseconds and bytes.
+    They are the highest level during the op, minus the level at its begin or end, whichever is higher: the level at the end
+    includes the op's outputs. ``spans`` has the begin and end of each op in nanoseconds. ``timeline`` has pairs of a time in
+    nanoseconds and the level in bytes, after every change.
     """
     times = [at_ns for at_ns, _ in timeline]
     found: dict[str, int] = {}

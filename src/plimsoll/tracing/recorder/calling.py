@@ -1,6 +1,5 @@
-"""How Plimsoll calls a model.
-
-It makes arguments from a batch and a scalar loss from an output, and tracks which module runs.
+"""Call a model in a training step: make arguments from a batch and a scalar loss from an output, and track which module
+runs.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ Loss = Callable[[Any], torch.Tensor]
 Context = Callable[[], contextlib.AbstractContextManager[object]]
 """A function that returns a new context manager before each step. The step runs inside it."""
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""A pair of positional arguments and keyword arguments."""
+"""The arguments of a call: a pair of a tuple of positional arguments and a dictionary of keyword arguments."""
 
 
 def split_batch(batch: Any) -> Call:
-    """Return positional and keyword arguments. A tensor becomes one argument, a tuple the positional and a mapping the keyword
-    ones.
+    """Return the arguments for the model's call, made from a batch. A tensor becomes the only argument, a tuple the positional
+    arguments, and a mapping the keyword arguments.
 
     Raises:
         InvalidBatch: the batch is of another type.
@@ -110,9 +109,9 @@ def name_of(function: Any) -> str:
 
 
 def _given_by(value: Any, attribute: str) -> Any:
-    """Return an attribute of a user's object, or ``None`` if the object does not have it.
+    """Return an attribute of an object of the user, or ``None`` if reading the attribute fails.
 
-    An object's ``__getattr__`` may say so by raising any exception.
+    An object's ``__getattr__`` may raise any exception to say that the attribute does not exist.
     """
     try:
         return getattr(value, attribute, None)
@@ -122,7 +121,8 @@ def _given_by(value: Any, attribute: str) -> Any:
 
 @contextlib.contextmanager
 def after_autocast(device_type: str) -> Iterator[None]:
-    """Return a context manager that runs backward as after a block ``with torch.autocast(...)``: autocast is off.
+    """Return a context manager for backward after a forward under autocast. In its block autocast is off, as after the block
+    ``with torch.autocast(...)``.
 
     Autocast's cache of casts is cleared.
     """
@@ -132,8 +132,9 @@ def after_autocast(device_type: str) -> Iterator[None]:
 
 
 def refuse_foreign_graph(loss: torch.Tensor, first_node: int, *, has_met_threads: bool = False) -> None:
-    """Refuse a loss whose backward continues into a graph from before the forward, because backward would free what that graph
-    saved. Also refuse a graph that another thread made, because its operations were not recorded.
+    """Raise an error if backward from this loss would continue into a graph that existed before the forward, because backward
+    would free what that graph saved. Also raise an error if another thread made a part of the graph, because its operations
+    were not recorded.
 
     ``first_node`` is the value of `sequence_number` before the forward. Each thread counts its own nodes, so
     ``has_met_threads`` says whether modules ran in another thread.

@@ -57,8 +57,8 @@ def is_collective(func: torch._ops.OpOverload) -> bool:
 
 
 def names_collective(cost_key: str) -> bool:
-    """Return True if an op communicates with other ranks. The op is given by its cost key, its name in a trace's table of
-    costs.
+    """Return True if the op with this cost key (the text that names an op and its arguments in a trace) communicates with other
+    ranks.
     """
     return cost_key.partition(".")[0] in _NAMESPACES
 

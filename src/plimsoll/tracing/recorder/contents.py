@@ -1,4 +1,5 @@
-"""Store the contents of values, to any depth, and restore them later: containers, generators, objects, iterators.
+"""Store the contents of containers, generators, objects and iterators that a model holds, to any depth, and restore them after
+a trial step.
 
 Containers, random generators and attributes of objects are restored in place. Python cannot rewind an iterator, so a trial step
 runs on a replacement: an exact copy if Python can make one, otherwise an iterator that raises when it is advanced.
@@ -98,7 +99,7 @@ _EMPTY_SLOT = object()
 
 
 def _filled_by(kind: Any) -> Callable[[Any, Any], object]:
-    """Return a function that writes the contents of a sequence in place. It uses the methods of this type."""
+    """Return a function that overwrites a sequence of this type (list, bytearray, array) in place with other contents."""
     return lambda value, contents: kind.__setitem__(value, slice(None), contents)
 
 
@@ -134,7 +135,7 @@ _KINDS: Mapping[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]]
         np.ndarray: (np.array, _refill_array),
     }
 )
-"""A mapping from type to a function that reads the contents of a value, and a function that restores them.
+"""A mapping from type to two functions: one reads the contents of a value of this type, the other restores them.
 
 They use these types' own methods, because a subclass may do more on a write.
 """
@@ -157,7 +158,7 @@ def contents_of(value: Any) -> Any:
 
 
 def refill(value: Any, contents: Any) -> None:
-    """Put contents that `contents_of` returned back into the value."""
+    """Restore the contents of a value in place. ``contents`` is what `contents_of` has returned for the value."""
     _KINDS[_known(value)][1](value, contents)
 
 
@@ -173,7 +174,7 @@ def is_of_user(kind: type | FunctionType) -> bool:
 
 
 def with_contents(values: Iterable[Any], *, attributes_as_well: bool = False) -> dict[int, Any]:
-    """Return values and all values inside them, each once, as a mapping from ``id`` to value.
+    """Return the given values and everything inside of them, each once, as a mapping from ``id`` to value.
 
     Nested lists, tuples, sets and dictionaries are searched. With ``attributes_as_well``, the attributes of other objects are
     searched too.
@@ -345,21 +346,22 @@ def put_back_entries(held: dict[Any, Any], kept: Mapping[Any, Any], but: frozens
 
 
 def lent(batch: Any) -> Any:
-    """Return the batch with its iterators replaced, so that a trial step does not advance them."""
+    """Return a copy of the batch with its iterators replaced, so that a trial step does not advance the user's iterators."""
     known: dict[int, Any] = {}
     return tree_map(lambda leaf: _with_stand_ins(leaf, known), batch)
 
 
 def _is_iterator(value: Any) -> bool:
-    """Return True for an iterator of Python's own types, because its position is hidden."""
+    """Return True if a value is an iterator whose position cannot be read or set, as with those of Python's own types."""
     is_bare = isinstance(value, Iterator) and not isinstance(value, io.IOBase | nn.Module)
     return is_bare and not _has_attributes(value)
 
 
 def _with_stand_ins(value: Any, known: dict[int, Any]) -> Any:
-    """Return what a trial step gets in place of a value.
+    """Return what a trial step gets in place of a value: a replacement for an iterator or for a tuple with iterators, otherwise
+    the value itself.
 
-    An iterator, or a tuple with iterators, is replaced. Any other value is returned itself.
+    ``known`` maps the ``id`` of an iterator to its replacement, so that the same iterator gets the same replacement.
     """
     if isinstance(value, tuple):
         parts = [_with_stand_ins(each, known) for each in value]

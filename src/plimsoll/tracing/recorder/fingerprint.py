@@ -53,8 +53,8 @@ def fingerprint(model: nn.Module, regions: Iterable[str] = ()) -> str:
 
 
 def signature(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, loss: Any = None) -> str:
-    """Return a text that describes what decides the path of a step: ``input_ids=i64[2x512]; labels=i64[2x512]; training; loss:
-    output``.
+    """Return a text that describes what decides the path of a step, such as ``input_ids=i64[2x512]; labels=i64[2x512];
+    training; loss: output``.
 
     It describes the arguments of the call, the model's training flags, whether gradients exist already (accumulation), and the
     loss.
@@ -71,7 +71,7 @@ def signature(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *
 
 
 def casts_in_force() -> list[str]:
-    """Return texts such as ``autocast cpu bf16``, one for each kind of device that has autocast on."""
+    """Return a list of texts such as ``autocast cpu bf16``: one for the CPU and one for CUDA, if autocast is on there now."""
     return [
         f"{AUTOCAST}{device} {dtype_name(torch.get_autocast_dtype(device))}"
         for device in ("cpu", "cuda")

@@ -1,4 +1,4 @@
-"""Cut a region (a module that a plan manages) out of the op log.
+"""Cut the call of one region (a module that a plan manages) out of the log of ops.
 
 The result is a torch-free ``RegionGraph`` with its own ids.
 """
@@ -31,7 +31,9 @@ class SlotRecord:
 
 @dataclass(frozen=True, slots=True)
 class LocalIds:
-    """Two mappings: from ids of the log to ids of the region's graph, and from ids of the graph to ids of the log."""
+    """Data: two mappings between ids. ``to_local`` leads from ids of the log to ids of the region's graph, and ``to_log`` leads
+    back.
+    """
 
     to_local: dict[int, int]
     to_log: tuple[int, ...]
@@ -114,8 +116,8 @@ def _first_reads(ops: Sequence[RecordedOp], slots: Sequence[SlotRecord]) -> dict
 
 
 def _numbered(outside: Sequence[int]) -> dict[int, tuple[Origin, str]]:
-    """Return names for values from outside that are neither arguments nor parameters of the module, such as another block's
-    keys.
+    """Return an origin and a name such as ``external#0`` for each of these values. They come from outside the region and are
+    neither arguments nor parameters, such as another block's keys.
     """
     return {value: (Origin.EXTERNAL, f"external#{number}") for number, value in enumerate(outside)}
 
@@ -146,8 +148,8 @@ def _value(
 
 
 def _external_writes(values: Sequence[RecordedValue], ops: Sequence[RecordedOp]) -> dict[int, str]:
-    """Return a mapping from op to obstacle, for ops that use memory from outside which the region overwrites. They cannot run
-    again.
+    """Return a mapping from an op's id to the reason why the op cannot run again: it uses memory from outside that the region
+    overwrites.
     """
     made_here = {storage for op in ops for storage in op.births}
     overwritten = {values[w].storage for op in ops for w in op.writes} - made_here

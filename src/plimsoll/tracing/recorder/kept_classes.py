@@ -13,7 +13,8 @@ from plimsoll.tracing.recorder.contents import is_of_user
 
 
 class KeptClasses:
-    """Stores the data attributes of classes: the types of these objects and their bases, as far as a user has defined them.
+    """Remembers the data attributes of the classes of these objects and of their bases, as far as a user has defined the
+    classes.
 
     `put_back` restores the attributes.
     """

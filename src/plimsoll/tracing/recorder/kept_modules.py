@@ -119,7 +119,7 @@ class KeptModules:
 
 
 class KeptForwards:
-    """Stores the instance attribute ``forward`` of each module that has one. `put_back` restores these attributes."""
+    """Remembers which modules have an instance attribute ``forward``, and its value. `put_back` restores these attributes."""
 
     def __init__(self, model: nn.Module) -> None:
         self._found = [(vars(module), vars(module).get("forward")) for module in model.modules()]
@@ -143,8 +143,9 @@ def _without(held: Mapping[str, Any], names: frozenset[str]) -> dict[str, Any]:
 
 
 def _put_back_unless_same(table: dict[Any, Any], wanted: Mapping[Any, Any]) -> None:
-    """Change a table in place, because handles refer to it. Do so only if the table differs, because compiled code checks for
-    writes.
+    """Make a dictionary hold the entries of ``wanted`` in the same order, unless it does so already.
+
+    It is changed in place, because handles of hooks refer to it. Writes are avoided, because compiled code checks for them.
     """
     if list(table) != list(wanted) or any(table[key] is not value for key, value in wanted.items()):
         table.clear()
@@ -152,10 +153,10 @@ def _put_back_unless_same(table: dict[Any, Any], wanted: Mapping[Any, Any]) -> N
 
 
 def _hooks_to_be(now: Mapping[int, Any], kept: Mapping[int, Any]) -> dict[int, Any]:
-    """Return the hooks to restore, as a mapping from id to hook.
+    """Return the hooks that a table shall have after a trial step, as a mapping from id to hook.
 
-    They are the hooks that were there before. Hooks that their owners have removed since are left out, and hooks that owners
-    have added are included.
+    They are the hooks that were there before (``kept``). Two kinds of changes since then stay: hooks that their owners
+    (libraries that keep a list of their hooks) have removed or added.
     """
     if now.keys() == kept.keys():
         return dict(kept)
@@ -171,7 +172,9 @@ def _hooks_to_be(now: Mapping[int, Any], kept: Mapping[int, Any]) -> dict[int, A
 
 
 def _within(hooks: Mapping[int, Any], now: Mapping[int, Any], kept: Mapping[int, Any]) -> dict[int, Any]:
-    """Return how hooks are called, but only for the hooks that exist (the keys of ``hooks``)."""
+    """Return the entries of a table that says how hooks are called, but only for the hooks that exist (the keys of
+    ``hooks``).
+    """
     return {key: value for key, value in {**kept, **now, **kept}.items() if key in hooks}
 
 

@@ -109,18 +109,19 @@ def cost_key(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _grouped_flops(rows: torch.Tensor, weights: torch.Tensor) -> int:
-    """Return the FLOPs of a grouped product, because torch lacks a formula: each row is multiplied with the weights of one
-    group.
+    """Return the FLOPs of a grouped product, because torch lacks a formula. Each of ``rows`` is multiplied with the weights of
+    one group.
     """
     groups = rows.shape[0] if rows.dim() == weights.dim() == 3 else 1
     return 2 * groups * rows.shape[-2] * rows.shape[-1] * weights.shape[-1]
 
 
 def _with_equal_heads(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return attention's arguments with shapes in place of tensors. In these shapes, keys and values have as many heads as
-    queries.
+    """Return the arguments of an attention op with shapes in place of tensors. In these shapes, keys and values have as many
+    heads as queries.
 
-    torch's formulas before 2.13 do not support grouped queries. They accept a shape instead of a tensor.
+    They are for torch's FLOP formulas, which accept a shape instead of a tensor. Before 2.13, these formulas do not support
+    grouped queries.
     """
     heads = max((arg.shape[1] for arg in args if isinstance(arg, torch.Tensor) and arg.dim() == 4), default=0)
     return tuple(
@@ -169,8 +170,8 @@ def _product(name: str, args: tuple[Any, ...]) -> tuple[int, int, int, int] | No
 
 
 def _updated(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors that an op without results updates in place. Such an op is a multi-tensor or fused step of an
-    optimizer.
+    """Return the tensors that an op without results updates in place, such as the parameters in a multi-tensor or fused step of
+    an optimizer.
     """
     updated = [
         value

@@ -1,4 +1,5 @@
-"""Logs ATen calls as ops over versions of storages. Both the trace and the recipes are made from this log.
+"""Log the ATen calls of running code as ops that read and write versions of storages. Both the trace and the recipes are made
+from this log.
 
 Every storage has a current *value*, which is a version of its contents. An op that writes to the storage (according to the op's
 schema) makes a new value. A view does not. So the log is in static single assignment form: each value has one producer, and
@@ -48,7 +49,9 @@ _READS_A_VALUE = frozenset({"_local_scalar_dense", "equal", "is_nonzero"})
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A tensor argument or result of a recorded op: the id of a value, and the geometry that the op sees of it."""
+    """Data about a tensor among the arguments or results of a recorded op: the id of the tensor's value, and the geometry
+    (sizes, strides, offset) that the op sees.
+    """
 
     value: int
     geometry: Geometry
@@ -185,13 +188,15 @@ class OpRecorder(TorchDispatchMode):
         return self.current.get(self.table.find(local), -1) if is_plain(local) else -1
 
     def is_on_the_way(self, args: tuple[Any, ...]) -> bool:
-        """Return True if a collective is still filling some of these tensors, so that their contents change without an op."""
+        """Return True if a collective is still filling some of these tensors. Their contents then change although no op
+        runs.
+        """
         return bool(self._on_the_way) and any(
             self.table.find(tensor) in self._on_the_way for tensor in flat_tensors(args)
         )
 
     def forget_names(self) -> None:
-        """Forget how often each op has run in each module, as at the start of a region.
+        """Set the counts of how often each op has run in each module to 0, as at the start of a region.
 
         Names of values contain these counts.
         """
@@ -285,9 +290,9 @@ class OpRecorder(TorchDispatchMode):
         )
 
     def _keep_masks(self, func: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
-        """Note that the masks which an op selects rows by must not be recomputed.
+        """Mark the ops that made this op's masks (the op selects rows with them): they must not run again.
 
-        The op that made a mask must not run again.
+        A mask that is made again could select other rows.
         """
         for mask in masks_of(func, args):
             producer = self.values[value].producer if (value := self.value_of(mask)) >= 0 else -1

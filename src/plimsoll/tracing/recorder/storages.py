@@ -68,7 +68,9 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 class StorageTable:
-    """A table that gives each storage that it sees a small id. Two storages never get the same id."""
+    """A table that gives each storage that it is shown a small integer id. Two storages never get the same id, even if one is
+    freed and its address is reused.
+    """
 
     def __init__(self) -> None:
         self._ids: dict[int, int] = {}
@@ -119,7 +121,9 @@ def as_integers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def storage_fingerprint(tensor: torch.Tensor) -> int:
-    """Return a checksum of all bytes of the tensor's storage and of their positions. The bytes are not copied."""
+    """Return a checksum of the tensor's whole storage. It depends on all bytes and their positions. The bytes are not
+    copied.
+    """
     storage = tensor.untyped_storage()
     count = storage.nbytes()
     if count == 0 or storage.device.type == "meta":  # forward-mode derivatives check shapes there

@@ -1,6 +1,6 @@
-"""Restore a model and a batch after a step that does not count: gradients, buffers, flags, random state.
+"""Restore a model and a batch after a trial step, which must leave nothing behind: gradients, buffers, flags, random state.
 
-Planning, attaching and verifying run steps on the user's own model. This module ensures that these steps leave nothing behind.
+Planning, attaching and verifying run such steps on the user's own model.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from plimsoll.tracing.zero import KeptGathering, is_gathered_by_zero
 
 _OF_8_BITS = "bitsandbytes.autograd._functions"
 _UNREAD = {"MatMul8bitLt": {"tensors": (None,) * 3, "tensor_states": (None,) * 2}, "MatMul8bitFp": {"A": None}}
-"""A mapping from product to attributes with empty values. The product stores these attributes on ``ctx``.
+"""A mapping from the name of an 8-bit product of bitsandbytes to the attributes that it stores on ``ctx``, with empty values to
+put in their place.
 
 If the weight is frozen, the product does not read them.
 """
@@ -103,7 +104,9 @@ def _hooks_of(parameter: torch.Tensor) -> dict[int, Any] | None:
 
 
 class RandomState:
-    """Stores the states of the generators of Python, numpy and torch (for CUDA, of all devices that are in use)."""
+    """Remembers the states of the random generators of Python, numpy and torch (for CUDA, of all devices that are in use).
+    `put_back` restores them.
+    """
 
     def __init__(self) -> None:
         self._python = random.getstate()
@@ -132,7 +135,9 @@ class RandomState:
 
 
 class KeptTensors:
-    """Stores copies of the numbers in tensors. `put_back` writes the copies back into those tensors that were written."""
+    """Remembers copies of the contents of tensors. `put_back` writes the copies back into those tensors that were written
+    since.
+    """
 
     def __init__(
         self, tensors: Iterable[torch.Tensor], copy: Callable[[torch.Tensor], torch.Tensor] = torch.clone
@@ -151,7 +156,7 @@ class KeptTensors:
 
 
 class KeptState:
-    """Stores the current state of a model's modules, to restore it later: classes, attributes, parts, hooks, buffers.
+    """Remembers the state of a model's modules, and restores it later: classes, attributes, parts, hooks, buffers.
 
     The state is restored even if a step replaces these objects, and additions (a cache, a counter, a lazily made part or hook)
     are removed. If an attribute or a hook is or holds a list, a set, a dictionary, a deque, an array, a random generator or an
@@ -203,16 +208,18 @@ class KeptState:
         self._tensors.put_back()
 
     def lend_iterators(self) -> None:
-        """Replace the iterators of the model until `put_back`, so that a step that does not count cannot advance them."""
+        """Replace the iterators that the model holds, so that a trial step cannot advance them. `put_back` restores the
+        originals.
+        """
         self._contents.lend(*self._tables)
 
 
 class Unread:
-    """Makes 8-bit products of bitsandbytes free the tensors that they keep for the gradient of a frozen weight, until
+    """Makes 8-bit products of bitsandbytes free tensors that they would hold for backward although it does not read them, until
     `put_back`.
 
     These products store their input on ``ctx`` (seen in 0.50), where hooks on saved tensors do not see the input. They read the
-    input only for that gradient.
+    input only for the gradient of the weight, which a frozen weight does not have.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -230,8 +237,8 @@ class Unread:
         return output
 
     def put_back(self) -> None:
-        """Restore the forwards of these products. If other code has wrapped our forward since, our forward stays but does
-        nothing more.
+        """Restore the forwards of these products. If other code has wrapped the forward that this object had set, that forward
+        stays but only passes calls on.
         """
         for (function, original, _), forward in zip(self._found, self._forwards, strict=True):
             if function.forward is forward:
@@ -241,7 +248,7 @@ class Unread:
 
 @contextlib.contextmanager
 def forwards_kept(model: nn.Module) -> Iterator[None]:
-    """Return a context manager that restores each ``forward`` that a call exchanges.
+    """Return a context manager. At its end, each module has the attribute ``forward`` that it had at the beginning.
 
     A trainer redirects ``forward`` for one call, and this one call must be the user's.
     """
