@@ -68,9 +68,10 @@ class _Region:
     buffer_share: float = 0.0
 
     def sent_share(self, a: int, b: int) -> float:
-        """Return the least share of the sent bytes B that is on the device from instant a to b, between forward and backward.
+        """Return the least share of a region's sent bytes that is on the device from instant a to instant b.
 
-        No transfer may begin or end between the two instants.
+        Both instants are between forward and backward, and no transfer begins or ends between them. The sent bytes are B of the
+        program.
         """
         is_leaving = any(b <= until for until in self.sent_until)
         is_back = any(a >= since for since in self.back_from)
@@ -131,7 +132,7 @@ class LowerBound:
         return self.index.base_seconds + max(float(result.fun) - 1e-7, 0.0) * self.scale_seconds
 
     def _lines(self) -> Iterator[Line]:
-        """Return the lines (lower bounds of seconds) of the hulls of all regions."""
+        """Yield the lines (lower bounds of seconds) of all regions, from the lower convex hulls of their choices."""
         return (line for region in self.regions for line in region.hull.lines)
 
     def _add_lines(self, rows: _Rows) -> None:
@@ -235,7 +236,7 @@ class _Rows:
 
 
 def _describe(index: StepIndex, view: RegionView, choice_set: ChoiceSet) -> _Region:
-    """Return the numbers of one region that the program needs."""
+    """Return the numbers of one region that the linear program needs: its bytes, its reads, and its transfers."""
     frame = frame_of(index, view)
     bytes_of = held_bytes(index, view)
     length = max(frame.stop - frame.start, 0)
@@ -282,10 +283,10 @@ def _describe(index: StepIndex, view: RegionView, choice_set: ChoiceSet) -> _Reg
 
 
 def _shares_of_sent(view: RegionView) -> tuple[float, float]:
-    """Return two numbers: the least bytes of sources, and of buffers, that are on the device for each byte sent.
+    """Return two numbers for the transfers of one region: bytes on the device for each byte sent, before and after.
 
-    A source is the tensor that is sent out, a buffer receives the value when it returns. If two values share one source, the
-    first number is 0.
+    Before the transfer they are in the source, the tensor that is sent out. After it they are in the buffer that receives the
+    value. Both numbers are the least over the region's values. If two values share one source, the first number is 0.
     """
     ratios, storages = [], []
     for value in view.decided:
@@ -299,9 +300,9 @@ def _shares_of_sent(view: RegionView) -> tuple[float, float]:
 
 
 def _relief(index: StepIndex) -> Ints:
-    """Return an array with, for each instant, the bytes that R may count twice.
+    """Return an array with, for each instant, the bytes that R (what regions hold) may count although they are alive anyway.
 
-    These are storages that are alive anyway for a part of the time between forward and backward.
+    They are in storages that are alive under any plan for a part of the time between forward and backward.
     """
     change = np.zeros(index.instants + 1, dtype=np.int64)
     for view in index.views:

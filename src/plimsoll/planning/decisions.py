@@ -54,7 +54,7 @@ def decide(simulation: Simulation, prices_seconds_per_byte: Sequence[float]) -> 
 
 
 def write_plan(simulation: Simulation, baseline: Simulation, strategy: str, region_prices: Sequence[float]) -> Plan:
-    """Return a plan for a simulated step, without a budget and without a lower bound.
+    """Return a plan for a simulated step that a strategy made. The plan has neither a budget nor a lower bound.
 
     Args:
         simulation: the step under its choices.
@@ -154,7 +154,10 @@ def _decisions(
 
 
 def _packed(index: StepIndex, view: RegionView, choice: Choice, value: int, size: int, price: float) -> ValueDecision:
-    """Return the decision, with its reason, for a value that is held in another form (compressed or offloaded)."""
+    """Return the decision about one value that is compressed or offloaded, with its reason.
+
+    ``size`` is the value's bytes, and ``price`` the seconds per step that one held byte costs.
+    """
     entry, form = view.graph.values[value], view.form(value, choice.forms[value])
     saved = max(entry.bytes - form.held_bytes, 1)
     cost = f"{form.name} costs {format_seconds(form.seconds * MIB / saved)}/MiB"
@@ -174,7 +177,10 @@ def _packed(index: StepIndex, view: RegionView, choice: Choice, value: int, size
 
 
 def _seconds_to_rebuild(index: StepIndex, view: RegionView, value: int, choice: Choice) -> float:
-    """Return the seconds of recomputing a value if nothing else ran again; infinite if the value cannot be rebuilt."""
+    """Return the seconds of recomputing one value from what the choice holds; infinite if the value cannot be rebuilt.
+
+    The seconds are those of all ops on the way, as if no other value were recomputed.
+    """
     if value not in view.droppable:
         return math.inf
     ops, _ = recipe_ops(view.graph, value, (view.leaves | choice.kept | choice.forms.keys()) - {value})

@@ -51,7 +51,7 @@ class Collective(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankGroup:
-    """Data: a group of ``ranks`` ranks; the numbers of neighbours in the group differ by ``stride``."""
+    """Data: a group of ranks that communicate. It has ``ranks`` members; the numbers of neighbours differ by ``stride``."""
 
     ranks: int
     stride: int = 1
@@ -147,7 +147,7 @@ def _row_seconds(whole_bytes: float, copies: float, group: RankGroup, device: De
 
 
 def _transfer_seconds(kind: Collective, whole_bytes: float, group: RankGroup, device: Device) -> float:
-    """Return the seconds of moving the bytes of a collective, without the latency of hops."""
+    """Return the seconds in which the bytes of a collective go over links and network. The latency of hops is not included."""
     ranks, within = group.ranks, group.ranks_in_node(device)
     link = device.link_bytes_per_second * device.achieved_link
     network = device.network_bytes_per_second * device.achieved_link
