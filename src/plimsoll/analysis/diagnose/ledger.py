@@ -32,7 +32,7 @@ class WorkKind(enum.Enum):
 
 
 class WorkPiece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One piece of work.
+    """Data: one piece of work in a profile, such as a kernel, a copy or a CPU op.
 
     ``own_ns`` is its part of the busy time in nanoseconds; ``operation`` is the op or range that launched it.
     """
@@ -59,8 +59,9 @@ class WorkPiece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def is_element_wise(self) -> bool:
-        """Whether a compiler could fuse the work: it computes, is not fused yet, and is not a matrix product, convolution or
-        attention.
+        """Whether a compiler could fuse the work with other work.
+
+        It could if the work computes, is not fused yet, and is not a matrix product, convolution or attention.
         """
         return self.kind is WorkKind.COMPUTE and not is_heavy(self.name) and not self.is_fused
 
@@ -71,7 +72,7 @@ def is_heavy(name: str) -> bool:
 
 
 class Gap(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One idle interval. Its length in nanoseconds is split by the host's activity."""
+    """Data: one idle interval of a profile. Its nanoseconds are split by what the host did meanwhile."""
 
     step: int
     waiting_ns: int
@@ -87,7 +88,7 @@ class Gap(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Ledger(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the time of a profile went.
+    """Data: where the time of a profile went, by pieces of work and idle gaps.
 
     The nanoseconds of ``work`` and ``idle`` add up to the lengths of the steps, ``wall_ns``.
     """

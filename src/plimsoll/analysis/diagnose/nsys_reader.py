@@ -85,7 +85,10 @@ class _Export:
             self.strings = {key: str(text) for key, text in self._counted("SELECT id, value FROM StringIds")}
 
     def rows(self, table: str, columns: tuple[str, ...]) -> Iterator[dict[str, object]]:
-        """Yield the rows of a table as mappings from column to value. The value of a missing column is ``None``."""
+        """Yield the rows of a table of the export, each as a mapping from column to value.
+
+        A missing column has the value ``None``.
+        """
         if table not in self.tables:
             return
         present = {str(row[1]) for row in self._database.execute(f'PRAGMA table_info("{table}")')}
@@ -105,7 +108,7 @@ class _Export:
             yield row
 
     def text(self, key: object) -> str:
-        """Return the string with this id.
+        """Return the string that belongs to an id of the export.
 
         Old exports contain the string itself instead of an id, and it is returned unchanged.
         """
@@ -217,7 +220,10 @@ def _device_span(row: dict[str, object], kind: DeviceKind, name: str, *, shape: 
 
 
 def _correlation(global_id: object, correlation: object) -> str:
-    """Return process and correlation id as one text, because correlation ids are unique only within a process."""
+    """Return one text for a process and a correlation id, to match a launch with its kernel.
+
+    Correlation ids are unique only within a process.
+    """
     return "" if correlation is None else f"{_number(global_id) >> _THREAD_BITS}/{correlation}"
 
 

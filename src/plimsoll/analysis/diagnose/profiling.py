@@ -39,7 +39,7 @@ _MARGIN_US = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """The record of one profiled step: its number in the session, its variant ``name``, its round ``turn``, and its seconds.
+    """Data: one profiled step. It has its number in the session, its variant ``name``, its round ``turn``, and its seconds.
 
     ``lost_seconds`` are the seconds that other programs took.
     """
@@ -53,7 +53,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnTraces:
-    """The trace file of each variant.
+    """Data: the path of the trace file of each variant (without and with the plan).
 
     ``lost_share`` is the share of the kept steps' time that other programs took (always 0 on a GPU).
     """
@@ -110,7 +110,7 @@ def _run(step: Callable[[], object], number: int, name: str, turn: int, device: 
 
 
 def _quietest(turns: list[Turn], rounds: int) -> list[Turn]:
-    """Return the turns of the rounds that lost the least time to other programs.
+    """Return the profiled steps of those rounds in which other programs took the least time.
 
     Rounds are kept whole, so that each step keeps its counterpart.
     """

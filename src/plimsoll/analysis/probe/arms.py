@@ -55,7 +55,7 @@ class Job:
 
 
 class Arms:
-    """Trains both arms (without and with the plan) and holds their logs.
+    """Trains both arms (the same training without and with the plan), a chunk of steps at a time, and holds their logs.
 
     If the run directory has an interrupted run, that run is continued.
 
@@ -84,7 +84,7 @@ class Arms:
 
     @property
     def steps(self) -> int:
-        """The number of steps that both training runs (without and with the plan) have taken."""
+        """The number of training steps that each arm (the training without or with the plan) has taken so far."""
         return min(self._steps_of(arm) for arm in ARMS)
 
     def _steps_of(self, arm: str) -> int:
@@ -92,7 +92,7 @@ class Arms:
 
     @property
     def is_finite(self) -> bool:
-        """Whether losses and gradients of both training runs (without and with the plan) are finite so far."""
+        """Whether all losses and gradients so far are finite, in the training without the plan and in that with it."""
         return all(log.is_finite for log in self._logs.values())
 
     @property
@@ -167,10 +167,10 @@ class Arms:
         managed: Handle | None,
         chunk: tuple[int, int],
     ) -> StepRecord:
-        """Run one step of a chunk. In the first step the plan's engine records, and in the second step gradients are compared.
+        """Run and record one training step of a chunk.
 
-        The peak is measured only in the last step of the first chunk and of the last chunk, because on a CPU measuring takes
-        seconds.
+        In the first step of a chunk the plan's engine records, and in the second step gradients are compared. The peak is
+        measured only in the last step of the first chunk and of the last chunk, because on a CPU measuring takes seconds.
         """
         start, count = chunk
         trainer, offset = self._job.trainer, step - start
@@ -192,7 +192,7 @@ class Arms:
         return record if offset else msgspec.structs.replace(record, seconds=None)
 
     def _reference(self, call: Call, managed: Handle) -> list[list[torch.Tensor | None]]:
-        """Return the gradients without the plan at the present parameters.
+        """Return the gradients of one step without the plan, to compare the plan's gradients with. Parameters are not changed.
 
         The model's state and the random state are restored afterwards.
         """

@@ -37,7 +37,7 @@ from plimsoll.tracing.recorder.fingerprint import fingerprint, signature
 from plimsoll.units import check_count
 
 _MOST_EXPONENT = 700.0
-"""The largest exponent that is passed to ``math.exp``, which overflows a little above it."""
+"""The largest exponent that is passed to ``math.exp``, which overflows a little above this number."""
 
 
 def probe(
@@ -162,7 +162,7 @@ def _settings(steps: int, chunk_steps: int, seed: int, target_loss: float | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _About:
-    """The verdict's description of the run, as data.
+    """Data: the description of a probe's run that the verdict shows.
 
     ``items`` is the unit, such as tokens; ``items_per_step`` is how many one batch has.
     """

@@ -68,7 +68,7 @@ class Stream:
         return f"a stream{length}"
 
     def held_out(self) -> list[Call]:
-        """Return the batches that are set apart for evaluation."""
+        """Return the batches that this stream sets apart for evaluation, which ``draw`` never returns."""
         if not self.set_apart or self._length is None:
             return []
         if isinstance(self._source, Sequence):
@@ -78,7 +78,7 @@ class Stream:
             return [_as_call(batch) for batch in itertools.islice(self._source, self._length - self.set_apart, None)]
 
     def first(self) -> Call:
-        """Look at the next batch without drawing it; ``draw`` still returns it.
+        """Return the next batch without drawing it; ``draw`` still returns it.
 
         Raises:
             InvalidProbe: the stream does not yield a batch.
@@ -220,7 +220,7 @@ def _as_call(batch: Any) -> Call:
 
 
 def read_data(batches: Any, held_out: Iterable[Any] | int | None, seed: int) -> tuple[Stream, list[Call]]:
-    """Return the stream to train on, and the list of batches for evaluation."""
+    """Return the stream of batches to train on, and the list of batches for evaluation, from the arguments of ``probe``."""
     if held_out is None or isinstance(held_out, int):
         stream = Stream(batches, set_apart=held_out, seed=seed)
         return stream, stream.held_out()

@@ -39,7 +39,7 @@ REENTRANT = "torch.utils.checkpoint (re-entrant)"
 
 @contextlib.contextmanager
 def switched_off() -> Iterator[None]:
-    """Disable saved-tensor hooks and checkpointing inside the block, so that autograd keeps every tensor that it saves."""
+    """A context without saved-tensor hooks and checkpointing: autograd keeps every tensor that it saves."""
 
     class Plain:
         @staticmethod
@@ -52,7 +52,7 @@ def switched_off() -> Iterator[None]:
 
 @contextlib.contextmanager
 def watched(wrap: Wrap) -> Iterator[Counter[str]]:
-    """Pass each pair of hooks that is entered inside the block through ``wrap``.
+    """A context in which each pair of saved-tensor hooks that code enters is replaced by what ``wrap`` makes of it.
 
     The yielded counter maps each kind of hooks to how often it was entered.
     """
@@ -100,7 +100,7 @@ def _patched(enter: Callable[..., None], leave: Callable[..., None], function: t
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """What is remembered of one tensor when it was saved: module, index, shape, dtype, checksum and storage."""
+    """Data: what is remembered of one saved tensor: module, index, shape, dtype, checksum and storage."""
 
     module: str
     index: int
@@ -111,7 +111,7 @@ class _Note:
 
     @property
     def value(self) -> str:
-        """The name that a fault gives the tensor."""
+        """The name by which a fault (a found difference) calls the tensor."""
         return f"saved tensor {self.index} of {self.shape}"
 
 
