@@ -18,13 +18,14 @@ from plimsoll.artifacts.files import write_whole
 TAG = "plimsoll"
 """The first field of every file; its value is the artifact's kind."""
 NUMBER = "plimsoll.number"
-"""The key of the object that replaces infinity and NaN in a file, because JSON does not have such numbers."""
+"""A key of a JSON object. In a file, an object with this key stands for infinity or NaN, because JSON does not have such
+numbers."""
 
 
 class AdvisedEnum(enum.StrEnum):
-    """An enum whose members also carry help text: a word, advice for the user and an optional meaning.
+    """An enum whose members also carry help text: advice for the user, and optionally what the member means.
 
-    Files contain only the word.
+    Files contain only the member's word.
     """
 
     advice: str

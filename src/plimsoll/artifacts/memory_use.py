@@ -11,7 +11,7 @@ from plimsoll.artifacts.trace import Category
 
 
 class StepForm(enum.StrEnum):
-    """Names for how an optimizer step iterates over the parameters.
+    """Names for the ways in which an optimizer step goes through the parameters.
 
     ``LOOP``: one parameter after the other. ``FOREACH``: all parameters together, op by op (torch's choice on a GPU).
     ``FUSED``: one kernel, without temporaries.
@@ -30,7 +30,7 @@ class Temporary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OptimizerUse(msgspec.Struct, frozen=True, kw_only=True):
-    """The memory and work of one optimizer for the parameters that one rank updates.
+    """Data: the memory and work of one optimizer for the parameters that one rank updates.
 
     ``state_bytes`` maps each parameter's name to its state on the device, ``master_bytes`` to its float32 copy of the weights.
     ``host_state_bytes`` is the state on the host (the step counters of the loop and foreach forms). ``temporaries`` are the
@@ -74,8 +74,8 @@ class OptimizerUse(msgspec.Struct, frozen=True, kw_only=True):
 
 DEFAULT_STREAM = 0
 COMMUNICATION_STREAM = 1
-"""The number of the CUDA stream for allocating buffers of collectives. The allocator does not share cached memory between
-streams."""
+"""The number of the CUDA stream on which buffers of collectives are allocated. The allocator does not share cached memory
+between streams."""
 
 
 class AllocationEvent(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,7 +97,7 @@ class AllocationEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AllocatorUse(msgspec.Struct, frozen=True, kw_only=True):
-    """The memory figures of torch's caching allocator, simulated for a step that repeats until the figures do not change.
+    """Data: the memory figures of torch's caching allocator, simulated for a step that repeats until the figures do not change.
 
     Requested bytes are the sizes of tensors, allocated bytes the sizes of their blocks (multiples of 512 bytes), and reserved
     bytes the sizes of all segments. A segment is memory that the allocator got from the device.
@@ -107,8 +107,8 @@ class AllocatorUse(msgspec.Struct, frozen=True, kw_only=True):
     allocated_peak_bytes: int
     reserved_peak_bytes: int
     inactive_split_bytes: int
-    """Free bytes inside segments that are partly in use, so that they cannot be returned to the device, at the moment when
-    reserved memory is at its peak."""
+    """Bytes that are free but cannot be returned to the device, because they are inside segments that are partly in use. They
+    are counted at the moment when reserved memory is at its peak."""
     segments: int
     device_allocations: int
     """How often the first step asked the device for memory, with ``cudaMalloc`` or by mapping expandable segments."""
@@ -125,5 +125,5 @@ class AllocatorUse(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rounding_bytes(self) -> int:
-        """The peak of the blocks' bytes minus the peak of the requested bytes: the cost of rounding sizes up."""
+        """The bytes that rounding block sizes up costs: the peak of the blocks' bytes minus the peak of the requested bytes."""
         return self.allocated_peak_bytes - self.requested_peak_bytes
