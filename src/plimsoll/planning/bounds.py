@@ -136,7 +136,7 @@ class LowerBound:
         return (line for region in self.regions for line in region.hull.lines)
 
     def _add_lines(self, rows: _Rows) -> None:
-        """Add the rows 2, which bound each region's seconds from below, to the program."""
+        """Add the rows 2 of the module's legend to the linear program: they bound each region's seconds from below."""
         count = len(self.regions)
         for at, region in enumerate(self.regions):
             for line in region.hull.lines:
@@ -152,7 +152,10 @@ class LowerBound:
                 )
 
     def _add_transfers(self, rows: _Rows) -> None:
-        """Add the rows 6, which bound the waiting for transfers, to the program: one for each region and direction."""
+        """Add the rows 6 of the module's legend to the linear program: they bound the seconds of waiting for transfers.
+
+        Each region has one row for each direction.
+        """
         count = len(self.regions)
         link = self.index.forms.link
         for at, view in enumerate(self.index.views):
@@ -168,7 +171,10 @@ class LowerBound:
                 )
 
     def _add_limits(self, rows: _Rows) -> None:
-        """Add the rows 7, the limits on the error and the sent bytes of all regions, to the program."""
+        """Add the rows 7 of the module's legend to the linear program.
+
+        They limit the error and the sent bytes of all regions together.
+        """
         count = len(self.regions)
         if 0 < self.limits.squared_error < math.inf:
             share = self.scale_error / self.limits.squared_error
@@ -216,7 +222,7 @@ class LowerBound:
 
 
 class _Rows:
-    """Collects rows of a sparse table. Each row has an upper limit for its sum (``right``)."""
+    """Collects the rows of a linear program in a sparse table. Each row has an upper limit for its sum (``right``)."""
 
     def __init__(self, columns: int) -> None:
         self._columns = columns
@@ -224,12 +230,12 @@ class _Rows:
         self.right: list[float] = []
 
     def add(self, *entries: tuple[int, float], at_most: float) -> None:
-        """Add one row, given as (column, number) pairs, whose sum is limited to ``at_most``."""
+        """Add one row: the sum of its entries, given as (column, number) pairs, must not exceed ``at_most``."""
         self._entries += [(len(self.right), column, number) for column, number in entries]
         self.right.append(at_most)
 
     def table(self) -> csr_array:
-        """Return all rows as one sparse table."""
+        """Return all rows that were added, as one sparse table of the linear program's coefficients."""
         at = np.array([(row, column) for row, column, _ in self._entries], dtype=np.int64).reshape(-1, 2)
         numbers = np.array([number for _, _, number in self._entries], dtype=np.float64)
         return coo_array((numbers, (at[:, 0], at[:, 1])), shape=(len(self.right), self._columns)).tocsr()
@@ -325,7 +331,10 @@ def _least_fixed(index: StepIndex, *, boundaries: bool) -> Ints:
 
 
 def _without_boundaries(index: StepIndex) -> Ints:
-    """Return an array with the fixed bytes at each instant, if all region inputs that can be rebuilt were dropped."""
+    """Return an array with, for each instant, the bytes alive under any plan, if regions drop their inputs.
+
+    Only inputs that can be rebuilt are dropped.
+    """
     linked = {view.call.index: boundary_values(index, view) for view in index.views}
     fixed = index.fixed.copy()
     storages = {index.views[r].graph.values[v].storage for r, values in linked.items() for v in values}

@@ -126,7 +126,8 @@ class _Generator:
         self._weighed = 0
         """How many of the measured choices have already been compared to find those that no other choice beats (``_left``)."""
         self.peaks: dict[Choice, int] = {}
-        """Maps each choice to the peak in bytes during the region's own backward, if nothing is held for other regions."""
+        """Maps each measured choice (a way to treat the region's saved values) to a peak in bytes: the highest during the
+        region's own backward, if nothing is held for other regions."""
 
     def measure(self, choices: Iterable[Choice]) -> None:
         """Compute and store the effects (added memory and time) of these choices.

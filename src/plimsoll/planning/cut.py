@@ -139,7 +139,7 @@ class Network:
         self.tails, self.heads = ends[:, 0], ends[:, 1]
 
     def value_node(self, value: int) -> int:
-        """Return the number of the node ``x_v``: value v is available in backward."""
+        """Return the number of the graph's node ``x_v``, which says whether value v is available in backward."""
         return 2 + value
 
     def capacities(self, offers: Offers, prices_seconds_per_byte: Floats) -> Floats:

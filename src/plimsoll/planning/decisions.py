@@ -95,7 +95,7 @@ def write_plan(simulation: Simulation, baseline: Simulation, strategy: str, regi
 def _retained_bytes(
     index: StepIndex, view: RegionView, choice: Choice, schedule: Schedule, linked: frozenset[int], counted: set[int]
 ) -> int:
-    """Return the number of bytes that a region holds between its forward and backward.
+    """Return the number of bytes that a region holds between its forward and its backward, if it follows a choice.
 
     A storage that several regions hold counts only at the first of them: ``counted`` collects the storages counted so far.
     """
@@ -177,7 +177,7 @@ def _packed(index: StepIndex, view: RegionView, choice: Choice, value: int, size
 
 
 def _seconds_to_rebuild(index: StepIndex, view: RegionView, value: int, choice: Choice) -> float:
-    """Return the seconds of recomputing one value from what the choice holds; infinite if the value cannot be rebuilt.
+    """Return the seconds of recomputing one value from the held values; infinite if the value cannot be rebuilt.
 
     The seconds are those of all ops on the way, as if no other value were recomputed.
     """
@@ -188,7 +188,7 @@ def _seconds_to_rebuild(index: StepIndex, view: RegionView, value: int, choice: 
 
 
 def _schedule(view: RegionView, choice: Choice) -> Schedule:
-    """Return the schedule of one region's recomputation of dropped values, as if the region's inputs were held."""
+    """Return how and when one region recomputes the values that a choice drops, as if the region's inputs were held."""
     inputs = frozenset(view.movable) - choice.kept - choice.forms.keys()
     dropped = view.everything - choice.kept - choice.forms.keys() - inputs
     return build_schedule(view.graph, view.leaves | choice.kept | inputs, dropped, packed=choice.forms)

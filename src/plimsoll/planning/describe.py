@@ -74,7 +74,7 @@ def describe_peak(simulation: Simulation) -> Peak:
 
 
 def waiting_bytes(simulation: Simulation) -> int:
-    """Return the number of bytes that the other micro-batches in flight hold while they wait for their backward."""
+    """Return the bytes that other micro-batches hold on a pipeline stage while they wait for their backward."""
     return held_bytes(simulation) * simulation.index.waiting
 
 
@@ -165,7 +165,7 @@ def classes_at_peak(simulation: Simulation, curves: Mapping[str, Ints] | None = 
 
 
 def holders_at(simulation: Simulation, instant: int) -> tuple[Holder, ...]:
-    """Return a list of what is in memory at an instant: tensors, or groups of tensors, with their bytes, largest first."""
+    """Return a list of tensors, or groups of tensors, in memory at an instant, with their bytes, largest first."""
     return describe_peak(dataclasses.replace(simulation, peak_instant=instant)).holders
 
 
@@ -231,7 +231,7 @@ class _Log:
         self.optimizer_instant = 2 * next(optimizer, len(index.trace.ops))
 
     def sorted(self) -> tuple[AllocationEvent, ...]:
-        """Return all events in the order of the step."""
+        """Return all recorded allocations and releases, ordered by their time in the step."""
         self.entries.sort(key=lambda entry: entry[:2])
         return tuple(event for _, _, event in self.entries)
 
@@ -252,8 +252,8 @@ class _Log:
     def extras(self, replays: StepReplays) -> None:
         """Record the memory that the plan itself needs.
 
-        It is the memory of copies of inputs, of payloads (what compressed and offloaded values leave on the device), and the
-        memory in which payloads are made.
+        It is needed for copies of inputs, for payloads (what compressed and offloaded values leave on the device), and for
+        making payloads.
         """
         for (start, stop), size, label in replays.extras():
             span = (start, max(start, stop))

@@ -78,7 +78,10 @@ class Effect:
 
 
 def frame_of(index: StepIndex, view: RegionView) -> RegionFrame:
-    """Return the instants of a region's forward and backward in its step."""
+    """Return when a region runs in its step: the instants of the region's forward and backward.
+
+    An instant is a moment before or during an op.
+    """
     entry, exit_ = view.call.forward
     start, stop = view.call.backward
     stops = [2 * stop, *(slot_stop(index.trace, slot) for v in view.decided for slot in view.slots_of[v])]
@@ -109,7 +112,10 @@ def relief_spans(index: StepIndex, frame: RegionFrame, storage: int) -> list[Spa
 
 
 def likeness(index: StepIndex, view: RegionView) -> Hashable:
-    """Return a key that is equal for two regions if their choices add equal memory and time."""
+    """Return a key that is equal for two regions if equal choices add equal memory and time in both.
+
+    So the effects of choices have to be measured only once for such regions.
+    """
     frame = frame_of(index, view)
     graph = view.graph
 
@@ -136,7 +142,7 @@ def program(view: RegionView) -> Hashable:
 
 
 def structure(view: RegionView) -> Hashable:
-    """Return a key that is equal for two regions if they have the same choices, whatever the choices cost."""
+    """Return a key that is equal for two regions if they have the same possible choices, whatever the choices cost."""
     graph = view.graph
     ops = tuple((op.reads, op.writes, op.obstacle) for op in graph.ops)
     values = tuple((v.bytes, v.producer, v.origin.value) for v in graph.values)

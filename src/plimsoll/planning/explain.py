@@ -159,7 +159,7 @@ def optimizer_floor_error(budget_bytes: int, floor_bytes: int, where: str = "") 
 
 
 def after_backward_floor_error(budget_bytes: int, floor_bytes: int) -> BudgetBelowFloor:
-    """Return the error for a budget below the memory that was measured between the last backward and the next forward."""
+    """Return the error for a budget below the memory that was measured after backward, before the next forward."""
     return BudgetBelowFloor(
         f"budget {format_bytes(budget_bytes)} is below what a training step takes after backward, {format_bytes(floor_bytes)}.",
         why="parameters, gradients, the optimizer's step, and what the training loop makes until the next forward are alive "

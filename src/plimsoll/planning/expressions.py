@@ -48,12 +48,15 @@ class Expression:
     is_known: bool = True
 
     def exactly_at(self, dimensions: Sizes) -> Fraction:
-        """Return the exact value of the expression at these dimensions, as a fraction."""
+        """Return the value that the expression has for a batch with these dimensions, as an exact fraction."""
         terms = zip(self.terms, self.coefficients, strict=True)
         return sum((c * power(term, dimensions) for term, c in terms), Fraction(0))
 
     def at(self, dimensions: Sizes) -> int:
-        """Return the value of the expression at these dimensions, rounded up; 0 instead of a negative value."""
+        """Return the value that the expression has for a batch with these dimensions, as a whole number.
+
+        It is rounded up, and 0 instead of a negative value.
+        """
         return max(0, math.ceil(self.exactly_at(dimensions)))
 
 
@@ -78,7 +81,8 @@ class Dimensions:
         self._first = points[0]
         self._columns: list[int] = []
         self._followers: list[tuple[int, tuple[int, ...]]] = []
-        """The position of each dependent size, with the positions of the sizes it is a multiple of (none if it is constant)."""
+        """A list of (position, positions) for the dependent sizes of a batch: the position of such a size, and the positions of
+        the sizes whose product it is a multiple of. If the size is constant, the second tuple is empty."""
         for column, sizes in enumerate(zip(*points, strict=True)):
             leaders = () if len(set(sizes)) == 1 else self._find_leaders(points, column)
             if leaders is None:
@@ -115,7 +119,7 @@ class Dimensions:
         )
 
     def _find_leaders(self, points: Sequence[Sizes], column: int) -> tuple[int, ...] | None:
-        """Return the positions of one or two independent sizes that determine the size in a column; ``None`` if there are none.
+        """Return the positions of one or two independent sizes that determine the size in a column, or ``None``.
 
         The size must be a constant times their product at all points (known batches).
         """
@@ -133,7 +137,10 @@ class Dimensions:
 
 
 def same_structure(one: Sizes, other: Sizes) -> bool:
-    """Return True if two batches have equally many sizes, and each size that is 0 or 1 in one batch is the same in both."""
+    """Return True if two batches may run the same ops, as far as their sizes show.
+
+    They must have equally many sizes, and each size that is 0 or 1 in one batch must be the same in both.
+    """
     return len(one) == len(other) and all(a == b or min(a, b) > 1 for a, b in zip(one, other, strict=True))
 
 

@@ -65,7 +65,7 @@ class Family(Generic[S]):
 
     @property
     def is_exact(self) -> bool:
-        """True if all storage sizes follow exactly from the batch's dimensions."""
+        """True if the bytes of all storages can be predicted exactly at each batch shape; False if some are only estimates."""
         return not self._estimates
 
     def traced(self, shape: S) -> Trace | None:
@@ -88,13 +88,17 @@ class Family(Generic[S]):
         return tuple(each for each in self.storage_sizes() if not each.is_known)
 
     def storage_sizes(self) -> Iterator[Expression]:
-        """Yield, for each storage in the order of the trace, the expression that gives its bytes at any batch."""
+        """Yield, for each storage in the order of the trace, an expression that gives the storage's bytes at any batch shape.
+
+        An expression is a sum of products of the batch's dimensions.
+        """
         for each in zip(*(trace.storages for trace in self._members), strict=True):
             yield self._fitter.fit(tuple(storage.bytes for storage in each))
 
     def workspaces(self) -> Iterator[Expression]:
-        """Yield, for each distinct op, the expression for the bytes that the op allocates and frees inside itself.
+        """Yield, for each distinct op, an expression that gives the bytes of the op's workspace at any batch shape.
 
+        The op allocates and frees its workspace inside itself. An expression is a sum of products of the batch's dimensions.
         These expressions are often estimates, because kernels choose their block sizes.
         """
         for keys in self._keys:
@@ -166,7 +170,10 @@ class Family(Generic[S]):
         )
 
     def alike(self, shape: S) -> Trace:
-        """Return the predicted trace of a batch shape. It is right if the step at this shape has the members' structure."""
+        """Return the predicted trace of a batch shape, without a check that it can be predicted.
+
+        The trace is right if the step at this shape has the same structure as the family's members (its traces).
+        """
         first, suffix = self._members[0], _suffix(shape)
         names = {keys: name + suffix for keys, name in self._keys.items()}
         dimensions = self.dimensions.of(shape)
@@ -222,7 +229,7 @@ def _suffix(shape: Sizes) -> str:
 
 
 def _work(spec: OpSpec) -> int:
-    """Return the work of an op (arithmetic plus moved bytes) as one number that grows with the op's shape."""
+    """Return how much an op has to do, as one number: arithmetic plus moved bytes. It grows with the op's shape."""
     return spec.flops + spec.moved_bytes
 
 

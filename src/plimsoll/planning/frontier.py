@@ -36,10 +36,10 @@ _LEAST_STEP = 1e-4
 """Two ways of holding a value whose bytes differ by less than this share of the region's bytes count as equally large.
 Otherwise the small difference would only raise the highest price that a sweep tries."""
 _ERROR_PRICES = (0.01, 0.1, 1.0, 10.0)
-"""The prices of error to try. Their unit is the seconds of all ops of the region, divided by the squared error that one region
-may spend."""
+"""The search tries these prices of gradient error. Their unit is the seconds of all ops of the region, divided by the squared
+error that one region may spend."""
 _LINK_SHARES = (0.3, 0.6, 1.0)
-"""The prices of a byte sent over the link to try, as shares of the price of a byte held."""
+"""The search tries these prices for a byte sent over the link. They are shares of the price of a byte held on the device."""
 _WINDOW_SHARES = (1.0, 0.5)
 """A transfer's window is the compute that hides the transfer. The search offloads values until these shares of the window are
 full."""
@@ -148,7 +148,7 @@ class _Bisection:
         self.asked = [(less.seconds - more.seconds) / (more.held_bytes - less.held_bytes) for more, less in self._pairs]
 
     def hull(self) -> Hull:
-        """Return the lower convex hull (bytes held, seconds) of the points found, with the lines found."""
+        """Return the result of this sweep: the lower convex hull (bytes held, seconds) of all points, and the lines."""
         found = sorted(self._found, key=lambda cut: (-cut.held_bytes, cut.seconds))
         return Hull(cuts=tuple(found), lines=tuple(self._lines))
 
@@ -210,7 +210,7 @@ class Sweep:
 
 
 def packing_sweeps(prices: Prices, squared_error: float) -> Iterator[Sweep]:
-    """Yield sweeps (sets of prices for the search) in which storing a value in another form has different costs.
+    """Yield sweeps: sets of prices for the search, with different costs of storing a value in another form.
 
     The sweeps have a price on gradient error, or a price on bytes sent, or no lossy forms.
 

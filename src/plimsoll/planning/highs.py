@@ -29,8 +29,8 @@ nodes of branching was reached."""
 def solve_linear(aim: Any, *, may_give_up: bool = False, **program: Any) -> OptimizeResult | None:
     """Solve a linear program with scipy's ``linprog``, and return its result; ``None`` if the program is infeasible.
 
-    With ``may_give_up``, also return ``None`` if HiGHS finds neither an optimum nor infeasibility. A search for a plan may use
-    this option, a proof may not.
+    ``program`` are the arguments of ``linprog``. With ``may_give_up``, also return ``None`` if HiGHS finds neither an optimum
+    nor infeasibility. A search for a plan may use this option, a proof may not.
     """
     for how in ({"method": "highs"}, {"method": "highs", "options": {"presolve": False}}, {"method": "highs-ipm"}):
         result = linprog(aim, **program, **how)

@@ -63,7 +63,8 @@ NEAR_FLOOR = 1e-2
 """The search for the smallest peak stops when its result is at most this share above the optimum, if there are many choices. If
 there are few, the share is ``FLOOR_GAP``."""
 _HAIR = 1e-9
-"""Relative tolerance of the relaxed smallest peak. A reduced cost less than this below 0 counts as 0."""
+"""Tolerance for rounding in linear programs. Peaks that differ by at most this share count as equal, and a reduced cost less
+than this below 0 counts as 0."""
 _SPARED, _JOINING = 32, 3
 """Linear programs start with one choice in 32; then up to 3 choices of each region join at a time. The optimum is the same as
 with all choices from the start, in a third to a fifth of the time (docs/design/many-choices-at-once.md)."""
@@ -131,7 +132,8 @@ class ChoiceProblem:
         self.limits = limits
         self.shared = self._shared_rows()
         self.affordable = np.array([float(limits.allow(e.squared_error, e.link_bytes)) for e in taken])
-        """An array with, for each choice, the upper bound of its variable: 0 if the choice exceeds the limits alone, else 1."""
+        """An array with, for each choice, the upper bound of the choice's variable in the program. It is 0 if the choice alone
+        exceeds the limits on error or offloaded bytes, else 1."""
         self._usable = np.flatnonzero(self.affordable > 0)
         self._at_work = self._usable[self._usable % _SPARED == 0]
         """The positions of the choices that are in the linear programs from the start. Other choices are added if they would
@@ -180,11 +182,14 @@ class ChoiceProblem:
         return Selection(self._effects_of(taken), lower_value, is_finished)
 
     def _effects_of(self, taken: Taken) -> tuple[Effect, ...]:
-        """Return the effect (added memory and time) of each region's choice in a combination."""
+        """Return, for each region, the effect (added memory and time) of the choice that the region takes in a combination."""
         return tuple(choices[c] for choices, c in zip(self.effects, taken, strict=True))
 
     def _taken_of(self, effects: tuple[Effect, ...]) -> Taken:
-        """Return the combination of choices, as positions, that has these effects (memory and time), one for each region."""
+        """Return the combination of choices that has these effects (added memory and time), one for each region.
+
+        A combination has, for each region, the position of its choice in the region's list.
+        """
         return tuple(choices.index(effect) for choices, effect in zip(self.effects, effects, strict=True))
 
     def _branch(self, budget_bytes: int, relaxed: Relaxed, known: Taken | None, gap_of_step: float) -> Selection:
@@ -285,12 +290,15 @@ class ChoiceProblem:
         return None
 
     def _relaxed_peak(self, aim: Floats, bounds: Bounds, room: LinearConstraint) -> tuple[float, Floats]:
-        """Return the smallest peak if choices may be mixed (infinite if infeasible), and the reduced cost of each choice."""
+        """Return the smallest peak in bytes if a region may mix choices, and the reduced cost of each choice.
+
+        The peak is infinite if the program is infeasible.
+        """
         result, _, reduced = self._optimum(aim, bounds, [(room.A, room.ub)])
         return (np.inf, reduced) if result is None else (float(result.fun), np.maximum(reduced, 0.0))
 
     def relax(self, budget_bytes: int) -> Relaxed | None:
-        """Return the optimum of the program if choices may be mixed; ``None`` if even this program is infeasible."""
+        """Return the program's optimum under a budget if regions may mix choices; ``None`` if even then nothing fits."""
         windows = len(self.windows.spans)
         unit_seconds = max(float(self.seconds.max(initial=0.0)), 1e-30)
         aim = np.concatenate([self.seconds / unit_seconds, np.zeros(windows + 1)])
@@ -378,7 +386,7 @@ class ChoiceProblem:
         return np.concatenate([np.ones(len(self.effects)), np.zeros(len(self.windows.spans))])
 
     def _rows(self) -> csc_array:
-        """Return the matrix of rows 2 and 3; its columns are the variables z, load and last."""
+        """Return the matrix of the program's rows 2 and 3 (see the module); its columns are the variables z, load and last."""
         regions, windows = len(self.effects), len(self.windows.spans)
         window = np.arange(windows)
         rows, columns, data = [regions + window, regions + window[1:]], [window, window[:-1]], [np.ones(windows)]

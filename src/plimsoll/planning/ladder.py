@@ -27,7 +27,7 @@ from plimsoll.planning.replay_schedule import Unreachable
 from plimsoll.planning.solve import Planner
 
 _MOST_KNOWN = 4096
-"""The number of batch shapes whose forecasts are cached, because there can be a hundred thousand pairs of lengths."""
+"""The forecasts of at most this many batch shapes are cached. There can be a hundred thousand pairs of lengths."""
 
 
 def rungs_of(planner: Planner) -> Iterator[Plan]:

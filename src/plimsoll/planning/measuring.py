@@ -31,7 +31,8 @@ Mask = npt.NDArray[np.bool_]
 _AT_ONCE = 256
 """How many choices one pass measures together. A larger pass needs more memory, and is hardly faster for each choice."""
 _NEVER = np.iinfo(np.int64).max // 2**22
-"""A key (a time within backward) after all others. It is small enough that it can be multiplied by the number of events."""
+"""A key that means never: it comes after all other keys, which are times within backward. It is small enough that it can be
+multiplied by the number of events."""
 _FOREVER = np.iinfo(np.int64).max
 _NO_PEAK = np.iinfo(np.int64).min // 2
 """The workspace bytes of a release: a very negative number, so that the level in the middle of several releases is never the
@@ -436,7 +437,10 @@ class _Pass:
         return copied
 
     def _hold_payloads(self) -> None:
-        """Add the payloads of compressed values, and the buffers that transfers back of offloaded values write to."""
+        """Add to the memory of each choice the payloads of compressed values and the buffers of returning offloaded values.
+
+        A payload is what a codec stores. A transfer back writes to a buffer.
+        """
         view, frame, region = self.region.view, self.region.frame, self.region
         for (value, name), mask in self.packed.items():
             form = view.form(value, name)

@@ -56,7 +56,7 @@ class Forecast:
 
 
 class ShapedStep(Generic[S]):
-    """One model's step at a few batch sizes, from which the memory of any plan at any batch size is computed.
+    """One model's step at a few batch sizes. It computes the memory of any plan at any batch size.
 
     ``costs`` maps traced shapes to their costs; ``how`` are further arguments of ``StepIndex``.
     """
@@ -140,7 +140,10 @@ class ShapedPlans:
         self._starts = np.cumsum([0, *map(len, parts)])
 
     def at(self, terms: Floats) -> tuple[Forecast, ...]:
-        """Return the forecast (memory and seconds) of each plan at the batch shape whose terms have these values."""
+        """Return the forecast (memory and seconds) of each plan at one batch shape, given by the values of its terms.
+
+        A term is a product of powers of the batch's dimensions.
+        """
         if not len(self._rows):
             return ()
         values = self._rows @ terms

@@ -77,7 +77,7 @@ def parse_override(text: str) -> Override:
 
 
 def pin_values(index: StepIndex, overrides: Sequence[Override]) -> StepIndex:
-    """Return a copy of the step in which the user's decisions are recorded as ``pins`` of the regions they apply to.
+    """Return a copy of the step with the user's decisions recorded as ``pins`` of the regions.
 
     Raises:
         InvalidStrategy: an override matches no value, or demands what a value cannot do.

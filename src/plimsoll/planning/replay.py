@@ -63,7 +63,8 @@ class Replay:
     loads: list[tuple[int, int]] = field(default_factory=list)
     """The packed values that are brought back, as (region, value) pairs in the order of bringing back."""
     live: list[Live] = field(default_factory=list)
-    """The label and bytes of each rebuilt buffer at the watched instant, at the moment within it when their sum is largest."""
+    """The label and bytes of each rebuilt buffer that is alive at the watched instant. Within this instant, the moment counts
+    when these bytes are largest."""
     buffers: list[BufferEvent] = field(default_factory=list)
     """All allocations and releases of the replay's buffers, in order."""
 
@@ -92,7 +93,7 @@ class _Memory:
     labels: list[str] = field(default_factory=list)
 
     def allocate(self, size: int, label: str) -> int:
-        """Allocate a buffer with one reference, and return its number."""
+        """Add a buffer of ``size`` bytes that has one reference, and return the buffer's number."""
         self.sizes.append(size)
         self.references.append(1)
         self.labels.append(label)

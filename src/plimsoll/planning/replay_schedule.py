@@ -20,7 +20,7 @@ from typing import NamedTuple
 from plimsoll.artifacts.region import RegionGraph
 
 BOUNDARY = -1
-"""A number that stands for the region's outputs where the index of a slot (saved tensor) is expected. A later region whose
+"""A number that means the region's outputs where the index of a slot (saved tensor) is expected. A later region whose
 input was dropped reads these outputs."""
 
 
@@ -225,9 +225,9 @@ class _Part(NamedTuple):
 
 
 def _in_order(graph: RegionGraph, ops: Sequence[int], loads: Set[int]) -> tuple[tuple[int, int], ...]:
-    """Return steps: the ops in program order, and each load of a compressed or offloaded value right before its first reader.
+    """Return the steps of a recomputation in their order: ops, and loads of compressed or offloaded values.
 
-    Loads that no op reads come last.
+    Ops are in program order. A load comes right before the first op that reads the value. Loads that no op reads come last.
     """
     if not loads:
         return tuple((op, -1) for op in ops)

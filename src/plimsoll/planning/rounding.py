@@ -32,7 +32,7 @@ _GROUPS = ((10, 3), (12, 2), (8, 2), (4, 1))
 """One entry for each round of the search, repeated cyclically: how many regions change their choices together, and how many of
 these regions are regions whose present choice does not add time."""
 _ROUNDS_AT_MOST = 12
-"""The maximum number of rounds of a search. Each round divides all regions into new groups."""
+"""A search for a better combination of choices stops after this many rounds. Each round divides all regions into new groups."""
 _NEAREST = 256
 """A search combines only this many choices of each region: those with the smallest reduced costs (least seconds beyond the
 optimum)."""
@@ -69,9 +69,9 @@ class Room:
     limits: Limits
 
     def starts(self) -> list[int]:
-        """Return the column of each region's first choice in a table with the choices of all regions as columns.
+        """Return, for each region, the column of its first choice in tables that have the choices of all regions as columns.
 
-        The number of all columns comes last.
+        The regions' choices follow each other. The number of all columns comes last.
         """
         return [0, *np.cumsum([len(choices) for choices in self.windows.effects]).tolist()]
 
@@ -116,7 +116,7 @@ def round_down(room: Room, shares: Floats) -> Taken | None:
 
 
 def speed_up(room: Room, taken: Taken) -> Taken:
-    """Replace choices of a combination by faster ones, as long as the limits allow this, and return the new combination."""
+    """Return a combination like ``taken``, but with faster choices for regions where the limits allow this."""
     search = _Search(room, list(taken))
     search.improve()
     return tuple(search.taken)
@@ -337,7 +337,7 @@ class _Search:
         return bool(self._load.max() <= self._budget_bytes)
 
     def improve(self) -> None:
-        """Change regions to faster choices that fit, until no region has such a choice (or for 4 passes)."""
+        """Give regions faster choices that fit the limits, until no region has such a choice (or for 4 passes)."""
         for _ in range(_PASSES_AT_MOST):
             before = list(self.taken)
             # Late regions first: they hold their bytes for the shortest time.

@@ -67,7 +67,7 @@ class Sending:
 
 
 def _in_line(index: StepIndex, choices: Sequence[Choice]) -> Simulation:
-    """Simulate a step in which the inputs of recomputed layers are offloaded on the stream that computes.
+    """Simulate a step that offloads the inputs of recomputed layers on the stream that computes.
 
     This is the schedule *in line* of the module: compute waits for every copy.
     """
@@ -96,7 +96,7 @@ def _both_ways(index: StepIndex, size: int) -> float:
 
 
 def _with_sent(index: StepIndex, view: RegionView, choice: Choice, sent: Sequence[int]) -> Choice:
-    """Return a copy of one region's choice in which the values ``sent`` are offloaded."""
+    """Return a copy of one region's choice that offloads the values ``sent``."""
     link = index.forms.link
     packed = frozenset((value, link.name) for value in sent if link is not None)
     return Choice(choice.kept - frozenset(sent), packed, is_boundary_dropped=choice.is_boundary_dropped)
@@ -121,7 +121,7 @@ class _Group:
 
 
 class _Beside:
-    """The simulation of a step that offloads on two separate streams, one out and one back (the schedule *beside*)."""
+    """The simulation of a step that offloads on two separate streams, one out and one back (the module's second schedule)."""
 
     def __init__(self, index: StepIndex, choices: Sequence[Choice], sending: Sending) -> None:
         self.index, self.choices, self.sending = index, choices, sending
@@ -130,9 +130,9 @@ class _Beside:
         self.link = link
         self.layers = _layers(index)
         self.gone: dict[tuple[int, int], list[float]] = {}
-        """Maps (region, value) to the times, in seconds, at which copies of the value to the host are done."""
+        """Maps (region, value) to a list of times in seconds: when each copy of the value to the host is done."""
         self.back: dict[tuple[int, int], list[int]] = {}
-        """Maps (region, value) to the ticks at which copies of the value back are requested."""
+        """Maps (region, value) to a list of ticks (positions of ops): when each copy of the value back is requested."""
         self.waiting: dict[int, float] = {}
 
     def run(self) -> Simulation:
@@ -257,7 +257,7 @@ class _Layer(NamedTuple):
 
 
 def _layers(index: StepIndex) -> list[_Layer]:
-    """Return one entry for each region: the modules of its ops, and the saved tensors of each module."""
+    """Return one entry for each region, which is one layer here: the modules of its ops, and each module's saved tensors."""
     kinds = {view.call.kind: view for view in index.views}
     modules = {kind: modules_of(view) for kind, view in kinds.items()}
     found = []

@@ -268,7 +268,7 @@ class Planner:
         self.build_seconds = time.monotonic() - started
 
     def heedless_of_error(self) -> Planner:
-        """Return a copy of the planner that allows any gradient error, for named strategies, which the user chose himself.
+        """Return a copy of the planner that allows any gradient error. It is used for named strategies.
 
         The floor (the plan with the lowest peak) and the ladder (plans at other budgets) are not computed again.
         """

@@ -67,7 +67,7 @@ class RegionView:
 
     @property
     def graph(self) -> RegionGraph:
-        """The graph of the region's ops, values and saved tensors."""
+        """The graph of the region's call: its ops, its values and the tensors that autograd saved."""
         return self.call.graph
 
     @property
@@ -176,7 +176,7 @@ class StepIndex:
     def scheduled(self, transfers: Transfers | None) -> StepIndex:
         """Return a copy of the step whose transfers over the link follow the given schedule.
 
-        ``None`` stands for Plimsoll's own schedule.
+        ``None`` means Plimsoll's own schedule.
         """
         other = copy.copy(self)
         other.transfers, other.replays = transfers, {}
@@ -188,7 +188,10 @@ class StepIndex:
         return 0.0 if cost is None else cost.seconds
 
     def replay_seconds(self, cost_key: str) -> float:
-        """Return the seconds of recomputing the op with this cost key, including Plimsoll's own work for a recomputed op."""
+        """Return the seconds that it takes to run the op with this cost key again in backward.
+
+        Plimsoll's own work for a recomputed op is included.
+        """
         own = 0.0 if cost_key in self._kernels else self.costs.replay_seconds
         return self.op_seconds(cost_key) + own
 
@@ -228,7 +231,7 @@ class StepIndex:
         return self._covered[storage]
 
     def neighbour(self, region: int) -> RegionCall | None:
-        """Return the region call whose compute hides the transfers of ``region``; ``None`` if there is no such call.
+        """Return the region call whose compute hides the transfers of ``region``; or ``None``.
 
         It is the next region call, if its backward ends before the backward of ``region`` starts. Each transfer has one window:
         the next call's forward, or its backward. So the bytes at each instant do not depend on the link's speed, and the cost
@@ -257,7 +260,7 @@ class StepIndex:
 
     @cached_property
     def workspace(self) -> Ints:
-        """An array with, for each instant, the bytes that the running op allocates and frees inside itself."""
+        """An array with, for each instant, the bytes that the op running then allocates and frees inside itself."""
         curve = np.zeros(self.instants, dtype=np.int64)
         for tick, op in enumerate(self.trace.ops):
             curve[2 * tick + 1] = self.trace.workspaces.get(op.cost_key, 0)
@@ -265,7 +268,7 @@ class StepIndex:
 
     @cached_property
     def handover(self) -> int:
-        """The instant at which forward has ended and backward has not begun."""
+        """The instant between forward and backward: forward has ended, and backward has not begun."""
         backward = (tick for tick, op in enumerate(self.trace.ops) if op.phase is not Phase.FORWARD)
         return 2 * next(backward, len(self.trace.ops))
 
@@ -369,7 +372,7 @@ def boundary_values(index: StepIndex, view: RegionView) -> frozenset[int]:
 
 
 def _can_provide(maker: RegionView, storage: int) -> bool:
-    """Return True if region ``maker`` outputs ``storage`` and can rebuild all its outputs from what it always holds."""
+    """Return True if region ``maker`` outputs ``storage`` and can rebuild all outputs from values that it always holds."""
     outputs = maker.graph.outputs
     if (
         not maker.droppable

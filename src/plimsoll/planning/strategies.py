@@ -160,7 +160,7 @@ def choose_selective(index: StepIndex, argument: str) -> tuple[Choice, ...]:
 
 
 def choose_min_cut(index: StepIndex, _argument: str) -> tuple[Choice, ...]:
-    """Return one choice for each region: the one that keeps the fewest bytes among those where cheap ops rebuild the rest.
+    """Return one choice for each region: it keeps the fewest bytes such that cheap ops can rebuild the other values.
 
     Cheap ops are all ops other than products, reductions and random ones.
     """
@@ -176,6 +176,7 @@ def _fewest_bytes(view: RegionView) -> Choice:
     """Return one region's choice under the strategy ``min-cut``, found as a minimum cut whose cost is the bytes kept.
 
     In the cut's graph, a cheap op costs next to nothing to run again. Any other op costs infinity, so that it never runs again.
+    A value that a product of backward reads is always kept and counts 0 bytes, because dropping this value saves nothing.
     """
     graph = view.graph
     costs = [

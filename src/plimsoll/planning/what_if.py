@@ -27,7 +27,8 @@ _ITEM_BYTES = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2}
 _LEAST_CLASSES = 2
 _BOTH_GRADIENTS = 2
 _WIDE_BYTES = 4
-"""Bytes of one logit while the loss is computed, unless the head's output already has wider logits."""
+"""The bytes of one logit in float32, because losses are computed in float32. If the head's output has wider logits, their bytes
+are used instead."""
 LEAST_ROWS = 128
 """The smallest default number of rows in a chunk: with fewer rows the device's matrix units would idle."""
 
@@ -59,11 +60,11 @@ class HeadAndLoss(msgspec.Struct, frozen=True, kw_only=True):
     is_capped: bool
     """True if a tanh caps the logits before the loss."""
     is_mixed: bool
-    """True if the weight is held in another dtype than the logits."""
+    """True if the dtype of the weight is not the dtype of the logits, as under autocast."""
 
     @property
     def gradients_found(self) -> int:
-        """How many of the head's two gradients were found in backward: that of the weight and that of the hidden states.
+        """How many gradients of the head were found in backward: one of the weight and one of the hidden states.
 
         The number is used to choose: if two weights match the head's arithmetic, the weight with more gradients found is taken.
         """
@@ -199,7 +200,7 @@ def _is_logit(bytes_: int, classes: int, rows: int) -> bool:
 def _cast_gradients(trace: Trace, narrow: tuple[int, ...], parameter: TraceParameter) -> tuple[int, ...]:
     """Return the id of the storage of the parameter's own gradient if it is cast from another dtype; else an empty tuple.
 
-    ``narrow`` are the storages of the gradient in the head's dtype, from which it is cast.
+    ``narrow`` are the storages of the gradient in the head's dtype, before the cast.
     """
     after = min((trace.storages[s].born for s in narrow), default=len(trace.ops))
     found = [
@@ -213,7 +214,7 @@ def _cast_gradients(trace: Trace, narrow: tuple[int, ...], parameter: TraceParam
 def _weight_casts(trace: Trace, first: int, bytes_: int) -> tuple[int, ...]:
     """Return the id of the storage of the last copy of the weight in another dtype, made before the head runs.
 
-    The tuple is empty if there is no such copy.
+    The tuple is empty if no such copy is made.
     """
     before = [s for s in trace.storages if 0 <= s.born < first and s.bytes == bytes_ and s.region < 0]
     return tuple(s.id for s in before[-1:])

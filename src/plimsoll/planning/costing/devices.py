@@ -69,8 +69,8 @@ class Device:
     aliases: tuple[str, ...] = ()
     is_corrected: bool = False
     achieved_in: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Maps a year to the shares of the peak that products and fused attention reached with the kernels of that year, if
-    known."""
+    """Maps a year to two shares of the peak that the kernels of that year reached: of matrix products, and of fused attention.
+    The mapping is empty if they are not known."""
 
     def flops_per_second(self, dtype: str) -> float:
         """Return the device's peak of dense arithmetic for a dtype, in FLOPs per second.

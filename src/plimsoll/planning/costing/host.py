@@ -59,7 +59,7 @@ def host_seconds(spec: OpSpec, device: Device, layout: Layout | None) -> float:
 
 
 def host_forms(trace: Trace, device: Device) -> Forms:
-    """Return, for the saved values of the blocks (regions), the forms in which Plimsoll itself may hold them on the host.
+    """Return the forms that Plimsoll itself may use to hold saved values of the blocks (regions) on the host.
 
     A form is a way to store a value. The last block keeps its values, because no later block hides its transfers.
 
@@ -74,7 +74,7 @@ def host_forms(trace: Trace, device: Device) -> Forms:
 
 
 def host_forms_of_switches(trace: Trace, device: Device) -> Forms:
-    """Return, for the saved values of the blocks, the forms in which a framework's switches may hold them on the host.
+    """Return the forms that a framework's own switches may use to hold saved values of the blocks on the host.
 
     A form is a way to store a value. All blocks have such forms, the last block included, for values of any size.
 

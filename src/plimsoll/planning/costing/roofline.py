@@ -104,7 +104,7 @@ def achieved_share(spec: OpSpec, device: Device) -> float:
 
 
 def _filled(tiles: int, multiprocessors: int) -> float:
-    """Return the share of all multiprocessors' time in which they compute tiles, between 0 and 1.
+    """Return the share of all multiprocessors' time that is spent on computing tiles, from 0 to 1.
 
     The rest is lost in the last round, when there are fewer tiles than multiprocessors. Each multiprocessor computes one tile
     at a time.
