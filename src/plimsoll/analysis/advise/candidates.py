@@ -28,7 +28,7 @@ _NAMED = ("full", "selective:attention", "selective:mlp", "selective:norm")
 _NAMED_COMPILED = ("full",)
 _SHARES = (0.25, 0.5, 0.75)
 """Without a budget, plans are made for three peaks between the unmanaged peak and the floor (the smallest peak that
-recomputation reaches). They lie at these shares of the way down."""
+recomputation reaches). They are at these shares of the way down."""
 _LOSSY = "int8"
 """The name of a well-known lossy codec. A plan that uses it throughout is shown as a candidate if an error is tolerated."""
 _CHEAP = 0.01

@@ -122,7 +122,7 @@ def check_all(evidence: StepEvidence) -> tuple[CheckItem, ...]:
 
 
 def find_failures(evidence: StepEvidence) -> tuple[CheckItem, ...]:
-    """Check for five known ways in which a plan does harm, and return one item for each, the most costly first."""
+    """Check for five known failures of plans, and return one item for each failure, the most costly first."""
     return _judge(_MODES, evidence)
 
 

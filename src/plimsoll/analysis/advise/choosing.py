@@ -12,12 +12,12 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.units import format_bytes, format_share
 
 _EQUAL = 0.01
-"""Plans whose step times differ by at most this share of the unmanaged step count as equally fast."""
+"""A share of the step time without a plan. Plans whose step times differ by at most this share count as equally fast."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
-    """A candidate plan with its name."""
+    """Data: a candidate plan that was made for the advice, with its name."""
 
     name: str
     plan: Plan
@@ -34,7 +34,7 @@ class Wish:
     limit_bytes: int
     """The largest allowed peak in bytes: the budget, or the peak at the frontier's knee for a step without a budget."""
     limit_text: str
-    """The limit as the command line writes it."""
+    """The largest allowed peak, written as an option on the command line."""
     is_budget: bool
     max_error: float
     target: str
@@ -192,7 +192,7 @@ def _manage(chosen: Made, made: Sequence[Made], bottleneck: Bottleneck, wish: Wi
 
 
 def _command(plan: Plan, wish: Wish) -> str:
-    """Return the text of the ``plimsoll plan`` command with which the user can make this plan."""
+    """Return the text of the ``plimsoll plan`` command that makes this plan."""
     words = ["plimsoll plan", wish.target]
     if plan.strategy != "auto":
         words.append(f"--strategy {plan.strategy}")

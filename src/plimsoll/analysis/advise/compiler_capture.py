@@ -41,7 +41,7 @@ from plimsoll.tracing.refusals import first_line
 from plimsoll.tracing.torch_internals import current_autograd_node, sequence_number
 
 _MARK = "_is_torch_compile"
-"""The attribute that torch.compile sets on a module."""
+"""The name of the attribute that torch.compile sets on a module that it compiles."""
 _UNKNOWN = "Unknown"
 """The start of Dynamo's reason when it restarts a frame because of a function that the frame calls."""
 _IN_A_CALL = "step_unsupported"
@@ -51,7 +51,7 @@ The break inside the called function is listed separately.
 """
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(?P<name>.+)_at_(?P<line>\d+)")
 _Place = tuple[str, str, int]
-"""Where and why a graph breaks: the reason, the file and the line number."""
+"""A tuple with why and where a graph breaks: the reason, the file and the line number."""
 _FAILURES = (
     *(RuntimeError, TypeError, ValueError, LookupError, AttributeError),
     *(AssertionError, ArithmeticError, ImportError, OSError),
@@ -283,7 +283,10 @@ def _code(file: str, line: int) -> str:
 
 
 def _readable(text: str) -> str:
-    """Return the first line of Dynamo's reason for a break. The other lines are hints for Dynamo's developers."""
+    """Return a short reason for a graph break: the first line of Dynamo's text.
+
+    Its other lines are hints for Dynamo's developers.
+    """
     first = text.strip().partition("\n")[0] or "no reason given"
     return "something in this call cannot be captured" if first == _IN_A_CALL else first
 

@@ -42,7 +42,7 @@ _MOVES_NOTHING = re.compile(
     r"|to|resize_|unflatten|flatten|contiguous|item|_local_scalar_dense|is_nonzero|movedim|diagonal|_reshape_alias"
     r"|lift_fresh|set_|view_as|expand_as|unfold|split_with_sizes|new_empty|new_empty_strided)"
 )
-"""Ops that only return a view, read metadata or allocate a tensor."""
+"""Matches the names of ops that only return a view, read metadata or allocate a tensor, so that they do not move data."""
 
 _Piece = tuple[int, int, int, int]
 """One piece of time on a device or thread: its start and end in nanoseconds, its rank (where pieces overlap, the lowest rank
@@ -50,7 +50,7 @@ wins), and the index of the span that it belongs to."""
 
 
 def keep_ledger(profile: Profile, unit: WorkUnit) -> Ledger:
-    """Return the ledger of a profile: a record of which work each instant of the steps belongs to.
+    """Return the ledger of a profile: it assigns each instant of the steps to a piece of work.
 
     The work is kernels or CPU ops, as ``unit`` says. CPU ops can be counted even if there is device activity.
     """
@@ -287,7 +287,7 @@ class _DeviceAccounts(_Accounts):
         return index
 
     def _gap(self, start: int, end: int, stalled_ns: int = 0) -> Gap:
-        """Return a gap, an idle interval of the device, whose length is split by what the host did meanwhile.
+        """Return a gap, an idle interval of the device, with its length split by the host's activity.
 
         The time after the launch of the next work counts as stalled if it is longer than a launch takes.
         """

@@ -145,7 +145,7 @@ class _Autograd:
                         self.recomputed[parent] = (min(low, span.start_ns), max(high, nesting.ends[index]))
 
     def module_of(self, node: HostSpan, labels: list[Label], *, is_nested: bool) -> str:
-        """Return the module of the forward op that made the node. It is empty if the trace does not link the two."""
+        """Return the path of the module whose forward made a node of backward; empty if the trace does not link the two."""
         index = self._by_sequence.get((is_nested, node.sequence), -1) if node.sequence >= 0 else -1
         if index < 0:
             index = self._by_start.get(self._links.get((node.thread, node.start_ns), ("", -1)), -1)
@@ -162,7 +162,7 @@ class _Autograd:
 def find_layers(modules: Iterable[str]) -> dict[str, str]:
     """Return a mapping from each module's path to the path of the layer that contains the module.
 
-    The layer is the path's shortest prefix that has numbered siblings; it is ``""`` if there is none.
+    The layer is the path's shortest prefix that has numbered siblings; it is ``""`` if no prefix has siblings.
 
     Example:
         >>> find_layers(["model.norm", "model.layers.0.mlp", "model.layers.1"])

@@ -48,7 +48,10 @@ def split_overhead(baseline: Ledger, plan: Ledger) -> tuple[OverheadPart, ...]:
 
 
 def repeats_are_inferred(baseline: Ledger, plan: Ledger) -> bool:
-    """Whether the traces do not mark recomputation, so that it only shows as forward work that the plan runs more often."""
+    """Return True if recomputation has to be inferred, because the traces do not mark it.
+
+    It then only shows as forward work that the plan's step runs more often than the baseline's step.
+    """
     if baseline.has_nodes and plan.has_nodes:
         return False
     if any(work.phase is WorkPhase.RECOMPUTE for work in plan.work):
@@ -88,7 +91,7 @@ class _Rules:
         return ((self._cause_of(work, is_recomputed=is_again), reference), (slower, work.own_ns - reference))
 
     def _cause_of(self, work: WorkPiece, *, is_recomputed: bool) -> OverheadCause:
-        """Return the cause to which the time of a piece of work is assigned because the work runs at all.
+        """Return the cause that gets the time of a piece of work, because the work runs at all.
 
         Recomputed work that the baseline does not have may be a part of a kernel that is fused in the baseline.
         """
@@ -139,7 +142,7 @@ class _Account:
         return math.fsum(self.by_step[cause]) / self.steps
 
     def error_ns(self, cause: OverheadCause) -> float:
-        """Return the standard error, in nanoseconds, of the cause's mean. It is 0 for a single step."""
+        """Return the standard error, in nanoseconds, of the mean time per step that counts for a cause; 0 for a single step."""
         return statistics.stdev(self.by_step[cause]) / math.sqrt(self.steps) if self.steps > 1 else 0.0
 
 

@@ -65,7 +65,7 @@ _BYTES_BY_TYPE = {
 
 
 class _Arguments(msgspec.Struct, gc=False):
-    """The arguments of a trace event that are used. All other arguments are skipped while decoding."""
+    """Data: those arguments of a trace event that are used. All other arguments are skipped while decoding."""
 
     external: Any = msgspec.field(name="External id", default=None)
     old_external: Any = msgspec.field(name="external id", default=None)

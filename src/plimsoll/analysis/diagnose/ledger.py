@@ -54,7 +54,7 @@ class WorkPiece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def is_fused(self) -> bool:
-        """Whether a compiler made the kernel out of several ops."""
+        """Whether this piece of work is a kernel that a compiler made out of several ops."""
         return bool(_FUSED.search(self.name))
 
     @property
@@ -72,15 +72,16 @@ def is_heavy(name: str) -> bool:
 
 
 class Gap(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Data: one idle interval of a profile. Its nanoseconds are split by what the host did meanwhile."""
+    """Data: one idle interval of a profile. Its nanoseconds are split by the host's activity."""
 
     step: int
     waiting_ns: int
-    """The time while the host waited for the device."""
+    """The part of the idle time, in nanoseconds, while the host waited for the device."""
     launching_ns: int
-    """The time before the host launched the next work."""
+    """The part of the idle time, in nanoseconds, before the host launched the next work."""
     stalled_ns: int
-    """The time after the launch of the next work, if that work started later than a launch takes."""
+    """The part of the idle time, in nanoseconds, after the host launched the next work. It is counted if that work started
+    later than a launch takes."""
 
     @property
     def length_ns(self) -> int:
@@ -113,5 +114,5 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def steps(self) -> int:
-        """The number of steps that the ledger covers."""
+        """How many training steps of the profile the ledger covers."""
         return len(self.wall_ns)

@@ -222,7 +222,7 @@ def _peak(at_end: int, events: Iterable[Mapping[str, Any]], adds: tuple[str, ...
 def _of_profile(profile: Profile) -> RunFigures:
     """Read a run's figures from a profile: seconds per step, and seconds of kernels by kind.
 
-    They are those of the device with the most kernels.
+    The figures are of the device with the most kernels.
     """
     if not profile.steps:
         raise InvalidOption(

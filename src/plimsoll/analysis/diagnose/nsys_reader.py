@@ -41,7 +41,7 @@ _PATIENCE_SECONDS = 2.0
 _SLOWEST_BYTES_PER_SECOND = 1e6
 """The time limit for reading assumes this speed; an export is normally read twenty times as fast."""
 _STEPS = 100_000
-"""The number of instructions of SQLite's virtual machine between two checks of the time limit."""
+"""SQLite checks the time limit each time its virtual machine has run this many instructions."""
 _MOST_BYTES = 8 * GIB
 _MOST_TEXT = 16 * MIB
 _MOST_INTEGER = 2**63
@@ -69,7 +69,7 @@ def read_nsys(path: Path) -> Profile:
 
 
 class _Export:
-    """Reads the tables, columns and strings of an export, which is an SQLite database."""
+    """Reads an export of Nsight Systems, which is an SQLite database: its tables, columns and strings."""
 
     def __init__(self, database: sqlite3.Connection, file_bytes: int) -> None:
         self._database = database
@@ -97,9 +97,9 @@ class _Export:
             yield dict(zip(columns, row, strict=True))
 
     def _counted(self, query: str) -> Iterator[tuple[Any, ...]]:
-        """Yield the rows of a query.
+        """Yield the rows of an SQL query.
 
-        Raise if they exceed the file's size, because a view could make more rows than fit in memory.
+        Raise if the rows together exceed the file's size, because a view could make more rows than fit in memory.
         """
         for row in self._database.execute(query):
             self._left_bytes -= 1 + sum(len(value) for value in row if isinstance(value, str | bytes))

@@ -19,7 +19,7 @@ Interval = tuple[int, int]
 
 
 class HostKind(enum.Enum):
-    """The kind of a span on a host thread."""
+    """The kinds of spans (named intervals) on a host thread."""
 
     OP = "op"
     """An operation: ``aten::mm``, or a node of autograd's graph."""
@@ -30,7 +30,7 @@ class HostKind(enum.Enum):
 
 
 class DeviceKind(enum.Enum):
-    """The kind of a span on a device stream."""
+    """The kinds of spans (intervals of work) on a stream of a device."""
 
     KERNEL = "kernel"
     COPY = "copy"

@@ -33,7 +33,7 @@ from plimsoll.tracing.meters.timing import wait_for_device
 _STEP_PREFIX = "plimsoll.step: "
 _US = 1e6
 _RUN_PER_KEPT = 2
-"""On a CPU, the number of rounds that are run for each round that is kept."""
+"""On a CPU, this many rounds are run for each round that is kept; the rounds that other programs disturbed least are kept."""
 _MARGIN_US = 0.5
 
 
@@ -110,7 +110,7 @@ def _run(step: Callable[[], object], number: int, name: str, turn: int, device: 
 
 
 def _quietest(turns: list[Turn], rounds: int) -> list[Turn]:
-    """Return the profiled steps of those rounds in which other programs took the least time.
+    """Return the profiled steps of the rounds that lost the least time to other programs.
 
     Rounds are kept whole, so that each step keeps its counterpart.
     """

@@ -36,7 +36,7 @@ from plimsoll.tracing.trace import trace as trace_step
 from plimsoll.tracing.trace import watch
 
 _REPLAYED, _MODELLED, _RUN_AGAIN, _PLANNED = "replayed", "modelled", "run again", "planned"
-"""The words for how a change's peak was found, as in ``Change.basis``."""
+"""The values of ``Change.basis``: words for how the peak of a change was found. ``Change`` explains them."""
 Choose = Callable[[StepIndex], Sequence[Choice]]
 _BOTH = " and "
 _CHUNK_LABEL = "one chunk of logits"
@@ -44,12 +44,12 @@ _OPTIMIZER_FORMS: dict[str, dict[str, object]] = {
     "foreach=False": {"foreach": False, "fused": None},
     "fused=True": {"foreach": None, "fused": True},
 }
-"""Variants of torch's optimizers to try: each name with the optimizer's arguments for that variant."""
+"""Variants of torch's optimizers to try. It maps the name of a variant to the arguments that the optimizer gets for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainedStep:
-    """The user's training step with what the explanation needs to run it, trace it and replay it."""
+    """The user's training step, with the methods that the explanation needs to run, trace and replay the step."""
 
     task: TrainingTask
     regions: tuple[str, ...] | None
@@ -186,7 +186,7 @@ class Changes:
 
     @property
     def _how_to_chunk(self) -> str:
-        """Return the line of code with which the user can compute the loss in chunks.
+        """Return the line of code that makes the user's loss be computed in chunks.
 
         It is ``chunk_loss(model)`` if the model supports it, else the loss function to call where the model computes its loss.
         """
@@ -268,7 +268,7 @@ class Changes:
         )
 
     def _strategies(self) -> None:
-        """Try Plimsoll's strategies in place of the present way to save memory.
+        """Try Plimsoll's strategies in place of the present way to save memory, and record the peak of each as a change.
 
         Also try the lowest plan together with the chunked loss.
         """
@@ -322,7 +322,7 @@ _LEAST_STATE_BYTES = 4096 * 4
 
 
 def with_storages(trace: Trace, change: Callable[[Storage], Storage]) -> Trace:
-    """Return a copy of the trace with ``change`` applied to each storage."""
+    """Return a copy of the trace that has, instead of each storage, the result of ``change`` for this storage."""
     return replace(trace, storages=tuple(map(change, trace.storages)))
 
 

@@ -66,7 +66,7 @@ def _part_of_label(trace: Trace, regions: Sequence[str]) -> dict[str, str]:
 
 
 def _head_ticks(trace: Trace, layers: Sequence[Storage]) -> tuple[int, int]:
-    """Return the range of ops in which the head and the loss run: the positions of its first op and of its end.
+    """Return the range of ops of the head and the loss: the positions of the first op and of the range's end.
 
     It begins at the end of the regions' forward and ends at the start of the regions' backward. ``layers`` are the regions'
     activations.

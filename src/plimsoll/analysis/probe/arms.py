@@ -35,14 +35,15 @@ from plimsoll.session.manage import manage
 from plimsoll.tracing.recorder.untouched import KeptState, RandomState
 
 _COMPARED = 1
-"""The index, within a chunk, of the step that compares gradients. It is the step after the plan's engine records."""
+"""The position, within a chunk of training steps, of the step that compares gradients. It is the step after the plan's engine
+records."""
 _LEAST_STEPS_TO_MEASURE = 3
 """The peak is measured only in chunks with at least this many steps: one records, one compares gradients, one must remain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """The inputs of a probe, as data: model and trainer, plan, batches, settings, run directory and progress report."""
+    """Data: the inputs of a probe: model and trainer, plan, batches, settings, run directory and progress report."""
 
     trainer: Trainer
     plan: Plan
@@ -114,7 +115,7 @@ class Arms:
         self._check_data()
 
     def _check_data(self) -> None:
-        """Raise if the batches differ from the batches that were trained on before an interruption."""
+        """Raise if the batches of a resumed run differ from the batches that were trained on before the interruption."""
         stream = self._job.stream
         for arm in ARMS:
             known = self._checksums.get((arm, stream.drawn))

@@ -21,7 +21,7 @@ ARMS = (BASELINE, PLAN)
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The log record of one training step.
+    """Data: the log record of one training step.
 
     ``seconds`` is ``None`` if the plan's engine records in the step or the peak is measured, because the step's time is then
     not typical. ``peak_bytes`` is ``None`` unless the peak is measured.
@@ -46,8 +46,9 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GradientRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The comparison of the plan's gradient with the unmanaged gradient, per block of parameters: their inner product and both
-    squared norms.
+    """Data: one comparison of the plan's gradient with the unmanaged gradient, for each block of parameters.
+
+    A block has their inner product and both squared norms.
     """
 
     step: int
@@ -61,14 +62,14 @@ class GradientRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HeldOutRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The log record of an evaluation: the loss of each held-out batch after ``steps`` training steps."""
+    """Data: the log record of one evaluation: the loss of each held-out batch after ``steps`` training steps."""
 
     steps: int
     losses: tuple[float | None, ...]
 
 
 class ArmLog(msgspec.Struct, kw_only=True):
-    """The log of one arm (the training without or with the plan): its steps, gradient comparisons and evaluations."""
+    """Data: the log of one arm (the training without or with the plan): its steps, gradient comparisons and evaluations."""
 
     steps: list[StepRecord] = []
     gradients: list[GradientRecord] = []
@@ -225,7 +226,7 @@ def compare_norms(evidence: ProbeEvidence, error: float) -> tuple[NormComparison
 
 
 def _summarise(norms: Series) -> NormSummary:
-    """Summarise the gradient norms of one block of parameters in one training: median, quantiles, spikes and kurtosis."""
+    """Return a summary of one block's gradient norms in one training: median, quantiles, spikes and kurtosis."""
     if not len(norms):
         return NormSummary(median=0.0, percentile_95=0.0, largest=0.0, spikes=0, kurtosis=None, quantiles=())
     return NormSummary(

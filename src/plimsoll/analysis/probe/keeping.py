@@ -56,14 +56,17 @@ def own_randomness() -> Iterator[None]:
 
 
 class Weights(msgspec.Struct, kw_only=True):
-    """Copies, on the host, of a model's parameters and buffers. Of a sharded parameter, only this rank's shard is copied."""
+    """Data: copies, on the host, of a model's parameters and buffers.
+
+    Of a sharded parameter, only this rank's shard is copied.
+    """
 
     parameters: list[torch.Tensor]
     buffers: list[torch.Tensor]
 
 
 def take_weights(model: nn.Module) -> Weights:
-    """Return copies of all parameters and buffers on the host."""
+    """Return copies of all parameters and buffers of a model; the copies are on the host."""
     return Weights(
         parameters=[parameter.detach().to("cpu", copy=True) for parameter in _parameters(model)],
         buffers=[buffer.detach().to("cpu", copy=True) for buffer in model.buffers()],
@@ -84,7 +87,7 @@ def put_weights(model: nn.Module, weights: Weights, parameters: Sequence[torch.T
 
 @contextlib.contextmanager
 def trainable_copy(model: nn.Module) -> Iterator[Weights]:
-    """A context in which the model may be trained: when the block ends, the model is as it was before.
+    """A context for training the model: when the block ends, the model is restored, with its tensors' version counters.
 
     It yields the original weights. They are stored on the host, so that the device holds only one set of weights.
     """

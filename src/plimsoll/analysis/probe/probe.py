@@ -209,7 +209,10 @@ def _about(
 
 
 def _identity(job: Job, about: _About) -> dict[str, str]:
-    """Return a mapping from the name of each part that determines the run's result to its text or its checksum."""
+    """Return what identifies a probe's run, to check that a run directory belongs to it.
+
+    The mapping has, for each part that determines the run's result, the part's name and its text or checksum.
+    """
     model, plan = job.trainer.model, job.plan
     weights = 0
     for tensor in (*model.parameters(), *model.buffers()):

@@ -33,7 +33,7 @@ STATISTICAL_RULES = 5
 _FIRST_LOOK = 40
 """The rules are not tested before this many steps of training."""
 _HALVINGS = 4
-"""The rules are tested after 1/16, 1/8, 1/4 and 1/2 of the steps, and at the end."""
+"""The rules are tested after 1/16 (this many halvings of all steps), 1/8, 1/4 and 1/2 of the steps, and at the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,13 +85,13 @@ class ProbeSettings:
 
     @property
     def _decisions(self) -> int:
-        """How many times the rules are tested: several times if the run may stop early, else only at the end."""
+        """How many times the rules are tested in a run: several times if the run may stop early, else only at the end."""
         return len(self.looks) if self.is_early else 1
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """The outcomes of the rules after some number of steps, and the figures behind them, as data."""
+    """Data: the outcomes of all rules after some number of steps of a probe, and the figures behind them."""
 
     ruling: Ruling
     decided_by: str
@@ -373,7 +373,7 @@ def window_of(steps: int) -> int:
 def _held_out(evidence: ProbeEvidence, settings: ProbeSettings) -> tuple[Rule, IntervalEstimate | None]:
     """Test the rule that the plan's held-out loss is not much higher than the baseline's.
 
-    It may be higher by 1%, or by what a tenth more steps gain. Return the rule's outcome and the interval of the difference.
+    It may be higher by 1%, or by the gain of a tenth more steps. Return the rule's outcome and the interval of the difference.
     """
     pair = evidence.held_out()
     allowed = f"worse by at most what {MOST_DELAY - 1:.0%} more steps gain, or by {LEAST_HELD_OUT_MARGIN:.0%}"

@@ -217,7 +217,10 @@ def kurtosis(series: Series) -> float | None:
 
 
 def trailing_means(series: Series, window: int) -> Series:
-    """Return the mean of every ``window`` consecutive numbers. The first result is the mean of the first ``window`` numbers."""
+    """Return the running mean of a series: an array with the mean of each ``window`` consecutive numbers.
+
+    The first entry is the mean of the first ``window`` numbers.
+    """
     sums = np.concatenate(([0.0], np.cumsum(series)))
     return np.asarray((sums[window:] - sums[:-window]) / window, dtype=np.float64)
 
@@ -231,7 +234,7 @@ def first_step_at(series: Series, target: float, window: int) -> int | None:
 
 
 def delay(losses: Series, excess: float, window: int) -> float:
-    """Return by which factor a training is late whose final loss is higher than the baseline's by ``excess``.
+    """Return how many times as many steps a training needs if its final loss exceeds the baseline's by ``excess``.
 
     The factor is 1 if the loss is not higher. The baseline had that higher loss at an earlier step. The result is a ratio of
     steps: the step at which the baseline first reached its final loss, divided by that earlier step. Each step is the middle of

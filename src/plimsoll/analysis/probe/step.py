@@ -74,7 +74,7 @@ class Blocks:
         ]
 
     def compare(self, step: int, baseline: list[list[torch.Tensor | None]]) -> GradientRecord | None:
-        """Compare the model's present gradients with those of a step without a plan, block by block.
+        """Compare the model's present gradients with the gradients of a step without a plan, block by block.
 
         ``None`` if any value is not finite.
         """

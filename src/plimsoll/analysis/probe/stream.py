@@ -28,7 +28,7 @@ _SHARE_SET_APART = 10
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One batch, as arguments for a call of the model."""
+    """Data: one batch, as positional and keyword arguments for a call of the model."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -61,7 +61,7 @@ class Stream:
 
     @property
     def description(self) -> str:
-        """A short description of the stream, for the verdict."""
+        """A short text that describes the batches of this stream, for the verdict."""
         if self.is_fixed:
             return "one fixed batch"
         length = "" if self._length is None else f" of {self._length} batches"
@@ -203,7 +203,10 @@ def held_out_calls(source: Iterable[Any]) -> list[Call]:
 
 
 def checksum(call: Call, start: int = 0) -> int:
-    """Return a CRC-32 of the batch's tensors and other values. ``start`` is the checksum of the batches before it."""
+    """Return a CRC-32 of one batch's tensors and other values, continued from ``start``.
+
+    ``start`` is the checksum of the batches before it.
+    """
     code = start
     for leaf in tree_leaves((call.args, {name: call.kwargs[name] for name in sorted(call.kwargs)})):
         if isinstance(leaf, torch.Tensor):

@@ -61,7 +61,7 @@ COMPILED_STRATEGIES = ("none", "full", *(f"{MEMORY_BUDGET}:{share}" for share in
 class PlanMeasurement:
     """Data: what was measured under one strategy: its peak in bytes, and how its gradients and buffers differ.
 
-    They are compared with those of the step without a plan.
+    They are compared with the step without a plan.
     """
 
     peak_bytes: int
@@ -194,7 +194,8 @@ class _Measured:
     baseline_peak_bytes: int
     by_name: dict[str, PlanMeasurement]
     refused: dict[str, str]
-    """A mapping from each of torch's own strategies that torch cannot compile for this model to the reason."""
+    """Maps names of strategies to reasons. It has those of torch's own strategies that torch cannot compile for this model,
+    each with the reason."""
     timings: dict[str, Timing]
     rounding: float
     """The relative gradient error that other kernel fusions may cause.
@@ -456,7 +457,7 @@ def _checkpointed(task: TrainingTask, patterns: tuple[str, ...] | None, *, is_se
 
 
 class _Checkpointed(nn.Module):
-    """A module that runs another module under ``torch.utils.checkpoint``, including that module's hooks."""
+    """A module that replaces another one: it runs it, with its hooks, under ``torch.utils.checkpoint``."""
 
     def __init__(self, module: nn.Module, words: Mapping[str, Any]) -> None:
         super().__init__()

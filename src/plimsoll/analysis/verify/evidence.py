@@ -68,10 +68,10 @@ class Pausable(Protocol):
     """The interface of an object that saves memory from ``resume`` until ``pause``, such as a plan's handle."""
 
     def resume(self) -> None:
-        """Start to save memory."""
+        """Begin to save memory in the steps that follow."""
 
     def pause(self) -> None:
-        """Stop to save memory."""
+        """Stop to save memory: the steps that follow keep everything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,7 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """Data: how far a run's gradients and buffers are from those of the step without a plan, tensor by tensor.
+    """Data: how far a run's gradients and buffers are from the step without a plan, tensor by tensor.
 
     ``error`` is the relative error of the whole gradient.
     """
@@ -213,7 +213,8 @@ class KeptCasts:
     """
 
     error: float
-    """The relative error of the managed gradient against the unmanaged gradient, if every op rounds its result in both."""
+    """The relative error of the gradient of the step that saves memory against the unmanaged gradient, if every op rounds its
+    result in both."""
     tolerance: float
     """The relative gradient error that other fusions may still cause when every op rounds its result."""
     moved: float
@@ -221,7 +222,7 @@ class KeptCasts:
 
     @property
     def note(self) -> str:
-        """Return a note for the receipt: the result, and the tolerance that follows from it."""
+        """Return a sentence for the receipt: the errors that were measured, and the tolerance that follows from them."""
         apart = f"{self.error:.1e} apart" if self.error else "equal bit for bit"
         return (
             f"if each op rounds its output to 16 bits (emulate_precision_casts), both gradients are {apart}: they differ only "
@@ -265,11 +266,11 @@ def keep_casts(
 def torch_errs(
     step: TrainingStep, units: Sequence[Unit], managed: Callable[[], AbstractContextManager[object]]
 ) -> float:
-    """Return the gradient error of torch's own compiled step, if that step without a plan is wrong; else 0.
+    """Return the gradient error of torch's own compiled step without a plan if that step is wrong; else 0.
 
-    It counts as wrong only if the managed step is right. Both are compared with the uncompiled step. A step is right if its
-    error is at most the square root of the machine epsilon (half of the digits). Backward of the compiled step may read a
-    buffer that forward has changed in the meantime. Backward of the uncompiled step reads the saved value.
+    The compiled step counts as wrong only if the managed step is right. Both are compared with the uncompiled step. A step is
+    right if its error is at most the square root of the machine epsilon (half of the digits). Backward of the compiled step may
+    read a buffer that forward has changed in the meantime. Backward of the uncompiled step reads the saved value.
     """
     with in_place(units, lambda _: None):
         step.run()
@@ -385,7 +386,7 @@ def half_the_digits(model: nn.Module) -> float:
 
 
 def versions() -> dict[str, str]:
-    """Return, for a receipt, a mapping with the versions of Python and torch, the machine's architecture and the GPU's name."""
+    """Return a mapping for a receipt: the versions of Python and torch, the machine's architecture and the GPU's name."""
     found = {"python": platform.python_version(), "torch": str(torch.__version__), "machine": platform.machine()}
     if torch.cuda.is_available():
         found["device"] = torch.cuda.get_device_name()
@@ -403,7 +404,7 @@ def _merged(first: tuple[Mismatch, ...], second: tuple[Mismatch, ...]) -> tuple[
 
 
 def _distance(mismatch: Mismatch) -> float:
-    """Return the tensor's largest absolute difference.
+    """Return the largest absolute difference that a compared tensor shows between two runs.
 
     It is infinite if the tensor is missing or the difference is not finite.
     """

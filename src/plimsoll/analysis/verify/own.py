@@ -69,7 +69,7 @@ class CompilerBudget:
 
     @contextlib.contextmanager
     def plain(self) -> Iterator[None]:
-        """A context in which everything is kept: without saved-tensor hooks, and compiled under a budget of 1."""
+        """A context that keeps everything: without saved-tensor hooks, and compiled under a budget of 1."""
         with switched_off():
             if not self.is_compiled:
                 yield

@@ -47,7 +47,7 @@ class _Entry:
     constants: tuple[str, ...]
     inputs: tuple[int | None, ...]
     outputs: tuple[int | None, ...]
-    """Like ``inputs``: the checksum of each tensor, or ``None`` for memory that no op has written."""
+    """The checksum of each output tensor of the op; ``None`` for memory that no op has written."""
     shapes: tuple[tuple[Any, ...], ...]
     setting: dict[str, object]
     """Settings outside the arguments that affect the op. The keys are the names that a fault shows."""

@@ -52,7 +52,7 @@ def switched_off() -> Iterator[None]:
 
 @contextlib.contextmanager
 def watched(wrap: Wrap) -> Iterator[Counter[str]]:
-    """A context in which each pair of saved-tensor hooks that code enters is replaced by what ``wrap`` makes of it.
+    """A context that passes each pair of saved-tensor hooks through ``wrap`` when code enters the hooks.
 
     The yielded counter maps each kind of hooks to how often it was entered.
     """
@@ -111,7 +111,7 @@ class _Note:
 
     @property
     def value(self) -> str:
-        """The name by which a fault (a found difference) calls the tensor."""
+        """The name of the tensor in a fault (a found difference)."""
         return f"saved tensor {self.index} of {self.shape}"
 
 
@@ -137,11 +137,14 @@ class SavedTensorWatch:
         self._counts: dict[str, int] = {}
 
     def watch_modules(self) -> Any:
-        """Return a context that tracks which module is running."""
+        """Return a context that records which module of the model is running, to name it in faults."""
         return self.stack.watch(self._root)
 
     def wrap(self, pack: Hook, unpack: Hook) -> tuple[Hook, Hook]:
-        """Return a pair of hooks that call the given hooks and compare each unpacked tensor with the packed one."""
+        """Return a pair of saved-tensor hooks that does the same as the given pair and checks it.
+
+        Each unpacked tensor is compared with the packed one.
+        """
 
         def watching_pack(tensor: torch.Tensor) -> tuple[Any, _Note | None]:
             note = self._note(tensor)

@@ -52,9 +52,8 @@ _STATE_NOISE = 0.01
 """A share of the plan's bytes. If the bytes of the optimizer state differ from the plan's by less than this share, they count
 as planned."""
 _SEVERITY = {verdict: index for index, verdict in enumerate(ReceiptVerdict)}
-"""A mapping from each verdict to its rank, 0 for the worst: ``ReceiptVerdict`` lists verdicts in the order that a receipt
-tests.
-"""
+"""A mapping from each verdict to a number, 0 for the worst. A receipt tests verdicts in this order, the order of
+``ReceiptVerdict``."""
 
 
 def verify(
@@ -340,7 +339,7 @@ def _with_casts_kept(step: TrainingStep, model: nn.Module, plan: Plan, receipt: 
 
 
 def _claims(plan: Plan) -> dict[str, Any]:
-    """Return the plan's fields that its receipt repeats, as keyword arguments for ``make_receipt``."""
+    """Return those fields of a plan that its receipt repeats, as keyword arguments for ``make_receipt``."""
     return {
         "model": plan.model,
         "fingerprint": plan.fingerprint,
