@@ -40,7 +40,10 @@ class ComparisonRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_wrong(self) -> bool:
-        """Whether gradients differ although no value is compressed with loss, and although rounding does not explain it."""
+        """Whether the strategy changed the gradients although it should not have.
+
+        This is so if gradients differ, no value is compressed with loss, and rounding does not explain the difference.
+        """
         return self.is_lossless and self.is_bit_equal is False and not self.is_rounding
 
 

@@ -31,7 +31,7 @@ class BudgetItem(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def error_bytes(self) -> int:
-        """Half the width, in bytes, of the range that is expected to contain the true value."""
+        """By how many bytes the true value is expected to differ from the item's figure at most, up or down."""
         return 0 if self.bytes is None else round(self.bytes * self.relative_error)
 
 
@@ -132,10 +132,10 @@ class SwitchSetting(msgspec.Struct, frozen=True, kw_only=True):
     values: dict[str, str | int | float | bool | list[str] | None]
     strategy: str
     peak_bytes: int
-    """Peak bytes of the tensors on the rank with the highest peak."""
+    """The peak, in bytes, of the tensors on the rank that has the highest peak."""
     step_seconds: float
     host_bytes: int = 0
-    """Bytes on the host for the rank that offloads the most bytes."""
+    """The bytes of offloaded tensors on the host, for the rank that offloads the most."""
 
 
 class LayoutChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,7 +145,7 @@ class LayoutChoice(msgspec.Struct, frozen=True, kw_only=True):
     batch: int
     strategy: str
     peak_bytes: int
-    """Peak bytes of the tensors on the rank with the highest peak."""
+    """The peak, in bytes, of the tensors on the rank that has the highest peak."""
     step_seconds: float
 
 

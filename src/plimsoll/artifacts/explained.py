@@ -51,7 +51,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
-    """A change whose effect on the peak cannot be determined for this step, and the reason."""
+    """Data: a change to the step whose effect on the peak cannot be determined for this step, and the reason."""
 
     name: str
     why: str
@@ -76,7 +76,7 @@ class Explanation(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     device: str
     is_fake: bool
     setup: str
-    """Says what saves memory in this step, such as its own checkpointing; empty if nothing does."""
+    """A text that says what saves memory in this step, such as the step's own checkpointing; empty if nothing does."""
     optimizer: str
     verdict: str
     peak: Peak

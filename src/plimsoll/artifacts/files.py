@@ -176,7 +176,7 @@ def _check_levels(node: object, left: int) -> None:
 
 
 PART = ".part"
-"""Suffix of a file that is still being written."""
+"""The end of the name of a file that is still being written."""
 
 
 def write_whole(content: str | bytes, path: str | Path) -> None:

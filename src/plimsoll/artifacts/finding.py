@@ -10,7 +10,7 @@ import msgspec
 from plimsoll.artifacts.base import AdvisedEnum, ArtifactBase
 
 EXCESSIVE_KERNEL_RATIO = 1.5
-"""The number of kernels per layer with the plan, divided by that of the baseline. More than this is excessive."""
+"""The number of kernels per layer with the plan, divided by the baseline's number. A larger ratio is excessive."""
 CONTENDED_BANDWIDTH_SHARE = 0.8
 """If recomputation uses more than this share of the device's peak bandwidth, it competes with other work for the memory."""
 LONG_GAP_SECONDS = 50e-6
@@ -33,7 +33,10 @@ class ProfileOrigin(enum.StrEnum):
 
 
 class WorkPhase(enum.StrEnum):
-    """The part of a training step that launched a kernel or an op."""
+    """The phases of a training step, such as forward and backward, that kernels and ops belong to.
+
+    A kernel belongs to the phase that launched it.
+    """
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -128,7 +131,7 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
     busy_seconds: float
     idle_seconds: float
     waiting_seconds: float
-    """The part of the idle time, in seconds, during which the host waits for the device in a call."""
+    """The seconds per step while the device is idle and the host waits for the device in a call."""
     count: float
     kernels_per_layer: float | None = None
     layers: int = 0

@@ -45,12 +45,12 @@ class FitPoint(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def does_fit(self) -> bool:
-        """Whether the peak at this point, under its best plan, fits the budget."""
+        """Whether the peak with this micro-batch, under the best plan for it, fits the budget."""
         return self.status.is_usable
 
     @property
     def is_unmanaged(self) -> bool:
-        """Whether the step fits the budget without recomputing anything."""
+        """Whether the step with this micro-batch fits the budget without recomputing anything."""
         return self.does_fit and not self.rebuilt_bytes
 
     @property

@@ -69,7 +69,10 @@ class LinkCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Forms(msgspec.Struct, frozen=True, kw_only=True):
-    """All compressed and offloaded forms that a plan may use, for each value of each region call; data only."""
+    """Data: the forms that a plan may use, for each value of each region call.
+
+    A form is a way to store a value: compressed, or offloaded over a link.
+    """
 
     regions: tuple[RegionForms, ...] = ()
     link: LinkCost | None = None

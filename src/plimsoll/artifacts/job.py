@@ -55,7 +55,7 @@ class StageRule(enum.StrEnum):
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """Data: over how many ranks, and in which ways, one training step is parallelised; the default is one rank.
+    """Data: how one training step is divided among ranks, by dimension; the default is one rank.
 
     ``zero`` is the stage of ZeRO within the data-parallel and the context-parallel ranks: 0 replicates everything, 1 shards the
     optimizer state, 2 also gradients, 3 also parameters (what FSDP does). With ``replicas`` > 1 (HSDP), this many groups of
@@ -132,7 +132,7 @@ class Precision(enum.StrEnum):
 
     @property
     def traced(self) -> Precision:
-        """The precision in which the step computes.
+        """The precision of the step's computation.
 
         It is ``bf16`` for ``fsdp-bf16``, because FSDP gathers its float32 shards in bf16.
         """

@@ -11,7 +11,7 @@ from plimsoll.artifacts.trace import Category
 
 
 class StepForm(enum.StrEnum):
-    """Names for the ways in which an optimizer step goes through the parameters.
+    """Names for how an optimizer step goes through the parameters.
 
     ``LOOP``: one parameter after the other. ``FOREACH``: all parameters together, op by op (torch's choice on a GPU).
     ``FUSED``: one kernel, without temporaries.
@@ -23,7 +23,7 @@ class StepForm(enum.StrEnum):
 
 
 class Temporary(msgspec.Struct, frozen=True, kw_only=True):
-    """One tensor that an optimizer step allocates and that is alive at the step's peak."""
+    """Data: one tensor that an optimizer step allocates and that is alive at the step's peak."""
 
     label: str
     bytes: int
@@ -79,7 +79,7 @@ between streams."""
 
 
 class AllocationEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """One allocation (positive ``bytes``) or release (negative ``bytes``) of a memory block in the simulated step.
+    """Data: one allocation (positive ``bytes``) or release (negative ``bytes``) of a memory block in the simulated step.
 
     ``instant`` is its time in the step. A block that ``lasts`` exists before and after the step, so later steps neither
     allocate nor free it. The first step allocates such a block at the instant ``made``: for optimizer state, this is when the
@@ -117,7 +117,7 @@ class AllocatorUse(msgspec.Struct, frozen=True, kw_only=True):
     retries: int
     """How often the allocator returned its cached memory to the device, because the device did not have any more memory."""
     steps: int
-    """How many steps were simulated."""
+    """How many repetitions of the training step were simulated."""
     refused_bytes: int = 0
     """Bytes of the first request that the device could not satisfy; 0 if all requests fit. If a request failed, the other
     figures cover the time before it."""

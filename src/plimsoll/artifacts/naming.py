@@ -38,7 +38,7 @@ def compress_names(names: Sequence[str]) -> str:
 
 
 def _varying_number(name: str, names: Sequence[str]) -> re.Match[str] | None:
-    """Return the match of that number in ``name`` by which other names differ; ``None`` if there is no such number.
+    """Return the match of the number in ``name`` that varies between names; ``None`` if no number does.
 
     It is the first number in ``name`` whose replacement by another number gives one of ``names``.
     """

@@ -330,7 +330,7 @@ class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def droppable_share(self) -> float:
-        """How much of what autograd saved in all regions could be recomputed bit for bit: a share of the bytes, from 0 to 1."""
+        """The share of the bytes saved by autograd in all regions that could be recomputed bit for bit, from 0 to 1."""
         total = sum(region.activation_bytes for region in self.regions)
         return sum(region.droppable_bytes for region in self.regions) / total if total else 0.0
 

@@ -88,7 +88,7 @@ def from_json(text: str | bytes, *, source: str = "the text") -> Artifact:
 def _unwrap_odd_numbers(node: Any) -> Any:
     """Return data read from JSON with infinity and NaN put back as floats.
 
-    In the file, objects such as ``{"plimsoll.number": "inf"}`` stand for them.
+    The file contains objects such as ``{"plimsoll.number": "inf"}`` instead.
     """
     if isinstance(node, dict):
         if node.keys() == {NUMBER} and node[NUMBER] in ("inf", "-inf", "nan"):
